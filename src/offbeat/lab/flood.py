@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from offbeat.lab.probe import WIRE, Enter, connect_hosts, reset_at_close
+from offbeat.lab.probe import WIRE, Enter, connect, reset_at_close
 
 _CHUNK = bytes(1 << 20)
 # share of the time before the measurement, in which TCP windows open and bursts end
@@ -19,7 +19,7 @@ def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: fl
     """Return the bits per second on the wire of every way while all ways are saturated."""
     with ExitStack() as sockets, selectors.DefaultSelector() as selector:
         for number, way in enumerate(ways):
-            here, there = connect_hosts(enter, way["hosts"], way["address"])
+            here, there = connect(enter, way["hosts"], way["address"])
             for end, event in (
                 (here, selectors.EVENT_WRITE),
                 (there, selectors.EVENT_READ),

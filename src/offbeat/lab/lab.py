@@ -169,12 +169,8 @@ class Lab:
         messages = [way.message() for way in ways]
         best: Throughput | None = None
         for _ in range(TRIES):
-            throughput = Throughput(
-                ways, self.process.request("flood", ways=messages, limit_s=limit_s)
-            )
-            best = (
-                throughput if best is None else max(best, throughput, key=lambda each: each.share)
-            )
+            last = Throughput(ways, self.process.request("flood", ways=messages, limit_s=limit_s))
+            best = last if best is None else max(best, last, key=lambda each: each.share)
             if best.share >= LEAST_SHARE:
                 break
         assert best is not None

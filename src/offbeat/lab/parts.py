@@ -34,7 +34,7 @@ def _latency(value: Any) -> str:
     return format_time(parse_time_s(value))
 
 
-def _link_table_validator(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
+def _link_map(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
     """Return a validator of tables that map link names to values."""
 
     def check(value: Any) -> Any:
@@ -45,15 +45,9 @@ def _link_table_validator(what: str, example: str, one: Callable[[Any], Any]) ->
     return BeforeValidator(check)
 
 
-Rates = Annotated[
-    Mapping[str, str | float | None], _link_table_validator("rates", '{net = "20mbit"}', _rate)
-]
-Latencies = Annotated[
-    Mapping[str, str | float], _link_table_validator("latencies", '{net = "20ms"}', _latency)
-]
-Losses = Annotated[
-    Mapping[str, str | float], _link_table_validator("losses", "{net = 0.01}", parse_loss)
-]
+Rates = Annotated[Mapping[str, str | float | None], _link_map("rates", '{net = "20mbit"}', _rate)]
+Latencies = Annotated[Mapping[str, str | float], _link_map("latencies", '{net = "20ms"}', _latency)]
+Losses = Annotated[Mapping[str, str | float], _link_map("losses", "{net = 0.01}", parse_loss)]
 
 
 class Part(BaseModel):

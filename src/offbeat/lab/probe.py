@@ -50,7 +50,7 @@ def measure(
 
 def _measure_way(enter: Enter, way: Mapping[str, Any], limit_s: float) -> dict[str, float | None]:
     try:
-        here, there = connect_hosts(enter, way["hosts"], way["address"])
+        here, there = connect(enter, way["hosts"], way["address"])
     except OSError:  # no connection within 3 seconds, for example with heavy loss
         return NOTHING
     with here, there:
@@ -84,9 +84,7 @@ def rate_bps(points: Sequence[tuple[float, int]]) -> float | None:
     return (end - begin) * 8 * WIRE / (end_s - begin_s)
 
 
-def connect_hosts(
-    enter: Enter, hosts: Sequence[int], to: str
-) -> tuple[socket.socket, socket.socket]:
+def connect(enter: Enter, hosts: Sequence[int], to: str) -> tuple[socket.socket, socket.socket]:
     """Return both ends of a connection from one host to the other's address; raise OSError after 3
     s."""
     one, other = hosts

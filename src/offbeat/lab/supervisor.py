@@ -51,9 +51,7 @@ class _Supervisor:
         self._owner = owner
         self._network: Network | None = None
         self._schedule = Schedule(0.0, ())
-        self._initial_plans: list[LinkPlan] | None = (
-            None  # plans before the first change of a launch
-        )
+        self._initial_plans: list[LinkPlan] | None = None  # before the first change of a launch
         self._ending = False
         self._keys: dict[int, str] = {}  # key of the owner by process id of the rank
         self._wakeup = _catch_signals()
@@ -195,7 +193,7 @@ class _Supervisor:
         supervisor = os.getpid()
         process = os.fork()
         if process == 0:
-            _exec_rank(message, output, namespace, supervisor)
+            _execute(message, output, namespace, supervisor)
         self._keys[process] = message["key"]
         return process
 
@@ -246,9 +244,7 @@ def _catch_signals() -> socket.socket:
     return wakeup
 
 
-def _exec_rank(
-    message: dict[str, Any], output: int, namespace: int | None, supervisor: int
-) -> None:
+def _execute(message: dict[str, Any], output: int, namespace: int | None, supervisor: int) -> None:
     """Enter the namespace and execute the rank's command in the forked child. Never returns."""
     try:
         if namespace is not None:

@@ -14,8 +14,8 @@ from offbeat.strategies.slices import (
     Update,
     fastest,
     forward_plan,
+    priority_slices,
     sizes_to_try,
-    slices_by_priority,
 )
 
 TUNED = "use None to have it tuned"
@@ -55,9 +55,7 @@ class ByteScheduler(Prioritized):
     def schedule(self, profile: Profile) -> Plan:
         slowest = profile.slowest()
         tried = self._settings_to_try(slowest)
-        orders = [
-            slices_by_priority(slowest, size, ELEMENT_BYTES * credit) for size, credit in tried
-        ]
+        orders = [priority_slices(slowest, size, ELEMENT_BYTES * credit) for size, credit in tried]
         best = fastest(orders, slowest)
         size, credit = tried[best]
         facts = (

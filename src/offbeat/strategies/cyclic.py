@@ -140,8 +140,8 @@ class Cyclic(Wired):
     def equations(self, plan: Plan) -> Equations:
         runs = [range(*edges) for edges in plan.fact("stages")]
         ranks = 1 + max(max(t.ranks or (0,)) for t in plan.transfers) if plan.transfers else 1
-        job = _Job(ranks, runs, self.rules(len(runs)), self._skipped_updates, "")
-        return cyclic(runs, job.uses_newest, self._skipped_updates)
+        job = _Job(ranks, runs, self.rules(len(runs)), self._skip_count, "")
+        return cyclic(runs, job.uses_newest, self._skip_count)
 
     def bound_s(self, profile: Profile) -> float:
         """Return a lower bound on the seconds per iteration: the largest of three times.
@@ -169,7 +169,7 @@ class Cyclic(Wired):
         return max(compute_s, sent_s / rate)
 
     @property
-    def _skipped_updates(self) -> int:
+    def _skip_count(self) -> int:
         return int(self.start == "skip")
 
     def least_buckets(self, ranks: int) -> int:
@@ -184,14 +184,12 @@ class Cyclic(Wired):
                 f"stages ({stages}) must divide the number of workers ({ranks}), which then share "
                 "the places of the stages; start another number of workers"
             )
-        if ranks == 1 and self._skipped_updates:
+        if ranks == 1 and self._skip_count:
             raise ValueError(
                 "start ('skip') needs at least two workers; leave it out, or start more of them"
             )
         link = profile.default_link.name
-        return _Job(
-            ranks, self._cut(profile, stages), self.rules(stages), self._skipped_updates, link
-        )
+        return _Job(ranks, self._cut(profile, stages), self.rules(stages), self._skip_count, link)
 
     def _cut(self, profile: Profile, stages: int) -> list[range]:
         """Return runs of buckets, starting at the output side."""

@@ -124,7 +124,7 @@ class DeFT(Wired):
             return _encode_schedule(self, chosen, _schedule_notes(chosen, skipped))
         synchronous_s = gradients_when_ready_s(view, WFBP().plan(view))
         try:
-            chosen, preserved = self._choose_schedule(view, synchronous_s)
+            chosen, preserved = self._best_choice(view, synchronous_s)
         except NoWindowError as error:
             return _synchronous_plan(profile, str(error))
         per_update_s = chosen.seconds / chosen.schedule.updates_per_iteration
@@ -172,18 +172,14 @@ class DeFT(Wired):
         sized = Sized(pieces, ready_s_of(profile, pieces), messages.weights_s(pieces))
         return Choice(profile, links, sized, schedule, 1.0, why)
 
-    def _choose_schedule(
-        self, profile: Profile, synchronous_s: float
-    ) -> tuple[Choice, dict[str, Any]]:
+    def _best_choice(self, profile: Profile, synchronous_s: float) -> tuple[Choice, dict[str, Any]]:
         search = Search(self, profile, synchronous_s)
         if self.preserver and profile.noise is not None:
-            return self._accepted_schedule(search, profile.noise)
+            return self._valid_choice(search, profile.noise)
         why = "the profile holds no gradient noise" if self.preserver else "it is switched off"
         return search.best(), _skip_note(why)
 
-    def _accepted_schedule(
-        self, search: Search, noise: GradientNoise
-    ) -> tuple[Choice, dict[str, Any]]:
+    def _valid_choice(self, search: Search, noise: GradientNoise) -> tuple[Choice, dict[str, Any]]:
         """Return the schedule that the Preserver accepts, and a record of all tries.
 
         Each try enlarges the windows of the previous one, until nothing is merged. Links and
@@ -196,18 +192,16 @@ class DeFT(Wired):
             if tries:
                 chosen = search.enlarge_windows(chosen)
             tries.append((self._ratio(noise, chosen.schedule.merges), chosen))
-            if self._is_accepted(tries[-1][0]) or max(chosen.schedule.merges) == 1:
+            if self._accepts(tries[-1][0]) or max(chosen.schedule.merges) == 1:
                 break
         ratio, chosen = min(tries, key=lambda t: abs(t[0] - 1))
-        verdict = (
-            "within" if self._is_accepted(ratio) else f"the nearest to 1 of {len(tries)}, outside"
-        )
+        verdict = "within" if self._accepts(ratio) else f"the nearest to 1 of {len(tries)}, outside"
         records = [
             {
                 "capacity": choice.capacity,
                 "ratio": value if math.isfinite(value) else None,
                 "merges": list(choice.schedule.merges),
-                "accepted": self._is_accepted(value),
+                "accepted": self._accepts(value),
             }
             for value, choice in tries
         ]
@@ -224,7 +218,7 @@ class DeFT(Wired):
         walk = preserver.LossWalk(noise.loss, noise.step_size, sigma, scale=scale)
         return walk.worst_ratio(merges, noise.gradient_sq)
 
-    def _is_accepted(self, ratio: float) -> bool:
+    def _accepts(self, ratio: float) -> bool:
         return abs(ratio - 1) <= self.epsilon
 
 

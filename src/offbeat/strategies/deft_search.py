@@ -105,7 +105,7 @@ class _Schedules:
         """
         capacity = 1.0
         most = deft.most_updates(
-            *self._windows_s(capacity), next(self._sized_messages(capacity)).weights_s
+            *self._windows_s(capacity), next(self._messages_of(capacity)).weights_s
         )
         # At least one message fits, so `most` is above 0.
         capacity = max(capacity, 1 / (most * self._strategy.most_merged))
@@ -122,7 +122,7 @@ class _Schedules:
         """Return the best schedule over message sizes that keeps the merge limit; None without
         one."""
         best: Choice | None = None
-        for sized in self._sized_messages(capacity):
+        for sized in self._messages_of(capacity):
             most = deft.most_updates(*self._windows_s(capacity), sized.weights_s)
             if best and most <= best.schedule.updates_per_iteration:
                 break  # smaller messages only add communication
@@ -144,7 +144,7 @@ class _Schedules:
             return None
         return Choice(self._profile, self._links, sized, schedule, capacity)
 
-    def _sized_messages(self, capacity: float) -> Iterator[Sized]:
+    def _messages_of(self, capacity: float) -> Iterator[Sized]:
         for pieces in self._messages.variants(*self._windows_s(capacity)):
             weights_s = self._messages.weights_s(pieces)
             yield Sized(pieces, ready_s_of(self._profile, pieces), weights_s)

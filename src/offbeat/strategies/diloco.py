@@ -15,13 +15,7 @@ from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp import DreamDDP
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer_optimizer import (
-    OuterSGD,
-    equations_of,
-    is_number,
-    outer_of,
-    with_outer,
-)
+from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, is_real, outer_of, with_outer
 from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole_buckets
 
 STEADY = OuterSGD()
@@ -81,7 +75,7 @@ class DiLoCo(Wired):
                     f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
                     "each has an iteration of its own; use fewer, or None"
                 )
-        if self.alpha is not None and not (is_number(self.alpha) and 0 <= self.alpha < 1):
+        if self.alpha is not None and not (is_real(self.alpha) and 0 <= self.alpha < 1):
             raise ValueError(
                 f"alpha ({self.alpha!r}) must be at least 0 and below 1: with 1 nothing would land"
             )

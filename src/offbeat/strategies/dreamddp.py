@@ -166,15 +166,13 @@ class DreamDDP(Wired):
         elif self.due == "delayed":
             plan = self._delayed_plan(profile)
         else:
-            plan = self._candidate_plan(self._best_candidate(profile), profile)
+            plan = self._plan_of(self._best_sets(profile), profile)
         return plan if self.clip is None else _with_clipping(plan, self.clip)
 
-    def _best_candidate(self, profile: Profile) -> Candidate:
+    def _best_sets(self, profile: Profile) -> Candidate:
         """Return the candidate of the paper's variant with the shortest predicted period."""
         layers = self._layer_sets(profile, [frozenset()])
-        layers += self._one_iteration_candidates(
-            profile, min(self._closed_form_s(one, profile) for one in layers)
-        )
+        layers += self._full_sets(profile, min(self._formula_s(one, profile) for one in layers))
         chosen_s, chosen = self._fastest_candidate(layers, profile)
         slices = self._layer_sets(profile, self._cuts(len(profile.buckets)))
         if slices:
@@ -212,17 +210,17 @@ class DreamDDP(Wired):
     def _forward_plan(self, profile: Profile) -> Plan:
         """Return the plan with `due="forward"`: whole buckets, or slices if they save enough."""
         setting, size = self._setting(profile), len(profile.buckets)
-        chosen = self._best_candidate(profile)
+        chosen = self._best_sets(profile)
         cuts = self._input_side_cuts(size) if self._cuts(size) else []
         choices = [*later.forward_choices(setting, chosen, cuts, search=self.solver == "auto")]
 
         simulated = self._needs_simulation(profile)
         gain = SIMULATED_GAIN if simulated else ROUNDING
-        paper_plan = self._candidate_plan(chosen, profile)
+        paper_plan = self._plan_of(chosen, profile)
         if simulated:
             paper_s = later.steady_s(paper_plan, profile) * self.period
         else:
-            paper_s = self._closed_form_s(chosen, profile)
+            paper_s = self._formula_s(chosen, profile)
         # simulated seconds by id of the choice; all choices outlive the dict
         known: dict[int, float] = {}
 
@@ -231,7 +229,7 @@ class DreamDDP(Wired):
             closed form."""
             if not simulated:
                 sent = chain(*choice.orders)
-                return choice.closed_s + self._period_cpu_s(choice.pieces, sent, profile)
+                return choice.closed_s + self._cpu_s(choice.pieces, sent, profile)
             if id(choice) not in known:
                 plan = later.forward_plan(setting, choice)
                 known[id(choice)] = later.steady_s(plan, profile) * self.period
@@ -251,9 +249,7 @@ class DreamDDP(Wired):
         plan = later.forward_plan(setting, best)
         if simulated:
             return later.faster_plan(plan, paper_plan, profile)
-        return (
-            plan if seconds(best) <= paper_s * (1 + ROUNDING) else later.with_cost_facts(paper_plan)
-        )
+        return plan if seconds(best) <= paper_s * (1 + ROUNDING) else later.with_costs(paper_plan)
 
     def _input_side_cuts(self, size: int) -> list[frozenset[int]]:
         """Return cuts to try: the last 1, 2, 4, ... buckets, which the next forward needs first, up
@@ -270,15 +266,13 @@ class DreamDDP(Wired):
         times = layer_times(profile, self.average, self.state)
         choice = Candidate(whole_buckets(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
-            at_once = self._one_iteration_candidates(profile, float("inf"))
+            at_once = self._full_sets(profile, float("inf"))
             starts = [choice, *(c for c in at_once if not c.at_step)]
             small = size * self._simulated_periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
         plan = later.delayed_plan(setting, self.delay, choice)
         plain = replace(self, due="end", delay=1)
-        return later.faster_plan(
-            plan, plain._candidate_plan(plain._best_candidate(profile), profile), profile
-        )
+        return later.faster_plan(plan, plain._plan_of(plain._best_sets(profile), profile), profile)
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[Candidate]:
         """Return the cheapest sets over all cuts, filled and as they are; no candidate without
@@ -362,7 +356,7 @@ class DreamDDP(Wired):
         total_s = float(whole_s.sum())
         return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
-    def _one_iteration_candidates(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
+    def _full_sets(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
         """Yield candidates that average all layers in the last iteration.
 
         The messages are fused to end as early as possible, are one message, or are sent as in local
@@ -388,7 +382,7 @@ class DreamDDP(Wired):
         message_s = one.pieces[0].seconds(profile, self.state)
         ends_s = max(ready_s[-1] + times[1][-1], ready_s[0] + message_s)
         least_s = one._replace(cost_s=(self.period - 1) * ready_s[-1] + ends_s)
-        if self._needs_simulation(profile) or self._closed_form_s(least_s, profile) < layers_s:
+        if self._needs_simulation(profile) or self._formula_s(least_s, profile) < layers_s:
             yield candidate(self._fuse_for_early_end(profile, ready_s))
         yield one
         if self.average == "after_update":
@@ -450,8 +444,8 @@ class DreamDDP(Wired):
         Simulations use the same noise for all candidates, so that their periods can be compared.
         """
         if not self._needs_simulation(profile):
-            return self._closed_form_s(candidate, profile)
-        plan = self._candidate_plan(candidate, profile)
+            return self._formula_s(candidate, profile)
+        plan = self._plan_of(candidate, profile)
         periods = self._simulated_periods()
         trace = simulate(plan, profile, iterations=periods * self.period, record=0)
         return max(ends_s[-1] for ends_s in trace.ends_s) / periods
@@ -470,11 +464,11 @@ class DreamDDP(Wired):
     def _simulated_periods(self) -> int:
         return max(4, -(-LEAST_ITERATIONS // self.period))
 
-    def _closed_form_s(self, candidate: Candidate, profile: Profile) -> float:
+    def _formula_s(self, candidate: Candidate, profile: Profile) -> float:
         """Return the seconds of one period without jitter, in which ranks wait for the processor
         time of messages."""
         messages = chain(*candidate.sets, *candidate.fill)
-        sending_s = self._period_cpu_s(candidate.pieces, messages, profile)
+        sending_s = self._cpu_s(candidate.pieces, messages, profile)
         return self._outside_s(profile) + candidate.cost_s + sending_s
 
     def _outside_s(self, profile: Profile) -> float:
@@ -485,9 +479,7 @@ class DreamDDP(Wired):
             outside_s += slowest.update_s
         return self.period * outside_s
 
-    def _period_cpu_s(
-        self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile
-    ) -> float:
+    def _cpu_s(self, pieces: Sequence[Piece], sent: Iterable[int], profile: Profile) -> float:
         """Return the processor seconds of a period's messages."""
         link = profile.default_link
         if not (link.cpu_s_per_message or link.cpu_s_per_byte):
@@ -498,7 +490,7 @@ class DreamDDP(Wired):
             for payload in pieces[i].payloads(self.state)
         )
 
-    def _candidate_plan(self, candidate: Candidate, profile: Profile) -> Plan:
+    def _plan_of(self, candidate: Candidate, profile: Profile) -> Plan:
         if candidate.at_step:
             local = LocalSGD(self.period, state=self.state).schedule(profile)
             facts = layer_set_facts(candidate.sets, candidate.fill, candidate.pieces)

@@ -430,7 +430,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
 # ---- comparison with the paper --------------------------------------------------------------
 
 
-def with_cost_facts(plan: Plan) -> Plan:
+def with_costs(plan: Plan) -> Plan:
     """Return the paper's plan with facts of no staleness and no memory, to replace a slower
     plan."""
     return replace(plan, facts=(*plan.facts, *_cost_facts(0, 0)))
@@ -439,7 +439,7 @@ def with_cost_facts(plan: Plan) -> Plan:
 def faster_plan(plan: Plan, paper: Plan, profile: Profile) -> Plan:
     """Return `plan`, or the paper's plan with its facts if that is predicted to be faster."""
     seconds, paper_s = (predict_plan(one, profile).iteration_s for one in (plan, paper))
-    return plan if seconds <= paper_s * (1 + ROUNDING) else with_cost_facts(paper)
+    return plan if seconds <= paper_s * (1 + ROUNDING) else with_costs(paper)
 
 
 # ---- selection -------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ class OuterSGD:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        if not is_number(self.lr) or not 0 < self.lr < float("inf"):
+        if not is_real(self.lr) or not 0 < self.lr < float("inf"):
             raise ValueError(
                 f"lr ({self.lr!r}) of outer must be a number above 0; 1 goes on from the average"
             )
-        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_real(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"momentum ({self.momentum!r}) of outer must be at least 0 and below 1: with 1 "
                 "or more its steps never become smaller"
@@ -175,6 +175,6 @@ def _with_prologue(plan: Plan) -> Plan:
     )
 
 
-def is_number(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     """Return whether the value is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

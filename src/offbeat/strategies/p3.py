@@ -8,7 +8,7 @@ from typing import ClassVar
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
-from offbeat.strategies.slices import Prioritized, Update, forward_plan, slices_by_priority
+from offbeat.strategies.slices import Prioritized, Update, forward_plan, priority_slices
 
 
 @dataclass(frozen=True)
@@ -36,5 +36,5 @@ class P3(Prioritized):
         require_count("slice_elements", self.slice_elements)
 
     def schedule(self, profile: Profile) -> Plan:
-        order = slices_by_priority(profile.slowest(), self.slice_elements, credit_bytes=1)
+        order = priority_slices(profile.slowest(), self.slice_elements, credit_bytes=1)
         return forward_plan(self.name, profile, order, update=self.update)

@@ -74,7 +74,7 @@ def sizes_to_try(profile: Profile) -> list[int]:
     return sizes
 
 
-def slices_by_priority(profile: Profile, elements: int, credit_bytes: int) -> Order:
+def priority_slices(profile: Profile, elements: int, credit_bytes: int) -> Order:
     """Return slices of at most `elements` elements in the order of a priority queue with a credit.
 
     A credit of 1 byte keeps one slice in flight at a time.
