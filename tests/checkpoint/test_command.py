@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat import cli
-from offbeat.core.runtime.launch_request import Job
+from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.experiments import compare
 from offbeat.profile import Bucket, Link, Profile
 
@@ -44,7 +44,7 @@ def test_jobs(
     options: str, expected: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, [job] = asked(f"--strategy wfbp {options}", tmp_path, monkeypatch)
-    told = Job(**{key: value for key, value in job.items() if key != "schema"})
+    told = LaunchRequest(**{key: value for key, value in job.items() if key != "schema"})
     assert told.checkpoint == str(tmp_path / "kept")
     assert (told.resume, told.checkpoint_every) == expected
 

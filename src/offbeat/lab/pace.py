@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offbeat.core.measuring.processors import kernel_s, processors
 from offbeat.core.plan import Apply
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.sim.costs import applied_s
 from offbeat.core.sim.ranks import lognormal
 
@@ -39,7 +39,7 @@ class Host:
         return cls(float(os.environ.get(SPEED, 1)), float(os.environ.get(JITTER, 0)))
 
 
-class Pace(Compute):
+class Pace(ComputeObserver):
     """Delay every piece of compute until its end in the profile.
 
     Each iteration has one schedule, which begins with the iteration. It advances by the profile's

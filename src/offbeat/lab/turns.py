@@ -7,14 +7,14 @@ import time
 import warnings
 from pathlib import Path
 
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 
 # after this time a rank continues without turns, as the lock's holder may wait for it
 LONGEST_S = 60.0
 POLL_S = 0.0005
 
 
-class Turns(Compute):
+class Turns(ComputeObserver):
     """Exclusive forward and backward of one rank at a time, and one update at a time.
 
     The lock is on a file, so the kernel releases it if the rank dies.

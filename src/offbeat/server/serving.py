@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offbeat.core.runtime.training_job import Ranks
+from offbeat.core.runtime.training_job import RankRoles
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.frames.job_secret import common_secret, own_address
@@ -28,7 +28,7 @@ def serve(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Served,
-    ranks: Ranks,
+    ranks: RankRoles,
     cluster: Cluster,
 ) -> None:
     """Serve this rank's shards until every worker has left. The model loses its memory."""
@@ -47,7 +47,7 @@ def serve(
 
 
 def client_of(
-    optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks, cluster: Cluster
+    optimizer: torch.optim.Optimizer, strategy: Served, ranks: RankRoles, cluster: Cluster
 ) -> Client:
     """Return a worker's client, connected to all servers."""
     layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
@@ -78,7 +78,7 @@ def client_of(
     )
 
 
-def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks) -> Layout:
+def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: RankRoles) -> Layout:
     """Return the layout of the trained parameters on the servers.
 
     Raises ValueError for an optimizer that servers cannot step in pieces.
@@ -89,7 +89,7 @@ def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: Ranks) 
 
 
 def _exchange_addresses(
-    address: tuple[str, int] | None, ranks: Ranks, control: Control
+    address: tuple[str, int] | None, ranks: RankRoles, control: Control
 ) -> tuple[Sequence[tuple[str, int]], bytes]:
     """Exchange addresses between all ranks. Return those of the servers, and the job's secret."""
     everyone, secret = common_secret(address, ranks.servers.start, control)
@@ -105,7 +105,7 @@ def _snapshots(settings: ServerSettings, number: int) -> Snapshots | None:
     return Snapshots(settings.snapshot, number, settings.snapshot_every)
 
 
-def _common_snapshot(snapshots: Snapshots | None, ranks: Ranks, control: Control) -> int | None:
+def _common_snapshot(snapshots: Snapshots | None, ranks: RankRoles, control: Control) -> int | None:
     """Return the newest clock of which every server has a snapshot, or None."""
     everyone = control.gather(snapshots.clocks() if snapshots is not None else [])
     common = set.intersection(*(set(everyone[rank]) for rank in ranks.servers))

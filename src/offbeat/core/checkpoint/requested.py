@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from offbeat.core.checkpoint.checkpoints import load, save
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.launch_request import Job
+    from offbeat.core.runtime.launch_request import LaunchRequest
     from offbeat.core.runtime.prepared import Model, Optimizer
 
 
-def enable_checkpoints(job: Job, model: Model, optimizer: Optimizer) -> None:
+def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -> None:
     """Go on from the newest checkpoint if the job says so, and save after every so many
     iterations. Every rank must call it."""
     path, every, session = job.checkpoint, job.checkpoint_every, model._session

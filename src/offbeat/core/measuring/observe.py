@@ -27,7 +27,7 @@ from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.compute import Compute
+    from offbeat.core.runtime.compute import ComputeObserver
     from offbeat.core.runtime.engine import Engine
     from offbeat.core.runtime.iteration import Iteration, Timestamps
 
@@ -69,7 +69,7 @@ class _Times:
 class Observer:
     """Measures iterations of an engine through hooks, which `finish` removes."""
 
-    def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: Compute):
+    def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: ComputeObserver):
         self._model, self._engine, self._device, self._turns = model, engine, device, turns
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._ready: list[tuple[str, Mark]] = []

@@ -12,7 +12,7 @@ from offbeat.core.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN
 from offbeat.core.runtime.accumulation import Accumulation
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.context import StorageContext
 from offbeat.core.runtime.forward import ForwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
@@ -120,7 +120,7 @@ class ActivePlan:
         plan's own steps, because an emulated host must follow the plan's order.
         """
         steps = self.program.steps(planned)
-        if not self._lean or type(self.updates.compute) is not Compute:
+        if not self._lean or type(self.updates.compute) is not ComputeObserver:
             return GroupedUpdates(steps)
         key = self.program.key(planned)
         if key not in self._leaner:

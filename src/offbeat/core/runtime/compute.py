@@ -5,7 +5,7 @@ from __future__ import annotations
 from offbeat.core.plan import Apply
 
 
-class Compute:
+class ComputeObserver:
     """Receiver of callbacks at the end of each piece of compute. This base class does nothing."""
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:

@@ -27,7 +27,7 @@ from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.attached import NamedParameters
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.hooks import BackwardHooks
 from offbeat.core.runtime.iteration import Iteration, Reports, Timestamps
 from offbeat.core.runtime.metering import Metering
@@ -65,7 +65,7 @@ class Engine:
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
-        self.compute, self.iteration = Compute(), 0
+        self.compute, self.iteration = ComputeObserver(), 0
         self.suspects: NonfiniteMessages | None = None
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
@@ -195,7 +195,7 @@ class Engine:
         """Set the meter that measures gradient noise; None stops the measurement."""
         self.metering = Metering(meter, self.run)
 
-    def set_compute(self, compute: Compute) -> None:
+    def set_compute(self, compute: ComputeObserver) -> None:
         """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
 
@@ -230,7 +230,7 @@ class Engine:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
         ready times are recorded."""
         size = self.plan.buckets
-        if self.reports.listener is not None or type(self.compute) is not Compute:
+        if self.reports.listener is not None or type(self.compute) is not ComputeObserver:
             return range(size)
         return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 

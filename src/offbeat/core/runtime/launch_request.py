@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchRequest:
     """Contents of the file named by OFFBEAT_JOB. All fields are optional.
 
     Attributes:
@@ -68,19 +68,19 @@ class Job:
     stop_after_strategy: bool = False
 
 
-def current_job() -> Job:
-    """Return the job of this process; an empty job without a launcher. Raise ValueError if the file
-    is invalid."""
+def current_job() -> LaunchRequest:
+    """Return the launch request of this process; an empty one without a launcher. Raise ValueError
+    if the file is invalid."""
     path = os.environ.get(VARIABLE)
     if not path:
-        return Job()
+        return LaunchRequest()
     data = json.loads(Path(path).read_text())
     if data.pop("schema", None) != SCHEMA:
         raise ValueError(f"{VARIABLE} ({path}) must have the schema {SCHEMA}; update offbeat")
-    unknown = set(data) - {f.name for f in fields(Job)}
+    unknown = set(data) - {f.name for f in fields(LaunchRequest)}
     if unknown:
         raise ValueError(f"{VARIABLE} ({path}) has the unknown field {min(unknown)!r}")
-    return Job(**data)
+    return LaunchRequest(**data)
 
 
 def current_links() -> list[LinkSpec]:

@@ -36,7 +36,7 @@ from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import Plan, vote_channel
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.attached import UncopiedHook
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration
@@ -404,7 +404,11 @@ class FlatSession(Session):
         self._cluster.open(plan.links)
         self._guard_links()
         self.engine.adopt(plan)
-        turns = load_object(TURNS)(how.turns) if how.turns and not self._is_emulated else Compute()
+        turns = (
+            load_object(TURNS)(how.turns)
+            if how.turns and not self._is_emulated
+            else ComputeObserver()
+        )
         self.engine.set_compute(turns)
         self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
         self._around_forward = observer.memory.forward
@@ -439,7 +443,7 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._is_emulated)
         profile = observer.profile(specs, flat, links, contention, control, how.model)
-        self.engine.set_compute(Compute())
+        self.engine.set_compute(ComputeObserver())
         if how.pace is not None and not self._is_emulated:
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
             profile = Profile.from_dict(control.gather(paced.to_dict())[0])
@@ -509,7 +513,7 @@ class FlatSession(Session):
         if self._observer is not None:
             self._observer.finish()
             self._observer, self._around_forward = None, nullcontext
-            self.engine.set_compute(Compute())
+            self.engine.set_compute(ComputeObserver())
         self.profile = Profile.from_dict(state["profile"])
         if self._recorder:
             self._recorder.sample = None  # belongs to the old storage

@@ -35,7 +35,7 @@ from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoin
 from offbeat.core.runtime.launch_request import (
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
-    Job,
+    LaunchRequest,
     current_job,
     current_join_request,
     current_links,
@@ -50,7 +50,7 @@ from offbeat.core.runtime.prepared import Model, Optimizer, Session
 from offbeat.core.runtime.training_job import (
     RECORDER,
     Observation,
-    Ranks,
+    RankRoles,
     TrainingJob,
     Watch,
     divide_ranks,
@@ -280,7 +280,7 @@ def _create_meter(
     session: Session,
     model: nn.Module,
     cluster: Cluster,
-    ranks: Ranks,
+    ranks: RankRoles,
 ) -> Meter | None:
     """Return the meter of this rank; None if no rank logs.
 
@@ -298,7 +298,7 @@ def _create_meter(
 
 
 def _create_recorder(
-    model: nn.Module, job: Job, cluster: Cluster, difference: str | None
+    model: nn.Module, job: LaunchRequest, cluster: Cluster, difference: str | None
 ) -> Recorder | None:
     """Return the recorder of this rank; None if the launcher requests no record."""
     if not job.record_dir:
@@ -309,7 +309,9 @@ def _create_recorder(
     return recorder
 
 
-def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strategy, str | None]:
+def _choose_strategy(
+    strategy: Strategy | str | None, job: LaunchRequest
+) -> tuple[Strategy, str | None]:
     """Return the strategy to run, and a notice if it is not the script's."""
     script = parse(strategy) if isinstance(strategy, str) else strategy
     if script is not None and not isinstance(script, Strategy):
@@ -329,7 +331,7 @@ def _choose_strategy(strategy: Strategy | str | None, job: Job) -> tuple[Strateg
     return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
 
 
-def _save_strategy(strategy: Strategy | str | None, job: Job, path: str) -> None:
+def _save_strategy(strategy: Strategy | str | None, job: LaunchRequest, path: str) -> None:
     """On rank 0, write the strategy that would run without the launcher's choice, for the
     launcher."""
     chosen, _ = _choose_strategy(strategy, replace(job, strategy=None))
@@ -438,7 +440,7 @@ def _require_idle_servers() -> None:
         )
 
 
-def _require_one_model(job: Job) -> None:
+def _require_one_model(job: LaunchRequest) -> None:
     if _open_clusters() and (job.record_dir or job.stop_after_profile):
         raise ValueError(
             "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
@@ -572,7 +574,7 @@ def _describe_parameter(tensor: tuple[Any, ...]) -> str:
 
 
 def _known_profile(
-    given: Profile | str | Path | None, job: Job, fingerprint: str, cluster: Cluster
+    given: Profile | str | Path | None, job: LaunchRequest, fingerprint: str, cluster: Cluster
 ) -> tuple[Profile | None, str | None]:
     """Return the profile to plan from and the file to save a measured profile to.
 
@@ -607,7 +609,7 @@ def _known_profile(
     return (None, cache) if mismatch else (known, cache)
 
 
-def _read_profile(given: Profile | str | Path | None, job: Job) -> Profile | None:
+def _read_profile(given: Profile | str | Path | None, job: LaunchRequest) -> Profile | None:
     if job.profile is not None:
         return Profile.load(job.profile)
     if isinstance(given, Profile):
@@ -616,7 +618,9 @@ def _read_profile(given: Profile | str | Path | None, job: Job) -> Profile | Non
     return Profile.load(given) if Path(given).exists() else None
 
 
-def _find_mismatch(profile: Profile, fingerprint: str, cluster: Cluster, job: Job) -> str | None:
+def _find_mismatch(
+    profile: Profile, fingerprint: str, cluster: Cluster, job: LaunchRequest
+) -> str | None:
     if profile.model and profile.model != fingerprint:
         return f"it was measured on another model ({profile.model}, here {fingerprint})"
     if profile.world_size != cluster.control.world_size:

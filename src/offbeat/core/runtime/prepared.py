@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.iteration import Iteration
 
 
-class Saver(Protocol):
+class CheckpointWriter(Protocol):
     """Background writer of checkpoints."""
 
     def finish(self) -> None:
@@ -64,7 +64,7 @@ class Session(ABC):
     strategy: str = ""
     elsewhere: ClassVar[str | None] = None
     alone: ClassVar[bool] = False
-    saver: Saver | None = None
+    saver: CheckpointWriter | None = None
 
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +459,7 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self._session, self._meter = session, meter
         self._after_step: Callable[[], None] | None = None
-        self._parts: list[Part] = []
+        self._parts: list[OptimizerPart] = []
         self._alias()
         self._sealed = True
 
@@ -583,11 +583,13 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("param groups must be added before offbeat.prepare")
         super().add_param_group(param_group)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OptimizerPart]:
         """Return one prepared optimizer for each optimizer of the list that was prepared."""
         assert isinstance(self.inner, JointOptimizer)
         stepped: set[int] = set()
-        self._parts = [Part(part, self._session, self, stepped) for part in self.inner.parts]
+        self._parts = [
+            OptimizerPart(part, self._session, self, stepped) for part in self.inner.parts
+        ]
         return list(self._parts)
 
     @property
@@ -602,7 +604,7 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
 
-class Part(Optimizer):
+class OptimizerPart(Optimizer):
     """One of several optimizers of a model.
 
     The iteration ends when all of them have stepped, or with the next backward.

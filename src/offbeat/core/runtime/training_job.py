@@ -12,7 +12,7 @@ from torch import nn
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, Job
+from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
@@ -66,7 +66,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankRoles:
     """Ranks that train, and ranks that serve: the last ones."""
 
     workers: range
@@ -95,8 +95,8 @@ class TrainingJob:
     profile: Profile | None
     observation: Observation
     watch: Watch
-    request: Job
-    ranks: Ranks
+    request: LaunchRequest
+    ranks: RankRoles
     recorder: Recorder | None
 
     def open_connections(self) -> None:
@@ -125,7 +125,9 @@ def load_object(text: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def divide_ranks(servers: int, strategy: object, needs_servers: bool, control: Control) -> Ranks:
+def divide_ranks(
+    servers: int, strategy: object, needs_servers: bool, control: Control
+) -> RankRoles:
     """Return the ranks that train and the ranks that serve. Raise ValueError on every rank if the
     number of servers does not suit the strategy."""
     world_size = control.world_size
@@ -144,4 +146,4 @@ def divide_ranks(servers: int, strategy: object, needs_servers: bool, control: C
             f"servers ({servers}) must be below the number of ranks ({world_size}), as at least "
             "one rank must train; start more ranks"
         )
-    return Ranks(range(world_size - servers), range(world_size - servers, world_size))
+    return RankRoles(range(world_size - servers), range(world_size - servers, world_size))

@@ -18,7 +18,7 @@ from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.replicas import only_gradients
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.plan import Apply, Plan
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.stepper import BucketStepper, Settings
 
@@ -307,7 +307,7 @@ class Updates:
         return [p._version for p in parameters], checksum(*parameters) if taken else None
 
     in_backward = False  # whether autograd is writing gradients
-    compute = Compute()  # receives a callback for each update
+    compute = ComputeObserver()  # receives a callback for each update
     stepping: ForeignStepGuard | None = None  # detects optimizer steps of the script
     suspects: NonfiniteMessages | None = None  # checks sums from other ranks before each update
 

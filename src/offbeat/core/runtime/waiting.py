@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.runtime.compute import Compute
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.transport.cluster import CLOSED
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
@@ -22,7 +22,7 @@ class Waiting:
         self._device, self._control, self._timeout_s = device, control, timeout_s
         self._failure: BaseException | None = None
         self.closed = False
-        self.compute = Compute()
+        self.compute = ComputeObserver()
 
     @property
     def failure(self) -> BaseException | None:
