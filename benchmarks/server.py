@@ -172,13 +172,13 @@ def server_role(folder: str, ways: str, mb: str, optimizer: str) -> None:
     from offbeat.server.optimizers import settings_of
 
     client = _client(Path(folder), layout, rank)
-    client.meet(torch.zeros(0, dtype=torch.float64))
+    client.average(torch.zeros(0, dtype=torch.float64))
     sent, start_s = 0, time.perf_counter()
     while time.perf_counter() - start_s < SECONDS:
         client.settle()
         client.push(settings_of(opt))
         if client.arrived_clock() is not None:
-            client.consume()
+            client.release_incoming()
         if ways == "both" and not client.pulling:
             client.pull(0)
         sent += layout.bytes

@@ -18,7 +18,7 @@ from timetable_page import Panel, page
 
 from offbeat.cli.sweep import align_columns
 from offbeat.core.files import write_text
-from offbeat.cyclic.simulation import StageFacts, costs, in_steps, simulate
+from offbeat.cyclic.simulation import StageFacts, costs, simulate, unit_time_run
 from offbeat.cyclic.timetable import PLACEMENTS, Timetable
 
 COLUMNS = (
@@ -48,7 +48,7 @@ def _row(placement: Any, cyclic: bool, stages: int, backward: float) -> dict[str
 
 def _panel(placement: Any, cyclic: bool, stages: int, backward: float) -> Panel:
     table, facts = Timetable(placement, stages, cyclic), StageFacts.unit(stages, backward)
-    run = in_steps(table) if backward == 1 else simulate(table, facts)
+    run = unit_time_run(table) if backward == 1 else simulate(table, facts)
     title = f"{placement}, {'cyclic' if cyclic else 'parallel'}"
     return Panel(title, "simulated", run, facts)
 

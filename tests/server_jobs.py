@@ -90,7 +90,7 @@ def pulled(client: Client, need: int = 0) -> Tensor:
     client.pull(need)
     client.await_arrival()
     found = client.incoming[torch.float64].clone()
-    client.consume()
+    client.release_incoming()
     return found
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from support.scripts import benchmark
 
-from offbeat.cyclic.simulation import StageFacts, in_steps, simulate
+from offbeat.cyclic.simulation import StageFacts, simulate, unit_time_run
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 
 timetable_page = benchmark("timetable_page")
@@ -19,7 +19,9 @@ Panel, page = timetable_page.Panel, timetable_page.page
 def test_draws_every_work_of_two_iterations(placement: Placement) -> None:
     n = 3
     table = Timetable(placement, n)
-    text = page("a <title>", [Panel("drawn", "simulated", in_steps(table), StageFacts.unit(n))])
+    text = page(
+        "a <title>", [Panel("drawn", "simulated", unit_time_run(table), StageFacts.unit(n))]
+    )
     assert "a &lt;title&gt;" in text
     drawn = re.findall(r"(forward|backward) of stage (\d), micro-batch (\d) of iteration", text)
     # Two iterations of 2N steps with N works each.

@@ -46,7 +46,7 @@ def test_a_pull_waits_and_says_for_whom() -> None:
         a.pull(1)
         with pytest.raises(RuntimeError, match=r"waited 0.3 s for parameters: rank 1 \(clock 0"):
             a.await_arrival()
-        a.hurry()
+        a.expedite_pull()
         a.await_arrival()
         for client in (a, b):
             client.close()
@@ -56,9 +56,11 @@ def test_meeting_averages_the_numbers_of_all() -> None:
     with job(5, 2, 2) as j:
         a, b = j.client(0), j.client(1)
         found: list[torch.Tensor] = []
-        other = threading.Thread(target=lambda: found.append(b.meet(torch.tensor([3.0]).double())))
+        other = threading.Thread(
+            target=lambda: found.append(b.average(torch.tensor([3.0]).double()))
+        )
         other.start()
-        assert a.meet(torch.tensor([1.0]).double()).tolist() == [2.0]
+        assert a.average(torch.tensor([1.0]).double()).tolist() == [2.0]
         other.join()
         assert found[0].tolist() == [2.0]
         for client in (a, b):
@@ -70,15 +72,15 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     others do not meet it there; a new process begins its count anew."""
     with job(5, 1, 2) as j:
         a, b = j.client(0), j.client(1)
-        threading.Thread(target=lambda: b.meet(torch.tensor([3.0]).double())).start()
-        assert a.meet(torch.tensor([1.0]).double()).tolist() == [2.0]
-        a._meetings -= 1  # as after a connection that broke before the answer came
-        assert a.meet(torch.tensor([1.0]).double()).tolist() == [2.0]
+        threading.Thread(target=lambda: b.average(torch.tensor([3.0]).double())).start()
+        assert a.average(torch.tensor([1.0]).double()).tolist() == [2.0]
+        a._averages -= 1  # as after a connection that broke before the answer came
+        assert a.average(torch.tensor([1.0]).double()).tolist() == [2.0]
         _abandon(a)
         again = j.client(0)
-        other = threading.Thread(target=lambda: b.meet(torch.tensor([5.0]).double()))
+        other = threading.Thread(target=lambda: b.average(torch.tensor([5.0]).double()))
         other.start()
-        assert again.meet(torch.tensor([7.0]).double()).tolist() == [6.0]
+        assert again.average(torch.tensor([7.0]).double()).tolist() == [6.0]
         other.join()
         for client in (again, b):
             client.close()

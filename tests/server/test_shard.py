@@ -117,7 +117,7 @@ def test_clock_applies_the_mean_of_a_clock(make: Any) -> None:
             one.step(sum(gradient(r, clock)[i] for r in range(WORKERS)) / WORKERS, 1.0)
     theirs = torch.cat([one.x.flatten() for one in expected])
     torch.testing.assert_close(held(stores), theirs, rtol=1e-12, atol=1e-12)
-    assert [store.low for store in stores] == [CLOCKS, CLOCKS]
+    assert [store.lowest_clock for store in stores] == [CLOCKS, CLOCKS]
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -168,7 +168,7 @@ def test_who_leaves_holds_nobody_up_and_what_was_pushed_stays() -> None:
     assert torch.equal(held(stores), before)  # rank 2 has not reached it
     store.leave(2)
     torch.testing.assert_close(held(stores), before - 2.0)
-    assert store.low == 1
+    assert store.lowest_clock == 1
     assert store.welcome(2, 0, fresh=False) == 1  # it comes back where the others are
 
 

@@ -53,7 +53,7 @@ def test_volume_of_an_iteration(n: int) -> None:
         ("pipeline", [1] * n),
     ):
         table = Timetable(placement, n)
-        sent = [m for time in range(2 * n * 6) for m in table.due(time, iterations)]
+        sent = [m for time in range(2 * n * 6) for m in table.due_messages(time, iterations)]
         count = Counter(m.what for m in sent if m.sent in window)
         for m in sent:
             # The first that can use a total gets it at once, the others from the one before.
@@ -86,7 +86,7 @@ def test_a_travelling_stage_is_in_one_place(n: int) -> None:
     table, iterations = Timetable("zero", n), range(3)
     place = {stage: table.home(stage) for stage in range(n)}
     for time in range(table.period * 5):
-        for message in table.due(time, iterations):
+        for message in table.due_messages(time, iterations):
             assert place[message.stage] == message.source
             place[message.stage] = message.target
         for work in table.works(time):
@@ -142,7 +142,7 @@ def test_memory_and_load_of_a_run() -> None:
     assert max(middle) <= (n + 1) / 2
     parallel = simulate(Timetable("workers", n, cyclic=False), facts)
     assert max(level for _, level in parallel.total_activation_curve(facts)) == n
-    for steps in run.load(1.0).values():
+    for steps in run.link_bytes(1.0).values():
         assert max(steps) <= 1 / n + 1e-9  # one stage at a time
 
 

@@ -34,7 +34,7 @@ def adapt_profile(profile: Profile, rate: str | None, hosts: int | None) -> Prof
     return extrapolate(profile, hosts=hosts, rate_bps=rate_bps)
 
 
-def text(advice: Advice, command: str, compute: str | None = None) -> str:
+def advice_text(advice: Advice, command: str, compute: str | None = None) -> str:
     """Return the text of `offbeat advise`: table of options, advice, notes, compare command."""
     shown = list(advice.options[:SHOWN])
     shown += [option for option in advice.compared if option not in shown]
@@ -62,7 +62,9 @@ def _row(option: Option, advice: Advice) -> list[str]:
     return [name, *numbers, str(option.staleness), describe_change(option)]
 
 
-def command(advice: Advice, profile: Profile, file: Path, device_speed: str | None = None) -> str:
+def compare_command(
+    advice: Advice, profile: Profile, file: Path, device_speed: str | None = None
+) -> str:
     """Return the command that compares the advised options on the cluster of `profile`.
 
     It reuses the profile in `file`. `--hosts` and `--rate` can describe one link without delay;

@@ -51,7 +51,7 @@ def option(help_: str, *names: str) -> Parameter:
 
 def number(help_: str, *names: str) -> Parameter:
     """Return the declaration of an option whose value is a whole number."""
-    return Parameter.combine(option(help_, *names), Parameter(converter=limits.whole))
+    return Parameter.combine(option(help_, *names), Parameter(converter=limits.parse_whole_number))
 
 
 Json = Annotated[
@@ -154,7 +154,7 @@ def run(
     elif set_:
         raise ValueError(f"setting ({set_[0]}) needs --strategy NAME, which has it")
     setup = _setup(where, script, args)
-    notes = _options_of_script("run", args)
+    notes = _misplaced_option_notes("run", args)
     comparison = Comparison(setup, chosen, profile=profile, keeping=keeping, notes=notes)
     return _compare(comparison, out, json_)
 
@@ -223,10 +223,10 @@ def compare(
     """
     from offbeat.experiments.compare import Comparison, given_profile
 
-    device = texts.device_speed(device_speed)
+    device = texts.parse_device_speed(device_speed)
     compared = partial(Comparison, repeat_disturbed=not keep_disturbed, device=device)
-    limits.at_least("--repeat", repeat, 1, "it is how often each contestant runs")
-    setup, notes = _setup(where, script, args), _options_of_script("compare", args)
+    limits.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
+    setup, notes = _setup(where, script, args), _misplaced_option_notes("compare", args)
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.contestants(strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
@@ -260,7 +260,7 @@ def profile(
     from offbeat.experiments.compare import Progress, measure_profile
 
     setup, progress = _setup(where, script, args), Progress(stderr=json_)
-    for note in _options_of_script("profile", args):
+    for note in _misplaced_option_notes("profile", args):
         progress.print_error(f"note: {note}")
     outcome = measure_profile(setup, out, progress)
     if outcome.measured:
@@ -333,7 +333,7 @@ def simulate(
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")
     if plan is not None and period is not None:
         raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
-    facts, speed = texts.load_profile(profile), texts.device_speed(device_speed)
+    facts, speed = texts.load_profile(profile), texts.parse_device_speed(device_speed)
     compute = Compute.of(facts, speed)
     if speed is not None:
         facts = speed.apply(facts)
@@ -345,7 +345,7 @@ def simulate(
             sim.predict_plan,
             made,
             iterations=iterations,
-            votes=texts.votes(votes, made, facts),
+            votes=texts.parse_votes(votes, made, facts),
         )
         contestants = [(columns, predict)]
     else:
@@ -358,7 +358,7 @@ def simulate(
             )
         for chosen in sweep.with_periods(named, period):
             columns = {"strategy": str(chosen), "period": getattr(chosen, "period", None)}
-            outcomes = texts.votes(votes, chosen, facts) if votes else None
+            outcomes = texts.parse_votes(votes, chosen, facts) if votes else None
             predict = partial(
                 sim.predict, chosen, iterations=iterations, servers=servers, votes=outcomes
             )
@@ -398,13 +398,13 @@ def advise(
     from offbeat.core.profile.device_speed import Compute
     from offbeat.experiments.advice import advise as advised
 
-    measured, speed = texts.load_profile(profile), texts.device_speed(device_speed)
+    measured, speed = texts.load_profile(profile), texts.parse_device_speed(device_speed)
     compute = Compute.of(measured, speed)
     facts = advising.adapt_profile(measured, rate, hosts)
     advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
-    command = advising.command(advice, facts, profile, device_speed)
+    command = advising.compare_command(advice, facts, profile, device_speed)
     data = {**advising.to_dict(advice, command), "compute": compute.record()}
-    _print(json_, data, advising.text(advice, command, compute.text))
+    _print(json_, data, advising.advice_text(advice, command, compute.text))
     return 0
 
 
@@ -454,9 +454,9 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
     cluster = _cluster(where)
     for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
         if value is not None:
-            limits.seconds(name, value, NO_LIMIT_S)
+            limits.require_duration(name, value, NO_LIMIT_S)
     if where.min_bucket_bytes is not None:
-        limits.at_least("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
+        limits.require_range("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
     secrets.set_secret(where.secret)
     return Setup(
         script=(script, *args),
@@ -466,13 +466,13 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
         timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
         wait_s=where.wait,
         links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
-        pace=texts.pace(where.pace),
+        pace=texts.parse_pace(where.pace),
         servers=where.servers * cluster.processes_per_host,
         min_bucket_bytes=where.min_bucket_bytes,
     )
 
 
-def _options_of_script(command: str, args: Sequence[str]) -> tuple[str, ...]:
+def _misplaced_option_notes(command: str, args: Sequence[str]) -> tuple[str, ...]:
     """Return a note for each option of the command that stands after the script.
 
     Such options are passed to the script.
@@ -488,15 +488,15 @@ def _options_of_script(command: str, args: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cluster(where: Where) -> Cluster:
-    limits.at_least("--servers", where.servers, 0, "leave it out for none")
-    cluster = _workers(where)
+    limits.require_range("--servers", where.servers, 0, "leave it out for none")
+    cluster = _worker_cluster(where)
     if not where.servers:
         return cluster
     more = {"hosts": cluster.hosts + where.servers}
     return type(cluster).model_validate({**cluster.record(), **more})
 
 
-def _workers(where: Where) -> Cluster:
+def _worker_cluster(where: Where) -> Cluster:
     from offbeat.lab import Cluster
     from offbeat.lab.description import MAX_HOSTS
     from offbeat.lab.units import parse_rate_bps
@@ -504,7 +504,7 @@ def _workers(where: Where) -> Cluster:
     if where.cluster is None:
         hosts, rate = where.hosts, where.rate
         if hosts is not None:
-            limits.at_least("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
+            limits.require_range("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
         parse_rate_bps(rate, "--rate")
         # As text of a cluster file, so that errors are the same as there.
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def whole(_: Any, tokens: Sequence[Any]) -> int:
+def parse_whole_number(_: Any, tokens: Sequence[Any]) -> int:
     """Return an option's text as a whole number. Raise ValueError instead of rounding."""
     text = tokens[0].value
     try:
@@ -15,7 +15,9 @@ def whole(_: Any, tokens: Sequence[Any]) -> int:
         raise ValueError(f"({text!r}) must be a whole number, as 4") from None
 
 
-def at_least(option: str, value: int, least: int, remedy: str, most: int | None = None) -> None:
+def require_range(
+    option: str, value: int, least: int, remedy: str, most: int | None = None
+) -> None:
     """Raise ValueError unless an option's value is from `least` to `most`."""
     if least <= value and (most is None or value <= most):
         return
@@ -23,7 +25,7 @@ def at_least(option: str, value: int, least: int, remedy: str, most: int | None 
     raise ValueError(f"{option} ({value}) must be {limits}; {remedy}")
 
 
-def seconds(option: str, value: float, most_s: float) -> None:
+def require_duration(option: str, value: float, most_s: float) -> None:
     """Raise ValueError unless an option's duration is above 0 and at most `most_s` seconds."""
     if not 0 < value <= most_s:
         raise ValueError(

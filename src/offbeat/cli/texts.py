@@ -86,7 +86,7 @@ def load_plan(path: Path, facts: Profile) -> Plan:
     return plan
 
 
-def pace(text: str | None) -> float | Literal["auto", "none"] | None:
+def parse_pace(text: str | None) -> float | Literal["auto", "none"] | None:
     """Parse the option --pace: a number, "auto" or "none"."""
     if text is None or text == "auto" or text == "none":
         return text
@@ -98,7 +98,7 @@ def pace(text: str | None) -> float | Literal["auto", "none"] | None:
         ) from None
 
 
-def device_speed(text: str | None) -> DeviceSpeed | None:
+def parse_device_speed(text: str | None) -> DeviceSpeed | None:
     """Parse the option --device-speed, such as "20x" or "35ms"."""
     if text is None:
         return None
@@ -112,7 +112,7 @@ def device_speed(text: str | None) -> DeviceSpeed | None:
     return DeviceSpeed(iteration_s=number * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit])
 
 
-def votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
+def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
     """Return the results of a strategy's or plan's votes from the option --votes.
 
     The text is the share of accepted votes, or the path of a run's record with votes.

@@ -91,7 +91,7 @@ class Exchange:
                     works[0].wait(timedelta(seconds=self._timeout_s))
                     works.pop(0)
         except RuntimeError as error:
-            self._hang_up()
+            self._close_connections()
             why = self.control.report_failure(waited_s=time.monotonic() - begun_s)
             raise RuntimeError(
                 f"rank {self.control.rank}: {words} did not get through: {error}. {why} Start all "
@@ -99,7 +99,7 @@ class Exchange:
                 "rank is only slow"
             ) from error
 
-    def _hang_up(self) -> None:
+    def _close_connections(self) -> None:
         """Close all connections, so that waits of other ranks for this one fail at once.
 
         They close once nothing refers to the group, not even an operation under way.

@@ -134,7 +134,7 @@ class Run:
                 changes[at] += now - before
         return _cumulative_curve(changes)
 
-    def load(self, step_s: float) -> dict[tuple[int, int], list[float]]:
+    def link_bytes(self, step_s: float) -> dict[tuple[int, int], list[float]]:
         """Return by link (source, target) the bytes in each `step_s` of the middle iteration."""
         begin = min(d.begin_s for d in self.works if d.work.batch // self.table.n == MIDDLE)
         steps = max(round(self.iteration_s / step_s), 1)
@@ -150,7 +150,7 @@ class Run:
         return dict(bytes_by_link)
 
 
-def in_steps(table: Timetable, iterations: int = ITERATIONS) -> Run:
+def unit_time_run(table: Timetable, iterations: int = ITERATIONS) -> Run:
     """Return a timetable in unit time, as in the paper's figures.
 
     Every work takes one time step, and in each step all micro-batches pass one stage, even with one
@@ -227,7 +227,7 @@ class _Simulation:
         """Return the messages by the time step after which they are sent."""
         found: dict[int, list[Message]] = defaultdict(list)
         for time in range(self.table.period * (self.iterations + 1)):
-            for message in _due(self.table, time, series):
+            for message in _due_messages(self.table, time, series):
                 if message.batch // self.table.n in series:
                     found[max(message.sent, 0)].append(message)
         return found
@@ -368,17 +368,17 @@ def _traffic(
 def _messages_sent_in(table: Timetable, steps: range) -> Iterator[Message]:
     """Yield the messages that are sent after these time steps."""
     for time in range(steps.start, steps.stop + table.period):
-        messages = _due(table, time, range(ITERATIONS))
+        messages = _due_messages(table, time, range(ITERATIONS))
         yield from (message for message in messages if message.sent in steps)
 
 
-def _due(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
+def _due_messages(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
     """Return the messages between two devices that are due in a time step, in either order.
 
     The collectives of the parallel order are not among them.
     """
     if table.cyclic:
-        return table.due(time, iterations)
+        return table.due_messages(time, iterations)
     return filter(None, map(table.input_message, table.works(time)))
 
 

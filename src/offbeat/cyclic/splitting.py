@@ -101,7 +101,7 @@ def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list
 
 def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     """Return the seconds of one forward and backward of a child, and its output."""
-    given = [_leaf(x) for x in inputs]
+    given = [_as_leaf(x) for x in inputs]
     begin_s = time.perf_counter()
     output = child(*given)
     if output.requires_grad:
@@ -119,7 +119,7 @@ def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[f
     return costs
 
 
-def _leaf(x: Tensor) -> Tensor:
+def _as_leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.is_floating_point())
 
 

@@ -73,12 +73,12 @@ class Stage:
 
     def begin(self, number: int) -> None:
         """Make the module's current parameters the only version."""
-        self.versions = {number: self.vectors()}
+        self.versions = {number: self.new_vectors()}
         for name, view in self.versions[number].views.items():
             view.data.copy_(self.trained[name].data)
-        self._show(number)
+        self._attach_version(number)
 
-    def vectors(self) -> Vectors:
+    def new_vectors(self) -> Vectors:
         """Return new tensors of the parameters' shapes, for parameters or gradients."""
         return Vectors(self._shapes)
 
@@ -102,7 +102,7 @@ class Stage:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch, in the order of `trained`, to the sum."""
         if self.sum is None:
-            self.sum = self.vectors()
+            self.sum = self.new_vectors()
         pairs = zip(self.sum.views.values(), gradients, strict=True)
         given = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if given:
@@ -114,7 +114,7 @@ class Stage:
         The optimizer updates the copy. Pending forwards and backwards use the old version.
         """
         self.versions[number] = self.versions[number - 1].copy()
-        self._show(number)
+        self._attach_version(number)
         for name, p in self.trained.items():
             p.grad = gradient.views[name]
 
@@ -123,12 +123,12 @@ class Stage:
         for p in self.trained.values():
             p.grad = None
 
-    def keep(self, numbers: Iterable[int]) -> None:
+    def keep_versions(self, numbers: Iterable[int]) -> None:
         """Remove all versions except these and the newest one."""
         kept = {*numbers, self.newest}
         self.versions = {n: v for n, v in self.versions.items() if n in kept}
 
-    def _show(self, number: int) -> None:
+    def _attach_version(self, number: int) -> None:
         for name, p in self.trained.items():
             p.data = self.versions[number].views[name].data
 
@@ -141,43 +141,43 @@ class Stage:
             self._state = StageState(self._optimizer, self.trained, self._shapes)
         return self._state
 
-    def arrive(self, numbers: Iterable[int]) -> list[Tensor]:
+    def allocate_versions(self, numbers: Iterable[int]) -> list[Tensor]:
         """Allocate versions that will be received. Return their flat tensors."""
         for number in numbers:
             version = self._in_graphs.get(number)
             if version is None:
-                version = self.vectors()
+                version = self.new_vectors()
             version.allocate()
             self.versions[number] = version
         return [flat for number in numbers for flat in self.versions[number].flats]
 
-    def leave(self) -> None:
+    def remove_tensors(self) -> None:
         """Remove all local tensors of the stage, except versions in autograd graphs."""
         self.versions, self.sum = {}, None
         for p in self.trained.values():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
             self._optimizer.state.pop(p, None)
 
-    def show_newest(self) -> None:
+    def attach_newest(self) -> None:
         """Make the newest version the module's parameters."""
-        self._show(self.newest)
+        self._attach_version(self.newest)
 
-    def receive_from(self, rank: int, group: dist.ProcessGroup) -> None:
+    def broadcast_weights(self, rank: int, group: dist.ProcessGroup) -> None:
         """Broadcast parameters and buffers of the module from one rank to all ranks."""
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             if tensor.numel():
                 dist.broadcast(tensor.data, rank, group)
 
-    def share(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
+    def broadcast_newest(self, owner: int, number: int, group: dist.ProcessGroup) -> None:
         """Broadcast the newest version and the optimizer state from the owner to all ranks."""
         mine = dist.get_rank() == owner
         if not self.versions:
-            self.arrive([number])
+            self.allocate_versions([number])
         for flat in self.versions[self.newest].flats:
             dist.broadcast(flat, owner, group)
         state = [self._optimizer.state.get(p, {}) if mine else None for p in self.trained.values()]
         state = packed.broadcast_state(state, owner, group)
-        self.show_newest()
+        self.attach_newest()
         for p, given in zip(self.trained.values(), state, strict=True):
             if given and not mine:
                 self._optimizer.state[p] = given

@@ -88,7 +88,7 @@ class StageState:
         return (from_dlpack(part) if part.numel() else part).view(place.dtype).view(place.shape)
 
     def restore_state(self) -> None:
-        """Give the optimizer the state that was received into the memory of `room`."""
+        """Give the optimizer the state that was received into `allocate_memory`."""
         for place, view in zip(self._places, self._views, strict=True):
             value = view if place.number is None else place.number(view.item())
             self._optimizer.state[place.parameter][place.name] = value

@@ -174,7 +174,7 @@ class Timetable:
 
     # ---- messages of the cyclic order --------------------------------------------------------
 
-    def due(self, time: int, iterations: range) -> Iterator[Message]:
+    def due_messages(self, time: int, iterations: range) -> Iterator[Message]:
         """Yield the messages that are due in a time step, if only these iterations are computed."""
         for work in self.works(time):
             if work.batch // self.n in iterations:
@@ -185,7 +185,7 @@ class Timetable:
                 else:
                     yield from self._sum_messages(work)
             # Every copy gets the total of the last iteration, too, though no iteration follows.
-            if not work.backward and self.total_of(work.batch, work.stage) in iterations:
+            if not work.backward and self.arriving_total(work.batch, work.stage) in iterations:
                 yield from self._total_messages_of(work.batch, work.stage)
         if self.placement == "zero":
             yield from self._return_messages(time, iterations)
@@ -198,7 +198,7 @@ class Timetable:
         what: What = "gradient" if work.backward else "activation"
         return Message(work.time - 1, work.time, source, work.device, what, work.stage, work.batch)
 
-    def total_of(self, batch: int, stage: int) -> int | None:
+    def arriving_total(self, batch: int, stage: int) -> int | None:
         """Return the iteration whose total arrives just before this forward, or None.
 
         The first micro-batch that can use a total receives it first. The following micro-batches

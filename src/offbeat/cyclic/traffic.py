@@ -44,7 +44,7 @@ class Traffic:
         Messages whose step is over are sent in step `now - 1`.
         """
         for time in range(self._horizon, until):
-            for message in self._table.due(time, iterations):
+            for message in self._table.due_messages(time, iterations):
                 if self._rank in (message.source, message.target):
                     self._planned[max(message.sent, now - 1)].append(message)
         self._horizon = until
@@ -69,14 +69,14 @@ class Traffic:
             if message.target == self._rank:
                 landing = room(message)
                 if landing is None:
-                    landing = [self._landing(message)]
+                    landing = [self._receive_tensor(message)]
                 self._in[_key(message)] = message, self._arrival(message, landing)
 
     def is_expected(self, what: What, stage: int, batch: int) -> bool:
         """Whether a message is expected from another device and was not taken yet."""
         return (what, stage, batch) in self._in
 
-    def take(self, what: What, stage: int, batch: int, device: torch.device) -> list[Tensor]:
+    def wait_for(self, what: What, stage: int, batch: int, device: torch.device) -> list[Tensor]:
         """Wait for a message and return its tensors on the device."""
         message, arrival = self._in.pop((what, stage, batch))
         tensors = arrival.wait()
@@ -86,7 +86,7 @@ class Traffic:
             tensors = self._arrival(message, [_empty_tensor(tensors[0])]).wait()
         return [tensor.to(device) for tensor in tensors]
 
-    def give(self, what: What, stage: int, batch: int, tensors: Sequence[Tensor]) -> None:
+    def provide(self, what: What, stage: int, batch: int, tensors: Sequence[Tensor]) -> None:
         """Provide the tensors of a message. They must not be written any more."""
         self._out[what, stage, batch] = [*tensors]
 
@@ -114,7 +114,7 @@ class Traffic:
         assert self._exchange is not None
         return self._exchange.receive(landing, message.source, _describe(message))
 
-    def _landing(self, message: Message) -> Tensor:
+    def _receive_tensor(self, message: Message) -> Tensor:
         """Return a tensor for an activation, or for its shape if that is unknown."""
         shape = self._activation_shapes.get((message.source, message.stage))
         if shape is None:

@@ -38,7 +38,7 @@ Loss = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass
-class _Passed:
+class _Forward:
     """Forward of a micro-batch through a stage: input, output, parameters."""
 
     x: Tensor
@@ -48,10 +48,10 @@ class _Passed:
 
 
 @dataclass
-class _Passing:
+class _MicroBatch:
     """State of one micro-batch: its local forwards by stage, and the gradient in its backward."""
 
-    passed: dict[int, _Passed] = field(default_factory=dict)
+    passed: dict[int, _Forward] = field(default_factory=dict)
     gradient: Tensor | None = None
 
 
@@ -113,7 +113,7 @@ class Interleaved:
         self._traffic = Traffic(self.table, self._rank, self._exchange)
         self._travels = placement == "zero"
         self._stateful = [self._travels and stage.state.is_present for stage in self._stages]
-        self._passing: dict[int, _Passing] = defaultdict(_Passing)
+        self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its begin.
         self._settings: dict[int, Settings] = {}
@@ -168,7 +168,7 @@ class Interleaved:
         self._versions.series = range(series.stop, series.stop)
         for stage in self._stages:
             if stage.versions:
-                stage.keep([])
+                stage.keep_versions([])
         return losses
 
     def consolidate(self) -> list[Tensor]:
@@ -179,7 +179,7 @@ class Interleaved:
         losses = self.finish()
         if self._exchange is not None and not self._whole:
             for j, stage in enumerate(self._stages):
-                stage.share(
+                stage.broadcast_newest(
                     self.table.home(j), self._versions.series.start, self._exchange.open_group
                 )
         self._whole = True
@@ -201,7 +201,7 @@ class Interleaved:
             if j in own:
                 stage.begin(self._versions.series.stop)
             else:
-                stage.leave()
+                stage.remove_tensors()
         self._whole = False
 
     # ---- time steps -------------------------------------------------------------------------
@@ -219,12 +219,12 @@ class Interleaved:
         self._traffic.receive(self._time - 1, self._receive_buffers)
         self._traffic.send(self._time - 1, self._unload_stage, self.on_sent)
         while self._time < until:
-            self._tick()
+            self._run_time_step()
         self._failed = False
         losses, self._losses = self._losses, []
         return losses
 
-    def _tick(self) -> None:
+    def _run_time_step(self) -> None:
         self._traffic.receive(self._time, self._receive_buffers)
         for work in self.table.works(self._time):
             if work.device == self._rank:
@@ -247,12 +247,12 @@ class Interleaved:
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
             if self._traffic.is_expected("activation", j, batch):
-                x = self._traffic.take("activation", j, batch, stage.device)[0]
+                x = self._traffic.wait_for("activation", j, batch, stage.device)[0]
             else:
                 x = passing.passed[j - 1].y.detach()
             x.requires_grad_()
         begin_s = time.perf_counter()
-        number = self._versions.number(batch, j)
+        number = self._versions.version_of(batch, j)
         y, leaves = stage.forward(x, number)
         if not isinstance(y, Tensor) or not (j == last or y.is_floating_point()):
             kind = y.dtype if isinstance(y, Tensor) else type(y).__name__
@@ -262,8 +262,8 @@ class Interleaved:
             self._losses.append(y.detach())
         self._span_s = begin_s, time.perf_counter()
         if j < last and self.table.device(batch, j + 1) != self._rank:
-            self._traffic.give("activation", j + 1, batch, [y.detach()])
-        passing.passed[j] = _Passed(x, y, stage.versions[number], leaves)
+            self._traffic.provide("activation", j + 1, batch, [y.detach()])
+        passing.passed[j] = _Forward(x, y, stage.versions[number], leaves)
         self._remove_old_versions(j, self._time + 1)
 
     def _backward(self, work: Work) -> None:
@@ -271,7 +271,7 @@ class Interleaved:
         stage, passing = self._stages[j], self._passing[batch]
         one, gradient = passing.passed.pop(j), passing.gradient
         if self._traffic.is_expected("gradient", j, batch):
-            gradient = self._traffic.take("gradient", j, batch, stage.device)[0]
+            gradient = self._traffic.wait_for("gradient", j, batch, stage.device)[0]
         begin_s = time.perf_counter()
         wanted = [one.leaves[name] for name in stage.trained]
         gradients = torch.autograd.grad(
@@ -282,7 +282,7 @@ class Interleaved:
             passing.gradient = torch.zeros_like(one.x) if gradients[0] is None else gradients[0]
             gradients = gradients[1:]
             if self.table.device(batch, j - 1) != self._rank:
-                self._traffic.give("gradient", j - 1, batch, [passing.gradient])
+                self._traffic.provide("gradient", j - 1, batch, [passing.gradient])
         if not passing.passed:
             del self._passing[batch]
         self._add(batch, j, gradients)
@@ -293,14 +293,14 @@ class Interleaved:
         """Add gradients to the stage's sum, and pass the sum on or complete it where it is due."""
         stage = self._stages[j]
         if self._traffic.is_expected("sum", j, batch):
-            self._traffic.take("sum", j, batch, stage.device)
+            self._traffic.wait_for("sum", j, batch, stage.device)
             stage.sum = self._coming.pop(("sum", j, batch))
         stage.add(found)
         if batch == self._versions.last(batch // self.table.n):
             self._complete(batch // self.table.n, j)
         elif not self._travels and self.table.device(batch + 1, j) != self._rank:
             assert stage.sum is not None
-            self._traffic.give("sum", j, batch + 1, stage.sum.flats)
+            self._traffic.provide("sum", j, batch + 1, stage.sum.flats)
             stage.sum = None
 
     def _complete(self, t: int, j: int) -> None:
@@ -319,8 +319,8 @@ class Interleaved:
     def _apply_total(self, work: Work) -> None:
         """Update the local copy of a stage, if an iteration's total is due before this work."""
         if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
-            self._traffic.take("total", work.stage, work.batch, self._stages[work.stage].device)
-            t = self.table.total_of(work.batch, work.stage)
+            self._traffic.wait_for("total", work.stage, work.batch, self._stages[work.stage].device)
+            t = self.table.arriving_total(work.batch, work.stage)
             assert t is not None
             self._update(t, work.stage, self._coming.pop(("total", work.stage, work.batch)))
 
@@ -336,13 +336,13 @@ class Interleaved:
         self._remove_old_versions(j, self._time)
         for message in self.table.total_messages(t, j):
             if message.source == self._rank:
-                self._traffic.give("total", j, message.batch, mean.flats)
+                self._traffic.provide("total", j, message.batch, mean.flats)
 
     def _remove_old_versions(self, j: int, since: int) -> None:
         """Remove versions that this device does not use from a time step on."""
         # With "zero" a stage drops its old versions when it moves.
         if not self._travels and len(self._stages[j].versions) > 1:
-            self._stages[j].keep(self._versions.used_on(self._rank, j, since))
+            self._stages[j].keep_versions(self._versions.versions_used_on(self._rank, j, since))
 
     # ---- messages ---------------------------------------------------------------------------
 
@@ -357,13 +357,13 @@ class Interleaved:
             # Messages are contiguous, even if the output is not.
             return [torch.empty_like(y, memory_format=torch.contiguous_format)]
         if what != "states":
-            self._coming[what, j, batch] = stage.vectors()
+            self._coming[what, j, batch] = stage.new_vectors()
             return self._coming[what, j, batch].flats
         there = self._versions.contents(j, message.due, self._stateful[j])
         self._with_state[j] = there.stateful
-        room = stage.arrive(there.versions)
+        room = stage.allocate_versions(there.versions)
         if there.summing:
-            stage.sum = stage.vectors()
+            stage.sum = stage.new_vectors()
             room += stage.sum.flats
         return room + (stage.state.allocate_memory() if there.stateful else [])
 
@@ -371,8 +371,8 @@ class Interleaved:
         """Wait for a stage that moves to this device before this work, and activate it."""
         if self._traffic.is_expected("states", j, batch):
             stage = self._stages[j]
-            self._traffic.take("states", j, batch, stage.device)
-            stage.show_newest()
+            self._traffic.wait_for("states", j, batch, stage.device)
+            stage.attach_newest()
             if self._with_state.pop(j):
                 stage.state.restore_state()
 
@@ -389,7 +389,7 @@ class Interleaved:
             assert stage.sum is not None
             tensors += stage.sum.flats
         tensors += stage.state.export_state() if there.stateful else []
-        stage.leave()
+        stage.remove_tensors()
 
         def release_versions() -> None:
             for version in left:
@@ -420,5 +420,5 @@ def _join_processes(
     modules = nn.ModuleList(stage.module for stage in stages)
     agree_on_optimizer(exchange.control, optimizer, modules)
     for stage in stages:  # weights of the processes may differ
-        stage.receive_from(0, exchange.open_group)
+        stage.broadcast_weights(0, exchange.open_group)
     return exchange.control.rank, exchange

@@ -38,20 +38,20 @@ class Versions:
     skipped: int
     series: range = range(0)
 
-    def number(self, batch: int, stage: int) -> int:
+    def version_of(self, batch: int, stage: int) -> int:
         """Return the version that a micro-batch uses in a stage."""
         t, i = divmod(batch, self.table.n)
         fresh = self.rules[t % len(self.rules)][i][self.table.n - 1 - stage]
         return t if fresh or t == self.series.start else t - 1
 
-    def used_on(self, device: int, stage: int, since: int) -> set[int]:
+    def versions_used_on(self, device: int, stage: int, since: int) -> set[int]:
         """Return the versions that forwards of a stage on a device use from a time step on."""
         table = self.table
 
-        def waits(batch: int) -> bool:
+        def is_pending(batch: int) -> bool:
             return table.forward_at(batch, stage) >= since and table.device(batch, stage) == device
 
-        return self._used(stage, since, waits)
+        return self._used_versions(stage, since, is_pending)
 
     def contents(self, stage: int, due: int, began_with_state: bool) -> Contents:
         """Return the contents of a stage in a transfer that is due in time step `due`.
@@ -61,7 +61,7 @@ class Versions:
         table = self.table
         ended = [t for t in self.series if table.backward_at(self.last(t), stage) < due]
         newest = max(ended, default=self.series.start - 1) + 1
-        used = self._used(stage, due, lambda batch: table.backward_at(batch, stage) >= due)
+        used = self._used_versions(stage, due, lambda batch: table.backward_at(batch, stage) >= due)
         summing = any(
             table.backward_at(table.n * t, stage) < due <= table.backward_at(self.last(t), stage)
             for t in self.series
@@ -73,9 +73,9 @@ class Versions:
         """Return the last micro-batch of an iteration."""
         return self.table.n * (iteration + 1) - 1
 
-    def _used(self, stage: int, since: int, waits: Callable[[int], bool]) -> set[int]:
+    def _used_versions(self, stage: int, since: int, is_pending: Callable[[int], bool]) -> set[int]:
         now = since // self.table.period
         # The previous iteration may still be under way, and the next one may have begun.
         near = range(max(now - 2, self.series.start), min(now + 2, self.series.stop + 1))
         batches = range(self.table.n * near.start, self.table.n * near.stop)
-        return {self.number(batch, stage) for batch in batches if waits(batch)}
+        return {self.version_of(batch, stage) for batch in batches if is_pending(batch)}

@@ -38,10 +38,10 @@ class Client:
     """Pushes from `outgoing` and pulls into `incoming` while the worker computes.
 
     Both are flat tensors on the host, one per dtype. At most one push and one pull are under way.
-    Do not write `outgoing` before `settle` returns. `incoming` is complete once `arrived` returns a
-    clock, and is not written before `consume`. The client restores a broken connection within
-    `retry_s` and repeats requests without an answer; servers ignore repeated pushes. `clock` is the
-    number of the next push.
+    Do not write `outgoing` before `settle` returns. `incoming` is complete once `arrived_clock`
+    returns a clock, and is not overwritten before `release_incoming`. The client restores a broken
+    connection within `retry_s` and repeats requests without an answer; servers ignore repeated
+    pushes. `clock` is the number of the next push.
 
     Args:
         layout: places of the parameters and shards.
@@ -85,11 +85,10 @@ class Client:
         self._need = 0
         self._low: float = 0
         self._arrived: int | None = None
-        self._pending_request: dict[
-            Kind, Callable[[Upstream], None]
-        ] = {}  # repeats the request; by answer
+        # Kind of the awaited answer, and a function that repeats the request.
+        self._pending_request: dict[Kind, Callable[[Upstream], None]] = {}
         self._answer: Any = None
-        self._meetings = 0  # so far; the server recognises a repeated request by its number
+        self._averages = 0  # so far; the server recognises a repeated request by its number
         self._reconnecting = set[Upstream]()
         self._commands: deque[Callable[[], None]] = deque()
         self._wakes, self._woken = socket.socketpair()
@@ -155,20 +154,20 @@ class Client:
         """Wait until the pulled parameters are complete."""
         self._wait(lambda: self._arrived is not None, "parameters", self._need)
 
-    def hurry(self) -> None:
+    def expedite_pull(self) -> None:
         """Request an answer to the current pull at once, whatever the workers' clocks."""
         self._need = 0
         self._run_in_thread(lambda: [self._send(up, Kind.HURRY) for up in self._ups])
 
-    def consume(self) -> None:
+    def release_incoming(self) -> None:
         """Release `incoming` for the next pull."""
         self._arrived = None
 
-    def meet(self, numbers: Tensor) -> Tensor:
+    def average(self, numbers: Tensor) -> Tensor:
         """Return the elementwise average of the float64 tensors of all workers. Waits for all."""
         body = memory_of(numbers.contiguous())
-        self._meetings += 1
-        number = self._meetings
+        self._averages += 1
+        number = self._averages
 
         def send(up: Upstream) -> None:
             self._send(up, Kind.MEET, body, clock=number)

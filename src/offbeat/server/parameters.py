@@ -74,7 +74,7 @@ class Shard:
                 )
 
     @property
-    def low(self) -> float:
+    def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
         return min(self.clocks.values(), default=math.inf)
 
@@ -136,7 +136,7 @@ class Shard:
 
     def _apply_complete_clocks(self) -> None:
         """Step once for each collected clock below every worker's clock, in ascending order."""
-        for clock in sorted(clock for clock in self._open if clock < self.low):
+        for clock in sorted(clock for clock in self._open if clock < self.lowest_clock):
             done = self._open.pop(clock)
             done.gradient /= done.count
             self._step(done, 1.0)

@@ -74,9 +74,7 @@ class Service:
         self._waiting_averages: dict[
             int, tuple[int, Tensor]
         ] = {}  # by rank: number of the average, values
-        self._last_averages: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # by rank: the same of its last average
+        self._last_averages: dict[int, tuple[int, Tensor]] = {}  # by rank: its last one, result
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -304,20 +302,20 @@ class Service:
 
     def _pull(self, peer: _Peer, frame: Frame) -> None:
         peer.need = frame.header.clock
-        self._answer(peer, self.store.low)
+        self._answer(peer, self.store.lowest_clock)
 
     def _hurry(self, peer: _Peer, frame: Frame) -> None:
         if peer.need is not None:
             peer.need = 0
-            self._answer(peer, self.store.low)
+            self._answer(peer, self.store.lowest_clock)
 
     def _on_clock_change(self) -> None:
         """Answer waiting pulls and save a due snapshot, after clocks have changed."""
-        low = self.store.low
+        low = self.store.lowest_clock
         for peer in [p for p in self._peers if p.need is not None]:
             self._answer(peer, low)
         if self._snapshots is not None:
-            self._snapshots.due(low, self.store)
+            self._snapshots.save_if_due(low, self.store)
 
     def _answer(self, peer: _Peer, low: float) -> None:
         if peer.need is None or low < peer.need:

@@ -19,7 +19,7 @@ from offbeat.server.optimizers import require_elementwise
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.server.strategies import Served, ServerSettings
+from offbeat.server.strategies import ServedStrategy, ServerSettings
 
 BEATS = 4  # heartbeats of a worker per `silent_s`
 
@@ -27,7 +27,7 @@ BEATS = 4  # heartbeats of a worker per `silent_s`
 def serve(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: Served,
+    strategy: ServedStrategy,
     ranks: RankRoles,
     cluster: Cluster,
 ) -> None:
@@ -47,7 +47,7 @@ def serve(
 
 
 def client_of(
-    optimizer: torch.optim.Optimizer, strategy: Served, ranks: RankRoles, cluster: Cluster
+    optimizer: torch.optim.Optimizer, strategy: ServedStrategy, ranks: RankRoles, cluster: Cluster
 ) -> Client:
     """Return a worker's client, connected to all servers."""
     layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
@@ -78,7 +78,9 @@ def client_of(
     )
 
 
-def layout_of(optimizer: torch.optim.Optimizer, strategy: Served, ranks: RankRoles) -> Layout:
+def layout_of(
+    optimizer: torch.optim.Optimizer, strategy: ServedStrategy, ranks: RankRoles
+) -> Layout:
     """Return the layout of the trained parameters on the servers.
 
     Raises ValueError for an optimizer that servers cannot step in pieces.

@@ -20,7 +20,7 @@ from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.transport.cluster import Cluster
 from offbeat.server.client import Client
 from offbeat.server.serving import client_of, serve
-from offbeat.server.strategies import NO_CHECKPOINT, Served
+from offbeat.server.strategies import NO_CHECKPOINT, ServedStrategy
 
 if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
@@ -122,7 +122,7 @@ class ServedSession(Session):
         marks = self._marks
         marks.backward_end = marks.waited = marks.step = self._cluster.device.mark()
         marks.ready = [marks.backward_end]
-        self._densify()
+        self._densify_gradients()
         self._end(skip_update)
         marks.end = self._cluster.device.mark()
         if self._recorder:
@@ -172,7 +172,7 @@ class ServedSession(Session):
     def _new_marks(self) -> Timestamps:
         return Timestamps(begin=self._cluster.device.mark())
 
-    def _densify(self) -> None:
+    def _densify_gradients(self) -> None:
         """Convert sparse gradients to dense ones: pushes are flat tensors."""
         for t in self._held:
             if t.grad is not None and t.grad.is_sparse:
@@ -195,7 +195,7 @@ class ServedSession(Session):
         """Average the model's buffers over all workers; round averages of integers."""
         buffers = [b for b in self._model.buffers() if b.numel()]
         numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
-        means = self._client.meet(
+        means = self._client.average(
             torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64, device="cpu")
         )
         parts = means.split([b.numel() for b in buffers]) if buffers else []
@@ -204,7 +204,7 @@ class ServedSession(Session):
             buffer.copy_(exact.view(buffer.shape))
 
 
-def open_served_session(strategy: Served, job: TrainingJob) -> ServedSession:
+def open_served_session(strategy: ServedStrategy, job: TrainingJob) -> ServedSession:
     """Return the session of a worker.
 
     On a rank of a server, serve until all workers have left, then raise SystemExit(0).

@@ -46,7 +46,7 @@ class Snapshots:
         store.restore(saved)
         self.base = clock
 
-    def due(self, low: float, store: Store) -> None:
+    def save_if_due(self, low: float, store: Store) -> None:
         """Save if `low` has passed a multiple of `every`. A failed write is a warning."""
         if low == float("inf") or int(low) // self._every <= self._last:
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
-from offbeat.server.strategies import Served, ServerSettings, require_silence
+from offbeat.server.strategies import ServedStrategy, ServerSettings, require_silence
 
 if TYPE_CHECKING:
     from offbeat.core.plan import Plan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SSP(Served):
+class SSP(ServedStrategy):
     """Stale-synchronous parallel: a worker may be at most `s` clocks ahead of the slowest one.
 
     Dedicated servers hold the parameters and step them with the user's optimizer. Workers push

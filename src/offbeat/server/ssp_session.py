@@ -29,7 +29,8 @@ class SSPSession(ServedSession):
         super().__init__(worker)
         self._strategy = strategy
         self._before = strategy.iterations_at(worker.client.resumed + worker.client.clock)
-        self._known = [frozenset(g) for g in settings_of(self._optimizer)]  # names on the servers
+        # Names of the settings that the servers' optimizers have.
+        self._known = [frozenset(g) for g in settings_of(self._optimizer)]
         self._low = 0  # the local parameters include all pushes of lower clocks
         self._collected = 0  # iterations whose gradients are in `outgoing`
         self._waiting = 0  # iterations of this clock so far
@@ -38,7 +39,7 @@ class SSPSession(ServedSession):
         self._fresh = False  # no push since the local parameters were pulled
         refuse, flush = UncopiedHook(self._refuse_load), UncopiedHook(self.flush)
         model, optimizer = self._model, self._optimizer
-        begin = UncopiedHook(self._begin_bare)
+        begin = UncopiedHook(self._on_forward)
         self._handles.append(model.register_forward_pre_hook(begin))
         self._handles.append(model.register_load_state_dict_pre_hook(refuse))
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
@@ -71,7 +72,7 @@ class SSPSession(ServedSession):
         Waits until they are new enough for the next iteration.
         """
         if not (self._open or self._fresh or self._waiting or self._cluster.closed):
-            self._pull_newest(max(self._need, 0))
+            self._pull_newest(max(self._needed_clock, 0))
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
@@ -81,7 +82,7 @@ class SSPSession(ServedSession):
         self._average_buffers()  # returns after the pushes of all workers
         self._pull_newest(0)  # 0: workers may have different numbers of iterations
         self._open = False
-        self._client.meet(
+        self._client.average(
             torch.empty(0, dtype=torch.float64, device="cpu")
         )  # a barrier: no push before all workers have pulled
 
@@ -135,7 +136,7 @@ class SSPSession(ServedSession):
     # ---- parameters from the servers --------------------------------------------------------
 
     @property
-    def _need(self) -> int:
+    def _needed_clock(self) -> int:
         return self._client.clock - self._strategy.s
 
     def _refresh(self) -> None:
@@ -143,7 +144,7 @@ class SSPSession(ServedSession):
         if self._client.arrived_clock() is not None:
             self._load_pulled()
         if not self._client.pulling:
-            self._client.pull(max(self._need, 0))
+            self._client.pull(max(self._needed_clock, 0))
 
     def _begin(self) -> None:
         """Wait for parameters that are at most `s` clocks old, if an iteration begins."""
@@ -154,30 +155,30 @@ class SSPSession(ServedSession):
             return
         begin = time.perf_counter()
         self._refresh()
-        while self._low < self._need:
+        while self._low < self._needed_clock:
             self._load_pulled()
             self._refresh_if_old()
         waited = time.perf_counter()
         if self._recorder:
             self._marks.acted.append(MomentTimes(0, begin, waited, waited))
 
-    def _begin_bare(self) -> None:
+    def _on_forward(self) -> None:
         """Forward hook: the user may call the module instead of the prepared model."""
         if torch.is_grad_enabled() and self._model.training and not self._cluster.closed:
             self._begin()
 
     def _refresh_if_old(self) -> None:
-        if self._low < self._need and not self._client.pulling:
-            self._client.pull(self._need)
+        if self._low < self._needed_clock and not self._client.pulling:
+            self._client.pull(self._needed_clock)
 
     def _pull_newest(self, need: int) -> None:
         """Pull and load parameters that include all pushes of clocks below `need`."""
         self._client.settle()
         if self._client.pulling:  # started earlier, so its parameters may be older
             if need == 0:
-                self._client.hurry()
+                self._client.expedite_pull()
             self._client.await_arrival()
-            self._client.consume()
+            self._client.release_incoming()
         self._client.pull(need)
         self._load_pulled()
         self._fresh = True
@@ -190,7 +191,7 @@ class SSPSession(ServedSession):
         with torch.no_grad():
             torch._foreach_copy_(list(self._held), self._incoming)
         self._low = max(self._low, low)
-        self._client.consume()
+        self._client.release_incoming()
 
     # ---- optimizer state --------------------------------------------------------------------
 

@@ -44,9 +44,9 @@ class Store:
         return {rank: min(clocks[rank] for clocks in each) for rank in each[0]}
 
     @property
-    def low(self) -> float:
+    def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
-        return min(shard.low for shard in self.shards.values())
+        return min(shard.lowest_clock for shard in self.shards.values())
 
     def next_clocks(self, rank: int) -> dict[int, int]:
         """Return by shard number the clock after the worker's last push or skip."""
@@ -60,7 +60,7 @@ class Store:
         """
         if rank in self.clocks() and not fresh:
             return clock
-        low = self.low
+        low = self.lowest_clock
         least = 0 if math.isinf(low) else int(low)
         return max([clock, least, *self.next_clocks(rank).values()])
 

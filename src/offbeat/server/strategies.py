@@ -39,7 +39,7 @@ class ServerSettings:
     snapshot_every: int = 100
 
 
-class Served(Strategy):
+class ServedStrategy(Strategy):
     """Base class of strategies whose workers are not synchronous, so that no plan describes them.
 
     Subclasses define `server_settings` and `open_worker`.

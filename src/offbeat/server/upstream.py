@@ -41,7 +41,7 @@ class Upstream:
     def __init__(self, name: str, address: tuple[str, int], shards: tuple[ShardSpec, ...]):
         self.name, self.address, self.shards = name, address, shards
         self.push_clock = 0
-        self.failures = 0  # since the last answer
+        self.failures = 0  # broken connections since the last frame
         self.connection: Connection | None = None
         self._sent_before = 0
 
