@@ -536,7 +536,7 @@ def meet(store: HashStore, attempt: str, ranks: int = 3) -> list[str]:
     found: list[str] = []
 
     def come(rank: int) -> None:
-        part = rendezvous.fresh(store, rank, ranks, timeout_s=10)
+        part = rendezvous.create_prefix(store, rank, ranks, timeout_s=10)
         assert not part.check([f"said/{rank}"])  # nobody was here before
         part.set(f"said/{rank}", attempt)
         until(lambda: part.check([f"said/{r}" for r in range(ranks)]))
@@ -561,7 +561,7 @@ def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda _: "drawn")
     store = HashStore()
     store.set("offbeat/in/drawn/1", "")
-    rendezvous.fresh(store, 0, 2, timeout_s=-1)
+    rendezvous.create_prefix(store, 0, 2, timeout_s=-1)
 
 
 def train_after_another_job() -> list[float]:
@@ -594,4 +594,4 @@ def test_rank_connects_again_if_the_store_of_another_job_goes() -> None:
 @pytest.mark.parametrize(("rank", "words"), [(0, "rank 1, 2 have not"), (1, "rank 0 has not")])
 def test_who_does_not_come_is_named(rank: int, words: str) -> None:
     with pytest.raises(TimeoutError, match=words):
-        rendezvous.fresh(HashStore(), rank, 3, timeout_s=0.2)
+        rendezvous.create_prefix(HashStore(), rank, 3, timeout_s=0.2)

@@ -309,7 +309,7 @@ def test_agreements_are_added_up_until_they_are_paid(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     group: Any = type("Alone", (), {"size": lambda _: 1, "rank": lambda _: 0})()
     probe, seconds = Probe(group, torch.ones(1), CPU()), iter([0.0, 1.0, 5.0, 7.0])
-    monkeypatch.setattr(probe, "now", lambda: next(seconds))
+    monkeypatch.setattr(probe, "read_clock", lambda: next(seconds))
     assert [probe.agree([float(n)]) for n in range(2)] == [[[0.0]], [[1.0]]]
     assert probe.agreement_s == 3.0
 

@@ -21,7 +21,7 @@ class Connection(Generic[K]):
     """Sends and receives frames as far as the socket lets it.
 
     A body is sent from where it lies, so it must stay as it is until `idle`. One that is made by
-    `later` is made when its turn comes: only one of them exists at a time.
+    `send_later` is made when its turn comes: only one of them exists at a time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Connection(Generic[K]):
         if body is not None and len(body):
             self._out.append(body)
 
-    def later(self, make: Callable[[], Views]) -> None:
+    def send_later(self, make: Callable[[], Views]) -> None:
         """Queue what `make` returns when its turn comes."""
         self._out.append(make)
 

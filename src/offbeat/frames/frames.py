@@ -127,12 +127,12 @@ class Reader(Generic[K]):
 
     def _complete(self) -> Frame[K]:
         assert self._header is not None
-        frame = Frame(self._header, _parsed(self._meta), self._body)
+        frame = Frame(self._header, _parse_meta(self._meta), self._body)
         self._begin()
         return frame
 
 
-def _parsed(meta: bytearray) -> dict[str, Any]:
+def _parse_meta(meta: bytearray) -> dict[str, Any]:
     if not meta:
         return {}
     try:

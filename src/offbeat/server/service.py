@@ -324,7 +324,7 @@ class Service:
         peer.need = None
         assert peer.connection is not None
         for shard in self.store.shards.values():
-            peer.connection.later(lambda shard=shard: self._parameters(peer, shard, clock))
+            peer.connection.send_later(lambda shard=shard: self._parameters(peer, shard, clock))
         self._write(peer)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a bit-exact continuation needs, saved in the background."""
+"""Checkpoints for bit-exact continuation, saved in the background."""
 
 from __future__ import annotations
 

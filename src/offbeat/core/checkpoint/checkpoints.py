@@ -1,4 +1,4 @@
-"""save and load: a checkpoint of everything that a bit-exact continuation needs."""
+"""Functions `save` and `load` for checkpoints, and the choice of the checkpoint to load."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ KEEP = 2
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `offbeat.load` has found: the `iteration` at which it was saved, and what was `extra`
-    and could not be loaded into an object. `exact`: training goes on bit for bit as it would have;
-    else weights, optimizer and iteration are loaded, and the strategy begins anew."""
+    """A checkpoint that `offbeat.load` has loaded.
+
+    Attributes:
+        path: directory of the checkpoint.
+        iteration: iteration after which it was saved.
+        exact: whether training continues bit by bit as the saved run would have. If not, weights,
+            optimizer and iteration are loaded, and the strategy begins with a new plan.
+        extra: saved values of `extra` that were not loaded into an object.
+    """
 
     path: Path
     iteration: int
@@ -45,14 +51,25 @@ def save(
     *,
     keep: int = KEEP,
 ) -> Saving:
-    """Save a checkpoint into the folder `path`, in the background; `wait()` for it if need be.
+    """Save a checkpoint into the folder `path`, in the background.
 
-    Every rank must call it, between iterations, with what `prepare` returned (`optimizer` may be a
-    list); each saves its own state. `extra`: objects with `state_dict` and `load_state_dict`
-    (schedulers, samplers), or values that pickle. The newest `keep` checkpoints stay; an older one
-    goes when the new one is
-    whole on every rank. ValueError for strategies whose state is elsewhere, RuntimeError within an
-    iteration.
+    Every rank must call it between iterations. Each rank saves its own state.
+
+    Args:
+        path: folder of the checkpoints.
+        model: model returned by `prepare`.
+        optimizer: optimizer returned by `prepare`, or the list of optimizers.
+        extra: by name, objects with `state_dict` and `load_state_dict` (schedulers, samplers), or
+            values that can be pickled.
+        keep: number of checkpoints to keep. Older ones are deleted when the new checkpoint is
+            complete on every rank.
+
+    Returns:
+        A `Saving`. Call its `wait()` to wait until the checkpoint is on the disk.
+
+    Raises:
+        ValueError: the state of the strategy is not in this process, or an argument is invalid.
+        RuntimeError: an iteration is in progress.
     """
     session, optimizer = _session(model, optimizer)
     folder = Folder(path)
@@ -65,7 +82,7 @@ def save(
     manifest = Manifest(
         session.worker, saver.company.size, position.iteration, session.strategy, position.alike
     )
-    frozen = partial(_frozen, model, optimizer, position.state, extra or {})
+    frozen = partial(_freeze_all, model, optimizer, position.state, extra or {})
     return saver.save(_folder(path, session), frozen, manifest, keep)
 
 
@@ -75,30 +92,44 @@ def load(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     extra: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Go on from the newest checkpoint in `path` that is whole on every rank, or from the one that
-    `path` is. Only load what you trust: it is unpickled.
+    """Load the newest checkpoint in `path` that is complete on every rank.
 
-    Every rank must call it, after `prepare` and before the first iteration. With the strategy and
-    the number of ranks that saved it, each rank goes on exactly where it stood, at the same place
-    of the same plan, random states included; a warning names DataLoaders that draw from torch's
-    global generator when the script iterates over them again. Otherwise, if all ranks had the same
-    weights (after `model.consolidate()`, or where only gradients are averaged), all get those of
-    rank 0 and its optimizer state. Objects in `extra` are loaded. FileNotFoundError without a
-    checkpoint; ValueError for one that this job cannot go on from; RuntimeError for one that is
-    damaged.
+    Every rank must call it, after `prepare` and before the first iteration. Load trusted files
+    only: a checkpoint is unpickled.
+
+    If strategy and number of ranks are those of the saved job, each rank continues exactly from its
+    saved state: position in the plan, optimizer state and random states included. A warning counts
+    DataLoaders that draw seeds from torch's global generator, because they do not continue exactly.
+    In a job with another strategy or number of ranks, all ranks get weights and optimizer state of
+    rank 0. This requires equal weights on all ranks of the saved job, as after
+    `model.consolidate()`, or with a strategy that averages gradients only.
+
+    Args:
+        path: folder of the checkpoints, or directory of one checkpoint.
+        model: model returned by `prepare`.
+        optimizer: optimizer returned by `prepare`, or the list of optimizers.
+        extra: objects by name, whose saved state is loaded.
+
+    Returns:
+        The loaded checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint that is complete on every rank.
+        ValueError: this job cannot continue from the checkpoint.
+        RuntimeError: the checkpoint is damaged.
     """
     session, optimizer = _session(model, optimizer)
     folder, saver = _folder(path, session), _saver(session)
-    saver.settle()  # this job may still be saving what it is to load
+    saver.settle()  # the checkpoint to load may still be written
     company = saver.company
-    name, manifest = _chosen(folder, session, company)
+    name, manifest = _choose_checkpoint(folder, session, company)
     directory = folder.shard(name, session.worker)
     exact = _same_job(manifest, session, company)
     if exact:
-        found = _agreed(_read(directory), company, session.worker)
+        found = _require_read(_read_shard(directory), company, session.worker)
     else:
-        source = _read(directory) if session.worker == 0 else None
-        whole = _agreed(source, company, session.worker)
+        source = _read_shard(directory) if session.worker == 0 else None
+        whole = _require_read(source, company, session.worker)
         common = ("model", "buffers", "optimizer", "extra")
         found = company.share(whole and {name: whole[name] for name in common})
     model.load_state_dict(found["model"])
@@ -122,14 +153,17 @@ def load(
 
 
 def iteration(model: nn.Module) -> int:
-    """Iterations that a prepared model has trained, those before it was resumed included."""
+    """Return the number of trained iterations of a prepared model.
+
+    Iterations before the loaded checkpoint are included.
+    """
     return _session_of(model).iteration
 
 
-# ---- what is saved --------------------------------------------------------------------------
+# ---- contents -------------------------------------------------------------------------------
 
 
-def _frozen(
+def _freeze_all(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
@@ -143,23 +177,23 @@ def _frozen(
         "optimizer": kept,
         "state": state,
         "random": randomness.capture(device),
-        "extra": {name: _of_extra(thing) for name, thing in extra.items()},
+        "extra": {name: _extra_state(thing) for name, thing in extra.items()},
     }
     names = {f"model.{name}": t for name, t in weights.items() if isinstance(t, Tensor)}
-    for index, mine in kept["state"].items():
-        tensors = {k: t for k, t in mine.items() if isinstance(t, Tensor)}
+    for index, state_of_one in kept["state"].items():
+        tensors = {k: t for k, t in state_of_one.items() if isinstance(t, Tensor)}
         names |= {f"optimizer.state.{index}.{key}": t for key, t in tensors.items()}
     return freeze(value, names)
 
 
-def _of_extra(thing: Any) -> tuple[str, Any]:
-    return ("state", thing.state_dict()) if _stateful(thing) else ("value", thing)
+def _extra_state(thing: Any) -> tuple[str, Any]:
+    return ("state", thing.state_dict()) if _has_state_dict(thing) else ("value", thing)
 
 
 def _load_extra(
     saved: Mapping[str, tuple[str, Any]], extra: Mapping[str, Any], directory: Path
 ) -> dict[str, Any]:
-    """Load objects; what is left of what was saved."""
+    """Load the state of objects. Return the saved values that were not loaded."""
     rest = {name: value for name, (_, value) in saved.items()}
     for name, thing in extra.items():
         if name not in saved:
@@ -167,28 +201,33 @@ def _load_extra(
                 f"extra ({name!r}) must be one of what {directory} has: "
                 f"{', '.join(map(repr, saved)) or 'nothing'}"
             )
-        if saved[name][0] == "state" and _stateful(thing):
+        if saved[name][0] == "state" and _has_state_dict(thing):
             thing.load_state_dict(rest.pop(name))
     return rest
 
 
-def _stateful(thing: Any) -> bool:
+def _has_state_dict(thing: Any) -> bool:
     methods = (getattr(thing, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(thing, type) and all(map(callable, methods))
 
 
-# ---- which is loaded ------------------------------------------------------------------------
+# ---- choice ---------------------------------------------------------------------------------
 
 
-def _chosen(folder: Folder, session: Session, company: CheckpointGroup) -> tuple[str, Manifest]:
-    """The newest checkpoint that all ranks have, or that rank 0 has of a job of another size."""
-    mine = {name: asdict(manifest) for name, manifest in folder.whole(session.worker).items()}
+def _choose_checkpoint(
+    folder: Folder, session: Session, company: CheckpointGroup
+) -> tuple[str, Manifest]:
+    """Return name and manifest of the newest checkpoint of rank 0 that this job can load.
+
+    A checkpoint of a job with the same number of ranks must be complete on every rank.
+    """
+    complete = {name: asdict(manifest) for name, manifest in folder.whole(session.worker).items()}
     everyone = [
-        {name: Manifest(**manifest) for name, manifest in theirs.items()}
-        for theirs in company.gather(mine)
+        {name: Manifest(**manifest) for name, manifest in by_name.items()}
+        for by_name in company.gather(complete)
     ]
     for name, manifest in everyone[0].items():
-        missing = [rank for rank, mine in enumerate(everyone) if name not in mine]
+        missing = [rank for rank, by_name in enumerate(everyone) if name not in by_name]
         if manifest.world_size == company.size and missing:
             continue
         newer = [other for other in company.gather(folder.names())[0] if other > name]
@@ -199,14 +238,14 @@ def _chosen(folder: Folder, session: Session, company: CheckpointGroup) -> tuple
             )
         _require_usable(folder.path / name, manifest, session, company)
         return name, manifest
-    raise FileNotFoundError(_nothing(folder, everyone))
+    raise FileNotFoundError(_describe_missing(folder, everyone))
 
 
-def _nothing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]) -> str:
-    here = [rank for rank, mine in enumerate(everyone) if mine]
+def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]) -> str:
+    here = [rank for rank, by_name in enumerate(everyone) if by_name]
     if not here:
         return f"there is no checkpoint in {folder.path} on any rank; save one with offbeat.save"
-    without = next((rank for rank, mine in enumerate(everyone) if not mine), 0)
+    without = next((rank for rank, by_name in enumerate(everyone) if not by_name), 0)
     return (
         f"there is no checkpoint in {folder.path} that is whole on every rank: rank {here[0]} has "
         f"{next(iter(everyone[here[0]]))}, rank {without} "
@@ -230,24 +269,28 @@ def _require_usable(
         )
 
 
-def _read(directory: Path) -> Any:
-    """What was saved, or the error."""
+def _read_shard(directory: Path) -> Any:
+    """Return the saved value, or the exception that reading it has raised."""
     try:
         return shard.read(directory)
     except Exception as error:
         return error
 
 
-def _agreed(found: Any, company: CheckpointGroup, worker: int) -> Any:
-    """RuntimeError on every rank if one could not read."""
-    mine = f"rank {worker}: {found}" if isinstance(found, Exception) else None
-    failed = [words for words in company.gather(mine) if words is not None]
+def _require_read(found: Any, company: CheckpointGroup, worker: int) -> Any:
+    """Return the value read by `_read_shard`.
+
+    Raises:
+        RuntimeError: on every rank, if a rank could not read.
+    """
+    error = f"rank {worker}: {found}" if isinstance(found, Exception) else None
+    failed = [words for words in company.gather(error) if words is not None]
     if failed:
         raise RuntimeError(f"the checkpoint could not be loaded: {'; '.join(failed)}")
     return found
 
 
-# ---- whose ----------------------------------------------------------------------------------
+# ---- session --------------------------------------------------------------------------------
 
 
 def _session_of(model: nn.Module) -> Session:
@@ -260,10 +303,10 @@ def _session_of(model: nn.Module) -> Session:
 def _session(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> tuple[Session, torch.optim.Optimizer]:
-    """Return the session, and the optimizer of all parameters."""
+    """Return the session of a prepared model, and the optimizer of all parameters."""
     session = _session_of(model)
     if isinstance(optimizer, Sequence):
-        optimizer = _as_one(optimizer)
+        optimizer = _combined_optimizer(optimizer)
     if getattr(optimizer, "_session", None) is not session:
         raise ValueError(_not_prepared("optimizer", optimizer))
     if session.elsewhere is not None:
@@ -271,8 +314,8 @@ def _session(
     return session, optimizer
 
 
-def _as_one(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return the optimizer that `prepare` made of several."""
+def _combined_optimizer(parts: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return the optimizer that combines the list of optimizers returned by `prepare`."""
     whole = getattr(parts[0], "_whole", None) if parts else None
     if whole is None or list(map(id, parts)) != list(map(id, whole._parts)):
         raise ValueError(
@@ -295,7 +338,7 @@ def _saver(session: Session) -> Saver:
 
 
 def _folder(path: str | Path, session: Session) -> Folder:
-    """The job's, or the worker's own where each saves for itself."""
+    """Return the folder of the job, or that of this worker if workers save separately."""
     if not session.alone or NAME.fullmatch(Path(path).name):
         return Folder(path)
     return Folder(Path(path) / f"worker-{session.worker}")

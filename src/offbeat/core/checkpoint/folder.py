@@ -1,8 +1,8 @@
-"""The folder of a job's checkpoints: which there are, and how one takes the place of another.
+"""Folder of a job's checkpoints: names, completion and deletion of checkpoints.
 
-A checkpoint is written beside the others under a name that nobody loads. Only when every rank has
-its shard on the disk it gets its own name, in one move; only when it has it on every host do older
-ones go. Hosts may have one folder together, or each its own.
+A checkpoint is written under a temporary name, which `load` ignores. It is renamed in one move when
+every rank has its shard on the disk. Older checkpoints are deleted when it has been renamed on
+every host. Hosts may share one folder or have one each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ UNFINISHED = ".unfinished-"
 
 
 class Folder:
-    """`path`, or the one checkpoint in it that `path` is."""
+    """The folder of checkpoints `path`, or its parent if `path` is a checkpoint.
+
+    `only` is the name of that checkpoint, otherwise None.
+    """
 
     def __init__(self, path: str | Path):
         given = Path(path).absolute()
@@ -28,44 +31,45 @@ class Folder:
         self.path = given.parent if self.only else given
 
     def names(self) -> list[str]:
-        """Checkpoints, the newest first, whole or not."""
+        """Return the names of all checkpoints, also of incomplete ones, the newest first."""
         if self.only is not None:
             return [self.only]
-        found = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
-        return sorted((name for name in found if NAME.fullmatch(name)), reverse=True)
+        names = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
+        return sorted((name for name in names if NAME.fullmatch(name)), reverse=True)
 
     def whole(self, worker: int) -> dict[str, Manifest]:
-        """Checkpoints in which this worker's shard is whole, the newest first."""
-        found: dict[str, Manifest] = {}
+        """Return the manifests of checkpoints in which the worker's shard is complete, the newest
+        first."""
+        manifests: dict[str, Manifest] = {}
         for name in self.names():
             try:
-                found[name] = shard.look_up(self.shard(name, worker))
-            except (OSError, ValueError, TypeError):  # not there, cut, or of another time
+                manifests[name] = shard.look_up(self.shard(name, worker))
+            except (OSError, ValueError, TypeError):  # missing, truncated, or of another schema
                 continue
-        return found
+        return manifests
 
     def next_number(self) -> int:
-        """Above all there are."""
+        """Return a number greater than those of all checkpoints."""
         names = self.names()
         return 1 + (int(names[0][:6]) if names else 0)
 
     def shard(self, name: str, worker: int) -> Path:
-        """Where a worker's part of a checkpoint is."""
+        """Return the directory of a worker's shard of a checkpoint."""
         return self.path / name / f"rank-{worker}"
 
     def unfinished_path(self, name: str, worker: int) -> Path:
-        """Where it is while it is written."""
+        """Return the directory in which a worker's shard is written."""
         return self.path / f"{UNFINISHED}{name}" / f"rank-{worker}"
 
     def drop(self, name: str, worker: int) -> None:
-        """It will not be finished."""
+        """Delete a worker's shard that cannot be completed."""
         part = self.unfinished_path(name, worker)
         shutil.rmtree(part, ignore_errors=True)
-        with suppress(OSError):  # others have theirs in it
+        with suppress(OSError):  # shards of other workers may be left in it
             part.parent.rmdir()
 
     def finish(self, name: str, worker: int) -> None:
-        """Give a checkpoint its name, unless another rank of this host has done so."""
+        """Rename a complete checkpoint, unless another rank of this host has renamed it."""
         try:
             (self.path / f"{UNFINISHED}{name}").rename(self.path / name)
         except OSError:
@@ -74,7 +78,7 @@ class Folder:
         shard.sync(self.path)
 
     def prune(self, keep: int) -> None:
-        """Leave the newest ones, and nothing that was never finished."""
+        """Delete all but the newest `keep` checkpoints, and all incomplete ones."""
         for name in self.names()[keep:]:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for left in self.path.glob(f"{UNFINISHED}*"):

@@ -1,4 +1,4 @@
-"""Frozen values: whatever pickles, as it is now, with its tensors apart and copied to the host."""
+"""Frozen values: copies of values as pickles, with their tensors separate and on the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Look = tuple[torch.Size, tuple[int, ...], torch.dtype]
+TensorLayout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
-# Modules of classes in checkpoints of version 0.1.0, and where they are now.
+# Modules of classes in checkpoints of version 0.1.0, and their current names.
 MOVED = {
     "offbeat.measuring.noise": "offbeat.core.measuring.noise",
     "offbeat.numerics.change": "offbeat.core.rules.changed",
@@ -23,26 +23,38 @@ MOVED = {
 
 @dataclass(frozen=True)
 class Frozen:
-    """A value: its `pickle`, and its `tensors` by name, of which `looks` says shape, strides and
-    dtype. Tensors that are one and the same, as of tied weights, are there once."""
+    """A copy of a value: its `pickle`, and its `tensors` by name.
+
+    `looks` gives shape, strides and dtype of each tensor. A tensor that occurs several times, such
+    as tied weights, is stored once.
+    """
 
     pickle: bytes
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def looks(self) -> dict[str, Look]:
+    def looks(self) -> dict[str, TensorLayout]:
         return {name: (t.size(), t.stride(), t.dtype) for name, t in self.tensors.items()}
 
     def thaw(self) -> Any:
-        """The value, with these tensors."""
+        """Return the value, with `tensors` in their places."""
         return _Unpickler(self.pickle, self.tensors).load()
 
 
 def freeze(value: Any, names: Mapping[str, Tensor]) -> Frozen:
-    """A copy of `value`, which may change from now on. `names` are those of some of its tensors;
-    others are numbered. ValueError for what does not pickle."""
+    """Return a frozen copy of `value`.
+
+    Args:
+        value: value to copy. It may be changed afterwards.
+        names: tensors by name. All other tensors are numbered.
+
+    Raises:
+        ValueError: the value cannot be pickled.
+    """
     file = io.BytesIO()
-    pickler = _Pickler(file, {_place(tensor): name for name, tensor in reversed([*names.items()])})
+    pickler = _Pickler(
+        file, {_tensor_key(tensor): name for name, tensor in reversed([*names.items()])}
+    )
     try:
         pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -53,8 +65,8 @@ def freeze(value: Any, names: Mapping[str, Tensor]) -> Frozen:
     return Frozen(file.getvalue(), pickler.tensors)
 
 
-def empty(look: Look) -> Tensor:
-    """A tensor that looks so."""
+def empty(look: TensorLayout) -> Tensor:
+    """Return an uninitialized tensor of this shape, strides and dtype on the host."""
     size, stride, dtype = look
     return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
@@ -64,12 +76,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._names, self._seen = names, dict[Any, str]()
         self.tensors: dict[str, Tensor] = {}
-        self._alive: list[Tensor] = []  # so that no other tensor gets their places
+        self._alive: list[Tensor] = []  # references, so that no address is reused while pickling
 
     def persistent_id(self, obj: Any) -> str | None:
         if not isinstance(obj, Tensor):
             return None
-        place = _place(obj)
+        place = _tensor_key(obj)
         if place not in self._seen:
             self._alive.append(obj)
             name = self._names.get(place, f"tensor.{len(self.tensors)}")
@@ -90,8 +102,11 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _place(tensor: Tensor) -> Any:
-    """The same for tensors that are one and the same; of empty ones each is its own."""
+def _tensor_key(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors with the same memory, shape, strides and dtype.
+
+    Each empty tensor has its own key.
+    """
     if not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.size(), tensor.stride(), tensor.dtype

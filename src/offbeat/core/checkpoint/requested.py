@@ -1,4 +1,4 @@
-"""Checkpoints that a launcher asks for, of scripts that know nothing of them."""
+"""Checkpoints that the launcher requests for a script without calls of `save` and `load`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -> None:
-    """Go on from the newest checkpoint if the job says so, and save after every so many
-    iterations. Every rank must call it."""
+    """Load the newest checkpoint if the job resumes, and save every `checkpoint_every` iterations.
+
+    Every rank must call it.
+    """
     path, every, session = job.checkpoint, job.checkpoint_every, model._session
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Saving in the background: write, agree that all have written, rename, agree, and prune."""
+"""Background saving of a checkpoint: write, wait for all ranks, rename, and prune."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from offbeat.core.transport.control import Control, new_group
 
 
 class CheckpointGroup:
-    """The ranks that save and load together. Who does it alone has no `control`.
+    """The ranks that save and load together. `control` is None for a worker that saves alone.
 
-    A thread that saves has a process group of its own: it is in nobody's way.
+    The saving thread has its own process group, so that it does not delay other collectives.
     """
 
     def __init__(self, control: Control | None):
@@ -29,36 +29,39 @@ class CheckpointGroup:
         self.size = control.world_size if control is not None else 1
         self._group = None
         if control is not None and self.size > 1:
-            self._group = _meet(control)
+            self._group = _create_group(control)
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank. RuntimeError if somebody is missing."""
+        """Return every rank's value, by rank. Raise RuntimeError if a rank is missing."""
         return [value] if self._control is None else self._control.gather(value)
 
     def gather_aside(self, value: Any) -> list[Any]:
-        """The same in the thread that saves."""
+        """Return every rank's value, by rank, in the saving thread."""
         return [value] if self._group is None else packed.gather(value, self._group)
 
     def share(self, value: Any) -> Any:
-        """Rank 0's tensors, and numbers and containers of them. RuntimeError on every rank if there
-        is anything else in it."""
+        """Return rank 0's value on every rank. It may hold tensors, numbers and containers.
+
+        Raises:
+            RuntimeError: on every rank, if the value holds objects of other types.
+        """
         if self._control is None or self.size == 1:
             return value
-        mine = None if self._control.rank else packed.unreadable(value)
-        if (why := self.gather(mine)[0]) is not None:
+        problem = None if self._control.rank else packed.unreadable(value)
+        if (why := self.gather(problem)[0]) is not None:
             raise RuntimeError(f"rank 0 cannot give the others what it has read: {why}")
         with self._control.collective("sharing a checkpoint"):
             return packed.broadcast_state(value, 0, self._control.group)
 
     def close(self) -> None:
-        """Every rank must call it."""
+        """Destroy the process group. Every rank must call it."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
 
-def _meet(control: Control) -> dist.ProcessGroup:
-    """A group of all ranks; RuntimeError naming those that did not come."""
+def _create_group(control: Control) -> dist.ProcessGroup:
+    """Return a process group of all ranks. Raise RuntimeError with the ranks that are missing."""
     try:
         with control.waiting("in offbeat.save or offbeat.load"):
             return new_group("gloo", control.timeout_s)
@@ -71,7 +74,11 @@ def _meet(control: Control) -> dist.ProcessGroup:
 
 
 class Saving:
-    """A checkpoint on its way to the disk, as `offbeat.save` returns it."""
+    """A checkpoint that is being written, returned by `offbeat.save`.
+
+    Attributes:
+        path: directory of the checkpoint.
+    """
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Saving:
         self._folder, self._name, self._company, self._keep = folder, name, company, keep
         self._worker = manifest.worker
         self._error: str | None = None
-        # No daemon: a process that ends waits for it.
+        # The thread is not a daemon, so the process waits for it at exit.
         self._thread = threading.Thread(
             target=self._save, args=(frozen, manifest), name="offbeat-saving"
         )
@@ -94,12 +101,19 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether saving has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until it is on every rank's disk; its directory. RuntimeError, naming path and rank,
-        if some rank could not save: then the one before is as good as it was."""
+        """Wait until the checkpoint is on the disk of every rank.
+
+        Returns:
+            Directory of the checkpoint.
+
+        Raises:
+            RuntimeError: a rank could not save; names path and rank. The previous checkpoint is
+                unchanged.
+        """
         self._thread.join()
         if self._error is not None:
             raise RuntimeError(self._error)
@@ -109,28 +123,28 @@ class Saving:
         folder, name = self._folder, self._name
         part = folder.unfinished_path(name, self._worker)
         try:
-            written = self._together(lambda: shard.write(part, frozen, manifest))
-            if written and self._together(lambda: folder.finish(name, self._worker)):
+            written = self._run_on_all(lambda: shard.write(part, frozen, manifest))
+            if written and self._run_on_all(lambda: folder.finish(name, self._worker)):
                 folder.prune(self._keep)
                 return
         except Exception as error:
-            self._error = self._words([f"rank {self._worker} lost the others: {error}"])
+            self._error = self._describe_failure([f"rank {self._worker} lost the others: {error}"])
         folder.drop(name, self._worker)
         print(f"offbeat: {self._error}", file=sys.stderr, flush=True)
 
-    def _together(self, act: Callable[[], None]) -> bool:
-        """Whether all could do their part."""
+    def _run_on_all(self, act: Callable[[], None]) -> bool:
+        """Call `act`. Return whether it succeeded on all ranks."""
         try:
             act()
-            mine = None
+            failure = None
         except Exception as error:
-            mine = f"rank {self._worker}: {type(error).__name__}: {error}"
-        failed = [words for words in self._company.gather_aside(mine) if words is not None]
+            failure = f"rank {self._worker}: {type(error).__name__}: {error}"
+        failed = [words for words in self._company.gather_aside(failure) if words is not None]
         if failed:
-            self._error = self._words(failed)
+            self._error = self._describe_failure(failed)
         return not failed
 
-    def _words(self, causes: list[str]) -> str:
+    def _describe_failure(self, causes: list[str]) -> str:
         left = [name for name in self._folder.whole(self._worker) if name != self._name]
         before = f"{self._folder.path / left[0]} is" if left else "there is none before it"
         return (
@@ -140,7 +154,7 @@ class Saving:
 
 
 class Saver:
-    """One session's way to its checkpoints: one is saved at a time."""
+    """Saves the checkpoints of one session, one at a time."""
 
     def __init__(self, control: Control | None):
         self.company = CheckpointGroup(control)
@@ -149,7 +163,7 @@ class Saver:
     def save(
         self, folder: Folder, frozen: Callable[[], Frozen], manifest: Manifest, keep: int
     ) -> Saving:
-        """Begin to save; the one before is over by then."""
+        """Wait for the previous checkpoint, and begin to save a new one."""
         self.settle()
         numbers = self.company.gather((folder.next_number(), manifest.iteration))
         _require_alike([iteration for _, iteration in numbers])
@@ -158,18 +172,18 @@ class Saver:
         return self._last
 
     def settle(self) -> None:
-        """Wait for what is being saved; if that fails it has been said."""
+        """Wait until the last checkpoint has been saved. A failure has been printed already."""
         if self._last is not None:
             self._last._thread.join()
 
     def finish(self) -> None:
-        """Wait for what is being saved, and leave the other ranks."""
+        """Wait until the last checkpoint has been saved, and destroy the process group."""
         self.settle()
         self.company.close()
 
 
 def _require_alike(iterations: list[int]) -> None:
-    odd = next((rank for rank, mine in enumerate(iterations) if mine != iterations[0]), None)
+    odd = next((rank for rank, count in enumerate(iterations) if count != iterations[0]), None)
     if odd is not None:
         raise ValueError(
             f"iteration of the checkpoint must be the same on all ranks: rank 0 has "

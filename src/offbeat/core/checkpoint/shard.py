@@ -1,4 +1,4 @@
-"""A shard: what one rank saves, a directory in the format of torch.distributed.checkpoint."""
+"""Shard of a checkpoint: one rank's directory, in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from offbeat.core.checkpoint.frozen import Frozen, empty
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-REST = "offbeat"  # everything but the tensors
+REST = "offbeat"  # key of everything but the tensors
 CHUNK_BYTES = 1 << 22
-# torch.distributed.checkpoint takes most of a second to import: only who saves or loads waits.
+# Importing torch.distributed.checkpoint takes most of a second, so functions import it on use.
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a shard is of, and its files with sizes and CRC-32 sums: who has all of them is whole.
+    """Description of a shard, and its files with sizes and CRC-32 checksums.
 
-    `alike`: every rank has the same weights, and any number of ranks can go on from them.
+    A shard is complete if all files exist with these sizes. `alike` is whether all ranks have the
+    same weights. If they have, any number of ranks can continue from the checkpoint.
     """
 
     worker: int
@@ -36,26 +37,30 @@ class Manifest:
 
 
 def write(directory: Path, frozen: Frozen, manifest: Manifest) -> None:
-    """Write a shard; when it returns everything is on the disk, the manifest last."""
+    """Write a shard to the disk, the manifest last. All files are synced when it returns."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     state: dict[str, Any] = {**frozen.tensors, REST: (frozen.pickle, frozen.looks)}
     _store(directory, state)
     sync(directory)
-    files = {path.name: _sums(path) for path in sorted(directory.iterdir())}
+    files = {path.name: _size_and_crc(path) for path in sorted(directory.iterdir())}
     text = json.dumps(asdict(manifest) | {"files": files}, indent=1)
     with (directory / MANIFEST).open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     sync(directory)
-    sync(directory.parent)  # it holds this one's name
+    sync(directory.parent)  # the parent holds the name of this directory
 
 
 def read(directory: Path) -> Any:
-    """The value that was saved. ValueError naming a file that is not what was written."""
+    """Return the saved value.
+
+    Raises:
+        ValueError: size or checksum of a file differs from the manifest; names the file.
+    """
     for name, expected in look_up(directory).files.items():
-        if tuple(expected) != _sums(directory / name):
+        if tuple(expected) != _size_and_crc(directory / name):
             raise ValueError(
                 f"{directory / name} is not what was written (size or checksum differ); load the "
                 "checkpoint before it by giving its directory"
@@ -70,7 +75,12 @@ def read(directory: Path) -> Any:
 
 
 def look_up(directory: Path) -> Manifest:
-    """The manifest. OSError or ValueError if there is none or a file is missing or cut."""
+    """Return the manifest of a shard.
+
+    Raises:
+        OSError: the manifest or a file is missing.
+        ValueError: the schema is not `SCHEMA`, or a file has another size.
+    """
     data = json.loads((directory / MANIFEST).read_text())
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{directory} has schema {data.get('schema')!r}, not {SCHEMA}")
@@ -82,7 +92,7 @@ def look_up(directory: Path) -> Manifest:
 
 
 def sync(directory: Path) -> None:
-    """Names of files are on the disk, too."""
+    """Sync a directory, so that the names of its files are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,7 +101,7 @@ def sync(directory: Path) -> None:
 
 
 def _store(directory: Path, state: dict[str, Any]) -> None:
-    """As torch's `save` of one process alone does it, which warns that there is only one."""
+    """Write the state as torch's `save` does for a single process, but without its warning."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -108,7 +118,7 @@ def _store(directory: Path, state: dict[str, Any]) -> None:
 
 
 def _fill(directory: Path, state: dict[str, Any]) -> None:
-    """As torch's `load` does it."""
+    """Read into the tensors of `state` as torch's `load` does."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -122,8 +132,8 @@ def _fill(directory: Path, state: dict[str, Any]) -> None:
     reader.read_data(planner.finish_plan(mine), planner).wait()
 
 
-def _sums(path: Path) -> tuple[int, int]:
-    """Size and CRC-32."""
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    """Return size and CRC-32 checksum of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

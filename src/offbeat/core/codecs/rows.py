@@ -29,7 +29,7 @@ class Rows:
     def make(self, count: int, where: torch.device) -> Tensor:
         """So many empty rows, in memory of this thread that the next ones will have."""
         like = torch.empty(0, dtype=torch.uint8, device=where)
-        return _scratch().like(like, count * self.bytes).view(count, self.bytes)
+        return _scratch().reserve(like, count * self.bytes).view(count, self.bytes)
 
     def codes(self, rows: Tensor, size: int | None = None) -> Tensor:
         """The codes of one row or of several: of so many bytes, if they are fewer."""

@@ -1,5 +1,4 @@
-"""The parameter watch: a parameter that appears after `prepare`, or whose memory is replaced, is
-refused, not left out."""
+"""Check for parameters that are added, unfrozen or moved to other memory after `prepare`."""
 
 from __future__ import annotations
 
@@ -24,18 +23,19 @@ ELSEWHERE = (
 )
 
 
-LOOKS = 64  # parameters at each forward
+LOOKS = 64  # parameters that are checked at each forward
 
 
 class ParameterWatch:
-    """Sees parameters that were unfrozen, added, replaced or moved since `attach`.
+    """Detects parameters that were unfrozen, added, replaced or moved since `attach`.
 
-    Of many parameters each forward looks at some: what happens to all is seen at once, what
-    happens to one within a few iterations. Before a trained parameter is registered again, as by
-    pruning, which reads it next, `act` is called.
+    Each forward checks at most `LOOKS` parameters in turn. So a change of all parameters is
+    detected in the next forward, and a change of one parameter within a few iterations. A frozen
+    parameter is allowed: it counts as unused.
 
-    Freezing one is fine: it then counts as unused. The hooks are the process's, as torch has no
-    others; they only note that something was registered somewhere.
+    torch has registration hooks for the whole process only. They record that a module or parameter
+    was registered anywhere. `act` is called when a trained parameter is registered again, as
+    pruning does before it reads the parameter.
     """
 
     def __init__(self, model: nn.Module, act: Callable[[], None] = lambda: None):
@@ -51,23 +51,32 @@ class ParameterWatch:
         self._places: list[tuple[nn.Parameter, int]] = []
 
     def attach(self, trained: Iterable[nn.Parameter], placed: bool = True) -> None:
-        """These have a place on the other ranks; if `placed`, in memory, too."""
+        """Set the trained parameters.
+
+        Args:
+            trained: parameters that exist on all ranks.
+            placed: whether they must also keep their memory.
+        """
         trained = [*trained]
         self._places = [(p, p.data_ptr()) for p in trained] if placed else []
         self._trained = {id(p) for p in trained}
         self._note_frozen()
 
-    def require_unchanged(self, take_back: Callable[[], None] | None = None) -> None:
-        """ValueError naming the first parameter that is trained but was not, or is elsewhere.
+    def require_unchanged(self, restore: Callable[[], None] | None = None) -> None:
+        """Require that no parameter was added, unfrozen or moved.
 
-        With `take_back`, values that were assigned to `p.data` return to their place. Memory that
-        other processes share, or of another kind, is refused all the same.
+        Args:
+            restore: function that copies tensors assigned to `p.data` back into their place. Shared
+                memory, and tensors of another dtype or device, are refused nevertheless.
+
+        Raises:
+            ValueError: names the first parameter that has changed.
         """
         moved = next(
             (p for p, place in self._current_part(self._places) if p.data_ptr() != place), None
         )
-        if moved is not None and take_back is not None and not moved.is_shared():
-            take_back()
+        if moved is not None and restore is not None and not moved.is_shared():
+            restore()
             moved = next((p for p, place in self._places if p.data_ptr() != place), None)
         if moved is not None:
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
@@ -80,7 +89,7 @@ class ParameterWatch:
         self._registered = False
         known = {id(p) for p in self._frozen}
         for name, p in self._model.named_parameters():
-            if not isinstance(p, nn.Parameter):  # functional_call has put it there for this forward
+            if not isinstance(p, nn.Parameter):  # functional_call replaces it for one forward
                 self._registered = True
             elif p.requires_grad and id(p) not in self._trained:
                 what = "unfrozen" if id(p) in known else "added"
@@ -92,7 +101,7 @@ class ParameterWatch:
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 
     def _current_part(self, several: Sequence[T]) -> Sequence[T]:
-        """Those that it is the turn of."""
+        """Return the part of the sequence to check in this forward."""
         if len(several) <= LOOKS:
             return several
         start = self._turn * LOOKS % len(several)

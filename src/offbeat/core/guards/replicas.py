@@ -1,4 +1,4 @@
-"""Replicas: what makes one, whether all are the same, and how they are made so."""
+"""Replicas: their tensors, comparison between ranks, and unification."""
 
 from __future__ import annotations
 
@@ -28,18 +28,23 @@ REPAIR = (
 
 
 def only_gradients(plan: Plan) -> bool:
-    """Whether of all that is trained nothing but gradients moves, always: then equal replicas
-    stay equal, bit for bit."""
+    """Whether a plan sends only gradients and module buffers, in every iteration.
+
+    With such a plan equal replicas stay equal bit by bit.
+    """
     return all(t.payload.buffer in ("grad", BUFFERS) and t.when is None for t in plan.transfers)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, frozen ones too; not the buffers, of which each rank may have its own."""
+    """Return all parameters by name, including frozen ones.
+
+    Module buffers are left out, because they may differ between ranks.
+    """
     return {name: p.detach() for name, p in model.named_parameters() if p.numel()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's tensors, by parameter and their own name."""
+    """Return the optimizer's tensors by `parameter.state`."""
     return {
         f"{name}.{key}": value.detach()
         for name, p in model.named_parameters()
@@ -53,11 +58,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that one rank has otherwise than most; `relative` to the tensor's norm, None where
-    it is missing on one of the two ranks or of another size."""
+    """A tensor that differs between `rank` and most ranks.
+
+    `relative` is the norm of the difference relative to the tensor's norm. It is None if the tensor
+    is missing on one of both ranks.
+    """
 
     rank: int
-    other: int  # a rank that has what most ranks have
+    other: int  # a rank with the value of most ranks
     tensor: str
     relative: float | None
 
@@ -71,46 +79,49 @@ class Difference:
 
 
 def difference(named: Named, control: Control) -> Difference | None:
-    """The first tensor in which replicas differ by more than rounding, the same on every rank.
+    """Return the first tensor in which replicas differ by more than rounding; None without one.
 
-    Every rank must call it. One small collective if all bits are the same. If not, checksums and
-    sketches of all tensors are gathered: processors of different kinds round differently, so
-    what differs by less than half the digits counts as the same.
+    Every rank must call it, and gets the same result. If all bits are the same, it takes one small
+    collective. Otherwise checksums and sketches of all tensors are gathered. Processors of
+    different kinds round differently, so a difference in the lower half of the digits is ignored.
     """
     return None if control.is_same([digest_of(named)]) else find_difference(named, control)
 
 
 def find_difference(named: Named, control: Control) -> Difference | None:
-    """`difference` for ranks that know that some bits differ."""
-    mine = {name: (checksum(t), sketch(t), _tolerance(t)) for name, t in named.items()}
-    everyone = control.gather(mine)
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        seen = [theirs.get(name) for theirs in everyone]
-        for rank, other in dissenters([s and s[0] for s in seen]):
-            a, b = seen[rank], seen[other]
+    """Return the result of `difference` without the first collective, if bits differ already."""
+    digests = {name: (checksum(t), sketch(t), _tolerance(t)) for name, t in named.items()}
+    everyone = control.gather(digests)
+    for name in dict.fromkeys(name for by_name in everyone for name in by_name):
+        entries = [by_name.get(name) for by_name in everyone]
+        for rank, other in dissenters([s and s[0] for s in entries]):
+            a, b = entries[rank], entries[other]
             if a is None or b is None:
                 return Difference(rank, other, name, None)
             relative = _relative_distance(a[1], b[1])
-            if not relative <= a[2]:  # also where it is not a number
+            if not relative <= a[2]:  # also true if `relative` is NaN
                 return Difference(rank, other, name, relative)
     return None
 
 
 def dissenters(values: Sequence[Hashable]) -> Iterable[tuple[int, int]]:
-    """(rank, a rank that has what most have) for all whose value is not that of most ranks."""
-    common = Counter(values).most_common(1)[0][0]  # of equally many, rank 0's
+    """Return (rank, reference) for each rank whose value is not the most common one.
+
+    `reference` is the first rank with the most common value.
+    """
+    common = Counter(values).most_common(1)[0][0]  # on a tie the value that occurs first
     reference = values.index(common)
     return [(rank, reference) for rank, value in enumerate(values) if value != common]
 
 
 def digest_of(named: Named) -> int:
-    """Of names and bits, at most 62 bits."""
+    """Return a checksum of names and contents, of at most 62 bits."""
     names = hash_text("\n".join(named))
     return (checksum(*named.values()) ^ names) >> 2
 
 
 def hash_text(text: str) -> int:
-    """The same in every process, unlike `hash`."""
+    """Return a hash of the text that is the same in every process, unlike `hash`."""
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     return checksum(data) ^ len(text)
 
@@ -120,8 +131,11 @@ _PROJECTIONS = 4
 
 
 def sketch(tensor: Tensor) -> list[float]:
-    """Norm, and sums with random signs: those of two tensors differ by about the norm of their
-    difference (Johnson-Lindenstrauss). The same signs on every rank, so that lists compare."""
+    """Return the norm of a tensor, and `_PROJECTIONS` sums of its elements with random signs.
+
+    The sums of two tensors differ by about the norm of their difference (Johnson-Lindenstrauss).
+    The signs are the same on every rank, so that sketches can be compared.
+    """
     flat = tensor.detach().contiguous().view(-1)
     flat = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).cpu()
     random = generator()
@@ -143,7 +157,7 @@ def _signs(shape: tuple[int, int], random: torch.Generator) -> Tensor:
 
 
 def _relative_distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Norm of the difference of two sketched tensors, relative to the larger one's."""
+    """Return the norm of the difference of two sketched tensors, relative to the larger norm."""
     norm = max(a[0], b[0])
     apart = math.dist(a[1:], b[1:]) / math.sqrt(_PROJECTIONS)
     return apart / norm if norm else 0.0
@@ -157,8 +171,10 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0's parameters and buffers on every rank; nothing is sent if all agree already, as
-    equal seeds make them do."""
+    """Copy rank 0's parameters and buffers to every rank.
+
+    They are not sent if checksums are equal already, as after initialization with equal seeds.
+    """
     tensors = _replica_tensors(model)
     if cluster.control.is_same([checksum(*tensors) >> 2]):
         return
@@ -168,8 +184,18 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
 
 
 def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
-    """Average the floating-point state of all replicas unless they are identical already, take
-    rank 0's integers, and compare checksums. `more`: tensors to treat alike."""
+    """Average floating-point tensors of all replicas, and copy rank 0's other tensors.
+
+    Nothing is sent if replicas are identical. Finally checksums are compared.
+
+    Args:
+        model: the model.
+        cluster: the cluster.
+        more: further tensors to unify in the same way.
+
+    Raises:
+        RuntimeError: checksums differ afterwards.
+    """
     tensors = [*_replica_tensors(model), *more]
     if not cluster.control.is_same([checksum(*tensors) >> 2]):
         with cluster.control.collective("averaging replicas"):
@@ -182,7 +208,7 @@ def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> No
 
 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
-    """Make all replicas like that of one rank, and compare checksums."""
+    """Copy the model of one rank to all ranks, and compare checksums."""
     tensors = _replica_tensors(model)
     with cluster.control.collective(f"taking the weights of rank {source}"):
         for tensor in tensors:
@@ -201,8 +227,12 @@ def _require_same(tensors: Sequence[Tensor], cluster: Cluster) -> None:
 
 
 def require_equal(model: nn.Module, strategy: object, control: Control) -> None:
-    """RuntimeError on every rank, naming rank and first tensor, if parameters differ by more
-    than rounding: for strategies that keep replicas equal."""
+    """Require equal parameters on all ranks, for strategies that keep replicas equal.
+
+    Raises:
+        RuntimeError: on every rank, if parameters differ by more than rounding; names rank and
+            first tensor.
+    """
     found = difference(weights(model), control)
     if found is not None:
         raise RuntimeError(
@@ -211,9 +241,12 @@ def require_equal(model: nn.Module, strategy: object, control: Control) -> None:
 
 
 def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster) -> None:
-    """Average replicas with their optimizer state, which would drive them apart again.
+    """Average replicas together with their optimizer state.
 
-    RuntimeError on every rank if ranks do not keep state for the same parameters.
+    Different optimizer states would let equal weights diverge again.
+
+    Raises:
+        RuntimeError: on every rank, if ranks do not have state for the same parameters.
     """
     state = optimizer_state(optimizer, model)
     layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()]
@@ -231,9 +264,11 @@ def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:
 
 
 def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor], object]) -> None:
-    """A collective on a tensor of any strides: it reads and writes memory as if contiguous, so
-    on a view with gaps it would write over what lies between. Done on the links' device: Adam
-    keeps its counters on the host."""
+    """Run a collective on a tensor with any strides, by way of a contiguous tensor on `where`.
+
+    Collectives treat memory as contiguous, so on a view with gaps they would overwrite elements in
+    the gaps. The copy to the links' device is for tensors on the host, such as Adam's counters.
+    """
     with torch.no_grad():
         whole = tensor.to(where).contiguous()
         collective(whole)
@@ -242,5 +277,5 @@ def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor]
 
 
 def _replica_tensors(model: nn.Module) -> list[Tensor]:
-    """Everything that makes a replica: parameters, frozen ones too, and buffers."""
+    """Return all tensors of a replica: parameters, including frozen ones, and buffers."""
     return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]

@@ -14,12 +14,19 @@ from offbeat.core.transport.control import Control
 
 @dataclass
 class ScriptUsage:
-    """`changes`: gradients were changed or replaced before a step, as clipping does; `reads`: they
-    were looked at; `scales`: a gradient scaler stepped; `skips`: an update was left out after its
-    backward; `backwards`: most backward passes before one step; `alters`: weights or settings of
-    param groups were changed between backward and step; `drives`: the optimizer stepped in a method
-    of its own, evaluated a closure several times, or is one of several; `hooks`: the optimizer has
-    step hooks, which bucket by bucket would run once per bucket."""
+    """Use of gradients, weights and the optimizer by a script.
+
+    Attributes:
+        changes: gradients were changed or replaced before a step, as clipping does.
+        reads: gradients were read before a step.
+        scales: a gradient scaler has stepped.
+        skips: an update was skipped after a backward.
+        backwards: largest number of backward passes before one step.
+        alters: weights or settings of param groups were changed between backward and step.
+        drives: the optimizer has stepped in a method of its own, has evaluated a closure several
+            times, or is one of several optimizers.
+        hooks: the optimizer has step hooks. With a step per bucket they would run once per bucket.
+    """
 
     changes: bool = False
     reads: bool = False
@@ -31,9 +38,9 @@ class ScriptUsage:
     hooks: bool = False
 
     @classmethod
-    def combine(cls, mine: ScriptUsage, control: Control) -> ScriptUsage:
-        """What some rank does. Every rank must call it."""
-        seen = [cls(**habits) for habits in control.gather(asdict(mine))]
+    def combine(cls, usage: ScriptUsage, control: Control) -> ScriptUsage:
+        """Return the union of the usage of all ranks. Every rank must call it."""
+        seen = [cls(**fields) for fields in control.gather(asdict(usage))]
         return cls(
             any(one.changes for one in seen),
             any(one.reads for one in seen),
@@ -46,12 +53,12 @@ class ScriptUsage:
         )
 
     def conflict_with(self, plan: Plan) -> str | None:
-        """Why the script cannot run under a plan, in words; None if it can."""
+        """Return why the script cannot run with a plan; None if it can."""
         points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
         if not points & {"grad", "forward"}:
             return None
         late = "forward" in points
-        found = [
+        conflicts = [
             (self.drives, "steps through several optimizers, or through methods of one"),
             (self.scales, "uses a GradScaler"),
             (self.changes and not self.scales, "changes gradients before the step (clipping?)"),
@@ -64,26 +71,32 @@ class ScriptUsage:
                 "changes weights or the optimizer's settings between backward and step",
             ),
         ]
-        words = [word for holds, word in found if holds]
+        words = [word for holds, word in conflicts if holds]
         return " and ".join(words) or None
 
 
 class UsageRecorder:
-    """Counts what becomes of iterations until their habits are known."""
+    """Records the usage of the first iterations."""
 
     def __init__(self) -> None:
         self.usage = ScriptUsage()
         self._backwards = 0
 
     def record_backward(self) -> None:
-        """A backward pass has begun."""
+        """Record the begin of a backward pass."""
         self._backwards += 1
 
     def record_step(
         self, *, changed: bool, skipped: bool, altered: bool = False, hooked: bool = False
     ) -> None:
-        """`optimizer.step()`, with gradients that were changed since backward, its update
-        skipped by the script, weights or settings `altered` since backward, or step hooks."""
+        """Record a call of `optimizer.step()`.
+
+        Args:
+            changed: gradients were changed since backward.
+            skipped: the script has skipped the update.
+            altered: weights or settings were changed since backward.
+            hooked: the optimizer has step hooks.
+        """
         self.usage.changes |= changed
         self.usage.hooks |= hooked
         self.usage.alters |= altered
@@ -92,18 +105,18 @@ class UsageRecorder:
         self._backwards = 0
 
     def record_dropped_gradients(self) -> None:
-        """Gradients were zeroed without a step."""
+        """Record that gradients were zeroed without a step."""
         self.usage.skips |= self._backwards > 0
         self._backwards = 0
 
     def record_read(self) -> None:
-        """A gradient was looked at between backward and step."""
+        """Record a read of a gradient between backward and step."""
         self.usage.reads = True
 
     def record_own_step(self) -> None:
-        """An optimizer steps by itself."""
+        """Record a step that an optimizer makes in a method of its own."""
         self.usage.drives = True
 
     def record_scaler(self) -> None:
-        """A gradient scaler steps."""
+        """Record a step of a gradient scaler."""
         self.usage.scales = True

@@ -1,4 +1,4 @@
-"""The guard of step hooks, which run once per bucket where an optimizer steps bucket by bucket."""
+"""Guard for step hooks, which run once per bucket if an optimizer steps bucket by bucket."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepHooks:
-    """Requires that hooks before a bucket's step leave gradients, weights and settings alone.
+    """Requires that pre-hooks of a bucket's step neither read nor change gradients and weights.
 
-    Gradients of other buckets are incomplete then, and their weights are of another iteration, so
-    a hook that reads them is refused as well.
+    During the step of a bucket, gradients of other buckets are incomplete, and their weights are of
+    another iteration. Changes of settings are refused as well.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]):
@@ -42,14 +42,14 @@ class StepHooks:
         """Compare `settings()`, gradients and weights before and after the hooks of a step.
 
         Raises:
-            ValueError: a hook has read or changed gradients or weights, or has changed settings.
-                The optimizer has changed nothing by then.
+            ValueError: a hook has read or changed gradients or weights, or has changed settings. It
+                is raised before the optimizer changes any weight.
         """
         before, self._read, compared = (settings(), self._versions()), False, False
 
         def compare(*_: Any) -> None:
             nonlocal compared
-            if compared:  # the step calls that of its base class, which has hooks, too
+            if compared:  # `step` may call `step` of its base class, which runs the hooks again
                 return
             compared = True
             self._looks.close()
@@ -74,6 +74,6 @@ class StepHooks:
         self._read = True
 
     def _versions(self) -> list[tuple[int, int, int]]:
-        """Return gradients, their versions, and those of weights."""
+        """Return identity and version of each gradient, and the version of each weight."""
         found = [(p, p.grad) for p in self._parameters]
         return [(id(g), 0 if g is None else g._version, p._version) for p, g in found]

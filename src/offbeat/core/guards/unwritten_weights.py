@@ -1,4 +1,4 @@
-"""The guard of parameters that only the session may change."""
+"""Guard for parameters that only the session may change."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class WeightChanges:
-    """Sees parameters that somebody else has written to, or put elsewhere, since `note`.
+    """Detects parameters that user code has written or moved since `note`.
 
-    What is written through `parameter.data` is not seen: torch does not count it.
+    Writes through `parameter.data` are not detected, because they do not change the version.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
@@ -19,15 +19,15 @@ class WeightChanges:
         self.note()
 
     def note(self) -> None:
-        """From here on they must stay as they are."""
+        """Record versions and addresses. Later changes are reported."""
         self._known = [(p._version, p.data_ptr()) for _, p in self._named]
 
     def forget(self) -> None:
-        """Until the next `note` they may change."""
+        """Allow changes until the next `note`."""
         self._known = []
 
     def changed_name(self) -> str | None:
-        """The name of the first parameter that is not as it was noted."""
+        """Return the name of the first parameter that has changed since `note`, or None."""
         for (name, p), known in zip(self._named if self._known else (), self._known, strict=True):
             if (p._version, p.data_ptr()) != known:
                 return name

@@ -1,4 +1,4 @@
-"""The guard of updates without effect: an optimizer must change the weights of its groups."""
+"""Guard against updates without effect: an optimizer must change the weights of its groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.checksum import checksum
 
-ATTEMPTS = 3  # updates; SOAP, for one, only sets up its state in the first
-LEAST_RATE = 1e-6  # a smaller learning rate may change no digit
+ATTEMPTS = 3  # updates; some optimizers, such as SOAP, only create their state in the first one
+LEAST_RATE = 1e-6  # with a smaller learning rate, updates may be below rounding
 
 
 class UpdateCheck:
     """Compares weights before and after the first updates of an optimizer, until one changes them.
 
-    Looks at updates whose gradients are not zero, of groups whose learning rate is not.
+    Updates count if a gradient is not zero and the learning rate of its group is not near zero.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -27,7 +27,11 @@ class UpdateCheck:
         self.done = False
 
     def begin(self, first: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Before an update of these parameters, whose first bucket is `first`."""
+        """Record the weights before an update of `parameters`.
+
+        `first` is the first bucket of the update. Only the buckets of the first counted update are
+        checked.
+        """
         self._before = None
         if self._first not in (-1, first):
             return
@@ -42,7 +46,11 @@ class UpdateCheck:
             self._first, self._before = first, (stepped, checksum(*stepped))
 
     def end(self) -> None:
-        """After the update: raise ValueError if `ATTEMPTS` updates have changed no weight."""
+        """Compare the weights after the update.
+
+        Raises:
+            ValueError: `ATTEMPTS` updates have changed no weight.
+        """
         if self._before is None:
             return
         parameters, before = self._before

@@ -1,4 +1,4 @@
-"""The cluster as one process sees it: control, links, device."""
+"""Connections of one process to all other ranks: control, links and device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offbeat.core.plan import Groups, base_link, groups_of
 from offbeat.core.transport.collectives import collectives
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
-from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bound_to
+from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bind_interface
 from offbeat.core.transport.link import Link
 
 CLOSED = (
@@ -25,9 +25,16 @@ CLOSED = (
 
 @dataclass
 class Cluster:
-    """What this process is connected to: control, links with their groups, the device.
+    """Control, links with their process groups, and device of this process.
 
-    `specs` are the links by name; `links` and `groups` hold them and their further channels.
+    Attributes:
+        control: small messages to all ranks.
+        specs: description of each link, by name.
+        where: torch device of the model.
+        device: interface to the device.
+        timeout_s: timeout of waits in seconds.
+        links: open links and channels, by name.
+        groups: their process groups, by name.
     """
 
     control: Control
@@ -40,21 +47,28 @@ class Cluster:
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
     closed: bool = False
-    served: bool = False  # by servers, for as long as it is open
-    leave: Callable[[], None] | None = None  # registered to run at exit; holds the session
+    served: bool = False  # whether parameter servers are in use
+    leave: Callable[[], None] | None = None  # exit hook, which refers to the session
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """Group of all ranks on the first link, whatever the groups of a plan."""
+        """Group of all ranks on the first link, independent of the groups of a plan."""
         assert self._everyone is not None
         return self._everyone
 
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
-        """Open the links and channels among `names` that are not open yet. With `within`, the
-        groups of a plan by link, links that are open with other groups are opened again.
+        """Open links and channels that are not open yet.
 
-        Every rank must call it with the same arguments in the same order. ValueError for a channel
-        of an unknown link; RuntimeError on every rank, naming the link, if a group cannot be built.
+        Every rank must call it with the same arguments in the same order.
+
+        Args:
+            names: names of links and channels.
+            within: groups of a plan, by link. Links that are open with other groups are opened
+                again. None leaves open links unchanged.
+
+        Raises:
+            ValueError: a name is a channel of an unknown link.
+            RuntimeError: on every rank, if a process group cannot be created; names the link.
         """
         for name in dict.fromkeys([*names, *(self.links if within is not None else ())]):
             parts = tuple(groups_of(name, within or {}))
@@ -74,9 +88,9 @@ class Cluster:
             self.links[name] = Link(name, verbs, self.device)
 
     def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
-        """A group bound to the link's interface that has carried a first message."""
+        """Return a process group on the link's interface, after a first message in it."""
         try:
-            with bound_to(spec.interface), self.control.waiting(f"opening link {name!r}"):
+            with bind_interface(spec.interface), self.control.waiting(f"opening link {name!r}"):
                 group = new_group(str(spec.backend), self.timeout_s, parts)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
                 dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)
@@ -90,19 +104,25 @@ class Cluster:
         return group
 
     def require_open(self) -> None:
-        """RuntimeError once this process has left the other ranks."""
+        """Raise RuntimeError if the cluster is closed."""
         if self.closed:
             raise RuntimeError(CLOSED)
 
     def bytes_sent(self) -> dict[str, int]:
-        """By link, and by channel where one was used."""
+        """Return the bytes that this rank has sent, by link and by each channel in use."""
         sent = {name: link.bytes_sent for name, link in self.links.items()}
         return {name: size for name, size in sent.items() if size or name in self.specs}
 
     def close(self, failure: BaseException | None = None) -> bool:
-        """Stop the links and drop the groups; False if a link is stuck in a collective, which
-        nothing can interrupt: then the groups stay, as dropping them could abort the process.
-        Others hear of a `failure` of this rank, and wait no longer."""
+        """Stop the links and destroy the process groups.
+
+        Args:
+            failure: exception of this rank. It is published, so that other ranks stop waiting.
+
+        Returns:
+            False if a link is blocked in a collective, which cannot be interrupted. In that case
+            the groups are kept, because destroying them could abort the process.
+        """
         self.closed = True
         if self.leave is not None:
             atexit.unregister(self.leave)
@@ -120,8 +140,11 @@ class Cluster:
 def connect(
     specs: Sequence[LinkSpec], where: torch.device, device: Device, timeout_s: float
 ) -> Cluster:
-    """Control and all links; ValueError on every rank unless the links are the same everywhere
-    and connect all ranks."""
+    """Return a cluster with control and all links.
+
+    Raises:
+        ValueError: on every rank, if links differ between ranks or do not connect all ranks.
+    """
     control = Control(timeout_s)
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:

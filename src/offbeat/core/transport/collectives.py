@@ -1,7 +1,7 @@
 """Collectives: in-place operations of one process group on flat contiguous tensors, by verb.
 
-A tensor of n elements is cut into K shards of ceil(n / K), the last ones shorter or empty; rank r
-owns shard r.
+A tensor of n elements consists of K shards of ceil(n / K) elements. The last ones are shorter or
+empty. Rank r owns shard r.
 """
 
 from __future__ import annotations
@@ -19,24 +19,31 @@ from offbeat.core.plan import VERBS, Verb
 
 Collective = Callable[[Tensor], None]
 
-AT_ONCE_BYTES = 8 << 10  # shards up to this go to all ranks at once
-ASKED_BYTES = 64 << 10  # shards from this on go to who has asked for them
+AT_ONCE_BYTES = 8 << 10  # shards of at most this size are sent to all ranks at the same time
+ASKED_BYTES = 64 << 10  # shards of at least this size are sent after a request of the receiver
 
 
 def payload_bytes(verb: Verb, size: int) -> int:
-    """Bytes that a message of `size` bytes counts: half of them for each half of an all-reduce."""
+    """Return the bytes for which a message of `size` bytes counts.
+
+    Each half of an all-reduce counts half.
+    """
     return size // 2 if verb in ("reduce_scatter", "all_gather") else size
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """In-place operations of one group by verb, and `send(tensor, source, target)` between two
-    of its ranks, which both call.
+    """In-place operations of one process group.
 
-    `exchange`, of even shards: shard k goes to rank k of the group; afterwards shard k is what
-    rank k has sent.
-    `rank` is the own one within the group, `size` the group's. `sent_bytes(verb, size)` are the
-    bytes of a message of `size` bytes that this group itself sends.
+    Attributes:
+        by_verb: collectives by verb.
+        send: `send(tensor, source, target)` between two ranks of the group. Both ranks call it.
+        exchange: sends shard k to rank k of the group, and receives rank k's shard as shard k.
+            Shards must be of equal size.
+        rank: rank of this process within the group.
+        size: number of ranks in the group.
+        sent_bytes: `sent_bytes(verb, size)` returns the bytes that the group itself sends for a
+            message of `size` bytes.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -47,7 +54,7 @@ class Collectives:
     sent_bytes: Callable[[Verb, int], int] = payload_bytes
 
 
-# torch 2.13 renames them and warns about the old names.
+# torch 2.13 renames both functions and warns about the old names.
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -59,13 +66,15 @@ _all_gather: Callable[..., Any] = (
 def collectives(
     group: dist.ProcessGroup, backend: str, device: torch.device, timeout_s: float
 ) -> Collectives:
-    """all_reduce to the mean; reduce_scatter (afterwards rank r's shard holds the mean, the rest
-    anything); all_gather (every rank's shard on all); broadcast. Alone they do nothing.
+    """Return the collectives of a process group.
 
-    Autograd sees none of it: a tensor's version counter stays. Every floating-point dtype works.
+    `all_reduce` averages. After `reduce_scatter` the shard of rank r holds the average on rank r,
+    and all other elements are undefined. `all_gather` copies every rank's shard to all ranks.
+    `broadcast` copies from the group's first rank. In a group of one rank they do nothing. Version
+    counters of tensors stay unchanged. All floating-point dtypes are supported.
     """
     if group.size() == 1:
-        silent = dict.fromkeys(VERBS, _nothing)
+        silent = dict.fromkeys(VERBS, _do_nothing)
         return Collectives(silent, _no_send, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
     halves = Ring(group, timeout_s) if backend == "gloo" else Native(group)
     by_verb: dict[Verb, Collective] = {
@@ -81,31 +90,34 @@ def collectives(
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
-        staged(lambda host: direct(host, source, target), buffers)(tensor)
+        via_host(lambda host: direct(host, source, target), buffers)(tensor)
 
-    by_verb = {verb: staged(operation, buffers) for verb, operation in by_verb.items()}
-    return Collectives(by_verb, send, staged(exchange, buffers), rank, size)
+    by_verb = {verb: via_host(operation, buffers) for verb, operation in by_verb.items()}
+    return Collectives(by_verb, send, via_host(exchange, buffers), rank, size)
 
 
 def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int, int], None]:
-    """One tensor from one rank of the job to another; both call it."""
+    """Return a function that sends a tensor from one rank of the job to another.
+
+    Both ranks call the function.
+    """
     timeout = timedelta(seconds=timeout_s)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
-        mine = dist.get_rank()
-        other = dist.get_group_rank(group, target if mine == source else source)
-        act = group.send if mine == source else group.recv
+        rank = dist.get_rank()
+        other = dist.get_group_rank(group, target if rank == source else source)
+        act = group.send if rank == source else group.recv
         act([tensor.data], other, 0).wait(timeout)
 
     return send
 
 
 def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
-    raise AssertionError("a rank alone has nobody to send to")
+    raise AssertionError("a group of one rank cannot send")
 
 
 def averaging(group: dist.ProcessGroup) -> Collective:
-    """All-reduce to the mean."""
+    """Return an all-reduce that averages."""
 
     def average(tensor: Tensor) -> None:
         dist.all_reduce(tensor.data, op=dist.ReduceOp.AVG, group=group)
@@ -114,7 +126,7 @@ def averaging(group: dist.ProcessGroup) -> Collective:
 
 
 def broadcasting(group: dist.ProcessGroup) -> Collective:
-    """Broadcast from the group's first rank."""
+    """Return a broadcast from the group's first rank."""
     source = dist.get_global_rank(group, 0)
 
     def broadcast(tensor: Tensor) -> None:
@@ -123,19 +135,22 @@ def broadcasting(group: dist.ProcessGroup) -> Collective:
     return broadcast
 
 
-def _nothing(tensor: Tensor) -> None:
+def _do_nothing(tensor: Tensor) -> None:
     pass
 
 
 class Scratch:
-    """Memory for one message at a time: a flat buffer per dtype and device, grown on demand."""
+    """Scratch memory for one message: a flat buffer per dtype and device, grown on demand."""
 
     def __init__(self, pinned: bool = False):
         self._pinned = pinned
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def like(self, tensor: Tensor, size: int) -> Tensor:
-        """`size` elements of a tensor's kind, of any value; pinned ones are the host's."""
+    def reserve(self, tensor: Tensor, size: int) -> Tensor:
+        """Return `size` uninitialized elements of the tensor's dtype and device.
+
+        Pinned memory is on the host.
+        """
         device = torch.device("cpu") if self._pinned else tensor.device
         key = (tensor.dtype, device)
         if key not in self._buffers or self._buffers[key].numel() < size:
@@ -146,25 +161,32 @@ class Scratch:
 
 
 def shards(tensor: Tensor, count: int) -> list[Tensor]:
-    """Views of the shards, in the order of their ranks."""
+    """Return views of the shards, in the order of their ranks."""
     size = tensor.numel()
     each = -(-size // count)
     return [tensor[min(size, k * each) : min(size, (k + 1) * each)] for k in range(count)]
 
 
 class Ring:
-    """The two halves as a ring of sends, K - 1 steps of one shard each; small shards that need no
-    sums go to all ranks at once.
+    """Halves of an all-reduce as a ring of K - 1 steps, for gloo. In each step each rank sends one
+    shard.
 
-    On gloo torch's reduce_scatter puts a whole all-reduce on the wire, and all_to_all has all
-    ranks send to one at a time: 1 MB between 4 hosts at 100 Mbit/s took 136 ms with the all-reduce
-    and torch's reduce_scatter (1.6 bytes on the wire per byte), 83 to 105 ms with all_to_all (0.8)
-    and 70 ms with this ring (0.8). With 8 hosts there, shards of up to 4 KiB took 8 to 12 ms in a
-    ring and 4 ms at once; of 16 KiB 9 and 11 ms, as messages of several senders get into each
-    other's way. Large shards do so, too, where ranks are not in step: in an exchange, and where an
-    all-gather follows one. So they are sent when the receiver has all that was sent before: of
-    what the link can carry an exchange and an all-gather with 4 hosts at 25 Mbit/s then had .94 to
-    .98, and .85 to .96 without, in shards of .1 to .4 MB.
+    All-gather and exchange send small shards to all ranks at the same time instead. They send large
+    shards only after a request of the receiver.
+
+    Reason for the ring: torch's reduce_scatter on gloo sends the bytes of a whole all-reduce, and
+    in all_to_all all ranks send to the same rank at a time. Measured for 1 MB between 4 hosts at
+    100 Mbit/s: 136 ms with the all-reduce and with torch's reduce_scatter (1.6 bytes on the wire
+    per byte), 83 to 105 ms with all_to_all (0.8), 70 ms with this ring (0.8).
+
+    Reason for the limit of small shards: messages of several senders delay each other. Measured
+    with 8 hosts at 100 Mbit/s: shards of up to 4 KiB take 8 to 12 ms in a ring and 4 ms at the same
+    time; shards of 16 KiB take 9 and 11 ms.
+
+    Reason for requests: large shards of several senders delay each other if ranks are not in step,
+    as in an exchange, and in an all-gather after it. Measured with 4 hosts at 25 Mbit/s and shards
+    of .1 to .4 MB: exchange and all-gather use .94 to .98 of the link's rate with requests, and
+    .85 to .96 without.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float):
@@ -174,63 +196,66 @@ class Ring:
         self._word = torch.zeros(2, dtype=torch.uint8, device="cpu")
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        """Every shard collects what it lacks on its way round, and ends at its owner."""
+        """Pass each shard around the ring. Each rank adds its values; the owner gets the sum."""
         parts = shards(tensor.data, self._size)
-        landing = self._scratch.like(parts[0], parts[0].numel())
+        landing = self._scratch.reserve(parts[0], parts[0].numel())
         for step in range(1, self._size):
             given = parts[(self._rank - step) % self._size]
             taken = parts[(self._rank - step - 1) % self._size]
-            self._pass_on(given, landing[: taken.numel()])
+            self._shift(given, landing[: taken.numel()])
             taken += landing[: taken.numel()]
         parts[self._rank] /= self._size
 
     def all_gather(self, tensor: Tensor) -> None:
-        """Every shard goes round once."""
+        """Pass each shard around the ring once, or send small shards to all ranks directly."""
         parts = shards(tensor.data, self._size)
         if parts[0].nbytes <= AT_ONCE_BYTES:
-            self._spread([parts[self._rank]] * self._size, parts)
+            self._send_to_all([parts[self._rank]] * self._size, parts)
             return
         for step in range(self._size - 1):
-            self._pass_on(
+            self._shift(
                 parts[(self._rank - step) % self._size],
                 parts[(self._rank - step - 1) % self._size],
                 asked=step == 0 and parts[0].nbytes >= ASKED_BYTES,
             )
 
     def exchange(self, tensor: Tensor) -> None:
-        """Every shard goes straight to its rank: in step s to the s-th from here on."""
+        """Send each shard directly to its rank: in step s to the s-th next rank."""
         parts = shards(tensor.data, self._size)
-        own = shards(self._scratch.like(tensor, tensor.numel()).copy_(tensor.data), self._size)
+        own = shards(self._scratch.reserve(tensor, tensor.numel()).copy_(tensor.data), self._size)
         if parts[0].nbytes <= AT_ONCE_BYTES:
-            self._spread(own, parts)
+            self._send_to_all(own, parts)
             return
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
             asked = parts[0].nbytes >= ASKED_BYTES
-            self._pass_on(own[to], parts[source], step, asked=asked)
+            self._shift(own[to], parts[source], step, asked=asked)
 
-    def _spread(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Send one tensor to each other rank, and take one of each, all at once."""
+    def _send_to_all(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Send one tensor to each other rank and receive one from each, all at the same time."""
         works: list[Any] = []
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
-            works += self._passing(given[to], taken[source], step)
+            works += self._start_shift(given[to], taken[source], step)
         for work in works:
             work.wait(self._timeout)
 
-    def _pass_on(self, given: Tensor, taken: Tensor, step: int = 1, *, asked: bool = False) -> None:
-        """Send to the next rank, or one further on, what the one as far before sends us; when that
-        is `asked`, once the receiver waits for it."""
+    def _shift(self, given: Tensor, taken: Tensor, step: int = 1, *, asked: bool = False) -> None:
+        """Send `given` to the rank `step` further on, and receive `taken` from the rank `step`
+        before.
+
+        If `asked`, send after a request of the receiver, which receives in the same call.
+        """
         if asked:
-            heard, said = self._word[:1], self._word[1:]
-            back = self._passing(said[: taken.numel()], heard[: given.numel()], -step)
+            received, sent = self._word[:1], self._word[1:]
+            back = self._start_shift(sent[: taken.numel()], received[: given.numel()], -step)
             for work in back:
                 work.wait(self._timeout)
-        for work in self._passing(given, taken, step):
+        for work in self._start_shift(given, taken, step):
             work.wait(self._timeout)
 
-    def _passing(self, given: Tensor, taken: Tensor, step: int) -> list[Any]:
-        """The same begun; empty shards stay where they are."""
+    def _start_shift(self, given: Tensor, taken: Tensor, step: int) -> list[Any]:
+        """Start to send and receive as in `_shift`. Empty shards are not sent."""
         works: list[Any] = []
         if taken.numel():
             works.append(self._group.recv([taken], (self._rank - step) % self._size, 0))
@@ -240,7 +265,7 @@ class Ring:
 
 
 class Native:
-    """The backend's own halves (NCCL); uneven shards go through a padded copy."""
+    """The backend's halves of an all-reduce, for NCCL. Uneven shards use a padded copy."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group, self._rank, self._size = group, group.rank(), group.size()
@@ -248,7 +273,7 @@ class Native:
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         tensor = tensor.data
-        whole = self._padded(tensor)
+        whole = self._pad_tensor(tensor)
         if whole is not tensor:
             whole[: tensor.numel()] = tensor
         own = shards(whole, self._size)[self._rank]
@@ -259,7 +284,7 @@ class Native:
 
     def all_gather(self, tensor: Tensor) -> None:
         tensor = tensor.data
-        whole = self._padded(tensor)
+        whole = self._pad_tensor(tensor)
         own = shards(whole, self._size)[self._rank]
         if whole is not tensor:
             kept = shards(tensor, self._size)[self._rank]
@@ -269,26 +294,27 @@ class Native:
             tensor.copy_(whole[: tensor.numel()])
 
     def exchange(self, tensor: Tensor) -> None:
-        """Shards must be even."""
+        """Exchange shards of equal size between all ranks."""
         given = tensor.data.clone()
         dist.all_to_all_single(tensor.data, given, group=self._group)
 
-    def _padded(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if its shards are even, else scratch memory that has room for them."""
+    def _pad_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor if its shards are even, else scratch memory of padded size."""
         size = -(-tensor.numel() // self._size) * self._size
-        return tensor if size == tensor.numel() else self._scratch.like(tensor, size)
+        return tensor if size == tensor.numel() else self._scratch.reserve(tensor, size)
 
 
-def staged(operation: Collective, buffers: Scratch) -> Collective:
-    """A collective of host memory for tensors of a GPU: to a pinned buffer, there, and back.
+def via_host(operation: Collective, buffers: Scratch) -> Collective:
+    """Return a collective for GPU tensors that runs `operation` on a pinned copy on the host.
 
-    Both copies go to the current stream, a link's own. So the next message, which waits for that
-    stream before it touches the buffer on the host, cannot overtake this one's way back.
+    Both copies use the current stream, which belongs to the link. The next message synchronizes
+    that stream before the host uses the buffer, so it cannot overwrite the buffer before the copy
+    back has ended.
     """
 
     def through_host(tensor: Tensor) -> None:
         tensor = tensor.data
-        host = buffers.like(tensor, tensor.numel())
+        host = buffers.reserve(tensor, tensor.numel())
         host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         operation(host)

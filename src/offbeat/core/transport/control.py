@@ -1,4 +1,4 @@
-"""Control: small messages beside the links - agreement between ranks, and who is behind."""
+"""Control: agreement between ranks by small messages, and reports of failed ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from offbeat.core.transport.heartbeat import (
     process_heartbeat,
 )
 
-_met = 0  # how often this process has met all others
+_met = 0  # number of `Control` objects that this process has created together with all ranks
 SHOWN = 16  # ranks in a report
-STAYS_S = 2.0  # whose store it is waits so long for the others to give up, too
+STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
 NOBODY = (
     "No rank is missing: all of them live and wait. The network between them may have failed, or "
     "they wait for different things, as when one has less data (see offbeat.join), or when not "
@@ -49,8 +49,18 @@ STORE_HAS_ENDED = (
 
 
 class Control:
-    """A group of its own for agreement, so that bulk traffic never holds it up, and a store
-    where every rank leaves its progress."""
+    """Process group for agreement between ranks, and heartbeat of this rank.
+
+    The group is separate from those of links, so that large messages do not delay it.
+
+    Attributes:
+        timeout_s: timeout of waits in seconds.
+        rank: rank of this process.
+        world_size: number of ranks.
+        group: gloo group of all ranks.
+        met: number of `Control` objects that all ranks have created, including this one.
+        hosts: host name of each rank.
+    """
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -67,7 +77,7 @@ class Control:
                 f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
                 "have ended, as a server does when all workers have closed their model"
             ) from error
-        self.met = _met  # how often all ranks have met, this time included
+        self.met = _met
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
@@ -75,15 +85,24 @@ class Control:
         self.hosts: list[str] = self.gather(socket.gethostname())
 
     def _count(self) -> None:
-        """Meet once more before torch makes a group: it counts them, and who has begun one more
-        than the others never finds them again."""
+        """Wait for all ranks before torch creates a group, and count the wait.
+
+        torch numbers groups. A rank that has begun one more group than the other ranks can never
+        create a group with them again.
+        """
         global _met
         self.meet(f"prepare/{_met}")
         _met += 1
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks in the store, where a wait in vain leaves nothing behind. RuntimeError
-        with the ranks that did not come; `what` must be new."""
+        """Wait in the store until all ranks have called it. A failed wait leaves no key behind.
+
+        Args:
+            what: name of the wait, which must not have been used before.
+
+        Raises:
+            RuntimeError: names the ranks that are missing after `timeout_s`.
+        """
         if self.world_size == 1:
             return
         store, ranks = self.store(what), [str(rank) for rank in range(self.world_size)]
@@ -98,28 +117,44 @@ class Control:
             ) from error
 
     def close(self, failure: BaseException | None = None) -> None:
-        """This rank leaves the others, as it should, or after a failure that is its own."""
+        """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""
         if self._heartbeat is not None:
             reason = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
             self._heartbeat.remove_user(reason)
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, by rank: what JSON can hold, and tuples. RuntimeError naming who is
-        missing on timeout, ValueError on every rank for what cannot be said."""
+        """Return every rank's value, by rank.
+
+        Args:
+            value: value of types that JSON supports, or tuples.
+
+        Raises:
+            RuntimeError: names the missing ranks after a timeout.
+            ValueError: on every rank, if a value has another type.
+        """
         with self.collective("exchanging values"):
             return packed.gather(value, self.group)
 
     def is_same(self, numbers: Sequence[int]) -> bool:
-        """Whether every rank has these numbers (of at most 62 bits): one small collective."""
-        mine = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
-        largest = mine.clone()
+        """Whether all ranks have the same numbers of at most 62 bits, by one small collective."""
+        signed = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
+        largest = signed.clone()
         with self.collective("comparing values"):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        # Equal on every rank or on none: largest and smallest coincide, or they do not.
+        # The maximum and the negated maximum of negations (the minimum) are equal on all ranks.
         return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
-        """ValueError on every rank, naming the ranks that differ, unless all values are equal."""
+        """Require equal values on all ranks.
+
+        Args:
+            what: name of the value in the error.
+            value: value of this rank.
+            remedy: last part of the error.
+
+        Raises:
+            ValueError: on every rank, if values differ; names the ranks that differ.
+        """
         values = self.gather(value)
         if all(v == values[0] for v in values):
             return
@@ -132,7 +167,7 @@ class Control:
         )
 
     def store(self, name: str) -> Store:
-        """A part of the job's store, in which ranks leave things for each other."""
+        """Return a part of the job's store, for keys with the prefix `name`."""
         return PrefixStore(f"offbeat/{name}", distributed_c10d._get_default_store())
 
     # ---- heartbeat and failure report ---------------------------------------------------------
@@ -233,9 +268,9 @@ class Control:
 def new_group(
     backend: str, timeout_s: float, parts: Sequence[Sequence[int]] = ()
 ) -> dist.ProcessGroup:
-    """A process group over all ranks, or over this rank's part of them."""
+    """Return a new process group of all ranks, or of the part that holds this rank."""
     mine, timeout = None, timedelta(seconds=timeout_s)
-    for part in parts or [range(dist.get_world_size())]:  # every rank must make every group
+    for part in parts or [range(dist.get_world_size())]:  # every rank must create every group
         group = dist.new_group(list(part), backend=backend, timeout=timeout)
         mine = group if dist.get_rank() in part else mine
     assert isinstance(mine, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""Where compute and communication run: marks in time, and who waits for whom."""
+"""Devices of compute and communication: time marks, and order between their work."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A point in a device's work: perf_counter seconds on CPU, a CUDA event on a GPU."""
+"""A point in a device's work: perf_counter seconds on a CPU, a CUDA event on a GPU."""
 
 
 class Device(ABC):
-    """The five things that the runtime asks of a device."""
+    """Interface of the runtime to a device."""
 
     @abstractmethod
     def mark(self) -> Mark:
-        """A mark after everything that compute has been given so far."""
+        """Return a mark after all work that is enqueued for compute so far."""
 
     @abstractmethod
     def run(self, after: Mark, work: Callable[..., None], *args: Any) -> tuple[Mark, Mark]:
-        """Called on a link's thread: do `work` after `after`; marks of its start and end."""
+        """Run `work(*args)` after the mark `after`, on the calling thread of a link.
+
+        Returns:
+            Marks of start and end.
+        """
 
     @abstractmethod
     def follow(self, mark: Mark) -> None:
-        """Compute given from now on runs after `mark` (the host may go on)."""
+        """Let later compute run after `mark`. The host does not wait."""
 
     @abstractmethod
     def seconds(self, mark: Mark) -> float:
-        """When a mark was reached, perf_counter seconds; waits for the device."""
+        """Return the time of a mark in perf_counter seconds. Waits until it is reached."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Wait until the device has completed all work."""
 
 
 class CPU(Device):
-    """The host itself: work is done when the call returns."""
+    """The host, on which work is complete when a call returns."""
 
     def mark(self) -> Mark:
         return time.perf_counter()
@@ -60,9 +64,9 @@ class CPU(Device):
 
 
 class CUDA(Device):
-    """One stream per link thread; events order compute and communication.
+    """A GPU with one stream per link thread. Events order compute and communication.
 
-    Event times are mapped to the host's clock by one reference event.
+    Event times are converted to the host's clock by one reference event.
     """
 
     def __init__(self, device: torch.device):
@@ -105,7 +109,7 @@ class CUDA(Device):
 
 
 def device_of(device: torch.device) -> Device:
-    """The interface for a torch device; ValueError for one that is not supported."""
+    """Return the `Device` of a torch device. Raise ValueError unless it is CPU or CUDA."""
     if device.type == "cpu":
         return CPU()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Network interfaces: which one a link names, what this host has, whether the ranks' ones meet."""
+"""Network interfaces of links: parsing, addresses, and checks that they connect all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What a link is made of; no interface: torch's choice, no backend: the device's own."""
+    """Description of a link.
+
+    Attributes:
+        name: name of the link.
+        interface: name of its network interface; None lets torch choose.
+        backend: "gloo" or "nccl"; None selects the backend of the device.
+    """
 
     name: str
     interface: str | None = None
@@ -40,7 +46,7 @@ class LinkSpec:
 
 
 def parse_link(text: str) -> LinkSpec:
-    """A link from "interface", "backend:interface", "backend:" or "backend"."""
+    """Return the link of a text "interface", "backend:interface", "backend:" or "backend"."""
     if not text or CHANNEL in text:
         raise ValueError(
             f"link ({text!r}) must read INTERFACE or BACKEND:INTERFACE, without {CHANNEL!r}, "
@@ -53,9 +59,12 @@ def parse_link(text: str) -> LinkSpec:
 
 
 @contextmanager
-def bound_to(interface: str | None):
-    """Groups whose first message is sent inside use this network interface: gloo reads it when a
-    group is made, NCCL with the first message of the whole process."""
+def bind_interface(interface: str | None):
+    """Use a network interface for process groups that send their first message in the block.
+
+    gloo reads the environment variable when a group is created, NCCL with the first message of the
+    process.
+    """
     if interface is None:
         yield
         return
@@ -73,8 +82,10 @@ def bound_to(interface: str | None):
 
 
 def ipv4_of(interface: str) -> ipaddress.IPv4Interface | None:
-    """An interface's first IPv4 address with its network; None if it has none or on another
-    system than Linux."""
+    """Return an interface's first IPv4 address and network.
+
+    Return None if there is none, or if the system is not Linux.
+    """
     if sys.platform != "linux":
         return None
     import fcntl
@@ -94,7 +105,7 @@ def ipv4_of(interface: str) -> ipaddress.IPv4Interface | None:
 
 @dataclass(frozen=True)
 class _Host:
-    """One rank's links and where they lie, for the others to compare."""
+    """Links of one rank, their networks, and all interfaces of its host."""
 
     links: tuple[LinkSpec, ...]
     networks: tuple[str | None, ...]
@@ -102,10 +113,11 @@ class _Host:
 
 
 def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpec, ...]:
-    """The links under rank 0's names, after making sure that they are the same ones everywhere.
+    """Return the links with the names of rank 0, after checks that all ranks have the same links.
 
-    ValueError on every rank if an interface does not exist somewhere, if hosts list their links in
-    another order, or if ranks cannot reach each other.
+    Raises:
+        ValueError: on every rank, if an interface does not exist on a host, if hosts list links in
+            different orders, or if ranks cannot reach each other.
     """
     kinds = [spec.backend for spec in specs]
     control.agree("the backends of the links", kinds, "give every rank the same links")
@@ -117,34 +129,34 @@ def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpe
         _Host(tuple(LinkSpec(*spec) for spec in links), *rest)
         for links, *rest in control.gather(own)
     ]
-    problem = _missing(hosts, control) or _disorder(hosts, control)
+    problem = _missing_interface(hosts, control) or _order_mismatch(hosts, control)
     if problem:
         raise ValueError(problem)
     agreed = tuple(
-        replace(mine, name=theirs.name) for mine, theirs in zip(specs, hosts[0].links, strict=True)
+        replace(spec, name=first.name) for spec, first in zip(specs, hosts[0].links, strict=True)
     )
     for spec, address in zip(agreed, addresses, strict=True):
         _require_reach(spec, str(address.ip) if address else None, control)
     return agreed
 
 
-def _where(rank: int, control: Control) -> str:
+def _rank_at(rank: int, control: Control) -> str:
     return f"rank {rank} (host {control.hosts[rank]})"
 
 
-def _missing(hosts: Sequence[_Host], control: Control) -> str | None:
+def _missing_interface(hosts: Sequence[_Host], control: Control) -> str | None:
     for rank, host in enumerate(hosts):
         for spec in host.links:
             if spec.interface is not None and spec.interface not in host.interfaces:
                 return (
                     f"link {spec.name!r}: interface {spec.interface!r} must exist on every host; "
-                    f"{_where(rank, control)} has {', '.join(host.interfaces)}"
+                    f"{_rank_at(rank, control)} has {', '.join(host.interfaces)}"
                 )
     return None
 
 
-def _disorder(hosts: Sequence[_Host], control: Control) -> str | None:
-    """Words on the first rank whose link i is what rank 0 calls another one."""
+def _order_mismatch(hosts: Sequence[_Host], control: Control) -> str | None:
+    """Return a description of the first rank with another order of links than rank 0, or None."""
     first = hosts[0]
     for rank, host in enumerate(hosts):
         for i, (spec, network) in enumerate(zip(host.links, host.networks, strict=True)):
@@ -155,28 +167,28 @@ def _disorder(hosts: Sequence[_Host], control: Control) -> str | None:
                 continue
             return (
                 "links must be in the same order on all ranks: "
-                f"{_where(rank, control)} has {_described(host, i)} where "
-                f"{_where(0, control)} has {_described(first, i)}, but it is what rank 0 has as "
-                f"{_described(first, j)}; on rank {rank} give links={_reordered(host, first)}"
+                f"{_rank_at(rank, control)} has {_link_text(host, i)} where "
+                f"{_rank_at(0, control)} has {_link_text(first, i)}, but it is what rank 0 has as "
+                f"{_link_text(first, j)}; on rank {rank} give links={_ordered_names(host, first)}"
             )
     return None
 
 
 def _index_of(network: str | None, spec: LinkSpec, first: _Host) -> int | None:
-    """Which of rank 0's links this is: the one in its network, else of its name."""
+    """Return the index of rank 0's link in the same network, or else of the same name."""
     if network is not None and network in first.networks:
         return first.networks.index(network)
     names = [link.name for link in first.links]
     return names.index(spec.name) if spec.name in names else None
 
 
-def _described(host: _Host, i: int) -> str:
+def _link_text(host: _Host, i: int) -> str:
     network = host.networks[i]
     return f"link {i} {host.links[i].name!r}" + (f" in {network}" if network else "")
 
 
-def _reordered(host: _Host, first: _Host) -> list[str]:
-    """A host's links in rank 0's order; those that rank 0 does not know come last."""
+def _ordered_names(host: _Host, first: _Host) -> list[str]:
+    """Return a host's links in rank 0's order. Links that rank 0 does not have come last."""
 
     def place(i: int) -> int:
         known = _index_of(host.networks[i], host.links[i], first)
@@ -189,30 +201,34 @@ def _reordered(host: _Host, first: _Host) -> list[str]:
 
 
 def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
-    """ValueError on every rank, naming ranks, unless each can connect to all others over the
-    link's interface. A process group that cannot be built would say so after the whole timeout.
+    """Require that each rank can connect to all other ranks over the link's interface.
+
+    A process group that cannot be created would raise after the whole timeout only.
+
+    Raises:
+        ValueError: on every rank, if a connection fails; names the ranks.
     """
     if control.world_size == 1:
         return
-    # Half of it: a rank that has nothing to wait for waits for the others' word.
+    # Half of the timeout: a rank whose connections succeed waits in `gather` for all other ranks.
     limit_s = min(control.timeout_s / 2, CHECK_S)
     with ExitStack() as stack:
-        mine: tuple[str, int] | None = None
+        address: tuple[str, int] | None = None
         if own is not None:
             listening = socket.create_server((own, 0), backlog=control.world_size)
-            mine = (own, stack.enter_context(listening).getsockname()[1])
-        everyone: list[tuple[str, int] | None] = control.gather(mine)
+            address = (own, stack.enter_context(listening).getsockname()[1])
+        everyone: list[tuple[str, int] | None] = control.gather(address)
         others = {
             rank: address
             for rank, address in enumerate(everyone)
             if rank != control.rank and address is not None
         }
         missed = [] if own is None else unreachable(own, others, limit_s)
-        failures = control.gather(missed)  # everyone listens until all have tried
+        failures = control.gather(missed)  # every rank listens until all ranks have tried
     pairs = [(a, b) for a, missed in enumerate(failures) for b in missed]
     if pairs:
         words = "; ".join(
-            f"{_where(a, control)} cannot reach {_where(b, control)} at {everyone[b][0]}"  # type: ignore[index]
+            f"{_rank_at(a, control)} cannot reach {_rank_at(b, control)} at {everyone[b][0]}"  # type: ignore[index]
             for a, b in pairs[:SHOWN]
         )
         more = f"; and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
@@ -223,7 +239,10 @@ def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
 
 
 def unreachable(own: str, others: dict[int, tuple[str, int]], limit_s: float) -> list[int]:
-    """Ranks of those at (address, port) to which no connection from `own` comes about in time."""
+    """Return the ranks to which a connection from `own` fails within `limit_s`.
+
+    `others` is (address, port) by rank.
+    """
     end = time.monotonic() + limit_s
     missed: list[int] = []
     with ExitStack() as stack, selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""A link: one process group and one thread that issues its messages in plan order."""
+"""Link: one process group, and one thread that issues its messages in plan order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
 Coded = Callable[..., "tuple[Sequence[Tensor], Sequence[int], int]"]
-"""Encodes, sends and decodes a message: what arrives, ranks whose values were not finite, bytes."""
+"""Encodes, sends and decodes a message.
+
+Returns the received tensors, the ranks with values that were not finite, and the bytes sent.
+"""
 THREAD_PREFIX = "offbeat-link-"
 
 
 class Message:
-    """One transfer in one iteration, from its place in the link's order to its arrival.
+    """One transfer in one iteration.
 
-    `order` is its place among everything that the link ever issues, equal on all its ranks.
+    `order` is its number among all messages of the link, the same on all ranks.
     """
 
     __slots__ = (
@@ -37,29 +40,29 @@ class Message:
         self.iteration = iteration
         self.order = order
         self.tensors: Sequence[Tensor] = ()
-        self.coded: Coded | None = None  # what goes round in place of the tensors
-        self.sent_bytes = 0  # that the link's own group has sent
-        self.passed = False
+        self.coded: Coded | None = None  # sends encoded tensors in place of the collective
+        self.sent_bytes = 0  # bytes that the link's own group has sent
+        self.passed = False  # whether the message is skipped
         self.released: Mark | None = None
         self.start: Mark | None = None
         self.end: Mark | None = None
         self.error: BaseException | None = None
         self.culprits: Sequence[int] = ()  # ranks whose values were not finite
-        # A bare lock is the cheapest thing to wait on; it is held until the message has arrived.
+        # The lock is held until the message has arrived. A lock is cheaper than an event.
         self._arrived = threading.Lock()
         self._arrived.acquire()
 
     def arrive(self) -> None:
-        """Let waits return."""
+        """Let all calls of `wait` return."""
         self._arrived.release()
 
     @property
     def done(self) -> bool:
-        """Whether it has arrived."""
+        """Whether the message has arrived."""
         return not self._arrived.locked()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until arrived; False on timeout. Any number of calls."""
+        """Wait until the message has arrived. Return False on timeout. May be called repeatedly."""
         if not self._arrived.acquire(timeout=timeout_s):
             return False
         self._arrived.release()
@@ -67,22 +70,23 @@ class Message:
 
 
 class Link:
-    """Issues messages in the order of their numbers, however they are released.
+    """Issues messages in the order of their numbers, in whatever order they are released.
 
-    torch.distributed matches collectives by issue order alone, so a message released early waits
-    here until everything before it has been issued: every rank issues the same sequence. What a
-    vote passes over keeps its number, and nothing is sent.
-    `bytes_sent` counts the bytes of messages that the link's own group has sent; each half of an
-    all-reduce counts half.
+    torch.distributed matches collectives by issue order alone. So a message waits until all earlier
+    messages have been issued, and every rank issues the same sequence. A message that a vote skips
+    keeps its number, and is not sent.
+
+    `bytes_sent` counts the bytes that the link's own group has sent. Each half of an all-reduce
+    counts half.
     """
 
     def __init__(self, name: str, collectives: Collectives, device: Device):
         self.name = name
         self.bytes_sent = 0
         self.collectives = collectives
-        # Goes round a transfer's collective; returns ranks whose values were not finite.
+        # Runs the collective of a transfer; returns ranks with values that were not finite.
         self.guard: Guard | None = None
-        self.leaves_out = False  # of codes: whether ranks with values not finite count not
+        self.leaves_out = False  # whether encoded averages leave out ranks with such values
         self._device = device
         self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._next_order = 0
@@ -92,7 +96,7 @@ class Link:
         self._thread.start()
 
     def enqueue(self, transfer: Transfer, iteration: int) -> Message:
-        """The next place in the link's order; the message starts once it is released."""
+        """Return a message with the next number. It starts after `release`."""
         message = Message(transfer, iteration, self._next_order)
         self._next_order += 1
         return message
@@ -100,18 +104,18 @@ class Link:
     def release(
         self, message: Message, tensors: Sequence[Tensor], coded: Coded | None = None
     ) -> None:
-        """Let a message of these tensors start as soon as everything before it was issued."""
+        """Let a message of these tensors start when all earlier messages have been issued."""
         message.tensors, message.coded = tensors, coded
         message.released = self._device.mark()
         self._released.put(message)
 
     def pass_over(self, message: Message) -> None:
-        """Let the messages behind this one go; it is not sent."""
+        """Skip a message without sending it, so that later messages can start."""
         message.passed = True
         self._released.put(message)
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Stop the thread; False if it is stuck in a collective."""
+        """Stop the thread. Return False if it is blocked in a collective after `timeout_s`."""
         self._released.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -127,7 +131,7 @@ class Link:
                 expected += 1
 
     def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
-        """Run one message; after a failure every later one fails with the same cause."""
+        """Run one message. After a failure all later messages fail with the same error."""
         try:
             if failed is None and not message.passed:
                 message.start, message.end = self._device.run(message.released, self._send, message)

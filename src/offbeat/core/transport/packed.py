@@ -1,6 +1,6 @@
-"""Packed: what ranks tell each other beside the links, as JSON bytes in tensors.
+"""Exchange of small values between ranks as JSON bytes in tensors.
 
-Never a pickle: whoever reads one runs what its writer wants.
+Pickle is not used, because unpickling runs code that the sender chooses.
 """
 
 from __future__ import annotations
@@ -20,64 +20,72 @@ ONE_VERSION = "start all ranks with the same version of offbeat"
 
 
 def pack(value: Any) -> bytes:
-    """A value as JSON bytes; ValueError that names the place of what JSON cannot hold."""
-    return json.dumps(_tagged(value, "the value"), separators=(",", ":")).encode()
+    """Return a value as JSON bytes.
+
+    Raises:
+        ValueError: JSON cannot hold a part of the value; names its place.
+    """
+    return json.dumps(_tag_tuples(value, "the value"), separators=(",", ":")).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """Inverse of `pack`: tuples are tuples, and floats are the same bit by bit."""
-    return _untagged(json.loads(data))
+    """Return the value of JSON bytes from `pack`. Tuples and all bits of floats are restored."""
+    return _restore_tuples(json.loads(data))
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Everyone's value, by rank: sizes first, then the bytes, padded to the largest.
+    """Return every rank's value, by rank.
 
-    ValueError on every rank, naming one, if its value cannot be packed.
+    Sizes are exchanged first, then the bytes, padded to the largest size.
+
+    Raises:
+        ValueError: on every rank, if a value cannot be packed; names the rank.
     """
     try:
-        said = {"value": _tagged(value, "the value")}
-    except ValueError as error:  # the others wait in the collective, and must know as well
-        said = {"error": str(error)}
-    heard = _gather_bytes(json.dumps(said, separators=(",", ":")).encode(), group)
+        message = {"value": _tag_tuples(value, "the value")}
+    except ValueError as error:  # other ranks wait in the collective, so send them the error
+        message = {"error": str(error)}
+    received = _gather_bytes(json.dumps(message, separators=(",", ":")).encode(), group)
     values: list[Any] = []
-    for rank, data in enumerate(heard):
+    for rank, data in enumerate(received):
         try:
-            theirs = json.loads(data)
+            other = json.loads(data)
         except ValueError as error:
             raise ValueError(
                 f"rank {rank} sent what is not JSON ({error}); {ONE_VERSION}"
             ) from None
-        if "error" in theirs:
-            raise ValueError(f"rank {rank} cannot tell the others: {theirs['error']}")
-        values.append(_untagged(theirs["value"]))
+        if "error" in other:
+            raise ValueError(f"rank {rank} cannot tell the others: {other['error']}")
+        values.append(_restore_tuples(other["value"]))
     return values
 
 
 def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """One rank's tensors, numbers and containers of them on all ranks.
+    """Return the state of rank `source` on all ranks.
 
-    As `torch.save` writes them; read with `weights_only`, which builds nothing else.
+    The state consists of tensors, numbers and containers. It is written by `torch.save` and read
+    with `weights_only=True`, which creates no other objects.
     """
-    mine = dist.get_rank() == source
-    data = _saved(state) if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
+    is_source = dist.get_rank() == source
+    data = _saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     dist.broadcast(size, source, group)
-    if not mine:
+    if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(data, source, group)
-    return state if mine else torch.load(io.BytesIO(data.numpy().data), weights_only=True)
+    return state if is_source else torch.load(io.BytesIO(data.numpy().data), weights_only=True)
 
 
 def unreadable(state: Any) -> str | None:
-    """Why other ranks could not read it; None if they can."""
+    """Return why other ranks could not read a state; None if they can."""
     try:
-        torch.load(io.BytesIO(_saved(state).numpy().data), weights_only=True)
+        torch.load(io.BytesIO(_saved_bytes(state).numpy().data), weights_only=True)
     except Exception as error:
         return str(error)
     return None
 
 
-def _saved(state: Any) -> Tensor:
+def _saved_bytes(state: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -91,17 +99,17 @@ def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
     padded = torch.frombuffer(bytearray(mine.ljust(most, b" ")), dtype=torch.uint8)
     rows = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
     dist.all_gather(rows, padded, group=group)
-    return [row.numpy().tobytes() for row in rows]  # JSON does not mind spaces
+    return [row.numpy().tobytes() for row in rows]  # JSON ignores the padding with spaces
 
 
-def _tagged(value: Any, place: str) -> Any:
-    """With tuples marked as such; ValueError if anything in it is not JSON's."""
+def _tag_tuples(value: Any, place: str) -> Any:
+    """Return the value with tuples as `{TUPLE: [...]}`. Raise ValueError for types not in JSON."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return _each(value, place)
+        return _tag_items(value, place)
     if isinstance(value, tuple):
-        return {TUPLE: _each(value, place)}
+        return {TUPLE: _tag_items(value, place)}
     if not isinstance(value, dict):
         raise ValueError(
             f"{place} is a {type(value).__name__}, which JSON cannot hold; {CAN_BE_SAID}"
@@ -109,18 +117,18 @@ def _tagged(value: Any, place: str) -> Any:
     for key in value:
         if not isinstance(key, str) or key == TUPLE:
             raise ValueError(f"{place} has the key {key!r}, which JSON cannot hold; {CAN_BE_SAID}")
-    return {key: _tagged(item, f"{place}[{key!r}]") for key, item in value.items()}
+    return {key: _tag_tuples(item, f"{place}[{key!r}]") for key, item in value.items()}
 
 
-def _each(values: Sequence[Any], place: str) -> list[Any]:
-    return [_tagged(value, f"{place}[{i}]") for i, value in enumerate(values)]
+def _tag_items(values: Sequence[Any], place: str) -> list[Any]:
+    return [_tag_tuples(value, f"{place}[{i}]") for i, value in enumerate(values)]
 
 
-def _untagged(value: Any) -> Any:
+def _restore_tuples(value: Any) -> Any:
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [_restore_tuples(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {TUPLE}:
-        return tuple(_untagged(item) for item in value[TUPLE])
-    return {key: _untagged(item) for key, item in value.items()}
+        return tuple(_restore_tuples(item) for item in value[TUPLE])
+    return {key: _restore_tuples(item) for key, item in value.items()}

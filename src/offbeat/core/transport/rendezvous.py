@@ -1,10 +1,10 @@
-"""Rendezvous: a part of the store that holds no keys of other processes.
+"""Rendezvous in a part of the store that holds no keys of other processes.
 
 A rank may reach the store of other processes. torchrun's store outlives the processes that it
 restarts (torch 2.13: with `--standalone` and with one static node) and still holds their addresses.
 A job that ends may still hold the port of the next job. The number of restarts does not distinguish
-attempts, because each host's agent has its own count. So each process publishes a number that it
-has drawn, and rank 0 answers that number.
+attempts, because each host's agent has its own count. So each process publishes a random number,
+and rank 0 publishes its answer under that number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-LOOK_EVERY_S = 0.02  # at most; the first looks follow each other faster
+LOOK_EVERY_S = 0.02  # longest pause between two looks at the store; the first pauses are shorter
 
 
 def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -40,7 +40,7 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
         limit: Any = {"timeout": timedelta(seconds=left_s)}
         try:
             store, *_ = next(rendezvous("env://", rank, world_size, **limit))
-            part = fresh(store, rank, world_size, left_s)
+            part = create_prefix(store, rank, world_size, left_s)
         except dist.DistNetworkError:
             if is_host or time.monotonic() > until_s:
                 raise
@@ -50,9 +50,12 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
             return part
 
 
-def fresh(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
-    """A part of the store for these processes alone; every rank must call it. TimeoutError naming
-    the ranks that did not."""
+def create_prefix(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
+    """Return a part of the store for these processes alone. Every rank must call it.
+
+    Raises:
+        TimeoutError: names the missing ranks.
+    """
     until_s = time.monotonic() + timeout_s
     drawn = secrets.token_hex(8)
     token = drawn
