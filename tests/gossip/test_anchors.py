@@ -94,7 +94,7 @@ def test_exchanges_follow_the_equations(codec: Codec) -> None:
                 arrived.append(x[me].copy())
                 continue
             anchor = known[me, other]
-            decoded = [codec.arrives(x[me][span] - anchor[span]) for span in spans]
+            decoded = [codec.round_trip(x[me][span] - anchor[span]) for span in spans]
             arrived.append(anchor + np.concatenate(decoded))
         m = arrived[0] - arrived[1]
         x[i], x[j] = x[i] - m / 2, x[j] + m / 2

@@ -24,10 +24,10 @@ from offbeat.core.codecs.average import (
     Part,
     Settings,
     average,
-    handed_over,
+    equivalent_bytes,
     send,
 )
-from offbeat.core.codecs.cost import Encoded, coding_s, costed
+from offbeat.core.codecs.cost import Encoded, coding_s, profile_for_wire
 from offbeat.core.codecs.pieces import PIECE
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
@@ -89,7 +89,7 @@ def test_tensors_are_encoded_as_the_rule_says(name, size):
     codes = torch.empty(used.bytes_of(size, 8), dtype=torch.uint8)
     code(used).encode(lost, codes)
     code(used).add(codes, found)
-    np.testing.assert_allclose(found.numpy(), used.arrives(x.numpy()), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.numpy(), used.round_trip(x.numpy()), rtol=0, atol=1e-12)
     np.testing.assert_allclose(lost.numpy(), (x - found).numpy(), rtol=0, atol=1e-12)
 
 
@@ -135,7 +135,7 @@ def test_passes_over_several_pieces_change_no_bit(name, shape, monkeypatch):
     """A GPU takes more at once than a host does."""
     on_host = there_and_back(name, shape)
     for module in (pieces, blocks):
-        monkeypatch.setattr(module, "at_once", lambda _: pieces.ON_GPU)
+        monkeypatch.setattr(module, "elements_per_pass", lambda _: pieces.ON_GPU)
     assert all(map(torch.equal, there_and_back(name, shape), on_host))
 
 
@@ -157,8 +157,8 @@ def test_compiled_passes_change_no_bit(monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", compile_it)
     for module in (pieces, blocks):
-        monkeypatch.setattr(module, "at_once", lambda _: pieces.ON_GPU)
-    monkeypatch.setattr(fused, "worth_it", lambda _: True)
+        monkeypatch.setattr(module, "elements_per_pass", lambda _: pieces.ON_GPU)
+    monkeypatch.setattr(fused, "is_worth_compiling", lambda _: True)
     # Without vector intrinsics: torch would compile programs to find out which ones there are.
     with torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}):
         assert all(map(torch.equal, there_and_back("int4", (2 * PIECE,)), plain))
@@ -166,14 +166,14 @@ def test_compiled_passes_change_no_bit(monkeypatch):
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
-    monkeypatch.setattr(fused, "worth_it", lambda _: True)
+    monkeypatch.setattr(fused, "is_worth_compiling", lambda _: True)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     seen = []
 
     def broken(*_):
         raise RuntimeError("no compiler")
 
-    @fused.fused
+    @fused.fuse_kernels
     def work(_, x):
         seen.append(x)
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch):
 @pytest.mark.parametrize(("name", "worst"), [("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 250)])
 def test_what_is_lost_is_small(name, worst):
     x = np.random.default_rng(0).normal(size=1000)
-    assert np.abs(of(name).arrives(x) - x).max() <= worst * np.abs(x).max()
+    assert np.abs(of(name).round_trip(x) - x).max() <= worst * np.abs(x).max()
 
 
 def test_what_codes_take():
@@ -199,16 +199,16 @@ def test_what_codes_take():
 
 def test_values_that_a_format_cannot_hold_are_kept_for_later():
     x = np.array([1e6, 1.0, -1e6])
-    assert of("fp16").arrives(x).tolist() == [65504.0, 1.0, -65504.0]
+    assert of("fp16").round_trip(x).tolist() == [65504.0, 1.0, -65504.0]
     tiny = np.full(3, 1e-38)
-    assert of("int4").arrives(tiny).tolist() == [0.0] * 3
+    assert of("int4").round_trip(tiny).tolist() == [0.0] * 3
     for name, numbers in (("fp16", x), ("int4", tiny), ("int8", tiny)):
         given = torch.from_numpy(numbers).float()
         lost, found = given.clone(), torch.zeros_like(given)
         codes = torch.empty(of(name).bytes_of(3), dtype=torch.uint8)
         code(of(name)).encode(lost, codes)
         code(of(name)).add(codes, found)
-        assert found.tolist() == of(name).arrives(numbers).tolist()
+        assert found.tolist() == of(name).round_trip(numbers).tolist()
         assert lost.tolist() == (given - found).tolist()
 
 
@@ -247,7 +247,7 @@ def averaged(name, via, given, rounds=2):
                 outcome = average(part, Settings(used, via, i, keeps=True), link.collectives)
         finally:
             link.close()
-        assert outcome.bytes == handed_over(used, via, len(given[0]), 8, 24, ranks)
+        assert outcome.bytes == equivalent_bytes(used, via, len(given[0]), 8, 24, ranks)
         assert part.plain.tolist() == [(ranks - 1) / 2] * 3
         return part.mean.numpy(), part.numbers.numpy()
 
@@ -890,7 +890,7 @@ def test_planners_are_told_what_messages_take(wire, link, given):
     profile = Profile(buckets, (link,), 4, codecs=codecs)
     for run in (range(1), range(2)) if wire is not RANK2 else (range(1),):
         payload = Payload("grad", run)
-        told_s = costed(profile, wire).message_s(payload, "net")
+        told_s = profile_for_wire(profile, wire).message_s(payload, "net")
         takes_s = Encoded(profile, payload, wire, "all_reduce").seconds("net")
         assert told_s == pytest.approx(takes_s, rel=5e-3)  # blocks are filled up
 
@@ -900,7 +900,7 @@ def test_planners_are_told_what_sends_take(link):
     profile = profile_of((20_000,) * 2, 4, codecs=(CodecSpeed("int8", *SPEED),))
     profile = replace(profile, links=(link,))
     wire, payload = Wire("int8", {}), Payload("grad", range(2))
-    told_s = costed(profile, wire, sends=True).message_s(payload, "net", "send")
+    told_s = profile_for_wire(profile, wire, sends=True).message_s(payload, "net", "send")
     takes_s = Encoded(profile, payload, wire, "send").seconds("net")
     assert told_s == pytest.approx(takes_s, rel=5e-3)
 
@@ -911,7 +911,7 @@ def test_planners_are_told_what_messages_take_from_compute(wire):
     codecs = (CodecSpeed(wire.name, *SPEED),)
     profile = Profile((Bucket("b", 0.01, 0.02, 80_000),), (link,), 4, codecs=codecs)
     payload = Payload("grad", range(1))
-    told_s = costed(profile, wire).sending_s(payload, "net")
+    told_s = profile_for_wire(profile, wire).sending_s(payload, "net")
     takes_s = Encoded(profile, payload, wire, "all_reduce").sending_s("net")
     assert told_s == pytest.approx(takes_s, rel=5e-3)
 
@@ -1069,7 +1069,7 @@ def test_an_empty_part_takes_no_time():
 @pytest.mark.parametrize("sends", [False, True])
 def test_without_bytes_links_are_as_they_were(sends):
     profile = Profile((Bucket("b", 0.1, 0.1, 0),), (Link("net", 1e-3, 1e6),), 2)
-    assert costed(profile, Wire("int4"), sends=sends).links == profile.links
+    assert profile_for_wire(profile, Wire("int4"), sends=sends).links == profile.links
 
 
 def test_memory_is_used_again():

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
-from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, costed, kind_of
-from offbeat.core.codecs.powersgd import matrix
+from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, payload_of_kind, profile_for_wire
+from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
 from offbeat.core.profile import Profile
@@ -53,7 +53,7 @@ class Wired(Strategy):
 
     def costed(self, profile: Profile) -> Profile:
         wire = self._wire(profile)
-        return profile if wire is None else costed(profile, wire, sends=self.sends)
+        return profile if wire is None else profile_for_wire(profile, wire, sends=self.sends)
 
     def encoded(self, plan: Plan, profile: Profile) -> Plan:
         wire = self._wire(profile)
@@ -119,7 +119,7 @@ def _encode_transfer(
         return _encode_send(t, wire, plan, buffers, error_feedback)
     if t.verb != "all_reduce" or kind == "state":
         return t
-    encoded = fastest(kind_of(t.payload, kind), wire, profile, t.link)
+    encoded = fastest(payload_of_kind(t.payload, kind), wire, profile, t.link)
     if error_feedback:
         name = _residual_name(kind, t.link, plan)
         buffers[name] = Buffer(name, kind)
@@ -217,8 +217,8 @@ def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile
         return
     sizes = [profile.payload_bytes("grad", t.payload.buckets) // t.payload.parts for t in transfers]
     most = max(sizes, default=0) // ELEMENT_BYTES
-    if used.dense(most):
-        sides = matrix(most)
+    if used.is_dense(most):
+        sides = matrix_shape(most)
         raise ValueError(
             f"rank ({used.rank}) of wire 'powersgd' must be below {most / sum(sides):.4g}: the "
             f"largest message is a matrix of {sides[0]} x {sides[1]}, and factors of a higher "

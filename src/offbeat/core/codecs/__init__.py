@@ -1,4 +1,4 @@
-"""Codecs: what goes over a link in place of the numbers; one file each."""
+"""Codecs: encodings that replace the numbers of a message on a link, one module per codec."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offbeat.core.rules.vocabulary import SETTINGS, Setting
 WIRES: dict[str, type[Codec]] = {
     cls.name: cls for cls in (BF16, FP16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
 }
-"""By the name of a plan's wire."""
+"""Codec class by the name of a plan's wire."""
 
 SETTINGS.update(
     (
@@ -35,12 +35,12 @@ SETTINGS.update(
 
 
 def codec(name: str, args: dict[str, Any]) -> Codec:
-    """The codec of a plan's wire; which way its codes go round does not concern it."""
+    """Return the codec of a plan's wire. The setting `via` is ignored: it is not the codec's."""
     return WIRES[name](**{k: v for k, v in args.items() if k != "via"})
 
 
 def way(name: str, args: dict[str, Any]) -> str:
-    """How its codes go round: `gather`, `scatter` or `reduce`."""
+    """Return how the codes of a wire are exchanged: `gather`, `scatter` or `reduce`."""
     return args.get("via", SETTINGS[name]["via"].default)
 
 

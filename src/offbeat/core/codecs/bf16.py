@@ -1,4 +1,4 @@
-"""bf16: half of the bytes of float32, its range, three decimal digits."""
+"""Codec bf16: half the bytes of float32, the same range, about three decimal digits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from offbeat.core.codecs.codec import Array, Codec, to_bf16
 
 @dataclass(frozen=True)
 class BF16(Codec):
-    """Every number rounded to 16 bits with 8 of exponent."""
+    """Codec that rounds every number to bfloat16 (8 exponent bits)."""
 
     name: ClassVar[str] = "bf16"
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
         return 2 * size
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
         return to_bf16(x)

@@ -1,6 +1,6 @@
-"""int8, int4 and sign on tensors: blocks of 256 with one scale each.
+"""Tensor implementations of int8, int4 and sign: blocks of 256 elements with one scale each.
 
-Codes are those of all blocks, then their scales.
+Layout of the codes: the quantized numbers of all blocks, then the scales of all blocks in bf16.
 """
 
 from __future__ import annotations
@@ -13,23 +13,30 @@ from torch import Tensor
 
 from offbeat.core.codecs import int4, int8
 from offbeat.core.codecs.codec import BLOCK
-from offbeat.core.codecs.fused import fused
-from offbeat.core.codecs.pieces import PIECE, at_once, pieces
-from offbeat.core.codecs.tensor_codec import in_blocks, inverse_of, usable
+from offbeat.core.codecs.fused import fuse_kernels
+from offbeat.core.codecs.pieces import PIECE, elements_per_pass, pieces
+from offbeat.core.codecs.tensor_codec import in_blocks, inverse_of, zero_tiny
 
 HALF = BLOCK // 2
 
 
-class Blocks(ABC):
-    """Numbers of a few bits, times a scale per block. `width`: bytes of a block's numbers."""
+class BlockCode(ABC):
+    """Base of codecs with few bits per number and one scale per block.
+
+    Attributes:
+        width: bytes of one block's quantized numbers.
+    """
 
     width: int
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
-    def _room(self, like: Tensor, which: int = 0) -> Tensor:
-        """Memory of a piece's shape, the same for all pieces: new memory would cost page faults."""
+    def _buffer(self, like: Tensor, which: int = 0) -> Tensor:
+        """Return scratch memory shaped like `like`. It is reused, because new memory page-faults.
+
+        Buffers with different `which` do not overlap.
+        """
         if like.numel() > PIECE:
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         key = which, like.dtype, like.device
@@ -38,7 +45,7 @@ class Blocks(ABC):
         return self._scratch[key][: like.numel()].view(like.shape)
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        if x.dim() > 1 and not _at_once(x):
+        if x.dim() > 1 and not _fits_one_pass(x):
             for one, to in zip(x, codes, strict=True):
                 self.encode(one, to)
             return
@@ -46,22 +53,22 @@ class Blocks(ABC):
             rows = in_blocks(given)
             self._scale(rows, given.shape[-1], scales)
             self._encode(rows, numbers, _as_factors(scales, rows))
-            _give_back(rows, given)
+            _copy_back(rows, given)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
-        if out.dim() > 1 and not _at_once(out):
+        if out.dim() > 1 and not _fits_one_pass(out):
             for one, to in zip(codes, out, strict=True):
                 self.add(one, to)
             return
         for to, numbers, scales in _passes(out, *self._parts(codes)):
             rows = in_blocks(to)
             self._add(rows, numbers, _as_factors(scales, rows))
-            _give_back(rows, to)
+            _copy_back(rows, to)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
         each = out.expand(len(codes), -1)
-        if _at_once(each):
-            arrived = self._room(each, 2).zero_()
+        if _fits_one_pass(each):
+            arrived = self._buffer(each, 2).zero_()
             self.add(codes, arrived)
             for one in arrived:
                 out += one
@@ -70,39 +77,41 @@ class Blocks(ABC):
             rows = in_blocks(to)
             for one, its in zip(numbers, scales, strict=True):
                 self._add(rows, one, _as_factors(its, rows))
-            _give_back(rows, to)
+            _copy_back(rows, to)
 
     def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers by block, and scales."""
+        """Split codes into quantized numbers `[..., blocks, width]` and scales `[..., blocks]`."""
         count = codes.shape[-1] // (self.width + 2)
         edge = count * self.width
         numbers = codes[..., :edge].unflatten(-1, (count, self.width))
         return numbers, codes[..., edge:].view(torch.bfloat16)
 
-    # What may be compiled ends where scales are rounded to bf16: compilers leave out conversions
-    # there and back. Nor may two of its tensors share memory.
+    # Each compiled method ends where scales are rounded to bf16, because compilers remove a
+    # conversion to bf16 and back. Tensor arguments of a compiled method must not share memory.
 
     @abstractmethod
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
-        """Of blocks with so many elements."""
+        """Write the scales of blocks `rows`, which hold `size` elements without padding."""
 
     @abstractmethod
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        """Of blocks, by their scales; they become what is lost."""
+        """Write the quantized numbers of `rows`; replace `rows` by the quantization error."""
 
     @abstractmethod
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        """Add what is decoded, by block."""
+        """Add the decoded numbers to `rows`."""
 
 
-def _at_once(x: Tensor) -> bool:
-    """Whether one pass takes all rows of a table, filled up to whole blocks."""
-    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= at_once(x)
+def _fits_one_pass(x: Tensor) -> bool:
+    """Return whether one pass can process all rows of a table, padded to whole blocks."""
+    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= elements_per_pass(x)
 
 
 def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Elements, numbers and scales that one pass takes: a piece, or several as a table of them.
-    Codes are laid out by pieces, so they do not depend on how many a pass takes."""
+    """Yield the elements, quantized numbers and scales of each pass: one piece or a table of them.
+
+    The layout of the codes depends on pieces only, not on the number of pieces per pass.
+    """
     if x.shape[-1] <= PIECE:
         yield x, numbers, scales
         return
@@ -121,68 +130,72 @@ def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor
 
 
 def _as_factors(scales: Tensor, rows: Tensor) -> Tensor:
-    """Scales as they arrive, one for each row."""
+    """Convert scales to the dtype of `rows`, one column per block."""
     return scales.to(rows.dtype).unsqueeze(-1)
 
 
-def _give_back(rows: Tensor, given: Tensor) -> None:
-    """What became of the blocks, if these are a copy."""
+def _copy_back(rows: Tensor, given: Tensor) -> None:
+    """Copy blocks back into `given` if `in_blocks` has padded a copy."""
     if rows.data_ptr() != given.data_ptr():
         given.copy_(rows.flatten(-2)[..., : given.shape[-1]])
 
 
-class Multiples(Blocks):
-    """Whole multiples of the scale, to the nearest."""
+class MultipleCode(BlockCode):
+    """Base of codecs that round to the nearest integer multiple of the scale."""
 
     most: int
 
-    @fused
+    @fuse_kernels
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
-        # Of a row abs and amax are much faster than a norm, or than amax and amin. What rounding a
-        # scale to bf16 changes (2^-9) takes no multiple beyond the most.
-        scales.copy_(usable(torch.abs(rows, out=self._room(rows)).amax(-1) / self.most))
+        # abs and amax of a row are much faster than a norm, or than amax and amin. Rounding a
+        # scale to bf16 changes it by at most 2^-9, so no multiple exceeds `most`.
+        scales.copy_(zero_tiny(torch.abs(rows, out=self._buffer(rows)).amax(-1) / self.most))
 
-    @fused
+    @fuse_kernels
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        work = torch.mul(rows, inverse_of(factors), out=self._room(rows)).round_()
+        work = torch.mul(rows, inverse_of(factors), out=self._buffer(rows)).round_()
         rows.addcmul_(work, factors, value=-1)
         self._pack(work, numbers)
 
     @abstractmethod
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
-        """Multiples as bytes."""
+        """Write the multiples as bytes."""
 
 
-class Eight(Multiples):
-    """A byte per number."""
+class Int8Code(MultipleCode):
+    """int8: one byte per number."""
 
     width, most = BLOCK, int8.MOST
 
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         numbers.view(torch.int8).copy_(multiples)
 
-    @fused
+    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        rows.addcmul_(self._room(rows).copy_(numbers.view(torch.int8)), factors)
+        rows.addcmul_(self._buffer(rows).copy_(numbers.view(torch.int8)), factors)
 
 
-class Four(Multiples):
-    """Half a byte per number: those of a block with those of another one of the same piece, half a
-    piece further on. What is left, one block at most, has number i with number i + 128."""
+class Int4Code(MultipleCode):
+    """int4: half a byte per number.
+
+    A block shares its bytes with the block that lies half a piece further on in the same piece. If
+    the number of blocks is odd, the elements i and i + 128 of the last block share a byte.
+    """
 
     width, most = HALF, int4.MOST
 
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         for low, high, codes, _ in self._pairs(multiples, numbers):
-            # a + 16 b, from -119 to 119. Sums of small whole numbers are exact, floats are faster
-            # than shifts of bytes, and signed bytes are made of them faster than unsigned ones.
+            # The byte is a + 16 b, from -119 to 119. Float sums of small integers are exact.
+            # Float arithmetic is faster than byte shifts, and conversion to signed bytes is faster
+            # than to unsigned bytes.
             codes.copy_(low.add_(high, alpha=16))
 
-    @fused
+    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         for low, high, codes, (a, b) in self._pairs(rows, numbers, factors):
-            both = self._room(low).copy_(codes)
-            sixteenths = torch.mul(both, 1 / 16, out=self._room(low, 1)).round_()
+            both = self._buffer(low).copy_(codes)
+            sixteenths = torch.mul(both, 1 / 16, out=self._buffer(low, 1)).round_()
             high.addcmul_(sixteenths, b)
             low.addcmul_(both.sub_(sixteenths, alpha=16), a)
 
@@ -190,7 +203,7 @@ class Four(Multiples):
     def _pairs(
         rows: Tensor, numbers: Tensor, scales: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]]:
-        """Numbers that share bytes, these as signed ones, and their scales."""
+        """Yield the two halves that share bytes, the signed bytes, and the scales of each half."""
         count, bytes_ = rows.shape[-2], numbers.view(torch.int8)
         half, whole = count // 2, count // 2 * 2
         scales = rows if scales is None else scales
@@ -203,31 +216,34 @@ class Four(Multiples):
             yield rest[..., :HALF], rest[..., HALF:], codes, (scales[..., whole:, :],) * 2
 
 
-class One(Blocks):
-    """A bit per number, set for those that are not negative; number i of a block with i + 32."""
+class SignCode(BlockCode):
+    """sign: one bit per number, set if the number is not negative.
+
+    Bit k of byte i of a block belongs to element i + 32 k.
+    """
 
     width = BLOCK // 8
 
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
-        means = torch.abs(rows, out=self._room(rows)).sum(-1) / BLOCK
+        means = torch.abs(rows, out=self._buffer(rows)).sum(-1) / BLOCK
         if rest := size % BLOCK:
             means[..., -1] *= BLOCK / rest
         scales.copy_(means)
 
-    @fused
+    @fuse_kernels
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
         bits = (rows >= 0).view(torch.uint8)
-        work = self._room(rows)
+        work = self._buffer(rows)
         numbers.copy_(bits[..., : self.width])
         for k in range(1, 8):
             numbers.bitwise_or_(bits[..., k * self.width : (k + 1) * self.width] << k)
         rows.addcmul_(work.copy_(bits), 2 * factors, value=-1).add_(factors)
 
-    @fused
+    @fuse_kernels
     def _add(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        # Plus or minus one times a scale, added in one operation: two would be rounded twice, and
-        # differently where arrived codes are decoded before they are added up.
+        # Add sign times scale in one operation. Two operations would round twice, and the result
+        # would differ from codes that are decoded before they are added.
         places = torch.arange(8, dtype=torch.int8, device=numbers.device).unsqueeze(-1)
         bits = (numbers.view(torch.int8).unsqueeze(-2) >> places).bitwise_and_(1)
-        signs = self._room(rows).copy_(bits.mul_(2).sub_(1).view(rows.shape))
+        signs = self._buffer(rows).copy_(bits.mul_(2).sub_(1).view(rows.shape))
         rows.addcmul_(signs, factors)

@@ -1,7 +1,8 @@
-"""What a codec is: numbers in, fewer bytes on the link, about the same numbers out.
+"""Base class of codecs, and their reference implementation in NumPy.
 
-Here is the meaning, in NumPy, slow and readable; `transport/codes` does the same on tensors. A
-codec is a frozen dataclass of its settings.
+A codec encodes numbers as fewer bytes and decodes them with an error. The reference favours clarity
+over speed; `tensor_codecs.code` returns the implementation on tensors. A codec is a frozen
+dataclass of its settings.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from offbeat.core.rules.vocabulary import Setting
 
 Array = NDArray[np.float64]
 Memory = MutableMapping[str, Any]
-"""What a rank keeps from one message of a transfer to the next."""
+"""State that a rank keeps between the messages of one transfer."""
 
 BLOCK = 256  # elements that share a scale
-LEAST_SCALE = 1e-30  # smaller ones have no inverse in float32; such a block is sent as zeros
+LEAST_SCALE = 1e-30  # a smaller scale has no inverse in float32: its block is sent as zeros
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """One codec with its settings.
+    """Base class of codecs.
 
-    `grain`: shards of a message are multiples of so many elements. A `linear` one averages its
-    codes as they are, in an all-reduce, instead of decoding those of all ranks. `rounds`: messages
-    that follow each other in one average.
+    Attributes:
+        name: name of the codec in the wires of a plan.
+        settings: settings of the codec by name.
+        grain: number of elements of which every shard of a message is a multiple.
+        linear: whether the mean of the codes is the code of the mean. If true, codes are averaged
+            by an all-reduce; if false, every rank's codes are decoded.
+        rounds: number of successive messages in one average.
     """
 
     name: ClassVar[str]
@@ -41,11 +46,11 @@ class Codec(ABC):
 
     @abstractmethod
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        """Bytes of the codes of so many elements."""
+        """Return the bytes of the codes of `size` elements with `itemsize` bytes each."""
 
     @abstractmethod
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
-        """What is decoded of the codes of a flat array; a new array."""
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
+        """Encode a flat array, decode the codes, and return the result as a new array."""
 
     def average(
         self,
@@ -54,18 +59,23 @@ class Codec(ABC):
         iteration: int = 0,
         memories: Sequence[Memory] | None = None,
     ) -> tuple[Array, list[Array]]:
-        """The mean that arrives on every rank, and what each rank's codes have lost.
+        """Return the mean that every rank receives and the encoding error of each rank.
 
-        `gather`: all ranks get all codes. `scatter`: rank k gets the codes of shard k, averages
-        them, and sends that in codes again; what those lose is added to its next mean.
+        Args:
+            given: flat array of each rank, all of one length.
+            via: `gather` sends all codes to all ranks. `scatter` sends the codes of shard k to
+                rank k, which averages them and sends the mean encoded again.
+            iteration: planned iteration; it seeds `RandomK`.
+            memories: state of each rank. With `scatter`, rank k keeps the error of its second
+                encoding there and adds it to its next mean.
         """
         if via == "scatter":
-            return self._scattered(given, iteration, memories)
-        arrived = [self.arrives(x, iteration) for x in given]
+            return self._average_by_scatter(given, iteration, memories)
+        arrived = [self.round_trip(x, iteration) for x in given]
         lost = [x - y for x, y in zip(given, arrived, strict=True)]
         return np.sum(arrived, axis=0) / len(given), lost
 
-    def _scattered(
+    def _average_by_scatter(
         self, given: Sequence[Array], iteration: int, memories: Sequence[Memory] | None
     ) -> tuple[Array, list[Array]]:
         mean, lost = np.empty_like(given[0]), [x.copy() for x in given]
@@ -75,7 +85,7 @@ class Codec(ABC):
                 all_lost[shard] = error
             if memories is not None:
                 part = part + memories[k].get("mean", 0.0)
-            mean[shard] = self.arrives(part, iteration)
+            mean[shard] = self.round_trip(part, iteration)
             if memories is not None:
                 memories[k]["mean"] = part - mean[shard]
         return mean, lost
@@ -83,49 +93,49 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Exact(Codec):
-    """Everything arrives as it is: what `check` takes for every codec."""
+    """Codec without error, which `check` uses in place of every codec."""
 
     name: ClassVar[str] = "exact"
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
         return size * itemsize
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
         return x.copy()
 
 
 def shards(size: int, count: int, grain: int) -> list[slice]:
-    """So many shards, each of as many whole grains; the last ones shorter or empty."""
+    """Cut `size` elements into `count` shards of equally many grains; the last may be shorter."""
     each = -(-size // (grain * count)) * grain
     return [slice(min(size, k * each), min(size, (k + 1) * each)) for k in range(count)]
 
 
-def blocks(size: int) -> int:
-    """Blocks of so many elements, the last one filled up."""
+def block_count(size: int) -> int:
+    """Return the number of blocks of `size` elements, the last one padded."""
     return -(-size // BLOCK)
 
 
 def scales_of(x: Array, peak: float) -> Array:
-    """Per block of 256 the largest magnitude over `peak`, rounded to bf16."""
+    """Return for each block of 256 the largest magnitude divided by `peak`, rounded to bf16."""
     starts = range(0, len(x), BLOCK)
     largest = [float(np.abs(x[a : a + BLOCK]).max()) for a in starts]
-    return usable(to_bf16(np.array(largest) / peak))
+    return zero_tiny(to_bf16(np.array(largest) / peak))
 
 
-def usable(scales: Array) -> Array:
-    """Zero in place of those that are too small to divide by."""
+def zero_tiny(scales: Array) -> Array:
+    """Replace scales below `LEAST_SCALE` by 0."""
     return np.where(scales < LEAST_SCALE, 0.0, scales)
 
 
-def rounded(x: Array, most: int) -> Array:
-    """Blocks in whole multiples of their scales, from -most to most, to the nearest."""
+def round_to_scale(x: Array, most: int) -> Array:
+    """Round to the nearest multiple of the block's scale, from -most to most times the scale."""
     scales = np.repeat(scales_of(x, most), BLOCK)[: len(x)]
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     return np.clip(np.rint(x * inverse), -most, most) * scales
 
 
 def to_bf16(x: Array) -> Array:
-    """The nearest numbers of 16 bits with the exponents of float32, ties to even."""
+    """Round to the nearest bfloat16, ties to even."""
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     kept = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
     return kept.astype(np.uint32).view(np.float32).astype(np.float64)

@@ -1,7 +1,7 @@
-"""Wires in time: what a message takes whose codes travel in place of its numbers.
+"""Predicted time of encoded messages.
 
-The link's thread encodes and decodes, so both are part of the message. Where messages take
-processor time from compute, so do they.
+The link's thread encodes and decodes, so a message's time includes both. On links whose messages
+take processor time from compute, encoding and decoding do so too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from offbeat.core.codecs import Codec, codec, way
 from offbeat.core.plan import Kind, Payload, Verb, Wire
 from offbeat.core.profile import Link, Profile
 
-ELEMENT_BYTES = 4  # of what is encoded; a profile does not know dtypes
+ELEMENT_BYTES = 4  # bytes of an encoded element; a profile holds no dtypes
 
 
 class Encoded:
-    """One payload of a profile over a wire."""
+    """Sizes and times of one encoded message: a payload of a profile over a wire."""
 
     def __init__(self, profile: Profile, payload: Payload, wire: Wire, verb: Verb) -> None:
         self._profile, self._payload = profile, payload
@@ -34,7 +34,7 @@ class Encoded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the all-reduce that puts as many on the link."""
+        """Return the size of the all-reduce that puts as many bytes on the link."""
         whole = sum(self._rounds)
         return whole // 2 if self._gathers else whole
 
@@ -44,8 +44,12 @@ class Encoded:
 
     @property
     def _rounds(self) -> list[int]:
-        """Bytes of the messages that it goes round in: of all-gathers, where an exchange is as good
-        as one, and what is not encoded goes with the last, whole from each rank; else as it is."""
+        """Return the bytes of the message's successive collectives.
+
+        `gather` and `scatter` use all-gathers; the exchange of `scatter` costs as much as one. Each
+        rank sends all its unencoded bytes with the last all-gather. Any other message sends them
+        with its first collective.
+        """
         ranks, plain = self._profile.world_size, self._plain
         codes = self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
         if not self._gathers:
@@ -56,44 +60,50 @@ class Encoded:
         )
 
     def seconds(self, link: str) -> float:
-        """Of the message alone on its link."""
+        """Return the seconds of the message on an idle link, with encoding and decoding."""
         if not self._numbers + self._plain:
             return 0.0
         verb: Verb = "all_gather" if self._gathers else self._verb
         sent_s = sum(
-            self._profile.message_s(self._holding(size), link, verb) for size in self._rounds
+            self._profile.message_s(self._resize(size), link, verb) for size in self._rounds
         )
         return sent_s + self._coding_s("send" if self._verb == "send" else self._way)
 
     def sending_s(self, link: str) -> float:
-        """Processor time that compute lacks."""
+        """Return the processor seconds that the message takes from compute."""
         facts = self._profile.link(link)
         if not (facts.cpu_s_per_message or facts.cpu_s_per_byte):
             return 0.0
         verb: Verb = "send" if self._verb == "send" else "all_reduce"
         sizes = [self.bytes] if self._gathers else self._rounds
         sent_s = sum(
-            self._profile.sending_s(self._holding(size), link, verb) for size in sizes if size
+            self._profile.sending_s(self._resize(size), link, verb) for size in sizes if size
         )
-        # The sender of a send encodes, and who receives it decodes.
+        # The sender of a send encodes; the receiver decodes.
         return sent_s + self._coding_s("encode" if verb == "send" else self._way)
 
     def _coding_s(self, via: str) -> float:
         per_message_s, per_byte_s = coding_s(self._profile, self._codec, via)
         return per_message_s * bool(self._numbers) + per_byte_s * self._numbers
 
-    def _holding(self, size: int) -> Payload:
-        """The payload, as large as so many bytes."""
+    def _resize(self, size: int) -> Payload:
+        """Return the payload with its size set to `size` bytes."""
         return replace(self._payload, part=0, parts=self._whole, width=size)
 
 
 def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
-    """Seconds of encoding and decoding per message, and per byte of the numbers, on every rank: of
-    an average by `way`, of a "send" on its two ranks together, or of an "encode" alone."""
+    """Return the coding seconds per message and per byte of the numbers.
+
+    Args:
+        profile: profile with the codec's measured speed.
+        used: codec.
+        via: "gather", "scatter" or "reduce": encoding and decoding of an average, on each rank.
+            "send": encoding plus decoding of a send, on its two ranks together. "encode": encoding.
+    """
     speed, ranks = profile.codec_speed(used.name), profile.world_size
     rounds = 2 if via == "scatter" else 1
-    # How often all numbers are encoded and decoded. A pass takes the codes of all ranks, or the
-    # shards for them, at once.
+    # Number of times that all numbers are encoded and decoded. One pass processes the codes of all
+    # ranks, or the shards for all ranks.
     encoded = 1 + 1 / ranks if via == "scatter" else 1
     decoded = {"encode": 0, "gather": ranks, "scatter": 2}.get(via, 1)
     decodes_s = speed.decode_s_per_pass if decoded else 0.0
@@ -102,19 +112,29 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
     return rounds * per_round_s, per_byte_s
 
 
-def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
-    """The profile of links over which messages take as long as they do over a wire: what planners
-    that know nothing of wires plan with. Of codecs whose bytes are not in proportion to the
-    numbers, those of the buckets count. Either averages are right, or what is sent from rank to
-    rank."""
+def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
+    """Return a profile whose plain messages take as long as encoded messages of `profile` do.
+
+    Planners without support for wires plan with this profile. If a codec's bytes are not
+    proportional to the number of elements, the ratio for the profile's buckets is used.
+
+    Args:
+        profile: measured profile.
+        wire: codec and its settings.
+        sends: whether the times of sends are exact instead of the times of averages.
+    """
     used = codec(wire.name, dict(wire.args))
     via = "send" if sends else way(wire.name, dict(wire.args))
-    links = [_costed(profile, link, used, via) for link in profile.links]
+    links = [_link_for_wire(profile, link, used, via) for link in profile.links]
     both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
     _, per_byte_s = coding_s(profile, used, via)
 
-    def given_s(name: str, seconds: float, size_bytes: int) -> float:
-        """Of a measured bucket: what it takes beyond its latency shrinks as its bytes do."""
+    def bucket_s(name: str, seconds: float, size_bytes: int) -> float:
+        """Return the seconds of a measured bucket over the wire.
+
+        They are the latency over the wire, the time beyond the latency scaled by the ratio of the
+        bytes, and the coding time.
+        """
         old, new = both[name]
         least_s = min(old.latency_s, seconds)
         first_s = max(least_s + new.latency_s - old.latency_s, 0.0)
@@ -124,14 +144,14 @@ def costed(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
     buckets = tuple(
         replace(
             b,
-            communication_s={n: given_s(n, s, b.size_bytes) for n, s in b.communication_s.items()},
+            communication_s={n: bucket_s(n, s, b.size_bytes) for n, s in b.communication_s.items()},
         )
         for b in profile.buckets
     )
     return replace(profile, links=tuple(links), buckets=buckets)
 
 
-def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
+def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
     if not sizes:  # nothing is sent, so nothing is encoded
         return link
@@ -139,7 +159,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     share = codes / sum(sizes)
     first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
     least_per_byte_s = per_byte_s
-    if via == "send":  # a send takes a share of what an all-reduce would
+    if via == "send":  # the link model derives a send's time as a share of an all-reduce's time
         steps = 2 * max(profile.world_size - 1, 1)
         first_s, least_per_byte_s = steps * first_s, steps * per_byte_s
         per_byte_s *= profile.send_bytes_per_s(link.name) / link.bytes_per_s
@@ -150,7 +170,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
         small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
     rounds = {"scatter": 2, "reduce": used.rounds}.get(via, 1)
-    # The bytes of one round over those of the numbers, and of the all-reduce that is as good.
+    # Bytes of one round, and bytes of the equivalent all-reduce, both per byte of the numbers.
     each = {"gather": share * profile.world_size, "scatter": share}.get(via, share / rounds)
     alike = rounds * each / (2 if via in ("gather", "scatter") else 1)
     messages = 1 if via == "scatter" else rounds
@@ -158,7 +178,7 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     floor: dict[int, float] = {}
     least = [(round(size / each) if each else size, seconds) for size, seconds in small]
     if least and sum(sizes) > least[-1][0]:
-        least.append((sum(sizes), least[-1][1]))  # more is encoded of what is larger
+        least.append((sum(sizes), least[-1][1]))  # coding time still grows with the size
     for size, seconds in least:
         least_s = rounds * seconds + first_s + least_per_byte_s * size
         floor[size] = max(floor.get(size, 0.0), least_s)
@@ -174,6 +194,6 @@ def _costed(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     )
 
 
-def kind_of(payload: Payload, kind: Kind) -> Payload:
-    """A payload of some buffer as one of the kinds that a profile knows."""
+def payload_of_kind(payload: Payload, kind: Kind) -> Payload:
+    """Return the payload with its buffer replaced by a kind for which a profile holds sizes."""
     return payload if payload.buffer == kind else replace(payload, buffer=kind)

@@ -1,4 +1,4 @@
-"""fp16: half of the bytes of float32, four decimal digits, numbers up to 65,504."""
+"""Codec fp16: half the bytes of float32, about four decimal digits, magnitudes up to 65,504."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from offbeat.core.codecs.codec import Array, Codec
 
-LARGEST = 65504.0  # beyond it is infinity; what is cut off goes with the next message
+LARGEST = 65504.0  # larger numbers are clamped; the next message carries the difference
 
 
 @dataclass(frozen=True)
 class FP16(Codec):
-    """Every number rounded to 16 bits with 5 of exponent; larger ones become the largest."""
+    """Codec that clamps every number to `LARGEST` and rounds it to float16 (5 exponent bits)."""
 
     name: ClassVar[str] = "fp16"
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
         return 2 * size
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
-        single = np.clip(x, -LARGEST, LARGEST).astype(np.float32)  # as tensors are converted
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
+        single = np.clip(x, -LARGEST, LARGEST).astype(np.float32)  # same conversion as on tensors
         return single.astype(np.float16).astype(np.float64)

@@ -1,4 +1,7 @@
-"""Passes over memory in one kernel: large tensors on a GPU, by `torch.compile`, where Triton is."""
+"""Fusion of elementwise operations into one kernel by `torch.compile`, for large GPU tensors.
+
+Requires Triton.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 1 << 20  # elements; fewer take less time than it takes to launch kernels
+LEAST = 1 << 20  # elements; with fewer, kernel launches take more time than memory accesses
 HAS_TRITON = find_spec("triton") is not None
 
 
-def fused(work: Callable[..., None]) -> Callable[..., None]:
-    """A method that changes tensors in place, as it is or compiled. The first large tensor waits
-    until it is compiled, seconds. If that fails, all go on as they are, with a warning."""
+def fuse_kernels(work: Callable[..., None]) -> Callable[..., None]:
+    """Compile a method that changes tensors in place, and use it for large GPU tensors.
+
+    The first call with a large tensor compiles, which takes seconds. If compilation fails, warn and
+    use the uncompiled method.
+    """
     compiled: Callable[..., None] | None = None
 
     @wraps(work)
-    def either(self: Any, x: Tensor, *others: Any) -> None:
+    def run_work(self: Any, x: Tensor, *others: Any) -> None:
         nonlocal compiled
-        if not worth_it(x) or compiled is work:
+        if not is_worth_compiling(x) or compiled is work:
             work(self, x, *others)
             return
         try:
             compiled = compiled or torch.compile(work, dynamic=True)
             compiled(self, x, *others)
         except torch.OutOfMemoryError:
-            raise  # while it ran, so x may have changed
-        except RuntimeError as error:  # before anything ran
+            raise  # the kernel has started, so x may have changed
+        except RuntimeError as error:  # compilation failed, so x is unchanged
             compiled = work
             warnings.warn(f"{work.__qualname__} could not be compiled: {error}", stacklevel=2)
             work(self, x, *others)
 
-    return either
+    return run_work
 
 
-def worth_it(x: Tensor) -> bool:
-    """Whether compiled kernels save time."""
+def is_worth_compiling(x: Tensor) -> bool:
+    """Return whether compiled kernels save time on this tensor."""
     return HAS_TRITON and x.is_cuda and x.numel() >= LEAST

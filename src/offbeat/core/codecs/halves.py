@@ -1,4 +1,4 @@
-"""bf16 and fp16 on tensors: conversions."""
+"""Tensor implementation of bf16 and fp16 by dtype conversion."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from offbeat.core.codecs.fp16 import LARGEST
 from offbeat.core.codecs.pieces import pieces
 
 
-class Halves:
-    """16 bits per number."""
+class HalfCode:
+    """Code with one bfloat16 or float16 per number."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

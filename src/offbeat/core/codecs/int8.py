@@ -1,24 +1,27 @@
-"""int8: blocks of 256 numbers in 8 bits each, with one scale."""
+"""Codec int8: 8 bits per number and one scale per block of 256."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.core.codecs.codec import BLOCK, Array, Codec, blocks, rounded
+from offbeat.core.codecs.codec import BLOCK, Array, Codec, block_count, round_to_scale
 
 MOST = 127
 
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """Multiples from -127 to 127 of a block's largest magnitude over 127, which travels as bf16."""
+    """Codec that sends multiples from -127 to 127 of a scale per block.
+
+    The scale is the block's largest magnitude divided by 127, sent as bf16.
+    """
 
     name: ClassVar[str] = "int8"
     grain: ClassVar[int] = BLOCK
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        return blocks(size) * (BLOCK + 2)
+        return block_count(size) * (BLOCK + 2)
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
-        return rounded(x, MOST)
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
+        return round_to_scale(x, MOST)

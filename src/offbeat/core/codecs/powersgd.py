@@ -1,4 +1,4 @@
-"""PowerSGD: a message as a matrix, and of it the part within a few common directions."""
+"""Codec PowerSGD: low-rank approximation of a message, reshaped to a matrix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from offbeat.core.rules.vocabulary import Setting
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """`P = mean(M Q)`, orthogonalized; `Q = mean(M' P)`; `P Q'` arrives; the next begins with Q.
+    """Codec that sends two factors of rank `rank` of the message.
 
-    The elements of a message, row by row, are a matrix M that is as square as can be, filled up
-    with zeros. Rank r loses `M_r - P P' M_r`; the mean over ranks of what is left is `P Q'`. Both
-    averages are of factors, not of codes, so they are all-reduces. A message that would not
-    be smaller than its factors travels as it is.
+    The elements of a message fill a matrix M row by row. M is as square as possible and padded with
+    zeros. Each average computes `P = mean(M Q)`, orthogonalizes P, and computes `Q = mean(M' P)`.
+    The ranks receive `P Q'`. The next average starts with this Q. The error of rank r is
+    `M_r - P P' M_r`; the mean over ranks of `P P' M_r` is `P Q'`. Both means are all-reduces. If
+    the factors are not smaller than the message, the message is sent without encoding.
+
     Source: Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2.
     """
 
@@ -32,18 +34,21 @@ class PowerSGD(Codec):
     rounds: ClassVar[int] = 2
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        rows, columns = matrix(size)
-        return itemsize * (size if self.dense(size) else (rows + columns) * self.rank)
+        rows, columns = matrix_shape(size)
+        return itemsize * (size if self.is_dense(size) else (rows + columns) * self.rank)
 
-    def dense(self, size: int) -> bool:
-        """Whether factors would be no smaller."""
-        return sum(matrix(size)) * self.rank >= size
+    def is_dense(self, size: int) -> bool:
+        """Return whether a message of `size` elements is sent without encoding.
 
-    def start(self, size: int) -> Array:
-        """Q at first, the same on all ranks."""
-        return np.random.default_rng(size).standard_normal((matrix(size)[1], self.rank))
+        This is so if its factors are not smaller than the message.
+        """
+        return sum(matrix_shape(size)) * self.rank >= size
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
+    def initial_q(self, size: int) -> Array:
+        """Return Q for the first message; equal on all ranks."""
+        return np.random.default_rng(size).standard_normal((matrix_shape(size)[1], self.rank))
+
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
         return self.average([x], iteration=iteration)[0]
 
     def average(
@@ -54,11 +59,11 @@ class PowerSGD(Codec):
         memories: Sequence[Memory] | None = None,
     ) -> tuple[Array, list[Array]]:
         size, count = len(given[0]), len(given)
-        if self.dense(size):
+        if self.is_dense(size):
             return np.sum(given, axis=0) / count, [np.zeros_like(x) for x in given]
-        shape = matrix(size)
+        shape = matrix_shape(size)
         m = [np.append(x, np.zeros(math.prod(shape) - size)).reshape(shape) for x in given]
-        q = self.start(size)
+        q = self.initial_q(size)
         if memories is not None:
             q = memories[0].get("q", q)
         p, _ = np.linalg.qr(np.sum([one @ q for one in m], axis=0) / count)
@@ -70,7 +75,7 @@ class PowerSGD(Codec):
         return (p @ q.T).reshape(-1)[:size], lost
 
 
-def matrix(size: int) -> tuple[int, int]:
-    """Rows and columns of the matrix that a message of so many elements is."""
+def matrix_shape(size: int) -> tuple[int, int]:
+    """Return the rows and columns of the matrix of a message with `size` elements."""
     columns = math.isqrt(max(size - 1, 0)) + 1
     return -(-size // columns), columns

@@ -1,4 +1,4 @@
-"""Random-k sparsification: entries at places that all ranks draw alike, so only values travel."""
+"""Codec random-k: values at random indices that are equal on all ranks, so no indices are sent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.codecs.codec import Array, Codec
-from offbeat.core.codecs.topk import kept
+from offbeat.core.codecs.topk import kept_count
 from offbeat.core.rules.vocabulary import Setting
 
 
 @dataclass(frozen=True)
 class RandomK(Codec):
-    """One entry of each of `fraction n` runs that are equally long, drawn anew in every iteration.
+    """Codec that sends one random element of each of `fraction * n` equally long runs.
 
-    As all ranks send the same places, their values are averaged as they are.
+    The indices are drawn anew in each iteration. All ranks draw the same indices, so their values
+    are averaged by an all-reduce.
+
     Source: Stich et al., Sparsified SGD with Memory, 2018; runs: ours.
     """
 
@@ -30,15 +32,15 @@ class RandomK(Codec):
     linear: ClassVar[bool] = True
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        return kept(size, self.fraction) * itemsize
+        return kept_count(size, self.fraction) * itemsize
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
         found, places = np.zeros_like(x), self.places(len(x), iteration)
         found[places] = x[places]
         return found
 
     def places(self, size: int, iteration: int) -> NDArray[np.int64]:
-        """Where the entries are that travel in an iteration."""
-        count = kept(size, self.fraction)
+        """Return the indices of the elements that are sent in an iteration."""
+        count = kept_count(size, self.fraction)
         edges = np.arange(count + 1) * size // max(count, 1)
         return np.random.default_rng((size, iteration)).integers(edges[:-1], edges[1:])

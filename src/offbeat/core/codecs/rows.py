@@ -1,4 +1,4 @@
-"""Rows: what one rank says in one message, as bytes: a head, codes, and what is not encoded."""
+"""Byte layout of one rank's message: a head, codes, and unencoded elements."""
 
 from __future__ import annotations
 
@@ -10,34 +10,41 @@ from torch import Tensor
 
 from offbeat.core.transport.collectives import Scratch
 
-ALIGNED = 16  # bytes: every part of a row may be viewed as numbers
+ALIGNED = 16  # bytes; alignment of each part of a row, so that it can be viewed as any dtype
 HEAD_BYTES = ALIGNED
-BAD, ORIGIN = 0, 1  # of the head's two integers: were values not finite; what anchors began as
+# Indices in the head's two integers. BAD: 1 if the rank's values are not finite, else 0. ORIGIN:
+# fingerprint of the parameters that changes are counted from.
+BAD, ORIGIN = 0, 1
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of equal length: so many bytes of codes, then so many as they are."""
+    """Layout of equally long rows.
+
+    Attributes:
+        code_bytes: bytes of the codes in a row.
+        plain_bytes: bytes of the unencoded elements in a row.
+    """
 
     code_bytes: int
     plain_bytes: int = 0
 
     @property
     def bytes(self) -> int:
-        return HEAD_BYTES + aligned(self.code_bytes) + aligned(self.plain_bytes)
+        return HEAD_BYTES + align_size(self.code_bytes) + align_size(self.plain_bytes)
 
     def make(self, count: int, where: torch.device) -> Tensor:
-        """So many empty rows, in memory of this thread that the next ones will have."""
+        """Return `count` uninitialized rows. The next call in this thread reuses their memory."""
         like = torch.empty(0, dtype=torch.uint8, device=where)
         return _scratch().reserve(like, count * self.bytes).view(count, self.bytes)
 
     def codes(self, rows: Tensor, size: int | None = None) -> Tensor:
-        """The codes of one row or of several: of so many bytes, if they are fewer."""
+        """Return the codes of one row or of several rows, or their first `size` bytes."""
         return rows[..., HEAD_BYTES : HEAD_BYTES + (self.code_bytes if size is None else size)]
 
-    def plain(self, row: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is not encoded of one row."""
-        start = HEAD_BYTES + aligned(self.code_bytes)
+    def plain_numbers(self, row: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the unencoded elements of one row."""
+        start = HEAD_BYTES + align_size(self.code_bytes)
         return row[start : start + self.plain_bytes].view(dtype)
 
 
@@ -45,25 +52,25 @@ _mine = threading.local()
 
 
 def _scratch() -> Scratch:
-    """This thread's."""
+    """Return the scratch memory of this thread."""
     if not hasattr(_mine, "scratch"):
         _mine.scratch = Scratch()
     return _mine.scratch
 
 
-def aligned(size: int) -> int:
-    """Bytes that so many take in a row."""
+def align_size(size: int) -> int:
+    """Return `size` rounded up to the alignment of a row."""
     return -(-size // ALIGNED) * ALIGNED
 
 
-def write_head(rows: Tensor, bad: bool, origin: int) -> None:
-    """Say what all ranks must know of a message beside its numbers, in one row or in several."""
+def write_heads(rows: Tensor, bad: bool, origin: int) -> None:
+    """Write the head of one row or of several rows."""
     heads = rows[..., :HEAD_BYTES].view(torch.int64)
     heads[..., BAD] = int(bad)
     heads[..., ORIGIN] = origin
 
 
 def read_heads(rows: Tensor) -> tuple[list[int], list[int]]:
-    """Ranks whose values were not finite, and every rank's origin."""
+    """Return the ranks whose values are not finite, and the origin of every rank."""
     heads = rows[:, :HEAD_BYTES].view(torch.int64).tolist()
     return [rank for rank, head in enumerate(heads) if head[BAD]], [head[ORIGIN] for head in heads]

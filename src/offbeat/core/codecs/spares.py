@@ -1,5 +1,7 @@
-"""Spares: memory that is used again. Fresh memory costs more than encoding and decoding do: the
-system clears it page by page."""
+"""Pool of host memory for tensors.
+
+The system clears new memory page by page, which takes longer than encoding and decoding.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from torch import Tensor
 
 
 class Spares:
-    """Flat tensors of the host, taken on one thread and given back on another.
+    """Pool of flat host tensors. One thread may take a tensor and another thread give it back.
 
-    There are as many as were ever in use at once, each as large as the largest that it was. Memory
-    of a device is left to torch, which knows what its streams are still doing with it.
+    The pool holds as many storages as have been in use at the same time, and replaces a storage by
+    a larger one when needed. Device memory is left to torch's allocator, which tracks the streams
+    that still use it.
     """
 
     def __init__(self) -> None:
@@ -22,23 +25,26 @@ class Spares:
         self._lock = Lock()
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """So many elements of any value."""
+        """Return an uninitialized tensor of `size` elements."""
         if device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
-        storage = self._smallest(size * dtype.itemsize)
+        storage = self._pop_fitting(size * dtype.itemsize)
         if storage is None:
             return torch.empty(size, dtype=dtype, device="cpu")
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (size,), (1,))
 
     def give(self, x: Tensor) -> None:
-        """Take back all memory of a tensor; nobody may use it any longer."""
+        """Put a tensor's storage back into the pool. The caller must not use `x` afterwards."""
         if x.device.type == "cpu":
             with self._lock:
                 insort(self._free, x.untyped_storage(), key=len)
 
-    def _smallest(self, size_bytes: int) -> torch.UntypedStorage | None:
-        """One that is large enough; if there is none, the next one will take the place of the
-        largest."""
+    def _pop_fitting(self, size_bytes: int) -> torch.UntypedStorage | None:
+        """Remove and return the smallest storage that is large enough.
+
+        If there is none, remove the largest storage and return None: the caller's new storage will
+        replace it.
+        """
         with self._lock:
             at = bisect_left(self._free, size_bytes, key=len)
             if at < len(self._free):

@@ -1,4 +1,4 @@
-"""topk on tensors: values, then places."""
+"""Tensor implementation of topk. Layout of the codes: values, then indices."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs import TopK
-from offbeat.core.codecs.topk import PLACE_BYTES, kept
+from offbeat.core.codecs.topk import PLACE_BYTES, kept_count
 
 
-class Largest:
-    """The largest entries."""
+class TopKCode:
+    """Code with the elements of largest magnitude and their indices."""
 
     def __init__(self, codec: TopK) -> None:
         self._fraction = codec.fraction
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        count = kept(x.shape[-1], self._fraction)
+        count = kept_count(x.shape[-1], self._fraction)
         if count == 0:
             return
         places = x.abs().topk(count, sorted=False).indices
@@ -30,8 +30,8 @@ class Largest:
         out.scatter_add_(-1, where.long(), values)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        # In one call several rows could add to the same place: in no fixed order on a GPU, so the
-        # ranks' sums would differ in their last bits.
+        # One call for all rows could add several rows at one index. On a GPU the order of these
+        # additions is not fixed, so the sums of the ranks would differ in their last bits.
         for row in codes:
             self.add(row, out)
 

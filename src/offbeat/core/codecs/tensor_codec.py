@@ -1,6 +1,7 @@
-"""What a codec does to tensors: the same as its rule in `numerics/codecs`, in few passes.
+"""Protocol of codecs on tensors, and the operations that they share.
 
-Tensors are flat and worked on in pieces that stay in the cache.
+An implementation computes the same as `Codec.round_trip` does in NumPy, in few passes over memory.
+It processes flat tensors in pieces that fit the cache.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from offbeat.core.codecs.codec import BLOCK, LEAST_SCALE
 
 
 class Code(Protocol):
-    """A codec for tensors of float32 or float64. Codes are tensors of bytes.
+    """Implementation of a codec for float32 and float64 tensors. Codes are uint8 tensors.
 
-    Tensors are flat. A table is several of the same length, one in each row.
+    Numbers are a flat tensor `[n]` or a table `[rows, n]`; a table's codes are `[rows, bytes]`.
     """
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        """Write the codes of a tensor, or row by row of a table; x becomes what they have lost."""
+        """Encode a tensor or each row of a table into `codes`; replace x by the encoding error."""
         ...
 
     def add(self, codes: Tensor, out: Tensor) -> None:
-        """Add what is decoded of codes, or row by row of a table of codes to one of numbers."""
+        """Decode codes and add them to `out`; with tables, row by row."""
         ...
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
-        """Add what is decoded of each row of a table to one tensor, in the order of the rows."""
+        """Decode each row of a table of codes and add it to one tensor, in row order."""
         ...
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Tensors as rows of 256: as they are, or a copy whose last rows are filled up with zeros."""
+    """Return blocks `[..., blocks, 256]`: a view, or a zero-padded copy if n % 256 is not 0."""
     rest = -x.shape[-1] % BLOCK
     return (torch.nn.functional.pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, BLOCK))
 
 
 def inverse_of(scales: Tensor) -> Tensor:
-    """1 over each scale; 0 for 0."""
+    """Return the reciprocal of each scale, or 0 for a scale of 0."""
     return torch.where(scales > 0, scales.reciprocal(), 0.0)
 
 
-def usable(scales: Tensor) -> Tensor:
-    """As bf16, zero in place of those that are too small to divide by."""
+def zero_tiny(scales: Tensor) -> Tensor:
+    """Convert scales to bf16 and replace those below `LEAST_SCALE` by 0."""
     halves = scales.bfloat16()
     return halves.masked_fill_(halves < LEAST_SCALE, 0.0)

@@ -1,4 +1,4 @@
-"""Which code does the work of which codec."""
+"""Table of the tensor implementation of each codec."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from offbeat.core.codecs import BF16, FP16, Codec, Int4, Int8, Sign, TopK
-from offbeat.core.codecs.blocks import Eight, Four, One
-from offbeat.core.codecs.halves import Halves
-from offbeat.core.codecs.sparse import Largest
+from offbeat.core.codecs.blocks import Int4Code, Int8Code, SignCode
+from offbeat.core.codecs.halves import HalfCode
+from offbeat.core.codecs.sparse import TopKCode
 from offbeat.core.codecs.tensor_codec import Code
 
 _CODES: dict[type[Codec], Callable[[Any], Code]] = {
-    BF16: lambda _: Halves(torch.bfloat16),
-    FP16: lambda _: Halves(torch.float16),
-    Int8: lambda _: Eight(),
-    Int4: lambda _: Four(),
-    Sign: lambda _: One(),
-    TopK: Largest,
+    BF16: lambda _: HalfCode(torch.bfloat16),
+    FP16: lambda _: HalfCode(torch.float16),
+    Int8: lambda _: Int8Code(),
+    Int4: lambda _: Int4Code(),
+    Sign: lambda _: SignCode(),
+    TopK: TopKCode,
 }
 
 
@@ -28,7 +28,7 @@ _mine = threading.local()
 
 
 def code(codec: Codec) -> Code:
-    """What does a codec's work on tensors, of one that is not linear; one for each thread."""
+    """Return this thread's tensor implementation of a codec that is not linear."""
     known: dict[Codec, Code] = _mine.__dict__.setdefault("codes", {})
     if codec not in known:
         known[codec] = _CODES[type(codec)](codec)

@@ -1,4 +1,4 @@
-"""Top-k sparsification: only the largest entries travel, with their places."""
+"""Codec top-k: the elements of largest magnitude and their indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACE_BYTES = 4
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The largest share `fraction` of a message by magnitude, at least one entry.
+    """Codec that sends the share `fraction` of a message with the largest magnitudes, at least one.
 
     Source: Stich et al., Sparsified SGD with Memory, 2018.
     """
@@ -28,16 +28,16 @@ class TopK(Codec):
     }
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        return kept(size, self.fraction) * (itemsize + PLACE_BYTES)
+        return kept_count(size, self.fraction) * (itemsize + PLACE_BYTES)
 
-    def arrives(self, x: Array, iteration: int = 0) -> Array:
-        found, count = np.zeros_like(x), kept(len(x), self.fraction)
+    def round_trip(self, x: Array, iteration: int = 0) -> Array:
+        found, count = np.zeros_like(x), kept_count(len(x), self.fraction)
         if count:
             places = np.abs(x).argsort()[-count:]
             found[places] = x[places]
         return found
 
 
-def kept(size: int, fraction: float) -> int:
-    """How many of so many entries travel."""
+def kept_count(size: int, fraction: float) -> int:
+    """Return the number of elements that are sent of a message with `size` elements."""
     return max(1, int(size * fraction)) if size else 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs import codec, way
-from offbeat.core.codecs.average import Part, Settings, average, handed_over, send
+from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.plan import Plan, Transfer, Wire
@@ -158,7 +158,7 @@ class Coding:
             if t.verb == "send":
                 total += Rows(used.bytes_of(size, itemsize), plain).bytes
             else:
-                total += handed_over(used, via, size, itemsize, plain, ranks)
+                total += equivalent_bytes(used, via, size, itemsize, plain, ranks)
         return total
 
     def _views(self, t: Transfer, buffer: str) -> Views:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.codecs.cost import Encoded, kind_of
+from offbeat.core.codecs.cost import Encoded, payload_of_kind
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Payload, Plan, Transfer, groups_of
 from offbeat.core.plan.program import has_moment_per_bucket, work_before
@@ -108,7 +108,7 @@ class Costs:
 
     def _on_link(self, t: Transfer) -> tuple[Payload, Encoded | None]:
         """A message as a payload of one of the kinds that the profile knows, and over its wire."""
-        payload = kind_of(t.payload, self._buffers[t.payload.buffer].kind)
+        payload = payload_of_kind(t.payload, self._buffers[t.payload.buffer].kind)
         if t.wire is None:
             return payload, None
         return payload, Encoded(self.profile, payload, t.wire, t.verb)
