@@ -29,11 +29,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cyclic_memory import Batch, Block, Bottleneck, transformer
+from offbeat.cyclic_curve import Activations, Interleaved, split
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.core.sim.activations import Curve, Memory, curve_of, cyclic, memory
-from offbeat.cyclic import Activations, Interleaved, split
+from offbeat.core.sim.activations import Curve, Memory, curve_of, cyclic_curve, memory
 from offbeat.experiments.report.words import size
 from offbeat.profile import Profile
 
@@ -252,7 +252,7 @@ def _cells(row: Memory) -> tuple[str, ...]:
 
 def _picture(profile: Profile, one: Curve, workers: int) -> list[str]:
     middle = (np.arange(COLUMNS) + 0.5) / COLUMNS * one.period_s
-    together = cyclic(one, workers)
+    together = cyclic_curve(one, workers)
     filled = _rows(one, one, middle)
     line = np.ceil(_rows(together, one, middle % together.period_s))
     label = size(one.peak_bytes)

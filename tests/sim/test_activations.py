@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offbeat.core.sim.activations import Curve, Stage, curve, curve_of, cyclic, memory
+from offbeat.core.sim.activations import Curve, Stage, curve, curve_of, cyclic_curve, memory
 from offbeat.profile import Bucket, Link, Profile
 
 STAGES = [Stage(1.0, 3.0, 8.0), Stage(2.0, 1.0, 2.0)]
@@ -118,7 +118,7 @@ def test_the_mean_over_time_stays(one, workers):
     def integral(c: Curve) -> float:
         return float(np.trapezoid(c.kept_bytes, c.at_s))
 
-    together = cyclic(one, workers)
+    together = cyclic_curve(one, workers)
     assert together.period_s == pytest.approx(one.period_s / workers)
     assert workers * integral(together) == pytest.approx(integral(one), abs=1e-9)
 

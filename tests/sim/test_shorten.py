@@ -106,7 +106,7 @@ def test_numbers_are_those_of_the_long_plan():
     plan = LocalSGD(period=1000, warmup=700).plan(PROFILE)
     short = shorten(plan)
     assert len(short.plan.phases) < 600
-    real = [short.number(i) for i in range(len(short.plan.phases) + 1)]
+    real = [short.number_of(i) for i in range(len(short.plan.phases) + 1)]
     assert real == sorted(set(real))
     assert (real[0], real[short.plan.prologue], real[-1]) == (0, 700, 1700)
     for here in range(len(short.plan.phases)):

@@ -12,7 +12,7 @@ from reference import simulator as reference
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
 from offbeat.core.sim.outcomes import Outcomes
-from offbeat.core.sim.run import job_of
+from offbeat.core.sim.run import make_job
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, simulate
@@ -47,7 +47,7 @@ def expected(profile, plan, ranks, votes):
         for r in range(profile.world_size)
     ]
     outcomes = Outcomes([vote.name for vote in plan.votes], votes, SEED)
-    says = {(v.name, i): outcomes.yes(v.name, i) for v in plan.votes for i in range(horizon)}
+    says = {(v.name, i): outcomes.is_yes(v.name, i) for v in plan.votes for i in range(horizon)}
     return reference.simulate(plan, profile, factors, ITERATIONS, ranks.link_rates, says)
 
 
@@ -67,14 +67,14 @@ def test_equals_the_slow_twin(data, sends):
     event(f"transfers {len(plan.transfers)}, {'all alike' if plan.uniform else 'any'}")
     trace = simulate(plan, profile, record=ITERATIONS, **told)
     outcomes = Outcomes([vote.name for vote in plan.votes], votes, SEED)
-    agree(trace, truth, plan, lambda t, i: outcomes.yes(t.when, i - t.ago))
+    agree(trace, truth, plan, lambda t, i: outcomes.is_yes(t.when, i - t.ago))
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_both_engines_agree(data):
     profile, plan, ranks, votes = data.draw(cases(sends=False))
-    jobs = (job_of(plan, profile, ranks, ITERATIONS, SEED, votes, {}) for _ in range(2))
+    jobs = (make_job(plan, profile, ranks, ITERATIONS, SEED, votes, {}) for _ in range(2))
     found = []
     for made, job in zip((engine, events), jobs, strict=True):
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
-from offbeat.core.sim.run import job_of
+from offbeat.core.sim.run import make_job
 from offbeat.core.sim.spread import Spread
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
@@ -51,10 +51,10 @@ def test_messages_of_steady_links_take_what_they_take():
 @pytest.mark.parametrize("strategy", [BSP(), LocalSGD(period=2), DreamDDP(period=2)])
 def test_both_engines_draw_the_same(strategy):
     plan = strategy.plan(PROFILE)
-    jobs = [job_of(plan, PROFILE, Ranks(), 6, 5, {}, {}) for _ in range(2)]
+    jobs = [make_job(plan, PROFILE, Ranks(), 6, 5, {}, {}) for _ in range(2)]
     one, other = engine.run(jobs[0]), events.run(jobs[1])
     assert one.ends_s[:, 0] == pytest.approx(other.ends_s[:, 0])
-    steady = engine.run(job_of(plan, STEADY, Ranks(), 6, 5, {}, {}))
+    steady = engine.run(make_job(plan, STEADY, Ranks(), 6, 5, {}, {}))
     assert not np.allclose(one.ends_s, steady.ends_s)
 
 

@@ -14,7 +14,7 @@ from offbeat.core.measuring.processors import kernel_s, processors
 from offbeat.core.plan import Apply
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.compute import ComputeObserver
-from offbeat.core.sim.costs import applied_s
+from offbeat.core.sim.costs import apply_s
 from offbeat.core.sim.ranks import lognormal
 
 LATE = 0.03  # a larger delay, as a share of an iteration's compute, counts as missed pace
@@ -98,7 +98,7 @@ class Pace(ComputeObserver):
 
     def on_update(self, apply: Apply) -> None:
         if id(apply) not in self._update_s:
-            each_s = applied_s(self._profile, apply, self._bucket_update_s)
+            each_s = apply_s(self._profile, apply, self._bucket_update_s)
             seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
             self._update_s[id(apply)] = apply, seconds
         self._advance(self._update_s[id(apply)][1] * self._factor)

@@ -1,4 +1,4 @@
-"""Simulation: plans interpreted in virtual time; no torch."""
+"""Simulation of plans in virtual time, without torch."""
 
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.prediction import Prediction, predict, predict_plan, within_bound

@@ -1,4 +1,4 @@
-"""Activation memory over one iteration: of one worker, and of workers that follow each other."""
+"""Activation memory over one iteration, of parallel workers and of workers in cyclic order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 
 from offbeat.core.profile import Profile
 
-SAME = 1e-12  # of a period: times that differ by less are the same
+SAME = 1e-12  # share of a period; times that differ by less are equal
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Part of a model: seconds of its forward and backward, bytes that it keeps from one to the
-    other."""
+    """Part of a model.
+
+    Attributes:
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward.
+        activation_bytes: bytes kept from its forward to its backward.
+    """
 
     forward_s: float
     backward_s: float
@@ -26,8 +31,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes over one period, which repeats: straight lines between points at `at_s`, from 0 to the
-    period. Two points at one time are a jump."""
+    """Periodic piecewise linear function: bytes kept over the time of one iteration.
+
+    Attributes:
+        at_s: times of the points in ascending order, from 0 to the period. Two points at one time
+            are a jump.
+        kept_bytes: bytes at each point.
+    """
 
     at_s: tuple[float, ...]
     kept_bytes: tuple[float, ...]
@@ -41,44 +51,56 @@ class Curve:
 
     @property
     def period_s(self) -> float:
-        """Of one iteration."""
+        """Return the seconds of one iteration."""
         return self.at_s[-1]
 
     @property
     def peak_bytes(self) -> float:
-        """The most at any time."""
+        """Return the largest number of bytes at any time."""
         return max(self.kept_bytes)
 
     def limits(self, at_s: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Bytes just before and just after times from 0 to the period; they differ at a jump."""
+        """Return the left and right limits, in bytes, at times from 0 to the period.
+
+        The two limits differ at a jump.
+        """
         period_s = self.period_s
         x = np.concatenate([np.add(self.at_s, shift) for shift in (-period_s, 0, period_s)])
         y, same_s = np.tile(self.kept_bytes, 3), SAME * period_s
         before = np.searchsorted(x, at_s - same_s, side="left")
         after = np.searchsorted(x, at_s + same_s, side="right")
-        return _between(x, y, before, at_s), _between(x, y, after, at_s)
+        return _interpolate(x, y, before, at_s), _interpolate(x, y, after, at_s)
 
 
 def curve(stages: Sequence[Stage], rest_s: float = 0.0) -> Curve:
-    """What one worker keeps, stages from the input: it rises evenly through the forward of each
-    and falls evenly through its backward, in reverse order; nothing is kept in the `rest_s`."""
+    """Return the curve of one worker.
+
+    The bytes rise linearly during each stage's forward and fall linearly during its backward.
+
+    Args:
+        stages: stages of the model, from the input to the output.
+        rest_s: seconds of the iteration after backward, in which no activations are kept.
+    """
     back = [*reversed(stages)]
     lengths_s = [s.forward_s for s in stages] + [s.backward_s for s in back] + [rest_s]
     changes = [s.activation_bytes for s in stages] + [-s.activation_bytes for s in back] + [0]
     kept = [*accumulate(changes, initial=0.0)]
-    kept[-2:] = 0.0, 0.0  # whatever rounding has left
+    kept[-2:] = 0.0, 0.0  # remove the rounding error of the sums
     return Curve(tuple(accumulate(lengths_s, initial=0.0)), tuple(kept))
 
 
 def curve_of(profile: Profile) -> Curve:
-    """The same of a profile's buckets; the update and what the loop does else come last."""
+    """Return the curve of a profile's buckets, with update and other time after backward."""
     stages = [Stage(b.forward_s, b.backward_s, b.activation_bytes) for b in profile.buckets[::-1]]
     return curve(stages, profile.update_s + profile.other_s)
 
 
-def cyclic(one: Curve, workers: int) -> Curve:
-    """The mean over so many workers, each 1/workers of an iteration behind the one before; it
-    repeats as often."""
+def cyclic_curve(one: Curve, workers: int) -> Curve:
+    """Return the mean curve of workers in cyclic order.
+
+    Each worker is 1/workers of an iteration behind the previous one, so the period of the mean is
+    1/workers of an iteration.
+    """
     if workers < 1:
         raise ValueError(f"workers ({workers}) must be at least 1")
     step_s = one.period_s / workers
@@ -93,7 +115,13 @@ def cyclic(one: Curve, workers: int) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The most that workers keep, per worker: all at the same time, and one after the other."""
+    """Peak activation memory per worker.
+
+    Attributes:
+        workers: number of workers.
+        parallel_bytes: peak per worker if all workers compute at the same time.
+        cyclic_bytes: peak of the mean over workers if they compute in cyclic order.
+    """
 
     workers: int
     parallel_bytes: float
@@ -101,24 +129,26 @@ class Memory:
 
     @property
     def reduction(self) -> float:
-        """Share that the cyclic order spares."""
+        """Return the share of the parallel peak that the cyclic order saves."""
         return 1 - self.cyclic_bytes / self.parallel_bytes if self.parallel_bytes else 0.0
 
 
 def memory(one: Curve, workers: int) -> Memory:
-    """Per worker, of workers that all keep what one keeps, over its iteration.
+    """Return the peak memory per worker for workers with equal curves.
 
-    Source: Cyclic Data Parallelism, Fig. 4. Exact for the curve.
+    The peaks are exact for the given curve.
+
+    Source: Cyclic Data Parallelism, Fig. 4.
     """
-    return Memory(workers, one.peak_bytes, cyclic(one, workers).peak_bytes)
+    return Memory(workers, one.peak_bytes, cyclic_curve(one, workers).peak_bytes)
 
 
-def _between(
+def _interpolate(
     x: NDArray[np.float64],
     y: NDArray[np.float64],
     end: NDArray[np.intp],
     at: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """On the lines that end at points `end`."""
+    """Interpolate at times `at` on the segments from point `end - 1` to point `end`."""
     share = (at - x[end - 1]) / (x[end] - x[end - 1])
     return y[end - 1] + (y[end] - y[end - 1]) * share.clip(0, 1)

@@ -1,4 +1,4 @@
-"""Costs: what computing, messages, votes and rules take, by a profile."""
+"""Time and bytes of compute, messages, votes and rules of a plan, computed from a profile."""
 
 from __future__ import annotations
 
@@ -15,22 +15,33 @@ from offbeat.core.sim.ranks import Ranks
 Seconds = NDArray[np.float64]
 
 
-def applied_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
-    """Return the seconds of an apply for each of its buckets, from the seconds of updates; None for
-    rules that are no updates, which take no time."""
+def apply_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
+    """Return the seconds of an apply for each of its buckets, or None if it is not an update.
+
+    Only updates take time.
+
+    Args:
+        profile: profile with the seconds of an optimizer step.
+        apply: apply rule of a plan.
+        update_s: update seconds of each bucket of the model.
+    """
     if not effects.is_update(apply):
         return None
     seconds = update_s[apply.buckets.start : apply.buckets.stop]
     if not profile.step_s:
         return seconds
-    # The step of the whole model is the one call that costs nothing more.
+    # `profile.step_s` is the time of each further optimizer call; the first one per iteration is
+    # part of `update_s`. One call for the whole model has no further calls.
     whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
     calls = len(apply.buckets) if has_moment_per_bucket(apply) else int(not whole)
     return seconds + profile.step_s * calls / len(seconds)
 
 
 class Costs:
-    """Seconds and bytes of everything in one plan; times of compute are the profile's."""
+    """Seconds and bytes of compute, messages, votes and updates of one plan.
+
+    Compute times are those of the profile, without the ranks' factors.
+    """
 
     def __init__(self, plan: Plan, profile: Profile, ranks: Ranks) -> None:
         self.plan, self.profile = plan, profile
@@ -44,7 +55,7 @@ class Costs:
         self._message_s: dict[tuple[int, int], float] = {}
         self._sending_s: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
-        # By place: the compute between the moment before and this one.
+        # compute_s[place]: seconds of compute between the previous moment and the one at `place`.
         self.compute_s = np.array(
             [
                 sum(self.work_s(*work) for work in work_before(place, plan.buckets))
@@ -53,22 +64,28 @@ class Costs:
         )
 
     def work_s(self, kind: str, bucket: int) -> float:
-        """A bucket's forward or backward."""
+        """Return the seconds of a bucket's forward or backward."""
         facts = self.profile.buckets[bucket]
         return facts.forward_s if kind == "forward" else facts.backward_s
 
-    def applied_s(self, apply: Apply) -> Seconds | None:
-        """Seconds of an apply for each of its buckets; None: no time at all."""
-        return applied_s(self.profile, apply, self._update_s)
+    def apply_s(self, apply: Apply) -> Seconds | None:
+        """Return the seconds of an apply for each bucket, or None if it is not an update."""
+        return apply_s(self.profile, apply, self._update_s)
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
-        """Seconds of a message alone on its link, between some ranks or all of them; a rank that
-        is a group of its own sends nothing."""
+        """Return the seconds of a message on an idle link.
+
+        A rank that is a group of its own sends nothing, so its messages take 0 s.
+
+        Args:
+            t: transfer of the plan.
+            ranks: ranks that take part; None for all ranks.
+        """
         if ranks is not None and self._is_alone(t, ranks[0]):
             return 0.0
         key = id(t), ranks[0] if ranks else -1
         if key not in self._message_s:
-            payload, encoded = self._on_link(t)
+            payload, encoded = self._link_payload(t)
             seconds = (
                 self.profile.message_s(payload, t.link, t.verb)
                 if encoded is None
@@ -78,11 +95,11 @@ class Costs:
         return self._message_s[key]
 
     def sending_s(self, t: Transfer, rank: int) -> float:
-        """What the compute of a rank that sends a message loses to it."""
+        """Return the processor seconds that a message takes from the sending rank's compute."""
         if self._is_alone(t, rank):
             return 0.0
         if id(t) not in self._sending_s:
-            payload, encoded = self._on_link(t)
+            payload, encoded = self._link_payload(t)
             self._sending_s[id(t)] = (
                 self.profile.sending_s(payload, t.link, t.verb)
                 if encoded is None
@@ -91,23 +108,26 @@ class Costs:
         return self._sending_s[id(t)]
 
     def message_bytes(self, t: Transfer, rank: int) -> int:
-        """Bytes of a message of a rank; half of them for a reduce_scatter or all_gather, so that a
-        pair of them counts as one all-reduce. A rank that is a group of its own sends none."""
+        """Return the bytes of a rank's message.
+
+        A reduce_scatter or all_gather counts half, so that a pair of them counts as one all-reduce.
+        A rank that is a group of its own sends 0 bytes.
+        """
         if self._is_alone(t, rank):
             return 0
         if id(t) not in self._bytes:
-            payload, encoded = self._on_link(t)
+            payload, encoded = self._link_payload(t)
             size = self.profile.bytes_of(payload) if encoded is None else encoded.bytes
             half = t.verb in ("reduce_scatter", "all_gather")
             self._bytes[id(t)] = size // 2 if half else size
         return self._bytes[id(t)]
 
     def _is_alone(self, t: Transfer, rank: int) -> bool:
-        """Whether a collective of a rank spans no other rank."""
+        """Return whether the transfer is a collective in which the rank is the only member."""
         return t.ranks is None and rank in self._alone[t.link]
 
-    def _on_link(self, t: Transfer) -> tuple[Payload, Encoded | None]:
-        """A message as a payload of one of the kinds that the profile knows, and over its wire."""
+    def _link_payload(self, t: Transfer) -> tuple[Payload, Encoded | None]:
+        """Return the payload by its buffer's kind, and its encoding if the transfer has a wire."""
         payload = payload_of_kind(t.payload, self._buffers[t.payload.buffer].kind)
         if t.wire is None:
             return payload, None
@@ -115,8 +135,10 @@ class Costs:
 
     @property
     def vote_s(self) -> float:
-        """What a vote takes from the last say on: as measured, else the least message on the
-        default link."""
+        """Return the seconds from the last rank's vote until the outcome is known.
+
+        This is the measured time, or else the time of the smallest message on the default link.
+        """
         link = self.profile.default_link
         least_s = link.vote_s
         if least_s is None:

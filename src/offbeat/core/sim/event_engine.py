@@ -1,9 +1,10 @@
-"""Engine for any plan: sends between two ranks, groups of ranks, rules of single ranks.
+"""Simulation engine for any plan: sends between two ranks, groups of ranks, rules of single ranks.
 
-Every rank goes through its own program as far as it can. A message starts when each of its ranks
-has released it and comes to it in its line on that link (a receiver has released it when its
-iteration begins). So its end is known as soon as the last of them is. Only links that slow each
-other down are advanced in the order of time, and only when every rank waits.
+Each rank executes its program until it has to wait. A message starts when each of its ranks has
+released it and has ended all earlier messages in its line on that link. A receiver releases a
+message at the start of the iteration. Hence the end of a message is computed as soon as its last
+rank is ready. Coupled links, which slow each other down, are the only ones advanced in order of
+time, and only while every rank waits.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 from offbeat.core.plan import Transfer, groups_of
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run
-from offbeat.core.sim.lines import Line, stuck, undecided
-from offbeat.core.sim.timed_program import Leg, Say, Slot
+from offbeat.core.sim.lines import Line, deadlock_error, undecided_vote_error
+from offbeat.core.sim.timed_program import Leg, Slot, VoteSlot
 
 
 def run(job: Job) -> Run:
-    """All ranks' iterations; ValueError if they can never proceed."""
+    """Simulate all ranks; raise ValueError if the plan deadlocks."""
     world = _World(job)
     world.run()
     workers = world.workers
@@ -36,7 +37,7 @@ def run(job: Job) -> Run:
 
 
 class _Queue(Line):
-    """One rank's messages on one link."""
+    """Messages of one rank on one link."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -44,7 +45,7 @@ class _Queue(Line):
 
 
 class _World:
-    """All ranks, and the messages and votes between them."""
+    """State of a simulation: all ranks, and the messages and votes between them."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -54,10 +55,12 @@ class _World:
             link: {rank: group for group in groups_of(link, job.plan.groups) for rank in group}
             for link in job.plan.links
         }
-        self._flows: dict[tuple[int, int, int], Flow] = {}  # not numbered by all ranks yet
+        # Messages that at least one of their ranks has not yet added to its line.
+        self._flows: dict[tuple[int, int, int], Flow] = {}
         self._landing: deque[tuple[Flow, float]] = deque()
         self._fluid = Fluid(job.profile)
-        self._said: dict[tuple[str, int], tuple[int, float]] = {}  # by how many, when last
+        # Number of ranks that have voted and time of the last one, by vote and iteration.
+        self._ballots: dict[tuple[str, int], tuple[int, float]] = {}
         self._listeners: dict[tuple[str, int], list[int]] = {}
         self._vote_s = job.costs.vote_s
         self.known_s: dict[tuple[str, int], float] = {}
@@ -65,34 +68,34 @@ class _World:
         self.ready = deque(everyone)
 
     def run(self) -> None:
-        """Until all are done, or nothing moves any more."""
-        lives = [worker.live() for worker in self.workers]
+        """Simulate until all ranks have ended; raise ValueError if some rank waits forever."""
+        lives = [worker.run_iterations() for worker in self.workers]
         while True:
             while self.ready:
                 next(lives[self.ready.popleft()], None)
-                self._land()
+                self._end_messages()
             ended = self._fluid.advance()
             if ended is None:
                 break
             self._landing.append(ended)
-            self._land()
+            self._end_messages()
         waiting = [w for w in self.workers if len(w.ends_s) < self.job.iterations]
         if waiting:
-            raise min(waiting, key=lambda worker: len(worker.ends_s)).stuck()
+            raise min(waiting, key=lambda worker: len(worker.ends_s)).deadlock_error()
 
     # ---- messages ---------------------------------------------------------------------------
 
     def ranks_of(self, t: Transfer, rank: int) -> tuple[int, ...]:
-        """Ranks of a message of this rank."""
+        """Return the ranks that take part in a rank's message."""
         return t.ranks or self._groups[t.link].get(rank, self._everyone)
 
-    def flow(self, t: Transfer, iteration: int, rank: int, *, goes: bool) -> Flow:
-        """A rank's message; one that a vote passes over takes no time."""
+    def flow(self, t: Transfer, iteration: int, rank: int, *, is_on: bool) -> Flow:
+        """Return the message of a rank. If a vote skips it (`is_on` is false), it takes no time."""
         ranks = self.ranks_of(t, rank)
         key = id(t), iteration, ranks[0]
         flow = self._flows.get(key)
         if flow is None:
-            seconds = self.job.costs.message_s(t, ranks) if goes else 0.0
+            seconds = self.job.costs.message_s(t, ranks) if is_on else 0.0
             seconds *= self.job.spread.factor(t, iteration)
             flow = self._flows[key] = Flow(t.link, ranks, seconds, sent=t.ranks is not None)
         flow.unseen -= 1
@@ -100,8 +103,11 @@ class _World:
             del self._flows[key]
         return flow
 
-    def arrive(self, flow: Flow, now_s: float) -> None:
-        """One of its ranks releases a message, or comes to it in its line."""
+    def mark_ready(self, flow: Flow, now_s: float) -> None:
+        """Record that a rank has released a message or has reached it in its line.
+
+        Start the message if it has no other missing condition.
+        """
         flow.missing -= 1
         if now_s > flow.start_s:
             flow.start_s = now_s
@@ -111,8 +117,8 @@ class _World:
             else:
                 self._landing.append((flow, flow.start_s + flow.seconds))
 
-    def _land(self) -> None:
-        """End messages, and let those behind them come to the head of their lines."""
+    def _end_messages(self) -> None:
+        """End the messages in `_landing` and move the next ones to the head of their lines."""
         while self._landing:
             flow, end_s = self._landing.popleft()
             flow.end_s = end_s
@@ -121,26 +127,32 @@ class _World:
                 queue.message_s[len(queue.ends_s)] = end_s - flow.start_s
                 queue.ends_s.append(end_s)
                 if len(queue.ends_s) < len(queue.flows):
-                    self.arrive(queue.flows[len(queue.ends_s)], end_s)
+                    self.mark_ready(queue.flows[len(queue.ends_s)], end_s)
             self.ready += flow.waiters
 
     # ---- votes ------------------------------------------------------------------------------
 
-    def say(self, name: str, iteration: int, now_s: float) -> None:
-        """One rank has its say; with the last one's the outcome will be known."""
-        count, latest_s = self._said.get((name, iteration), (0, now_s))
+    def cast_vote(self, name: str, iteration: int, now_s: float) -> None:
+        """Record the vote of one rank. The outcome is known `vote_s` after the last rank's vote."""
+        count, latest_s = self._ballots.get((name, iteration), (0, now_s))
         count, latest_s = count + 1, max(latest_s, now_s)
-        self._said[name, iteration] = count, latest_s
+        self._ballots[name, iteration] = count, latest_s
         if count == len(self.workers):
             self.known_s[name, iteration] = latest_s + self._vote_s
             self.ready += self._listeners.pop((name, iteration), ())
 
-    def listen(self, name: str, iteration: int, rank: int) -> None:
+    def add_vote_listener(self, name: str, iteration: int, rank: int) -> None:
         self._listeners.setdefault((name, iteration), []).append(rank)
 
 
 class _Worker:
-    """One rank; `ends_s` and `waited_s` grow by one entry per iteration."""
+    """State of one rank.
+
+    Attributes:
+        ends_s: end of each simulated iteration.
+        waited_s: seconds of waiting in each simulated iteration.
+        blocked: message or vote that the rank waits for.
+    """
 
     def __init__(self, rank: int, world: _World) -> None:
         self.rank, self.world = rank, world
@@ -149,15 +161,15 @@ class _Worker:
         self.lines = {name: _Queue(name) for name in world.job.links}
         self.ends_s: list[float] = []
         self.waited_s: list[float] = []
-        self.blocked: Slot | Say | None = None
+        self.blocked: Slot | VoteSlot | None = None
 
-    def live(self) -> Iterator[None]:
-        """Run all iterations; yields whenever it is blocked, and goes on when resumed."""
+    def run_iterations(self) -> Iterator[None]:
+        """Simulate all iterations. Yield while the rank has to wait for a message or a vote."""
         job, now = self.job, 0.0
         for iteration in range(job.horizon):
-            self._open(iteration, now)
-            repeat = self.program.repeat(iteration)
-            factors = job.factors.of(iteration, repeat)
+            self._open_iteration(iteration, now)
+            repeat = self.program.repeat_count(iteration)
+            factors = job.factors.values(iteration, repeat)
             factor = factors if job.factors.alike else float(factors[self.rank])
             now += job.profile.other_s * repeat
             waited = 0.0
@@ -171,52 +183,52 @@ class _Worker:
                         flow.waiters.append(self.rank)
                         yield
                     now = max(now, flow.end_s)
-                for say in leg.decided:
-                    key = say.name, iteration - say.lag
+                for cast_vote in leg.decided:
+                    key = cast_vote.name, iteration - cast_vote.lag
                     while key not in self.world.known_s:
-                        self.blocked = say
-                        self.world.listen(*key, self.rank)
+                        self.blocked = cast_vote
+                        self.world.add_vote_listener(*key, self.rank)
                         yield
                     now = max(now, self.world.known_s[key])
                 waited += now - begun
-                self._leave(iteration, leg, now, factor)
+                self._release_leg(iteration, leg, now, factor)
                 now += leg.seconds * factor
             self.ends_s.append(now)
             self.waited_s.append(waited)
 
-    def _open(self, iteration: int, now: float) -> None:
-        """Number the iteration's messages on their lines; what is received may come."""
+    def _open_iteration(self, iteration: int, now: float) -> None:
+        """Add the iteration's messages to their lines and release the received ones."""
         queues = self.program.queues(iteration)
         for link, queue in self.lines.items():
             transfers = queues.get(link, ())
-            queue.open([0.0] * len(transfers))
+            queue.open_iteration([0.0] * len(transfers))
             for t in transfers:
-                goes = self.program.goes(t, iteration)
-                flow = self.world.flow(t, iteration, self.rank, goes=goes)
+                is_on = self.program.is_on(t, iteration)
+                flow = self.world.flow(t, iteration, self.rank, is_on=is_on)
                 queue.flows.append(flow)
                 if len(queue.flows) == len(queue.ends_s) + 1:
-                    self.world.arrive(flow, queue.free_s)
+                    self.world.mark_ready(flow, queue.free_s)
                 if t.ranks is not None and t.ranks[1] == self.rank:
-                    self.world.arrive(flow, now)
+                    self.world.mark_ready(flow, now)
 
-    def _leave(self, iteration: int, leg: Leg, now: float, factor: float) -> None:
-        for name, after_s in leg.asked:
-            self.world.say(name, iteration, now + after_s * factor)
+    def _release_leg(self, iteration: int, leg: Leg, now: float, factor: float) -> None:
+        for name, after_s in leg.cast_votes:
+            self.world.cast_vote(name, iteration, now + after_s * factor)
         for link, positions, after_s, _ in leg.released:
             queue = self.lines[link]
             begin = queue.begins[iteration]
             for position, seconds in zip(positions, after_s, strict=True):
-                self.world.arrive(queue.flows[begin + position], now + seconds * factor)
+                self.world.mark_ready(queue.flows[begin + position], now + seconds * factor)
 
-    def stuck(self) -> ValueError:
-        """What it waits for for ever."""
+    def deadlock_error(self) -> ValueError:
+        """Return the error that names the message or vote for which the rank waits forever."""
         iteration, blocked = len(self.ends_s), self.blocked
         assert blocked is not None
-        if isinstance(blocked, Say):
-            return undecided(self.program, iteration, blocked.name)
+        if isinstance(blocked, VoteSlot):
+            return undecided_vote_error(self.program, iteration, blocked.name)
         queue = self.lines[blocked.link]
         flow = queue.flows[queue.number(iteration, blocked)]
         workers = [self.world.workers[rank] for rank in flow.ranks]
         lines = [(w, w.lines[blocked.link]) for w in workers]
         heads = [q.head(w.program) for w, q in lines if len(q.ends_s) < len(q.flows)]
-        return stuck(self.program, iteration, blocked, heads)
+        return deadlock_error(self.program, iteration, blocked, heads)

@@ -1,7 +1,7 @@
-"""Engine for plans in which all ranks do the same and every message is of all of them: fast.
+"""Fast simulation engine for uniform plans: equal rules on all ranks, messages between all ranks.
 
-All ranks go through one program together. Links serve in a fixed order, so no event queue is
-needed. Only links that slow each other down move in the order of time.
+One program represents all ranks. Each link serves its messages in a fixed order, so no event queue
+is needed. Only links that slow each other down are advanced in order of time.
 """
 
 from __future__ import annotations
@@ -10,31 +10,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.sim.job import Job, Run, Times
-from offbeat.core.sim.lines import SharedLine, stuck, undecided
-from offbeat.core.sim.shared import Shared
+from offbeat.core.sim.lines import SharedLine, deadlock_error, undecided_vote_error
+from offbeat.core.sim.shared import CoupledLinks
 from offbeat.core.sim.timed_program import Leg, Slot
 
 
 def run(job: Job) -> Run:
-    """All ranks' iterations; ValueError if they can never proceed."""
-    together = _Together(job)
-    together.run()
-    lines = {name: [line] for name, line in together.lines.items()}
+    """Simulate all ranks; raise ValueError if the plan deadlocks."""
+    ranks = _AllRanks(job)
+    ranks.run()
+    lines = {name: [line] for name, line in ranks.lines.items()}
     ends_s, waited_s = (
-        _rows(times[: job.iterations]) for times in (together.ends_s, together.waited_s)
+        _as_rows(times[: job.iterations]) for times in (ranks.ends_s, ranks.waited_s)
     )
-    return Run(job, [together.program], lines, ends_s, waited_s, together.known_s)
+    return Run(job, [ranks.program], lines, ends_s, waited_s, ranks.known_s)
 
 
-class _Together:
-    """All ranks; `ends_s` and `waited_s` grow by one entry per iteration."""
+class _AllRanks:
+    """State of all ranks.
+
+    Attributes:
+        ends_s: end of each simulated iteration.
+        waited_s: seconds of waiting in each simulated iteration.
+        known_s: time at which the outcome of a vote is known, by name and iteration.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.program = job.program()
         self.lines = {name: SharedLine(name, coupled=name in job.coupled) for name in job.links}
         coupled = [line for line in self.lines.values() if line.coupled]
-        self.shared = Shared(coupled, job.profile)
+        self.shared = CoupledLinks(coupled, job.profile)
         self.ends_s: list[Times] = []
         self.waited_s: list[Times] = []
         self.known_s: dict[tuple[str, int], float] = {}
@@ -45,9 +51,9 @@ class _Together:
         none: Times = 0.0 if alike else np.zeros(job.profile.world_size)
         now = none
         for iteration in range(job.horizon):
-            self._open(iteration)
-            repeat = self.program.repeat(iteration)
-            factor = job.factors.of(iteration, repeat)
+            self._open_iteration(iteration)
+            repeat = self.program.repeat_count(iteration)
+            factor = job.factors.values(iteration, repeat)
             now = now + job.profile.other_s * repeat
             waited = none
             for leg in self.program.legs(iteration):
@@ -58,25 +64,25 @@ class _Together:
                     except ValueError:
                         if iteration < job.iterations:
                             raise
-                        return  # beyond the iterations that were asked for
+                        return  # only an iteration of the horizon is incomplete
                     waited = waited + (now - begun)
-                if leg.released or leg.asked:
-                    self._leave(iteration, leg, now, factor)
+                if leg.released or leg.cast_votes:
+                    self._release_leg(iteration, leg, now, factor)
                 now = now + leg.seconds * factor
             self.ends_s.append(now)
             self.waited_s.append(waited)
         for line in self.lines.values():
-            line.issue()  # what nobody has waited for yet
+            line.run_released()  # messages for which no rank has waited
         self.shared.advance()
 
-    def _open(self, iteration: int) -> None:
-        """Number the iteration's messages on their lines."""
-        seconds = self._seconds(iteration)
+    def _open_iteration(self, iteration: int) -> None:
+        """Add the iteration's messages to their lines."""
+        seconds = self._message_seconds(iteration)
         for name, line in self.lines.items():
-            line.open(seconds.get(name, ()))
+            line.open_iteration(seconds.get(name, ()))
 
-    def _seconds(self, iteration: int) -> dict[str, list[float]]:
-        """Of every message by link; one that a vote passes over takes no time."""
+    def _message_seconds(self, iteration: int) -> dict[str, list[float]]:
+        """Return the seconds of every message by link. A message that a vote skips takes 0 s."""
         program, segment = self.program, self.program.program.segment(iteration)
         queues = program.queues(iteration)
         if segment not in self._message_s:
@@ -88,7 +94,7 @@ class _Together:
             return seconds
         return {
             link: [
-                s * spread.factor(t, iteration) * program.goes(t, iteration)
+                s * spread.factor(t, iteration) * program.is_on(t, iteration)
                 for s, t in zip(seconds[link], queue, strict=True)
             ]
             for link, queue in queues.items()
@@ -101,7 +107,7 @@ class _Together:
         for name, lag in leg.decided:
             known_s = self.known_s.get((name, iteration - lag))
             if known_s is None:
-                raise undecided(self.program, iteration, name)
+                raise undecided_vote_error(self.program, iteration, name)
             now = later(now, known_s)
         return now
 
@@ -109,17 +115,17 @@ class _Together:
         line = self.lines[slot.link]
         number = line.number(iteration, slot)
         end_s = line.end_s(number)
-        # Nobody releases anything before the end that all wait for: up to there the coupled
-        # links can run.
+        # All ranks wait for this message, so no message is released before it ends. Hence the
+        # coupled links can be advanced to its end.
         if end_s is None and line.coupled and self.shared.advance((line.name, number)):
             end_s = line.end_s(number)
         if end_s is None:
-            raise stuck(self.program, iteration, slot, [line.head(self.program)])
+            raise deadlock_error(self.program, iteration, slot, [line.head(self.program)])
         return end_s
 
-    def _leave(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
-        """Votes and releases of a leg, when the last rank comes by."""
-        for name, after_s in leg.asked:
+    def _release_leg(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
+        """Record the votes and releases of a leg at the times of the last rank."""
+        for name, after_s in leg.cast_votes:
             last_s = float(np.max(now + after_s * factor))
             self.known_s[name, iteration] = last_s + self.job.costs.vote_s
         for link, positions, after_s, column_s in leg.released:
@@ -132,7 +138,7 @@ class _Together:
             line.released_s.update(zip([begin + p for p in positions], last_s, strict=True))
 
 
-def _rows(times: list[Times]) -> NDArray[np.float64]:
-    """[iteration, rank], or a single column if all ranks are alike."""
+def _as_rows(times: list[Times]) -> NDArray[np.float64]:
+    """Return times `[iteration, rank]`, or `[iteration, 1]` if all ranks are alike."""
     rows = np.array(times, dtype=np.float64)
     return rows if rows.ndim == 2 else rows[:, None]

@@ -1,4 +1,4 @@
-"""Fluid: messages between any ranks that slow each other down, in the order of time."""
+"""Fluid model of messages that share bandwidth, between any ranks, in order of time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from heapq import heappop, heappush
 from offbeat.core.plan import base_link
 from offbeat.core.profile import Profile
 
-Port = tuple[int, bool]  # a rank, and whether it is what it sends
+Port = tuple[int, bool]  # a rank and a direction: True for sending, False for receiving
 
 
 class Flow:
-    """A message: so many seconds of work, done at its current speed.
+    """Message whose remaining seconds pass at its current speed.
 
-    It starts when its ranks have released it and their lines are free: `missing` counts what is
-    left of that, two for each rank. One that is `sent` from the first rank to the second uses one
-    direction of their lines, any other one both.
+    Attributes:
+        link: name of the link.
+        ranks: ranks that take part.
+        seconds: seconds of the message on an idle link.
+        sent: whether it is a send from the first rank to the second. A send uses one direction of
+            each rank's line; any other message uses both.
+        ports: ports that the message uses.
+        missing: number of conditions before the start: for each rank, that the rank has released
+            the message and that its line is free.
+        unseen: number of ranks that have not yet added the message to their lines.
+        waiters: ranks that wait for the end.
+        left_s: remaining seconds at speed 1, at time `since_s`.
+        speed: current speed; 0 before the start.
+        version: version of the planned end; agenda entries with an older version are void.
     """
 
     __slots__ = (
@@ -32,56 +43,58 @@ class Flow:
         if sent:
             self.ports = [(ranks[0], True), (ranks[1], False)]
         self.missing = 2 * len(ranks)
-        self.unseen = len(ranks)  # ranks that have not numbered it yet
+        self.unseen = len(ranks)
         self.start_s = 0.0
         self.end_s: float | None = None
         self.waiters: list[int] = []
         self.left_s = self.since_s = self.speed = 0.0
-        self.version = 0  # of its planned end
+        self.version = 0
 
 
 class Fluid:
-    """Flows on coupled links. At each of its ranks a flow is slowed down by those on the other
-    links there that use the same direction; it is as fast as where that slows it down most.
-    Messages that are sent by channels of one link share it evenly, as each alone has all of it.
+    """Flows on coupled links.
 
-    No flow may be added that starts before the last end that `advance` has returned.
+    At each of its ports a flow is slowed down by the flows on other links that use the same port.
+    Its speed is the lowest of its ports' speeds. Sends on channels of one link share the link
+    evenly, because each of them alone would use the whole link.
+
+    A flow must not start before the last end that `advance` has returned.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._agenda: list[tuple[float, int, int, Flow]] = []  # when, tie, version, flow
+        self._agenda: list[tuple[float, int, int, Flow]] = []  # time, tie-break, version, flow
         self._ties = 0
-        self._running: dict[Port, dict[str, Flow]] = {}  # by port and link
+        self._running: dict[Port, dict[str, Flow]] = {}  # flows by port and link
         self._speeds: dict[tuple[str, int, tuple[str, ...]], float] = {}
 
     def add(self, flow: Flow) -> None:
-        """Begin a flow at its `start_s`."""
-        self._note(flow.start_s, flow)
+        """Schedule the start of a flow at its `start_s`."""
+        self._schedule(flow.start_s, flow)
 
     def advance(self) -> tuple[Flow, float] | None:
-        """The next flow that ends, and when; None if there is none."""
+        """Advance to the next end of a flow; return the flow and its end, or None without flows."""
         while self._agenda:
             now_s, _, version, flow = heappop(self._agenda)
             if version != flow.version:
                 continue
             if flow.speed == 0.0:
-                self._begin(flow, now_s)
+                self._start_flow(flow, now_s)
                 continue
             for port in flow.ports:
                 del self._running[port][flow.link]
-            self._change(self._beside(flow), now_s)
+            self._update_speeds(self._neighbours(flow), now_s)
             return flow, now_s
         return None
 
-    def _begin(self, flow: Flow, now_s: float) -> None:
+    def _start_flow(self, flow: Flow, now_s: float) -> None:
         flow.left_s, flow.since_s = flow.seconds, now_s
         for port in flow.ports:
             self._running.setdefault(port, {})[flow.link] = flow
-        self._change([flow, *self._beside(flow)], now_s)
+        self._update_speeds([flow, *self._neighbours(flow)], now_s)
 
-    def _beside(self, flow: Flow) -> Iterator[Flow]:
-        """Flows that share a port with one, each once."""
+    def _neighbours(self, flow: Flow) -> Iterator[Flow]:
+        """Yield each running flow that shares a port with `flow`, once."""
         seen = {id(flow)}
         for port in flow.ports:
             for other in list(self._running[port].values()):
@@ -89,15 +102,15 @@ class Fluid:
                     seen.add(id(other))
                     yield other
 
-    def _change(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
-        """Let time pass for flows, and set the speeds that they have from now on."""
+    def _update_speeds(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
+        """Subtract the work done until `now_s`, and set the speeds that hold from `now_s`."""
         for flow in flows:
             speed = min(self._speed(flow, port) for port in flow.ports)
             if speed != flow.speed:
                 left_s = flow.left_s - (now_s - flow.since_s) * flow.speed
-                flow.left_s = max(left_s, 0.0)  # rounding must not let time run backwards
+                flow.left_s = max(left_s, 0.0)  # rounding must not make the end precede `now_s`
                 flow.since_s, flow.speed = now_s, speed
-                self._note(now_s + flow.left_s / speed, flow)
+                self._schedule(now_s + flow.left_s / speed, flow)
 
     def _speed(self, flow: Flow, port: Port) -> float:
         others = [other for other in self._running[port].values() if other is not flow]
@@ -112,7 +125,7 @@ class Fluid:
             self._speeds[key] = self._profile.speed(flow.link, key[2]) / sharing
         return self._speeds[key]
 
-    def _note(self, at_s: float, flow: Flow) -> None:
+    def _schedule(self, at_s: float, flow: Flow) -> None:
         self._ties += 1
         flow.version += 1
         heappush(self._agenda, (at_s, self._ties, flow.version, flow))

@@ -1,4 +1,4 @@
-"""Jobs and runs: what an engine is given, and what it found."""
+"""Input and output of a simulation engine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.lines import Line
 from offbeat.core.sim.outcomes import Outcomes
-from offbeat.core.sim.ranks import Ranks, alike
+from offbeat.core.sim.ranks import Ranks, equal
 from offbeat.core.sim.spread import Spread
 from offbeat.core.sim.timed_program import TimedProgram
 
-# Of all ranks: a float if they are all alike, else an array with one value per rank.
+# Times of all ranks: a float if all ranks are alike, else an array with one value per rank.
 Times = Any
 
 
 class Factors:
-    """Compute times of ranks relative to the profile's."""
+    """Factors of the ranks' compute times relative to the profile's compute times."""
 
     def __init__(self, profile: Profile, ranks: Ranks, iterations: int, seed: int) -> None:
         self._scale = np.asarray(ranks.compute_scale(profile), dtype=float)
         self._noise = ranks.noise(iterations, profile, seed)
-        self.alike = len(self._scale) == 1 or (self._noise is None and alike(self._scale.tolist()))
+        self.alike = len(self._scale) == 1 or (self._noise is None and equal(self._scale.tolist()))
 
-    def of(self, iteration: int, repeat: int = 1) -> Times:
-        """All ranks' factors in one iteration, or the mean of as many as it stands for."""
+    def values(self, iteration: int, repeat: int = 1) -> Times:
+        """Return the factors of all ranks in one iteration.
+
+        If the iteration represents `repeat` iterations, return their mean: its jitter is smaller by
+        the square root of `repeat`.
+        """
         factors = self._scale
         if self._noise is not None:
             factors = factors * (1 + (self._noise[iteration] - 1) / repeat**0.5)
@@ -40,10 +44,21 @@ class Factors:
 
 @dataclass
 class Job:
-    """What an engine needs: one plan on all ranks, for so many iterations.
+    """Input of an engine.
 
-    `horizon` counts iterations beyond the last one that its messages may depend on. Links in
-    `coupled` slow each other down.
+    Attributes:
+        plan: plan to simulate.
+        profile: profile of model and network.
+        ranks: differences between ranks.
+        iterations: number of iterations in the result.
+        horizon: number of iterations to simulate. The iterations after `iterations` are needed
+            because their messages share bandwidth with earlier ones.
+        costs: times and bytes of the plan.
+        outcomes: outcomes of votes.
+        factors: factors of compute times.
+        spread: factors of message times.
+        coupled: links that slow each other down.
+        repeats: number of iterations that a phase represents, by phase; 1 for other phases.
     """
 
     plan: Plan
@@ -63,16 +78,23 @@ class Job:
 
     @property
     def links(self) -> list[str]:
-        """The profile's links and the plan's channels."""
+        """Return the names of the profile's links and of the plan's links and channels."""
         return [*dict.fromkeys([*(link.name for link in self.profile.links), *self.plan.links])]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened. `ends_s` and `waited_s` are [iteration, row].
+    """Result of an engine.
 
-    There is one row, one program and one line per link for every rank, or a single one that
-    stands for all of them. `known_s`: when the outcome of a vote was known, by name and iteration.
+    A row represents one rank, or all ranks if there is a single row.
+
+    Attributes:
+        job: input of the engine.
+        programs: program of each row.
+        lines: for each link, the line of each row.
+        ends_s: end of each iteration, `[iteration, row]`.
+        waited_s: seconds of waiting in each iteration, `[iteration, row]`.
+        known_s: time at which the outcome of a vote is known, by name and iteration.
     """
 
     job: Job
@@ -89,6 +111,6 @@ class Run:
         return self.lines[link][min(rank, len(self.lines[link]) - 1)]
 
     def factor(self, iteration: int, rank: int) -> float:
-        """One rank's compute time in an iteration relative to the profile's."""
-        factors = self.job.factors.of(iteration, self.program(rank).repeat(iteration))
+        """Return the factor of one rank's compute time in an iteration."""
+        factors = self.job.factors.values(iteration, self.program(rank).repeat_count(iteration))
         return float(factors[rank]) if isinstance(factors, np.ndarray) else factors

@@ -1,4 +1,4 @@
-"""Lines: the messages of one link, as the ranks on it see them."""
+"""Lines: queues of the messages on one link, in issue order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from offbeat.core.sim.timed_program import Slot, TimedProgram
 
 
 class Line:
-    """Messages in issue order, one at a time.
+    """Messages of one link in issue order. The link carries one message at a time.
 
-    `ends_s[n]` is the end of the n-th message, which took `message_s[n]`; those of iteration i
-    begin at `begins[i]`.
+    Attributes:
+        name: name of the link.
+        begins: number of the first message of each iteration.
+        ends_s: end of each message that has ended, by message number.
+        message_s: seconds of each message, by message number.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,38 +25,41 @@ class Line:
         self.ends_s: list[float] = []
         self.message_s: list[float] = []
 
-    def open(self, message_s: Sequence[float]) -> None:
-        """Number the messages of the next iteration."""
+    def open_iteration(self, message_s: Sequence[float]) -> None:
+        """Append the messages of the next iteration, given by their seconds."""
         self.begins.append(len(self.message_s))
         self.message_s += message_s
 
     def number(self, iteration: int, slot: Slot) -> int:
-        """A message's place among all on the link."""
+        """Return the number of a message among all messages of the link."""
         return self.begins[iteration - slot.lag] + slot.position
 
     @property
     def free_s(self) -> float:
-        """When the link is free for the first message that has not ended."""
+        """Return the time from which the link is free for the first message that has not ended."""
         return self.ends_s[-1] if self.ends_s else 0.0
 
     def span_s(self, iteration: int, slot: Slot) -> tuple[float, float, float] | None:
-        """When the link became free for a message, when it began and ended; None: it never ran."""
+        """Return when the link became free for a message, the message's start and its end.
+
+        Return None if the message has not run.
+        """
         number = self.number(iteration, slot)
         if number >= len(self.ends_s):
             return None
         end_s = self.ends_s[number]
         return self.ends_s[number - 1] if number else 0.0, end_s - self.message_s[number], end_s
 
-    def busy_s(self, iteration: int) -> float:
-        """Seconds for which the messages of an iteration keep the link busy."""
+    def link_busy_s(self, iteration: int) -> float:
+        """Return the seconds for which the messages of an iteration occupy the link."""
         return sum(self.message_s[self._numbers(range(iteration, iteration + 1))])
 
     def ends_of(self, iterations: range) -> list[float]:
-        """Ends of the messages of some iterations, in issue order, as far as they have run."""
+        """Return the ends of the messages of some iterations that have run, in issue order."""
         return self.ends_s[self._numbers(iterations)]
 
     def head(self, program: TimedProgram) -> tuple[int, Transfer]:
-        """Iteration and transfer of the first message that has not ended."""
+        """Return iteration and transfer of the first message that has not ended."""
         number = len(self.ends_s)
         iteration = bisect_right(self.begins, number) - 1
         return iteration, program.queues(iteration)[self.name][number - self.begins[iteration]]
@@ -64,10 +70,10 @@ class Line:
 
 
 class SharedLine(Line):
-    """A link on which every message is of all ranks, and ends on all at once.
+    """Line of a link on which every message involves all ranks and ends on all at the same time.
 
-    A message starts when the last rank has released it and the link is free. The messages of a
-    coupled link end only when `Shared` says so.
+    A message starts when the last rank has released it and the link is free. On a coupled link,
+    `CoupledLinks` determines the end of each message.
     """
 
     def __init__(self, name: str, *, coupled: bool = False) -> None:
@@ -76,13 +82,13 @@ class SharedLine(Line):
         self.released_s: dict[int, float] = {}
 
     def end_s(self, number: int) -> float | None:
-        """End of a message; None as long as it or one before it is not released."""
+        """Return the end of a message, or None while it or an earlier message is not released."""
         if len(self.ends_s) <= number:
-            self.issue()
+            self.run_released()
         return self.ends_s[number] if number < len(self.ends_s) else None
 
-    def issue(self) -> None:
-        """Run every message that is released, in order; not on a coupled link."""
+    def run_released(self) -> None:
+        """Compute the ends of all released messages, in order. Do nothing on a coupled link."""
         if self.coupled:
             return
         ends_s, released_s, message_s = self.ends_s, self.released_s, self.message_s
@@ -92,27 +98,36 @@ class SharedLine(Line):
             ends_s.append(free_s)
             number += 1
 
-    def waiting(self) -> tuple[float, float] | None:
-        """Start and seconds of the first message that has not ended; None before its release."""
+    def next_message(self) -> tuple[float, float] | None:
+        """Return start and seconds of the first message that has not ended.
+
+        Return None if it is not released.
+        """
         number = len(self.ends_s)
         released_s = self.released_s.get(number)
         if released_s is None:
             return None
         return max(released_s, self.free_s), self.message_s[number]
 
-    def land(self, start_s: float, end_s: float) -> None:
-        """End the first message that has not ended."""
+    def end_message(self, start_s: float, end_s: float) -> None:
+        """Record start and end of the first message that has not ended."""
         number = len(self.ends_s)
         del self.released_s[number]
         self.message_s[number] = end_s - start_s
         self.ends_s.append(end_s)
 
 
-def stuck(
+def deadlock_error(
     program: TimedProgram, iteration: int, slot: Slot, heads: Iterable[tuple[int, Transfer]]
 ) -> ValueError:
-    """What a rank waits for, and what that message waits for in turn: the `heads` of the lines
-    that carry it."""
+    """Return the error that names the message for which a rank waits forever, and its cause.
+
+    Args:
+        program: program of the rank.
+        iteration: iteration of the rank.
+        slot: message for which the rank waits.
+        heads: iteration and transfer at the head of each line that carries the message.
+    """
     awaited_in = iteration - slot.lag
     awaited = program.queues(awaited_in)[slot.link][slot.position]
     others = [(i, t) for i, t in heads if (i, t) != (awaited_in, awaited)]
@@ -128,8 +143,8 @@ def stuck(
     )
 
 
-def undecided(program: TimedProgram, iteration: int, name: str) -> ValueError:
-    """A rank waits for the outcome of a vote that some rank never takes part in."""
+def undecided_vote_error(program: TimedProgram, iteration: int, name: str) -> ValueError:
+    """Return the error for a rank that waits for a vote in which some rank never takes part."""
     vote = next(vote for vote in program.plan.votes if vote.name == name)
     return ValueError(
         f"the plan can never proceed: iteration {iteration} waits before {vote.due} for the vote "

@@ -1,4 +1,4 @@
-"""Outcomes: which votes say yes in a simulation."""
+"""Outcomes of votes in a simulation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import numpy as np
 CHUNK = 256
 
 Votes = Mapping[str, float | Sequence[bool]]
-"""By vote: how probable a yes is, or the outcomes of a run, iteration by iteration."""
+"""Probability of a yes, or the outcomes of a run by iteration, for each vote by name."""
 
 
 class Outcomes:
-    """One draw per vote and iteration, yes with the probability in `votes` (default 1), or what
-    was recorded, from the beginning again where that ends. A seed gives the same draws however
-    many iterations are asked for. ValueError on unknown votes."""
+    """Outcome of each vote in each iteration, drawn or replayed.
+
+    A drawn outcome depends on vote, iteration and seed only, not on the number of iterations.
+
+    Args:
+        names: names of the plan's votes.
+        votes: for a vote by name, the probability of a yes (default 1), or recorded outcomes. After
+            their end, recorded outcomes are repeated from the beginning.
+        seed: seed of the draws.
+
+    Raises:
+        ValueError: `votes` names an unknown vote, or a value is invalid.
+    """
 
     def __init__(self, names: Sequence[str], votes: Votes, seed: int) -> None:
         for name, given in votes.items():
@@ -33,8 +43,11 @@ class Outcomes:
         self._draws = {n: np.random.default_rng([seed, i]) for i, n in enumerate(names)}
         self._drawn: dict[str, list[bool]] = {name: [] for name in names}
 
-    def yes(self, name: str | None, iteration: int) -> bool:
-        """Whether a vote (None: no vote) says yes in an iteration; yes before the first one."""
+    def is_yes(self, name: str | None, iteration: int) -> bool:
+        """Return whether the outcome of a vote is yes in an iteration.
+
+        Without a vote (`name` is None) and before the first iteration it is yes.
+        """
         if name is None or iteration < 0:
             return True
         replayed = self._replayed.get(name)

@@ -1,4 +1,4 @@
-"""Predictions: what a strategy's plan costs per iteration once its pipeline is full."""
+"""Predictions of the steady-state time and traffic per iteration of a strategy's plan."""
 
 from __future__ import annotations
 
@@ -17,37 +17,44 @@ from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.run import run
-from offbeat.core.sim.shared import coupled
-from offbeat.core.sim.shorten import SAMPLE, Short, shorten
-from offbeat.core.sim.simulation import recorded, to_trace
+from offbeat.core.sim.shared import coupled_links
+from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
+from offbeat.core.sim.simulation import recorded_iterations, to_trace
 from offbeat.core.sim.trace import Trace
 
 if TYPE_CHECKING:
     pass
 
 SCHEMA = 1
-MOST_ITERATIONS = 2048  # a pipeline that fills more slowly is not waited for
-RANDOM_ITERATIONS = 400  # with jitter or open votes: half of them are averaged
-LONGEST_CYCLE = 12  # periods after which a steady state may repeat
-SHARED_ITERATIONS = 120  # the same where ranks send to each other over shared links
-SHARED_SPREAD = 0.1  # of messages there, relative standard deviation: what TCP makes of it
-_SAME = 1e-9  # of an iteration
+MOST_ITERATIONS = 2048  # upper limit of simulated iterations before a steady state
+RANDOM_ITERATIONS = 400  # iterations with jitter or random votes; the second half is averaged
+LONGEST_CYCLE = 12  # longest cycle of a steady state, in periods of the plan
+SHARED_ITERATIONS = 120  # as RANDOM_ITERATIONS, where sends between ranks share links
+SHARED_SPREAD = 0.1  # relative standard deviation of message times there, as with TCP
+_SAME = 1e-9  # tolerance of equal times, as share of an iteration
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Steady state of one plan; all times are seconds per iteration, links by name.
+    """Steady state of one plan.
 
-    `bound_s` is the lower bound of the strategy's family (None: unknown). `exposed_s` is the time
-    for which compute waits for communication, mean over ranks; it contains waiting for slower
-    ranks. `busy_s` is the time for which a rank's link carries messages, mean over ranks,
-    `idle_s` the rest. `bytes_per_iteration` is payload, mean over the ranks that it passes
-    through, for a reduce_scatter or all_gather half of it. Channels of a link that the plan uses
-    count as links of their own.
-    `plan` is None of a strategy with a parameter server.
-    Means are over the iterations in `window`: a whole cycle if the timeline repeats itself
-    (`steady`), else the second half of the simulation. `trace` is the last whole period, with
-    the numbers in its notes; of a period in which iterations were left out, what comes after.
+    All times are seconds per iteration, averaged over the iterations in `window`. A channel that
+    the plan uses counts as a link of its own.
+
+    Attributes:
+        strategy: name of the strategy.
+        iteration_s: seconds per iteration, measured at the slowest rank.
+        bound_s: lower bound of the strategy's family; None if unknown.
+        exposed_s: seconds for which compute waits for communication, mean over ranks. It includes
+            waiting for slower ranks.
+        idle_s: seconds for which a link carries no message, by link.
+        busy_s: seconds for which a rank's link carries messages, by link, mean over ranks.
+        bytes_per_iteration: payload bytes by link, mean over ranks. A reduce_scatter or all_gather
+            counts half its payload.
+        window: iterations over which the values are averaged: a whole cycle if `steady`, else the
+            second half of the simulation, or the replayed iterations after the first `skip`.
+        steady: whether the timeline repeats.
+        plan: plan that was simulated; None for a strategy with a parameter server.
     """
 
     strategy: str
@@ -64,14 +71,18 @@ class Prediction:
 
     @cached_property
     def trace(self) -> Trace:
-        """The last whole period; made when it is first asked for."""
+        """Return the trace of the last whole period, computed on first access.
+
+        Its notes hold `iteration_s`, `bound_s`, `exposed_s` and `steady`. If iterations of that
+        period were left out of the simulation, the trace holds those after the last gap.
+        """
         trace = self._traced()
         names = ("iteration_s", "bound_s", "exposed_s", "steady")
         notes = {**trace.notes, **{name: getattr(self, name) for name in names}}
         return replace(trace, notes=notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, without plan and trace."""
+        """Return the prediction as a JSON-compatible dict, without plan and trace."""
         return {
             "schema": SCHEMA,
             "strategy": self.strategy,
@@ -91,12 +102,13 @@ class Conditions:
     """Conditions of a prediction.
 
     Attributes:
-        iterations: simulated iterations; None: as many as the timeline needs to repeat.
+        iterations: number of simulated iterations; None for as many as the timeline needs to
+            repeat.
         seed: seed of jitter and votes.
-        ranks: how ranks differ; None: as the profile says.
-        votes: by name the share of iterations in which a vote says yes, or its outcomes in a run.
+        ranks: differences between ranks; None for those of the profile.
+        votes: for a vote by name, the probability of a yes, or its outcomes in a run.
         servers: number of ranks that serve, for strategies with servers.
-        skip: first iterations that do not count, where `votes` are outcomes of a run.
+        skip: number of first iterations to leave out if `votes` are outcomes of a run.
     """
 
     iterations: int | None = None
@@ -108,7 +120,7 @@ class Conditions:
 
 
 class Predictable(Protocol):
-    """A strategy, as far as predictions need it."""
+    """Interface of a strategy that predictions use."""
 
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
@@ -134,9 +146,9 @@ def predict(
     Args:
         strategy: the strategy.
         profile: measured facts of model and network.
-        iterations: as of `predict_plan`, like `seed`, `ranks`, `votes` and `skip`.
+        iterations: see `predict_plan`, as for `seed`, `ranks`, `votes` and `skip`.
         servers: number of ranks that serve, for strategies with servers.
-        ran: the plan that a run has executed, if it differs from the strategy's own.
+        ran: plan that a run has executed, if it differs from the strategy's own plan.
     """
     conditions = Conditions(iterations, seed, ranks, votes, servers, skip)
     return within_bound(strategy.predict(profile, conditions, ran), profile, ranks)
@@ -167,31 +179,45 @@ def predict_plan(
     votes: Votes | None = None,
     skip: int = 0,
 ) -> Prediction:
-    """Prediction for a plan.
+    """Return the prediction for a plan.
 
-    Without `iterations` as many are simulated as it takes to see the timeline repeat, at most
-    2048 after the prologue, or 400 with jitter (the profile's, unless `ranks` says otherwise) or
-    votes that are neither sure nor hopeless; long stretches of equal iterations are shortened.
-    Where messages between two ranks share links, there may be several steady states, some of which
-    no real run stays in. So there messages vary by a tenth, in 120 iterations.
-    `votes` and ValueError as of `simulate`. Where they are the outcomes of a run, all of its
-    iterations count after the first `skip`.
+    If sends between ranks share links, a plan may have several steady states, and real runs leave
+    some of them. In this case message times vary by 10 % and 120 iterations are simulated.
+
+    Args:
+        plan: plan to simulate.
+        profile: measured facts of model and network.
+        strategy: name in the prediction; None for the plan's strategy.
+        iterations: number of simulated iterations. None: simulate until the timeline repeats, at
+            most 2048 iterations after the prologue. With jitter, or with a vote of probability
+            between 0 and 1, simulate 400. Long stretches of equal iterations are shortened.
+        seed: seed of jitter and votes.
+        ranks: differences between ranks; None for those of the profile.
+        votes: for a vote by name, the probability of a yes (default 1), or its outcomes in a run.
+        skip: number of first iterations to leave out if `votes` are outcomes of a run. All later
+            whole periods are averaged.
+
+    Returns:
+        Steady state of the plan.
+
+    Raises:
+        ValueError: the plan does not fit the profile or deadlocks.
     """
     ranks = ranks or Ranks()
     replayed = max((len(v) for v in (votes or {}).values() if isinstance(v, Sequence)), default=0)
     if replayed and iterations is None:
         iterations = replayed
-    whole = Short(plan, plan, {}, {}, (), ((0, 0),))
+    whole = ShortPlan(plan, plan, {}, {}, (), ((0, 0),))
     short = shorten(plan) if iterations is None else whole
-    found, cycle = _settle(short, profile, ranks, iterations, seed, votes or {})
+    result, cycle = _simulate(short, profile, ranks, iterations, seed, votes or {})
     if replayed:
-        cycle, here = None, _after(short.plan, skip, len(found.ends_s))
+        cycle, here = None, _periods_after(short.plan, skip, len(result.ends_s))
     else:
-        here = cycle or _second_half(short.plan, len(found.ends_s))
-    window = range(short.number(here.start), short.number(here.stop))
-    iteration_s = _seconds(found, here, short, len(window))
-    busy_s = _mean_over_lines(found, here, short, len(window), _busy_s)
-    waited_s = found.waited_s[here.start : here.stop].mean(axis=1).tolist()
+        here = cycle or _second_half(short.plan, len(result.ends_s))
+    window = range(short.number_of(here.start), short.number_of(here.stop))
+    iteration_s = _seconds(result, here, short, len(window))
+    busy_s = _mean_over_lines(result, here, short, len(window), _link_busy_s)
+    waited_s = result.waited_s[here.start : here.stop].mean(axis=1).tolist()
     weights = map(short.weight, here)
     return Prediction(
         strategy=strategy or plan.strategy,
@@ -200,58 +226,73 @@ def predict_plan(
         exposed_s=sum(s * w for s, w in zip(waited_s, weights, strict=True)) / len(window),
         idle_s={name: max(iteration_s - busy, 0.0) for name, busy in busy_s.items()},
         busy_s=busy_s,
-        bytes_per_iteration=_mean_over_lines(found, here, short, len(window), _bytes),
+        bytes_per_iteration=_mean_over_lines(result, here, short, len(window), _bytes),
         window=window,
-        steady=cycle is not None and all(_sampled(short, found, cycle)),
+        steady=cycle is not None and all(_samples_repeat(short, result, cycle)),
         plan=plan,
-        _traced=lambda: _trace(found, short),
+        _traced=lambda: _trace(result, short),
     )
 
 
 def within_bound(
     prediction: Prediction, profile: Profile, ranks: Ranks | None = None
 ) -> Prediction:
-    """The prediction, at least its bound if compute varies: the bound holds for the expectation,
-    and a finite sample of jitter may have a mean below 1. The bound must be of this profile."""
+    """Return the prediction with `iteration_s` raised to the bound if compute times have jitter.
+
+    The bound holds for the expectation, but a finite sample of jitter may have a mean below 1.
+
+    Args:
+        prediction: prediction with a bound for this profile, or without a bound.
+        profile: profile of the prediction.
+        ranks: differences between ranks of the prediction; None for those of the profile.
+
+    Returns:
+        The prediction itself if it has no bound, if compute has no jitter, or if `ranks` changes
+        compute scale or link rates.
+    """
     bound_s, ranks = prediction.bound_s, ranks or Ranks()
     if bound_s is None or ranks.scale or ranks.link_rates or not any(ranks.jitters(profile)):
         return prediction
     return replace(prediction, iteration_s=max(prediction.iteration_s, bound_s))
 
 
-def _trace(found: Run, short: Short) -> Trace:
-    last = recorded(short.plan, len(found.ends_s), None)
+def _trace(result: Run, short: ShortPlan) -> Trace:
+    last = recorded_iterations(short.plan, len(result.ends_s), None)
     if len(last) == short.plan.period:
-        last = range(last.start + short.gapless - short.plan.prologue, last.stop)
-    return to_trace(found, short.original, last, last, short.number)
+        last = range(last.start + short.gapless_start - short.plan.prologue, last.stop)
+    return to_trace(result, short.original, last, last, short.number_of)
 
 
-def _settle(
-    short: Short,
+def _simulate(
+    short: ShortPlan,
     profile: Profile,
     ranks: Ranks,
     iterations: int | None,
     seed: int,
     votes: Votes,
 ) -> tuple[Run, range | None]:
-    """Simulate longer and longer until the timeline repeats; the last run and its cycle."""
+    """Simulate with a growing number of iterations until the timeline repeats.
+
+    Returns:
+        The last run, and the iterations of its cycle or None.
+    """
     plan = short.plan
     used = {base_link(name) for name in plan.links}
     chance = any(ranks.jitters(profile))
     chance = chance or any(link.jitter for link in profile.links if link.name in used)
-    chance = chance or any(map(_open, votes.values()))
-    several = iterations is None and not plan.uniform and bool(coupled(plan, profile))
+    chance = chance or any(map(_is_random_vote, votes.values()))
+    several = iterations is None and not plan.uniform and bool(coupled_links(plan, profile))
     chance = chance or several
     fixed = iterations is not None or chance
     if iterations is None:
-        # A cycle shows in two periods, if these hold all that is still under way.
+        # Two periods suffice to detect a cycle if a period is longer than any transfer's lag.
         periods = 2 if plan.period >= 2 + max(_lags(plan)) else 4
         least = RANDOM_ITERATIONS if chance else periods * plan.period
         if several:
             least = SHARED_ITERATIONS
         iterations = plan.prologue + plan.period * -(-least // plan.period)
     while True:
-        found = run(
+        result = run(
             plan,
             profile,
             ranks,
@@ -261,15 +302,15 @@ def _settle(
             repeats=short.repeats,
             spread=SHARED_SPREAD if several else 0.0,
         )
-        cycle = None if chance else _cycle(short, found)
+        cycle = None if chance else _cycle(short, result)
         repeated = iterations - plan.prologue
         if cycle or fixed or 2 * repeated > MOST_ITERATIONS:
-            return found, cycle
+            return result, cycle
         iterations += repeated
 
 
-def _open(vote: float | Sequence[bool]) -> bool:
-    """Whether iterations differ by a vote."""
+def _is_random_vote(vote: float | Sequence[bool]) -> bool:
+    """Return whether the outcome of a vote may differ between iterations."""
     return isinstance(vote, Sequence) or 0 < vote < 1
 
 
@@ -280,51 +321,51 @@ def _lags(plan: Plan) -> Iterator[int]:
     yield from (vote.due.lag for vote in plan.votes)
 
 
-def _cycle(short: Short, found: Run) -> range | None:
-    """The last iterations that repeat those before, up to a constant shift in time."""
-    plan, depth = short.plan, _depth(found)
-    last = recorded(plan, len(found.ends_s), None).stop
+def _cycle(short: ShortPlan, result: Run) -> range | None:
+    """Return the last iterations if the timeline repeats after them, shifted in time, or None."""
+    plan, depth = short.plan, _depth(result)
+    last = recorded_iterations(plan, len(result.ends_s), None).stop
     for periods in range(1, LONGEST_CYCLE + 1):
         first = last - periods * plan.period
         if first - depth < plan.prologue:
             return None
-        if _alike(found, first, last, depth):
+        if _is_same_state(result, first, last, depth):
             return range(first, last)
     return None
 
 
-def _sampled(short: Short, found: Run, cycle: range) -> list[bool]:
-    """Whether the timeline repeats within every sample."""
+def _samples_repeat(short: ShortPlan, result: Run, cycle: range) -> list[bool]:
+    """Return for each sample in the cycle whether the timeline repeats within it."""
     stops = [
         iteration
         for iteration in range(cycle.start + 1, cycle.stop + 1)
         if short.plan.phase(iteration - 1) + 1 in short.samples
     ]
-    return [_alike(found, stop - SAMPLE, stop, _depth(found)) for stop in stops]
+    return [_is_same_state(result, stop - SAMPLE, stop, _depth(result)) for stop in stops]
 
 
-def _depth(found: Run) -> int:
-    return 2 + max(program.lag for program in found.programs)
+def _depth(result: Run) -> int:
+    return 2 + max(program.lag for program in result.programs)
 
 
-def _alike(found: Run, first: int, last: int, depth: int) -> bool:
-    """Whether the timeline stands at both iterations as it does at the other."""
-    then, now = _state(found, first, depth), _state(found, last, depth)
-    span_s = float(found.ends_s[last - 1].max() - found.ends_s[first - 1].max())
+def _is_same_state(result: Run, first: int, last: int, depth: int) -> bool:
+    """Return whether the simulation has equal states before iterations `first` and `last`."""
+    then, now = _state(result, first, depth), _state(result, last, depth)
+    span_s = float(result.ends_s[last - 1].max() - result.ends_s[first - 1].max())
     tolerance_s = _SAME * span_s / (last - first)
     return len(then) == len(now) and np.allclose(then, now, rtol=0, atol=tolerance_s)
 
 
-def _state(found: Run, iteration: int, depth: int) -> NDArray[np.float64]:
-    """Everything before an iteration that later ones depend on, relative to its start."""
+def _state(result: Run, iteration: int, depth: int) -> NDArray[np.float64]:
+    """Return all times on which iterations from `iteration` on depend, relative to its start."""
     past = range(iteration - depth, iteration)
-    ranks_s = found.ends_s[iteration - 1]
-    messages_s = [line.ends_of(past) for lines in found.lines.values() for line in lines]
+    ranks_s = result.ends_s[iteration - 1]
+    messages_s = [line.ends_of(past) for lines in result.lines.values() for line in lines]
     return np.concatenate([ranks_s, *messages_s]) - ranks_s.max()
 
 
 def _second_half(plan: Plan, iterations: int) -> range:
-    """Whole periods of the second half; everything if there is no whole period."""
+    """Return the whole periods of the second half, or all iterations without a whole period."""
     periods = max(iterations - plan.prologue, 0) // plan.period
     if not periods:
         return range(iterations)
@@ -332,16 +373,16 @@ def _second_half(plan: Plan, iterations: int) -> range:
     return range(stop - (periods + 1) // 2 * plan.period, stop)
 
 
-def _after(plan: Plan, skip: int, iterations: int) -> range:
-    """Whole periods after the first iterations; everything if there is none."""
+def _periods_after(plan: Plan, skip: int, iterations: int) -> range:
+    """Return the whole periods after `skip` iterations, or all iterations without one."""
     start = max(skip, plan.prologue)
     whole = (iterations - start) // plan.period * plan.period
     return range(start, start + whole) if whole > 0 else range(iterations)
 
 
-def _seconds(found: Run, here: range, short: Short, count: int) -> float:
-    """Seconds per iteration, the slowest rank's end counting."""
-    ends_s = [0.0, *found.ends_s[max(here.start - 1, 0) : here.stop].max(axis=1).tolist()]
+def _seconds(result: Run, here: range, short: ShortPlan, count: int) -> float:
+    """Return the seconds per iteration, measured at the slowest rank."""
+    ends_s = [0.0, *result.ends_s[max(here.start - 1, 0) : here.stop].max(axis=1).tolist()]
     ends_s = ends_s[bool(here.start) :]
     total_s = ends_s[-1] - ends_s[0]
     if short.weights:
@@ -351,22 +392,25 @@ def _seconds(found: Run, here: range, short: Short, count: int) -> float:
 
 
 def _mean_over_lines(
-    found: Run, here: range, short: Short, count: int, amount: Callable[[Run, str, int, int], float]
+    result: Run, here: range, short: ShortPlan, n: int, value: Callable[[Run, str, int, int], float]
 ) -> dict[str, float]:
-    """Per link and iteration, mean over ranks: an amount of a link, a row and an iteration."""
+    """Return for each link the mean of `value` over ranks, summed over `here` and divided by `n`.
+
+    `value(result, link, row, iteration)` is a quantity of one row of the link in one iteration.
+    """
     return {
         link: fmean(
-            sum(amount(found, link, row, iteration) * short.weight(iteration) for iteration in here)
+            sum(value(result, link, row, iteration) * short.weight(iteration) for iteration in here)
             for row in range(len(lines))
         )
-        / count
-        for link, lines in found.lines.items()
+        / n
+        for link, lines in result.lines.items()
     }
 
 
-def _busy_s(found: Run, link: str, row: int, iteration: int) -> float:
-    return found.lines[link][row].busy_s(iteration)
+def _link_busy_s(result: Run, link: str, row: int, iteration: int) -> float:
+    return result.lines[link][row].link_busy_s(iteration)
 
 
-def _bytes(found: Run, link: str, row: int, iteration: int) -> float:
-    return found.programs[row].sent_bytes(link, iteration)
+def _bytes(result: Run, link: str, row: int, iteration: int) -> float:
+    return result.programs[row].link_bytes(link, iteration)

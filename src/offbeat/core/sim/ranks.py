@@ -1,4 +1,4 @@
-"""Ranks: how the workers of a simulated cluster differ from each other."""
+"""Differences between the ranks of a simulated cluster."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from offbeat.core.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Differences between ranks; by default those of the profile.
+    """Differences between ranks. By default the ranks differ as in the profile.
 
-    `scale[r]` is rank r's forward, backward and update time relative to the profile's (empty: the
-    profile's `rank_scale`). `jitter` is the relative standard deviation of a lognormal factor with
-    mean 1 on the same times, drawn per rank and iteration (None: the profile's).
-    `link_rates[link][r]` is rank r's rate on a link (and its channels) relative to the profile's; a
-    collective runs at the slowest rank's. ValueError on values that are not finite and positive.
+    Attributes:
+        scale: forward, backward and update time of each rank relative to the profile's; empty for
+            the profile's `rank_scale`.
+        jitter: relative standard deviation of a lognormal factor with mean 1 on these times, drawn
+            per rank and iteration; None for the profile's jitter.
+        link_rates: for a link by name, the rate of each rank on the link and its channels, relative
+            to the profile's. A collective runs at the rate of its slowest rank.
+
+    Raises:
+        ValueError: a value of `scale` or `link_rates` is not finite and above 0, or `jitter` is not
+            finite or is negative.
     """
 
     scale: tuple[float, ...] = ()
@@ -37,7 +43,15 @@ class Ranks:
                     raise ValueError(f"{name}[{rank}] ({value}) must be finite and above 0")
 
     def fit(self, profile: Profile) -> None:
-        """ValueError unless there is one value per rank, on links that the profile has."""
+        """Raise if these settings do not fit a profile.
+
+        Args:
+            profile: profile with the number of ranks and the links.
+
+        Raises:
+            ValueError: a setting does not have one value per rank, or a link is a channel.
+            KeyError: the profile has no such link.
+        """
         for name, values in self._per_rank():
             if len(values) != profile.world_size and (values or name != "scale"):
                 raise ValueError(
@@ -52,30 +66,39 @@ class Ranks:
                 )
 
     def _per_rank(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """Every setting with one value per rank, by name."""
+        """Yield name and values of every setting with one value per rank."""
         yield "scale", self.scale
         for link, rates in self.link_rates.items():
             yield f"link_rates[{link!r}]", rates
 
     def compute_scale(self, profile: Profile) -> tuple[float, ...]:
-        """Compute time of every rank relative to the profile's."""
+        """Return the compute time of every rank relative to the profile's."""
         return self.scale or profile.rank_scale or (1.0,) * profile.world_size
 
     def link_rate(self, link: str, ranks: Sequence[int] | None = None) -> float:
-        """Rate of a message between some ranks, or all of them, on a link or channel relative to
-        the profile's: the slowest one's."""
+        """Return the rate of a message relative to the profile's rate of the link.
+
+        Args:
+            link: name of a link or channel.
+            ranks: ranks that take part in the message; None for all ranks.
+
+        Returns:
+            Relative rate of the slowest of these ranks.
+        """
         rates = self.link_rates.get(base_link(link), ())
         if ranks is not None and rates:
             rates = [rates[rank] for rank in ranks]
         return min(rates, default=1.0)
 
     def jitters(self, profile: Profile) -> tuple[float, ...]:
-        """Relative standard deviation of every rank's compute."""
+        """Return the relative standard deviation of every rank's compute time."""
         return profile.jitters if self.jitter is None else (self.jitter,) * profile.world_size
 
     def noise(self, iterations: int, profile: Profile, seed: int) -> NDArray[np.float64] | None:
-        """Jitter factors [iteration, rank]; a longer draw begins with the shorter one. None: no
-        rank varies."""
+        """Return jitter factors `[iteration, rank]`, or None if no rank has jitter.
+
+        With the same seed, the first rows do not depend on the number of iterations.
+        """
         jitters = np.array(self.jitters(profile))
         if not jitters.any():
             return None
@@ -86,11 +109,11 @@ class Ranks:
 def lognormal(
     draws: NDArray[np.float64], deviation: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Factors with mean 1 and this standard deviation, from standard normal draws."""
+    """Map standard normal draws to lognormal factors with mean 1 and this standard deviation."""
     spread = np.log1p(np.square(deviation))  # variance of the logarithm; -spread / 2 gives mean 1
     return np.exp(np.sqrt(spread) * draws - spread / 2)
 
 
-def alike(values: Sequence[float]) -> bool:
-    """Whether all values are the same."""
+def equal(values: Sequence[float]) -> bool:
+    """Return whether all values are equal."""
     return min(values) == max(values)

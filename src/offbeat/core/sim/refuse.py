@@ -1,4 +1,4 @@
-"""What the simulator cannot make sense of, said before it begins."""
+"""Check of a plan before a simulation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from offbeat.core.profile import Profile
 Rule = Transfer | Apply | Vote
 
 
-def refuse(plan: Plan, profile: Profile) -> None:
-    """ValueError unless every moment fires, and every link, vote and rank is known."""
+def require_fit(plan: Plan, profile: Profile) -> None:
+    """Raise ValueError if a moment never fires or a link, vote, buffer or rank does not exist."""
     if plan.buckets != len(profile.buckets):
         raise ValueError(
             f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
@@ -39,7 +39,7 @@ def refuse(plan: Plan, profile: Profile) -> None:
 
 
 def _faults(rule: Rule, plan: Plan, profile: Profile) -> Iterator[str]:
-    """What is wrong with a rule, with {name} in its place."""
+    """Yield the faults of a rule as messages with the placeholder `{name}` for its name."""
     for moment in _moments(rule):
         if not 0 <= (moment.bucket or 0) < plan.buckets:
             yield f"moment {moment} of {{name}} never fires: there are {plan.buckets} buckets"
@@ -50,7 +50,7 @@ def _faults(rule: Rule, plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"moment {rule.at} of {{name}} must lie in its own iteration"
         return
     if rule.when is not None and rule.when not in (votes := [vote.name for vote in plan.votes]):
-        yield f"vote {rule.when!r} of {{name}} must be one of the plan's: {_listed(votes)}"
+        yield f"vote {rule.when!r} of {{name}} must be one of the plan's: {_join_names(votes)}"
     if not all(0 <= rank < profile.world_size for rank in rule.ranks or ()):
         yield f"ranks {rule.ranks} of {{name}} must lie in 0..{profile.world_size - 1}"
     if isinstance(rule, Transfer):
@@ -62,14 +62,14 @@ def _transfer_faults(t: Transfer, plan: Plan, profile: Profile) -> Iterator[str]
     if t.after.lag:
         yield f"release {t.after} of {{name}} must lie in its own iteration"
     if t.payload.buffer not in (known := plan.all_buffers):
-        yield f"buffer {t.payload.buffer!r} of {{name}} must be one of {_listed(known)}"
+        yield f"buffer {t.payload.buffer!r} of {{name}} must be one of {_join_names(known)}"
     if t.verb == "send" and (t.ranks is None or len(t.ranks) != 2 or t.ranks[0] == t.ranks[1]):
         yield "{name} must name two ranks, from and to"
     if t.verb != "send" and t.ranks is not None:
         yield "{name} is a collective; the ranks it spans are the link's group"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
 
 

@@ -1,4 +1,4 @@
-"""Running: a plan in virtual time on all ranks, by the engine that suits it."""
+"""Simulation of a plan on all ranks, with the engine that fits the plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.job import Factors, Job, Run
 from offbeat.core.sim.outcomes import Outcomes, Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.refuse import refuse
-from offbeat.core.sim.shared import coupled
+from offbeat.core.sim.refuse import require_fit
+from offbeat.core.sim.shared import coupled_links
 from offbeat.core.sim.spread import Spread
 
 
@@ -28,16 +28,26 @@ def run(
     repeats: Mapping[int, int] | None = None,
     spread: float = 0.0,
 ) -> Run:
-    """Run a plan on all ranks; ValueError if it does not fit the profile or can never proceed.
+    """Simulate a plan on all ranks.
 
-    `votes`: of a yes by name, its probability or the outcomes of a run. `repeats`: iterations that
-    a phase stands for. `spread`: messages vary by at least this share.
+    Args:
+        plan: plan to simulate.
+        profile: profile of model and network.
+        ranks: differences between ranks.
+        iterations: number of iterations.
+        seed: seed of jitter and votes.
+        votes: for a vote by name, the probability of a yes, or its outcomes in a run.
+        repeats: number of iterations that a phase represents, by phase; 1 for other phases.
+        spread: lower limit of the relative standard deviation of message times.
+
+    Raises:
+        ValueError: the plan does not fit the profile or deadlocks.
     """
-    job = job_of(plan, profile, ranks, iterations, seed, votes or {}, repeats or {}, spread)
+    job = make_job(plan, profile, ranks, iterations, seed, votes or {}, repeats or {}, spread)
     return engine.run(job) if plan.uniform else events.run(job)
 
 
-def job_of(
+def make_job(
     plan: Plan,
     profile: Profile,
     ranks: Ranks,
@@ -47,17 +57,17 @@ def job_of(
     repeats: Mapping[int, int],
     spread: float = 0.0,
 ) -> Job:
-    """What either engine is given."""
+    """Return the input of an engine; raise ValueError if the plan does not fit the profile."""
     if iterations < 1:
         raise ValueError(f"iterations ({iterations}) must be at least 1")
-    refuse(plan, profile)
+    require_fit(plan, profile)
     ranks.fit(profile)
-    together = coupled(plan, profile)
+    together = coupled_links(plan, profile)
     horizon = iterations
     if together:
-        # What shares the time of the last messages must run, too: until each rank is past their
-        # deadlines, and in turn past those of what shares the time of these. Some ranks may be
-        # ahead of others.
+        # Simulate the messages that share bandwidth with the last messages too, up to the
+        # deadlines of the last messages. In a plan that is not uniform, ranks may be ahead of each
+        # other, so a message may in turn share bandwidth with later ones, once per rank.
         lag = max(t.before.lag for t in plan.transfers)
         horizon += lag if plan.uniform else (lag + 1) * profile.world_size
     return Job(

@@ -1,4 +1,4 @@
-"""Workers that do not wait for each other: seconds of their compute, and one endpoint's link."""
+"""Inputs to simulations of workers that do not wait for each other: compute times and servers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from offbeat.core.sim.ranks import Ranks
 
 @dataclass(frozen=True)
 class Server:
-    """One server's share of a job: seconds, bytes and bytes per second.
+    """One server's share of a job.
 
-    `caps[n]` is worker n's rate to this server, `rate` the server's own in each direction;
-    `apply_s` what an update takes it.
+    Attributes:
+        size_bytes: bytes of the parameters that the server holds.
+        rate: bytes per second of the server's link in each direction.
+        caps: bytes per second from each worker to this server.
+        latency_s: seconds of latency of a message.
+        apply_s: seconds of one update on the server.
     """
 
     size_bytes: float
@@ -27,7 +31,7 @@ class Server:
 
 
 def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Server:
-    """One of so many servers, on the profile's default link."""
+    """Return one of `servers` equal servers on the profile's default link."""
     ranks, link = ranks or Ranks(), profile.default_link
     hops = max(2 * (profile.world_size - 1), 1)
     rate = (
@@ -49,7 +53,7 @@ def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Ser
 def compute_seconds(
     profile: Profile, ranks: Ranks, iterations: int, seed: int
 ) -> NDArray[np.float64]:
-    """[iteration, worker], without the update."""
+    """Return the compute seconds `[iteration, worker]` without the update."""
     alone_s = profile.forward_s + profile.backward_s
     scale = np.array(ranks.compute_scale(profile))
     noise = ranks.noise(iterations, profile, seed)

@@ -1,4 +1,4 @@
-"""Shared capacity: links that slow each other down while they carry messages."""
+"""Coupled links: links that slow each other down while they carry messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim.lines import SharedLine
 
 
-def coupled(plan: Plan, profile: Profile) -> frozenset[str]:
-    """A plan's links and channels that slow another of them down, or are slowed down."""
+def coupled_links(plan: Plan, profile: Profile) -> frozenset[str]:
+    """Return the plan's links and channels that slow down, or are slowed down by, another one."""
     sending = {t.link for t in plan.transfers if t.ranks is not None}
     pairs = (
         (a, b)
@@ -21,49 +21,50 @@ def coupled(plan: Plan, profile: Profile) -> frozenset[str]:
     return frozenset(name for pair in pairs for name in pair)
 
 
-class Shared:
-    """Coupled links, advanced together in the order of time.
+class CoupledLinks:
+    """Coupled links, advanced together in order of time.
 
-    A message is so many seconds of work, done at its link's current speed, which changes whenever
-    a message on another of the links begins or ends. What is released between two advances must
-    not be released before the end of the first.
+    The remaining seconds of a message pass at its link's current speed. The speed changes whenever
+    a message on another of the links starts or ends. A message that is released between two calls
+    of `advance` must not be released before the end of the first call's last message.
     """
 
     def __init__(self, links: Sequence[SharedLine], profile: Profile) -> None:
         self.links = tuple(links)
         self._profile = profile
         self._now_s = 0.0
-        self._starts_s: dict[str, float] = {}  # of the messages under way, by link
-        self._left_s: dict[str, float] = {}  # their work, alone on the link
-        self._speeds: dict[tuple[str, ...], dict[str, float]] = {}  # by who is under way
+        self._starts_s: dict[str, float] = {}  # start of each active message, by link
+        self._left_s: dict[str, float] = {}  # remaining seconds of each, at full speed
+        self._speeds: dict[tuple[str, ...], dict[str, float]] = {}  # speeds by active links
 
     def advance(self, awaited: tuple[str, int] | None = None) -> bool:
-        """Run until the awaited message (link, number) ends; by default all that can.
+        """Advance until the awaited message (link, number) ends, or until no message can run.
 
-        False if it does not end with what has been released so far.
+        Returns:
+            Whether the awaited message has ended.
         """
-        while (event := self._next()) is not None:
+        while (event := self._next_event()) is not None:
             now_s, link = event
-            self._work(now_s)
+            self._pass_time(now_s)
             if link.name not in self._left_s:
                 self._begin(link)
                 continue
             number = len(link.ends_s)
             del self._left_s[link.name]
-            link.land(self._starts_s.pop(link.name), now_s)
+            link.end_message(self._starts_s.pop(link.name), now_s)
             if (link.name, number) == awaited:
                 return True
         return False
 
-    def _next(self) -> tuple[float, SharedLine] | None:
-        """When and on which link the next message begins or ends."""
+    def _next_event(self) -> tuple[float, SharedLine] | None:
+        """Return time and link of the next start or end of a message, or None."""
         speeds = self._current_speeds()
         first: tuple[float, SharedLine] | None = None
         for link in self.links:
             if link.name in speeds:
                 at_s = self._now_s + self._left_s[link.name] / speeds[link.name]
-            elif (waiting := link.waiting()) is not None:
-                at_s = waiting[0]
+            elif (next_message := link.next_message()) is not None:
+                at_s = next_message[0]
             else:
                 continue
             if first is None or at_s < first[0]:
@@ -71,19 +72,19 @@ class Shared:
         return first
 
     def _begin(self, link: SharedLine) -> None:
-        waiting = link.waiting()
-        assert waiting is not None
-        self._starts_s[link.name], self._left_s[link.name] = waiting
+        next_message = link.next_message()
+        assert next_message is not None
+        self._starts_s[link.name], self._left_s[link.name] = next_message
 
-    def _work(self, until_s: float) -> None:
-        """Let time pass for the messages under way."""
+    def _pass_time(self, until_s: float) -> None:
+        """Advance the active messages to `until_s`."""
         for name, speed in self._current_speeds().items():
             left_s = self._left_s[name] - (until_s - self._now_s) * speed
-            self._left_s[name] = max(left_s, 0.0)  # rounding must not let time run backwards
+            self._left_s[name] = max(left_s, 0.0)  # rounding must not make an end precede `until_s`
         self._now_s = until_s
 
     def _current_speeds(self) -> dict[str, float]:
-        """Share of its speed at which each link runs that carries a message."""
+        """Return the speed of each active link, as a share of its full speed."""
         running = tuple(self._left_s)
         if running not in self._speeds:
             self._speeds[running] = {

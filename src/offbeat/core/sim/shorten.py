@@ -1,9 +1,9 @@
-"""Shortening: long plans with fewer iterations, and what each of these stands for.
+"""Shortened plans: long stretches of equal iterations replaced by fewer iterations.
 
-Between two changes of its rules a plan may have very many iterations that are all alike. Where
-nothing moves in them, one iteration is run that takes as long as all those left out: exact, also
-for ranks that differ. Where messages move, the last ones that are kept are a sample of those left
-out: exact if the timeline repeats within the sample.
+A stretch is a run of phases with equal rules. In a stretch without messages, one iteration replaces
+all omitted iterations and takes as long as all of them; this is exact for any differences between
+ranks. In a stretch with messages, its last iterations are a sample of the omitted ones; this is
+exact if the timeline repeats within the sample.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from itertools import pairwise
 from offbeat.core.plan import Phases, Plan
 from offbeat.core.plan.program import Program
 
-LONG = 512  # a stretch of so many alike iterations is shortened
-SHOWN = 32  # idle ones that are kept at its end
-SAMPLE = 60  # ones with messages; a repetition of 1-6, 10, 12, 15, 20, 30 or 60 shows in them
+LONG = 512  # a stretch of more iterations is shortened
+SHOWN = 32  # iterations kept at the end of a stretch without messages
+SAMPLE = 60  # iterations kept at the end of a stretch with messages; a multiple of likely cycles
 
 
 @dataclass(frozen=True)
-class Short:
-    """A plan that takes the same time, phases of which stand for several iterations.
+class ShortPlan:
+    """Plan of which some phases represent several iterations of the original plan.
 
-    `repeats`: an idle phase runs as so many iterations at once. `weights`: a phase counts as so
-    many, as a sample. `samples`: where these stop. `pieces`: (phase here, phase of the original)
-    from which on both go on one by one.
+    Attributes:
+        plan: shortened plan.
+        original: plan before shortening.
+        repeats: number of iterations that an idle phase represents, simulated as one iteration, by
+            phase; 1 for other phases.
+        weights: number of iterations that a phase of a sample represents, by phase; 1 for other
+            phases.
+        samples: phase after the end of each sample.
+        pieces: start of each piece without omissions, as (phase of `plan`, phase of `original`).
     """
 
     plan: Plan
@@ -37,26 +43,26 @@ class Short:
     samples: tuple[int, ...]
     pieces: tuple[tuple[int, int], ...]
 
-    def number(self, iteration: int) -> int:
-        """The original's iteration that one of the short plan is."""
+    def number_of(self, iteration: int) -> int:
+        """Return the iteration of the original plan for an iteration of the shortened plan."""
         phase = self.plan.phase(iteration)
         cycles = (iteration - phase) // self.plan.period
         here, there = self.pieces[bisect_right(self.pieces, phase, key=lambda piece: piece[0]) - 1]
         return there + phase - here + cycles * self.original.period
 
     def weight(self, iteration: int) -> float:
-        """Iterations of which one is a sample."""
+        """Return the number of iterations that one iteration represents as part of a sample."""
         return self.weights.get(self.plan.phase(iteration), 1.0) if self.weights else 1.0
 
     @property
-    def gapless(self) -> int:
-        """The first phase of the cycle from which on none is left out."""
+    def gapless_start(self) -> int:
+        """Return the first phase of the period after which no phase is omitted."""
         starts = [here for here, _ in self.pieces[1:] if here > self.plan.prologue]
         return max([self.plan.prologue, *starts])
 
 
-def shorten(plan: Plan) -> Short:
-    """The plan with every long stretch shortened; itself if there is none."""
+def shorten(plan: Plan) -> ShortPlan:
+    """Shorten every long stretch of a plan. A plan without one is returned unchanged."""
     program = Program(plan)
     _, edges = program.shape()
     bounds = [edge for edge in edges if edge < len(plan.phases)] + [len(plan.phases)]
@@ -66,7 +72,7 @@ def shorten(plan: Plan) -> Short:
     samples = []
     for a, z in pairwise(bounds):
         here, length = starts[a], z - a
-        head, skipped, kept = _kept(plan, program, a, length)
+        head, skipped, kept = _split_stretch(plan, program, a, length)
         if skipped and kept == SHOWN:
             repeats[here + head] = skipped + 1
             pieces += [(here + head + 1, z - kept)]
@@ -78,22 +84,22 @@ def shorten(plan: Plan) -> Short:
                 weights[phase] = 1 + skipped / kept
         starts[z] = here + head + kept
     if starts[bounds[-1]] == len(plan.phases):
-        return Short(plan, plan, {}, {}, (), ((0, 0),))
-    return Short(_cut(plan, starts), plan, repeats, weights, tuple(samples), tuple(pieces))
+        return ShortPlan(plan, plan, {}, {}, (), ((0, 0),))
+    return ShortPlan(_cut_plan(plan, starts), plan, repeats, weights, tuple(samples), tuple(pieces))
 
 
-def _kept(plan: Plan, program: Program, start: int, length: int) -> tuple[int, int, int]:
-    """Of a stretch: how many are kept at its beginning, left out, and kept at its end."""
+def _split_stretch(plan: Plan, program: Program, start: int, length: int) -> tuple[int, int, int]:
+    """Return the numbers of phases kept at a stretch's start, omitted, and kept at its end."""
     if length <= LONG + program.lag:
         return 0, 0, length
     if not any(start in rule.phases for rule in (*plan.transfers, *plan.votes)):
-        # Earlier iterations' messages are still due in the first ones.
+        # Messages of earlier iterations are due in the first iterations of the stretch.
         return program.lag, length - program.lag - SHOWN - 1, SHOWN
     skipped = (length - LONG) // SAMPLE * SAMPLE
     return length - skipped - SAMPLE, skipped, SAMPLE
 
 
-def _cut(plan: Plan, starts: Mapping[int, int]) -> Plan:
+def _cut_plan(plan: Plan, starts: Mapping[int, int]) -> Plan:
     def cut(phases: Phases) -> Phases:
         return Phases.of_runs(_runs(phases))
 

@@ -1,4 +1,4 @@
-"""Simulation: plans in virtual time, as a trace."""
+"""Simulation of plans in virtual time, with a trace as result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from offbeat.core.sim.spans import rank_spans
 from offbeat.core.sim.trace import Trace
 
 MAX_RANKS = 16  # ranks with spans in a trace
-LEAST_ITERATIONS = 32  # by default, after the prologue
-MOST_ITERATIONS = 2048  # by default
+LEAST_ITERATIONS = 32  # default lower limit of iterations after the prologue
+MOST_ITERATIONS = 2048  # default upper limit of iterations
 
 
 def simulate(
@@ -29,30 +29,44 @@ def simulate(
     record: int | None = None,
     votes: Votes | None = None,
 ) -> Trace:
-    """Trace of a plan in virtual time, in seconds from 0.
+    """Simulate a plan in virtual time.
 
-    `iterations` defaults to the prologue and at least four periods, but at most 2048. Spans cover
-    the last `record` iterations (default: the last whole period, or the last 32 if there is none)
-    of at most the first 16 ranks; the kind of half an all-reduce is its verb, and its bytes are
-    half the payload. `votes`: by name, how probable a yes is (default 1), drawn from `seed`, or the
-    outcomes of a run, iteration by iteration. If all ranks are alike, the trace has one row that
-    stands for all of them; `notes["ranks"]` is their number. ValueError if the plan does not fit
-    the profile or can never proceed.
+    Args:
+        plan: plan to simulate.
+        profile: measured facts of model and network.
+        iterations: number of iterations. None for the prologue and at least four periods with at
+            least 32 iterations, but at most 2048 iterations in total.
+        seed: seed of jitter and votes.
+        ranks: differences between ranks; None for those of the profile.
+        record: number of last iterations with spans. None for the last whole period, or for the
+            last 32 iterations (at most a period's number) if no period is whole.
+        votes: for a vote by name, the probability of a yes (default 1), or its outcomes in a run.
+
+    Returns:
+        Trace in seconds from 0, with spans of at most the first 16 ranks. A reduce_scatter,
+        all_gather or send has its verb as kind; the first two count half the payload bytes. If
+        all ranks are alike, the trace has a single row; `notes["ranks"]` is the number of ranks.
+
+    Raises:
+        ValueError: the plan does not fit the profile or deadlocks.
     """
     if iterations is None:
         iterations = min(default_iterations(plan), MOST_ITERATIONS)
-    window = recorded(plan, iterations, record)
-    found = run(plan, profile, ranks or Ranks(), iterations=iterations, seed=seed, votes=votes)
-    return to_trace(found, plan, range(iterations), window)
+    window = recorded_iterations(plan, iterations, record)
+    result = run(plan, profile, ranks or Ranks(), iterations=iterations, seed=seed, votes=votes)
+    return to_trace(result, plan, range(iterations), window)
 
 
 def default_iterations(plan: Plan, least: int = LEAST_ITERATIONS) -> int:
-    """The prologue, then whole periods: at least four, with at least `least` iterations."""
+    """Return the iterations of prologue and at least four periods, with at least `least` in these.
+
+    The periods are whole.
+    """
     return plan.prologue + plan.period * max(4, -(-least // plan.period))
 
 
-def recorded(plan: Plan, iterations: int, record: int | None) -> range:
-    """Iterations with spans: the last `record`, by default the last whole period."""
+def recorded_iterations(plan: Plan, iterations: int, record: int | None) -> range:
+    """Return the iterations with spans: the last `record`, by default the last whole period."""
     if record is None:
         periods = max(iterations - plan.prologue, 0) // plan.period
         if periods:
@@ -65,29 +79,36 @@ def recorded(plan: Plan, iterations: int, record: int | None) -> range:
 
 
 def to_trace(
-    found: Run,
+    result: Run,
     plan: Plan,
     covered: range,
     record: range,
     number: Callable[[int], int] = lambda iteration: iteration,
 ) -> Trace:
-    """What happened in a run of iterations, as a trace with spans of those in `record`. `plan`
-    and `number` say whose iterations they are, and which."""
-    rows = found.ends_s.shape[1]
-    starts_s = found.ends_s[covered.start - 1].tolist() if covered.start else [0.0] * rows
+    """Convert the result of an engine to a trace.
+
+    Args:
+        result: result of an engine.
+        plan: plan whose iterations the trace shows; the original if `result` is of a shortened one.
+        covered: iterations of `result` in the trace.
+        record: iterations of `result` with spans.
+        number: function from an iteration of `result` to the iteration of `plan`.
+    """
+    rows = result.ends_s.shape[1]
+    starts_s = result.ends_s[covered.start - 1].tolist() if covered.start else [0.0] * rows
     windows = Windows(plan)
     return Trace(
         source="simulated",
         strategy=plan.strategy,
-        ends_s=tuple(map(tuple, found.ends_s[covered.start : covered.stop].T.tolist())),
+        ends_s=tuple(map(tuple, result.ends_s[covered.start : covered.stop].T.tolist())),
         starts_s=tuple(starts_s),
         spans=tuple(
             span
             for rank in range(min(rows, MAX_RANKS))
-            for span in rank_spans(found, rank, record, number, windows)
+            for span in rank_spans(result, rank, record, number, windows)
         ),
         first=number(covered.start),
         period=plan.period,
         uneven=bool(plan.votes),
-        notes={"ranks": found.job.profile.world_size},
+        notes={"ranks": result.job.profile.world_size},
     )

@@ -1,4 +1,4 @@
-"""Spans: what each rank of a run did, walked once more in detail."""
+"""Conversion of an engine's result to the spans of each rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from offbeat.core.sim.job import Run
 from offbeat.core.sim.timed_program import Slot
 from offbeat.core.sim.trace import COMPUTE, Span
 
-ROUNDING = 1e-12  # of the time so far: a shorter wait is none
+ROUNDING = 1e-12  # share of the current time; a shorter wait is a rounding error
 
 
 def rank_spans(
     run: Run, rank: int, record: range, number: Callable[[int], int], windows: Windows
 ) -> list[Span]:
-    """Spans of one rank in some iterations, by their start. `number` gives an iteration the
-    number to show."""
-    walk = _Walk(run, rank, number, windows)
-    compute = [span for iteration in record for span in walk.compute(iteration)]
-    return sorted([*compute, *walk.messages], key=lambda span: span.start_s)
+    """Return the spans of one rank, sorted by start.
+
+    Args:
+        run: result of an engine.
+        rank: rank of the spans.
+        record: iterations of `run` with spans.
+        number: function from an iteration of `run` to the iteration number in the spans.
+        windows: accumulation windows of the plan.
+    """
+    builder = _SpanBuilder(run, rank, number, windows)
+    compute = [span for iteration in record for span in builder.compute_spans(iteration)]
+    return sorted([*compute, *builder.messages], key=lambda span: span.start_s)
 
 
-class _Walk:
-    """One rank's way through its steps; `messages` collects the spans on links."""
+class _SpanBuilder:
+    """Builder of one rank's spans from the steps of its program.
+
+    Attributes:
+        messages: spans on links, collected while `compute_spans` runs.
+    """
 
     def __init__(self, run: Run, rank: int, number: Callable[[int], int], windows: Windows) -> None:
         self.run, self.rank, self.number, self.windows = run, rank, number, windows
@@ -34,56 +45,56 @@ class _Walk:
         self.messages: list[Span] = []
         self._now = 0.0
 
-    def compute(self, iteration: int) -> Iterator[Span]:
-        """Compute, waiting and rules of one iteration; the ones before must be over."""
+    def compute_spans(self, iteration: int) -> Iterator[Span]:
+        """Yield the spans on compute of one iteration. Call in the order of iterations."""
         run, buckets = self.run, self.run.job.plan.buckets
         if iteration:
             row = min(self.rank, run.ends_s.shape[1] - 1)
             self._now = max(self._now, float(run.ends_s[iteration - 1, row]))
-        self._receive(iteration)
-        yield from self._shown("other", iteration, run.job.profile.other_s, None)
+        self._add_received_messages(iteration)
+        yield from self._spend("other", iteration, run.job.profile.other_s, None)
         factor = run.factor(iteration, self.rank)
         steps = {step.position: step for step in self.program.program.steps(iteration)}
         for place in range(2 * buckets + 2):
             for kind, bucket in work_before(place, buckets):
                 seconds = self.costs.work_s(kind, bucket) * factor
-                yield from self._shown(kind, iteration, seconds, bucket)
+                yield from self._spend(kind, iteration, seconds, bucket)
             if place in steps:
-                yield from self._act(iteration, steps[place], factor)
+                yield from self._step_spans(iteration, steps[place], factor)
 
-    def _act(self, iteration: int, step: Step, factor: float) -> Iterator[Span]:
-        until_s = self._awaited_s(iteration, step)
+    def _step_spans(self, iteration: int, step: Step, factor: float) -> Iterator[Span]:
+        until_s = self._wait_end_s(iteration, step)
         if until_s - self._now > ROUNDING * self._now:
-            yield from self._shown("wait", iteration, until_s - self._now, None)
+            yield from self._spend("wait", iteration, until_s - self._now, None)
         self._now = max(self._now, until_s)
         for lag, apply in step.apply:
-            seconds = self.costs.applied_s(apply)
-            if seconds is not None and self.program.goes(apply, iteration - lag):
+            seconds = self.costs.apply_s(apply)
+            if seconds is not None and self.program.is_on(apply, iteration - lag):
                 kind = "update" if effects.is_update(apply) else apply.rule
                 for bucket, one_s in zip(apply.buckets, seconds.tolist(), strict=True):
-                    yield from self._shown(kind, iteration, one_s * factor, bucket)
+                    yield from self._spend(kind, iteration, one_s * factor, bucket)
         for index in step.release:
-            self._message(iteration, index, received=False)
+            self._add_message(iteration, index, received=False)
         sending_s = self.program.sending_s(iteration, step) * factor
         if sending_s:
-            yield from self._shown("sending", iteration, sending_s, None)
+            yield from self._spend("sending", iteration, sending_s, None)
 
-    def _shown(
+    def _spend(
         self, kind: str, iteration: int, seconds: float, bucket: int | None
     ) -> Iterator[Span]:
-        """Time passes; a bucket's work is always shown, the rest only if there was some."""
+        """Advance the time and yield the span. Without a bucket, a span of 0 s is left out."""
         begun, self._now = self._now, self._now + seconds
         if self._now > begun or bucket is not None:
             buckets = None if bucket is None else (bucket, bucket + 1)
             shown = self.number(iteration)
             yield Span(self.rank, COMPUTE, kind, shown, begun, self._now, buckets)
 
-    def _awaited_s(self, iteration: int, step: Step) -> float:
-        """When everything that a step waits for is there."""
+    def _wait_end_s(self, iteration: int, step: Step) -> float:
+        """Return the time at which all messages and votes that a step waits for have arrived."""
         until_s = 0.0
         for lag, index in step.wait:
             slot = self.program.slot(iteration, lag, index)
-            if self.program.goes(self._transfer(iteration, slot), iteration - lag):
+            if self.program.is_on(self._transfer(iteration, slot), iteration - lag):
                 times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
                 assert times is not None
                 until_s = max(until_s, times[2])
@@ -93,18 +104,21 @@ class _Walk:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def _receive(self, iteration: int) -> None:
+    def _add_received_messages(self, iteration: int) -> None:
         for index, t in enumerate(self.program.program.transfers(iteration)):
             if t.ranks is not None and t.ranks[1] == self.rank:
-                self._message(iteration, index, received=True)
+                self._add_message(iteration, index, received=True)
 
-    def _message(self, iteration: int, index: int, *, received: bool) -> None:
-        """A message's span on a rank begins when the rank issues it, before the others may have;
-        on a receiver when it is sent."""
+    def _add_message(self, iteration: int, index: int, *, received: bool) -> None:
+        """Append the span of a message on this rank.
+
+        The span starts when this rank issues the message, which may be before other ranks do. On
+        the receiver of a send it starts with the transfer.
+        """
         slot = self.program.slot(iteration, 0, index)
         t = self._transfer(iteration, slot)
         times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
-        if times is None or not self.program.goes(t, iteration):
+        if times is None or not self.program.is_on(t, iteration):
             return
         free_s, begun_s, end_s = times
         span = Span(
@@ -118,13 +132,16 @@ class _Walk:
             end_s,
             (t.payload.buckets.start, t.payload.buckets.stop),
             self.costs.message_bytes(t, self.rank),
-            self._carries(t, iteration),
+            self._carried_iterations(t, iteration),
             t.ranks,
         )
         self.messages.append(span)
 
-    def _carries(self, t: Transfer, iteration: int) -> tuple[int, int] | None:
-        """Iterations [first, stop) whose gradients a message holds; None: just its own."""
+    def _carried_iterations(self, t: Transfer, iteration: int) -> tuple[int, int] | None:
+        """Return the iterations [first, stop) whose gradients a message holds, or None.
+
+        None stands for the message's own iteration.
+        """
         if not self.windows.late or t.payload.buffer != "grad":
             return None
         window = self.windows.window(self.number(iteration), t.payload.age)

@@ -1,4 +1,4 @@
-"""Spread: how the times of messages vary from one to the next."""
+"""Random variation of message times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from offbeat.core.plan import Plan, Transfer
 from offbeat.core.profile import Profile
 from offbeat.core.sim.ranks import lognormal
 
-_KEPT = 64  # iterations whose factors are kept
+_KEPT = 64  # number of iterations in the cache of factors
 
 
 class Spread:
-    """Lognormal factors with mean 1 on the times of messages, by the jitter of their links.
+    """Lognormal factors with mean 1 on message times, by the jitter of each link.
 
-    Drawn per transfer and iteration, so that both engines and a longer simulation draw the same.
-    Groups that send the same transfer at once share its factor. `least`: of all their jitters.
+    A factor depends on seed, transfer and iteration only, so both engines and a longer simulation
+    get equal factors. All groups of a transfer share its factor.
+
+    Args:
+        plan: plan with the transfers.
+        profile: profile with the links' jitter.
+        seed: seed of the draws.
+        least: lower limit of the jitter of each link.
     """
 
     def __init__(self, plan: Plan, profile: Profile, seed: int, least: float = 0.0) -> None:
@@ -28,14 +34,14 @@ class Spread:
         self._factors: dict[int, NDArray[np.float64]] = {}
 
     def factor(self, t: Transfer, iteration: int) -> float:
-        """What the time of one message is multiplied by."""
-        return float(self._of(iteration)[self._places[id(t)]]) if self.any else 1.0
+        """Return the factor of a message's time."""
+        return float(self._factors_of(iteration)[self._places[id(t)]]) if self.any else 1.0
 
-    def _of(self, iteration: int) -> NDArray[np.float64]:
+    def _factors_of(self, iteration: int) -> NDArray[np.float64]:
         if iteration not in self._factors:
             if len(self._factors) == _KEPT:
                 del self._factors[next(iter(self._factors))]
-            # A stream of its own: compute draws from the seed itself.
+            # Use a separate stream, because compute jitter uses the seed itself.
             draws = np.random.default_rng((self._seed, 1, iteration))
             normal = draws.standard_normal(len(self._jitters))
             self._factors[iteration] = lognormal(normal, self._jitters)

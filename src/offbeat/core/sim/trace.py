@@ -1,4 +1,4 @@
-"""Traces: the timeline that both interpreters produce, and what can be read off it."""
+"""Traces: timelines of simulated and real runs, with statistics and file formats."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from typing import Any, Literal
 from offbeat.core.files import write_text
 
 SCHEMA = 1
-COMPUTE = "compute"  # the lane of forward, backward, update and waiting
+COMPUTE = "compute"  # lane of forward, backward, update and waiting
 
 Source = Literal["simulated", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time on one lane of one rank; seconds from the trace's origin.
+    """Interval of activity on one lane of one rank.
 
-    Lanes are `compute` and the links' names. Kinds on compute: forward, backward, update, wait,
-    other, and simulated sending (processor time that messages take); on links: grad, param, state,
-    or the verb (reduce_scatter, all_gather, send).
-    `buckets` is a run of neighbours, None for the model.
-    `carries`: the iterations [first, stop) whose gradients a message holds; None: its own.
-    `way`: (from, to) of a send, which has a span on both; None: the message is of all its ranks.
+    Attributes:
+        rank: rank of the lane.
+        lane: `compute` or the name of a link.
+        kind: on compute: forward, backward, update, wait, other, or, in simulations, sending
+            (processor time that messages take). On links: grad, param, state, or the verb
+            (reduce_scatter, all_gather, send).
+        iteration: iteration of the activity.
+        start_s: start, in seconds from the trace's origin.
+        end_s: end, in seconds from the trace's origin.
+        buckets: range of buckets [first, stop); None for the whole model.
+        bytes: payload bytes of a message.
+        carries: iterations [first, stop) whose gradients a message holds; None for `iteration`.
+        way: (source, target) of a send, which has a span on both ranks; None for collectives.
     """
 
     rank: int
@@ -50,10 +57,14 @@ class Span:
 
 
 def whole_periods(skip: int, period: int, iterations: int) -> int:
-    """Return how many first iterations to leave out: whole periods, at least `skip` iterations; or
-    `skip` itself if no whole period of the `iterations` would remain.
+    """Return `skip` rounded up to whole periods, or `skip` if no whole period would remain.
 
-    The first averages of a plan differ from all later ones, as it begins with a trial.
+    The first averages of a plan differ from all later ones, because the plan begins with a trial.
+
+    Args:
+        skip: smallest number of first iterations to leave out.
+        period: iterations of a period.
+        iterations: number of all iterations.
     """
     whole = -(-skip // period) * period
     return whole if iterations - whole >= period else skip
@@ -61,9 +72,18 @@ def whole_periods(skip: int, period: int, iterations: int) -> int:
 
 @dataclass(frozen=True)
 class Trace:
-    """A timeline. `ends_s[rank][i]` is when iteration `first + i` ended; the first one started
-    at `starts_s[rank]`. Spans may cover fewer iterations than `ends_s` (a recorded window).
-    `uneven`: iterations differ by what votes decide, so that only their mean says something.
+    """Timeline of a run.
+
+    Attributes:
+        source: "simulated" or "measured".
+        strategy: name of the strategy.
+        ends_s: end of iteration `first + i` on each rank, as `ends_s[rank][i]`.
+        starts_s: start of iteration `first` on each rank.
+        spans: spans of all or some of these iterations.
+        first: number of the first iteration.
+        period: iterations of a period of the plan.
+        notes: further facts by name.
+        uneven: whether votes make iterations differ, so that the mean is the only valid statistic.
     """
 
     source: Source
@@ -85,18 +105,24 @@ class Trace:
         return min(len(ends) for ends in self.ends_s)
 
     def iteration_seconds(self) -> list[float]:
-        """Duration of every iteration, the slowest rank's end counting."""
-        return _steps(min(self.starts_s), [max(ends) for ends in zip(*self.ends_s, strict=False)])
+        """Return the seconds of every iteration, measured at the slowest rank."""
+        return _gaps(min(self.starts_s), [max(ends) for ends in zip(*self.ends_s, strict=False)])
 
     def period_seconds(self, skip: int = 0) -> list[float]:
-        """Mean iteration time of every whole period after the first `skip` iterations."""
+        """Return the mean iteration time of every whole period after `skip` iterations."""
         seconds = self.iteration_seconds()[skip:]
         whole = len(seconds) // self.period * self.period
         return [fmean(seconds[i : i + self.period]) for i in range(0, whole, self.period)]
 
     def iteration_s(self, skip: int = 0) -> float:
-        """Seconds per iteration: median over whole periods, or the mean where they are uneven;
-        ValueError if there is none."""
+        """Return the seconds per iteration: the median over whole periods, or the mean if `uneven`.
+
+        Args:
+            skip: number of first iterations to leave out.
+
+        Raises:
+            ValueError: no whole period remains.
+        """
         periods = self.period_seconds(skip)
         if not periods:
             raise ValueError(
@@ -106,14 +132,14 @@ class Trace:
         return fmean(periods) if self.uneven else median(periods)
 
     def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
-        """Spans of some iterations (and ranks), in order of start."""
+        """Return the spans of some iterations and ranks (None for all), sorted by start."""
         wanted = set(iterations)
         of = None if ranks is None else set(ranks)
         chosen = (s for s in self.spans if s.iteration in wanted and (of is None or s.rank in of))
         return sorted(chosen, key=lambda s: (s.start_s, s.rank, s.lane))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, with the schema version."""
+        """Return the trace as a JSON-compatible dict with the schema version."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         data |= {"schema": SCHEMA, "notes": dict(self.notes)}
         data["spans"] = spans_to_dict(self.spans)
@@ -121,7 +147,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        """Inverse of `to_dict`; ValueError on another schema."""
+        """Return the trace of a dict from `to_dict`; raise ValueError on another schema."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema ({data.get('schema')!r}) of the trace must be {SCHEMA}")
         values = {key: value for key, value in data.items() if key != "schema"}
@@ -134,16 +160,16 @@ class Trace:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the trace as JSON."""
         write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read from JSON."""
+        """Read a trace from JSON."""
         return cls.from_dict(json.loads(Path(path).read_text()))
 
     def to_chrome(self) -> dict[str, Any]:
-        """Chrome trace events (Perfetto reads them): a process per rank, a thread per lane."""
+        """Return Chrome trace events (for Perfetto): a process per rank, a thread per lane."""
         lanes = list(dict.fromkeys([COMPUTE, *(span.lane for span in self.spans)]))
         events: list[dict[str, Any]] = []
         for rank in range(self.world_size):
@@ -167,12 +193,12 @@ class Trace:
 
 
 def spans_to_dict(spans: Iterable[Span]) -> dict[str, Any]:
-    """JSON-ready form: the names of the fields once, and a row for each."""
+    """Return spans as a JSON-compatible dict: the field names, and one row of values per span."""
     names = [f.name for f in fields(Span)]
     return {"fields": names, "rows": [[getattr(span, name) for name in names] for span in spans]}
 
 
-def _steps(start: float, ends: list[float]) -> list[float]:
+def _gaps(start: float, ends: list[float]) -> list[float]:
     return [end - begin for begin, end in zip([start, *ends], ends, strict=False)]
 
 
