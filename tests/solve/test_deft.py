@@ -189,7 +189,7 @@ def test_counted_messages(forward, backward, backwards_s):
     if forward + backward == 0:
         return
     ready_s = list(accumulate(map(float, backwards_s)))
-    schedule = deft.fixed(forward, backward, ready_s, ready_s[-1])
+    schedule = deft.fifo(forward, backward, ready_s, ready_s[-1])
     assert_carries_all(schedule, len(ready_s))
     for iteration in unrolled(schedule, 1):
         sent = iteration.forward + iteration.current
@@ -202,7 +202,7 @@ def test_counted_messages(forward, backward, backwards_s):
 def test_counted_messages_repeat_however_many():
     ready_s = [float(i) for i in range(1, 60)]
     for forward, backward in ((7, 20), (0, 31), (13, 41), (1, 57)):
-        schedule = deft.fixed(forward, backward, ready_s, 59.0)
+        schedule = deft.fifo(forward, backward, ready_s, 59.0)
         assert_carries_all(schedule, 59)
         sent = sum(len(i.forward + i.current + i.future) for i in schedule.cycle)
         assert sent == 59 * len(schedule.merges)
@@ -218,7 +218,7 @@ def test_most_updates():
 
 
 def test_counted_messages_by_hand():
-    schedule = deft.fixed(1, 2, [1.0, 2.0, 3.0, 4.0], 4.0)
+    schedule = deft.fifo(1, 2, [1.0, 2.0, 3.0, 4.0], 4.0)
 
     def pieces(sends):
         return [send.piece for send in sends]
@@ -255,6 +255,6 @@ def test_a_piece_is_called_by_its_name():
 
 def test_counts_that_make_no_sense():
     with pytest.raises(ValueError, match=r"forward \(-1\) must be at least 0"):
-        deft.fixed(-1, 1, [1.0], 1.0)
+        deft.fifo(-1, 1, [1.0], 1.0)
     with pytest.raises(ValueError, match=r"piece 0 fits into neither window"):
-        deft.fixed(0, 0, [1.0], 1.0)
+        deft.fifo(0, 0, [1.0], 1.0)

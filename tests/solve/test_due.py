@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.strategies.solvers import due
-from offbeat.strategies.solvers.due import Cycle, bound_s, due_sets, filled, greedy
+from offbeat.strategies.solvers.due import Cycle, bound_s, due_sets, greedy, refill
 
 
 def cycle_of(forward_s, backward_s, message_s, other_s=0.0):
@@ -156,7 +156,7 @@ def test_filling_costs_nothing():
     filled_some = 0
     for cycle, period in CASES:
         orders = due_sets(cycle, period)
-        for order, more in zip(orders, filled(cycle, orders), strict=True):
+        for order, more in zip(orders, refill(cycle, orders), strict=True):
             assert not set(order) & set(more)
             assert order or not more
             assert cycle.best((*order, *more))[0] <= cycle.seconds(order) * (1 + 1e-9)

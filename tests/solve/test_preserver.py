@@ -26,14 +26,14 @@ def test_expectation_is_that_of_the_rebounding_walk(above, eta, mu, sigma, batch
     walked = np.where(moved >= target, moved, 2 * target - moved)
     error = walked.std() / math.sqrt(WALKS)
     walk = preserver.LossWalk(target + above, eta, sigma, batch, target)
-    expected = walk.after([1], [mu])
+    expected = walk.expected_loss([1], [mu])
     assert expected == pytest.approx(walked.mean(), abs=5 * error)
 
 
 def test_without_noise_the_step_is_certain():
-    assert preserver.LossWalk(1.0, 0.1, 0.0).after([1], [3.0]) == pytest.approx(0.7)
-    assert preserver.LossWalk(0.2, 0.1, 0.0).after([1], [3.0]) == pytest.approx(0.1)
-    nearly = preserver.LossWalk(0.2, 0.1, 1e-9).after([1], [3.0])
+    assert preserver.LossWalk(1.0, 0.1, 0.0).expected_loss([1], [3.0]) == pytest.approx(0.7)
+    assert preserver.LossWalk(0.2, 0.1, 0.0).expected_loss([1], [3.0]) == pytest.approx(0.1)
+    nearly = preserver.LossWalk(0.2, 0.1, 1e-9).expected_loss([1], [3.0])
     assert nearly == pytest.approx(0.1)
 
 
@@ -41,17 +41,19 @@ def test_table_v():
     eta = 0.01
     mu = [(before - after) / eta for before, after in pairwise(SINGLE_STEPS)]
     walk = preserver.LossWalk(SINGLE_STEPS[0], eta, 0.0)
-    assert walk.after([1, 1, 1, 1], mu) == pytest.approx(SINGLE_STEPS[-1])
+    assert walk.expected_loss([1, 1, 1, 1], mu) == pytest.approx(SINGLE_STEPS[-1])
     assert walk.ratio([2, 1, 1], mu) == pytest.approx(0.993, abs=0.003)
 
 
 def test_scales():
     """Under sum a merged step is as long as its iterations together, under mean as one."""
     mu = [1.0, 50.0]
-    assert preserver.LossWalk(1.0, 0.1, 0.0).after([2], mu) == pytest.approx(0.8)
-    assert preserver.LossWalk(1.0, 0.1, 0.0, scale="mean").after([2], mu) == pytest.approx(0.9)
-    one = preserver.LossWalk(0.1, 0.1, 2.0, batch=8).after([1], [1.0])
-    assert preserver.LossWalk(0.1, 0.1, 2.0, batch=4, scale="mean").after([2], mu) == one
+    assert preserver.LossWalk(1.0, 0.1, 0.0).expected_loss([2], mu) == pytest.approx(0.8)
+    assert preserver.LossWalk(1.0, 0.1, 0.0, scale="mean").expected_loss([2], mu) == pytest.approx(
+        0.9
+    )
+    one = preserver.LossWalk(0.1, 0.1, 2.0, batch=8).expected_loss([1], [1.0])
+    assert preserver.LossWalk(0.1, 0.1, 2.0, batch=4, scale="mean").expected_loss([2], mu) == one
     assert preserver.LossWalk(1.0, 0.1, 2.0).ratio([1, 1], mu) == 1.0
     # 0.1 over nothing
     assert preserver.LossWalk(0.2, 0.1, 0.0).ratio([2], [1.0, 2.0]) == math.inf
@@ -76,7 +78,7 @@ def test_the_worst_ratio_of_a_cycle():
 def test_two_walks_that_have_rebounded_are_not_taken_for_alike():
     """One update per 273 iterations, far too long a step: by chance it ends where 546 end."""
     walk = preserver.LossWalk(1.0, 2.04 / 273, 0.0)
-    end = walk.after([1] * 546, [1.0] * 546) - walk.after([273], [1.0] * 273)
+    end = walk.expected_loss([1] * 546, [1.0] * 546) - walk.expected_loss([273], [1.0] * 273)
     assert abs(end) < 1.05
     assert abs(walk.worst_ratio([273], 1.0) - 1) > 0.01
     assert abs(walk.worst_ratio([4], 1.0) - 1) > 0.01
@@ -92,7 +94,7 @@ def test_two_walks_that_have_rebounded_are_not_taken_for_alike():
 )
 def test_arguments_that_make_no_sense(merges, sigma, text):
     with pytest.raises(ValueError, match=text):
-        preserver.LossWalk(1.0, 0.1, sigma).after(merges, [1.0])
+        preserver.LossWalk(1.0, 0.1, sigma).expected_loss(merges, [1.0])
 
 
 def test_the_watch_is_silent_while_the_loss_goes_down_or_is_noisy():

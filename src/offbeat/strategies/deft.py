@@ -167,7 +167,7 @@ class DeFT(Wired):
         messages = Messages(profile, links, self.partition_elements)
         pieces = messages.cut(math.inf, 0.0, 1.0)
         assert pieces is not None
-        schedule = deft.fixed(forward, backward, ready_s_of(profile, pieces), profile.backward_s)
+        schedule = deft.fifo(forward, backward, ready_s_of(profile, pieces), profile.backward_s)
         why = f"{profile.default_link.name} alone: messages are counted on the first link"
         sized = Sized(pieces, ready_s_of(profile, pieces), messages.weights_s(pieces))
         return Choice(profile, links, sized, schedule, 1.0, why)

@@ -19,7 +19,7 @@ from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.partial_sync import Average, Piece, kinds_of, layer_set_facts, whole_buckets
 from offbeat.strategies.solvers import Sets
-from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_sets, filled, greedy
+from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_sets, greedy, refill
 from offbeat.strategies.solvers.stages import cut
 
 CLIMBED = 2  # cuts (sets of buckets in slices) whose sets are searched
@@ -220,7 +220,7 @@ def with_fill(setting: Setting, choice: Choice) -> Choice:
     if choice.at_step or any(choice.fill):
         return choice
     cycle = forward_cycle(setting, choice.pieces)
-    fill = filled(cycle, choice.orders)
+    fill = refill(cycle, choice.orders)
     both = zip(choice.orders, fill, strict=True)
     orders = tuple(cycle.best((*own, *more))[1] if more else own for own, more in both)
     return choice._replace(orders=orders, fill=fill)

@@ -1,4 +1,4 @@
-"""Solvers: numbers in, numbers out, no torch."""
+"""Solvers of the strategies' planning problems, on plain numbers and without torch."""
 
 from offbeat.strategies.solvers import knapsack, preserver
 from offbeat.strategies.solvers import queues as deft

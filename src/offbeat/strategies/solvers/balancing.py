@@ -1,19 +1,28 @@
-"""Balancing: buckets one after the other, each to the set whose cost grows least."""
+"""Greedy assignment of buckets to the sets of a period, by least growth of the cost."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Two growths that differ by less than this share of the latest finish are rounding apart.
+# Growths that differ by less than this share of the latest finish are equal up to rounding.
 _ROUNDING = 1e-12
 
 
 def balance(
     order: Sequence[int], ready_s: Sequence[float], communication_s: Sequence[float], period: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Sets of buckets, ascending, when the buckets are placed in this order.
+    """Assign buckets to sets one after the other, each to the set whose cost grows least.
 
-    A set costs the time until backward and its messages are over. Each bucket goes to the set
-    whose cost grows least; ties: the earliest finish, then the first set.
+    The cost of a set is the time until both backward and the set's messages end. Ties are broken by
+    the earliest finish, then by the first set.
+
+    Args:
+        order: buckets in the order of assignment.
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        communication_s: seconds of each bucket's message.
+        period: number of sets.
+
+    Returns:
+        Ascending buckets of each set.
     """
     sets = [_OpenSet(h, ready_s, communication_s) for h in range(period)]
     by_finish, finishes = sets.copy(), [(s.finish_s, s.index) for s in sets]
@@ -33,10 +42,18 @@ def balance(
 
 
 class _OpenSet:
-    """One set while it grows.
+    """Mutable set of buckets, stored from the input side to the output side.
 
-    Its buckets are kept from the input side on: in this order the messages of a bucket and of all
-    before it take `sent_s`, and end that long after the bucket is ready, or later.
+    Attributes:
+        cost_s: end of backward and of the set's messages.
+        finish_s: end of the set's last message.
+        finishes_s: `finish_s` of the first n stored buckets, `[n]`.
+        first: bucket nearest to the output.
+        first_s: ready time of `first`.
+        index: index of the set.
+        places: buckets as negative numbers, so that they ascend.
+        sent_s: sum of the message seconds of the first n stored buckets, `[n]`.
+        sum_s: sum of the message seconds of all buckets.
     """
 
     __slots__ = (
@@ -56,15 +73,15 @@ class _OpenSet:
     def __init__(self, index: int, ready_s: Sequence[float], comm_s: Sequence[float]) -> None:
         self._ready_s, self._comm_s = ready_s, comm_s
         self.index = index
-        self.places: list[int] = []  # its buckets, negative so that they ascend
-        self.sent_s = [0.0]  # by number of buckets from the input side on: their messages' time,
-        self.finishes_s = [0.0]  # and the finish if only these had to be waited for
-        self.sum_s = self.finish_s = 0.0  # the last of both
+        self.places: list[int] = []
+        self.sent_s = [0.0]
+        self.finishes_s = [0.0]
+        self.sum_s = self.finish_s = 0.0
         self.cost_s = ready_s[-1]
-        self.first, self.first_s = len(ready_s), ready_s[-1]  # the bucket nearest the output
+        self.first, self.first_s = len(ready_s), ready_s[-1]
 
     def finish_with(self, i: int) -> float:
-        """End of the last message if bucket i joined."""
+        """Return the end of the last message if bucket i is added."""
         places, sent_s, ready_s = self.places, self.sent_s, self._ready_s
         at = bisect_left(places, -i)
         latest_s = ready_s[i] + sent_s[at]
@@ -77,7 +94,7 @@ class _OpenSet:
         return before_s if before_s > latest_s else latest_s
 
     def add(self, i: int) -> None:
-        """Put bucket i into the set."""
+        """Add bucket i to the set."""
         if self.first > i:
             self._append(-i)
             self.first, self.first_s = i, self._ready_s[i]
@@ -105,8 +122,11 @@ class _OpenSet:
 def _least_growth(
     by_finish: Sequence[_OpenSet], i: int, ready_s: float, own_s: float, rounding_s: float
 ) -> _OpenSet:
-    """The set whose cost grows least with bucket i. Sets come by their finish: once one does not
-    grow, those that finish later without the bucket need not be tried."""
+    """Return the set whose cost grows least with bucket i.
+
+    `by_finish` is sorted by finish. After a set whose cost does not grow, sets with a later finish
+    are not tried.
+    """
     alone_s = ready_s + own_s
     growth_s = best_s = float("inf")
     best = by_finish[0]
@@ -115,7 +135,7 @@ def _least_growth(
         if finish_s > best_s and growth_s <= 0.0:
             break
         late_s = alone_s + open_set.sum_s
-        if late_s > finish_s:  # else it is hidden by the other messages, wherever it comes
+        if late_s > finish_s:  # otherwise the other messages end later, at any place of bucket i
             if open_set.first > i:
                 finish_s = late_s
             elif (

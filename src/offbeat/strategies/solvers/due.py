@@ -1,10 +1,11 @@
-"""Messages due at the next forward: in which iteration of a period each goes, and in which order.
+"""Sets and orders of messages that are due at the next forward.
 
-All messages of an iteration have arrived when the forward of bucket 0 begins. So a period falls
-into cycles, one per iteration, from one such moment to the next: bucket 0's forward, the backward,
-the next forward up to bucket 0. No cycle changes another. Within one, a message of bucket i may go
-once its gradient exists, and compute that takes `left_s` is still to come after its deadline. That
-is one machine with heads and tails (1 | r_j, q_j | C_max), whose order Carlier's search finds.
+All messages of an iteration have arrived when the forward of bucket 0 begins. Hence a period
+consists of independent cycles, one per iteration, from one such moment to the next: forward of
+bucket 0, backward, and the next forward up to bucket 0. Within a cycle, a message of bucket i can
+start at `ready_s`, when its gradient exists, and compute of `left_s` seconds follows its deadline.
+Ordering the messages of a cycle is the one-machine problem with heads and tails
+(1 | r_j, q_j | C_max), which Carlier's branch and bound solves.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from heapq import heappop, heappush
 from itertools import accumulate, chain, combinations, product
 from typing import NamedTuple
 
-Order = tuple[int, ...]  # messages of one iteration, in the order in which they are sent
-Orders = tuple[Order, ...]  # per iteration of the period
+Order = tuple[int, ...]  # messages of one iteration in sending order
+Orders = tuple[Order, ...]  # order of each iteration of the period
 
-ORDER_WORK = 3000  # one search for an order tries so many, over the squared number of messages
-MOST_WORK = 400_000  # messages in all the sets that searches for sets look at: .5 s
-ORDERING = 60  # finding the order of a set takes so many times longer than a glance at it
-EXACT = 1e-12  # gains below this share of a cycle are rounding
+ORDER_WORK = 3000  # orders that one search tries, times the squared number of messages
+MOST_WORK = 400_000  # messages in all sets that the searches for sets evaluate; takes about .5 s
+ORDERING = 60  # time of a search for an order, relative to computing the bound of the set
+EXACT = 1e-12  # gains below this share of a cycle are rounding errors
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One iteration, in seconds, from the moment when bucket 0's forward begins to the next.
+    """One iteration, from the start of bucket 0's forward to the next start of bucket 0's forward.
 
-    Per message (both non-decreasing): `ready_s`, when it may go; `left_s`, the compute between its
-    deadline and the end of the cycle. `message_s`: how long it takes. `least_s`: the cycle without
-    any message.
+    Attributes:
+        ready_s: earliest start of each message, non-decreasing.
+        message_s: seconds of each message.
+        left_s: seconds of compute from each message's deadline to the end of the cycle,
+            non-decreasing.
+        least_s: seconds of the cycle without messages.
     """
 
     ready_s: Sequence[float]
@@ -41,7 +45,7 @@ class Cycle:
     _known: dict[Order, tuple[float, Order]] = field(default_factory=dict, repr=False)
 
     def seconds(self, order: Iterable[int]) -> float:
-        """Of a cycle in which these messages go in this order."""
+        """Return the seconds of a cycle with these messages in this order."""
         now_s, end_s = 0.0, self.least_s
         for i in order:
             now_s = max(now_s, self.ready_s[i]) + self.message_s[i]
@@ -49,22 +53,23 @@ class Cycle:
         return end_s
 
     def best(self, members: Iterable[int]) -> tuple[float, Order]:
-        """Seconds of a cycle with these messages, and the order that takes them."""
+        """Return the seconds of a cycle with these messages in their best order, and this order."""
         key = tuple(sorted(members))
         if key not in self._known:
-            order = ordered(self, key)
+            order = best_order(self, key)
             self._known[key] = self.seconds(order), order
         return self._known[key]
 
 
 def bound_s(cycle: Cycle, period: int) -> float:
-    """Lower bound on the mean seconds of a cycle, whatever the sets, slices and orders.
+    """Return a lower bound on the mean seconds of a cycle, for any sets, slices and orders.
 
-    Those messages of a cycle that are not before k in backward order, c seconds together, begin
-    after `ready_s[k]`; after the last one of them at least `left_s[k]` follows, since both ascend.
-    So no cycle is shorter than `ready_s[k] + c + left_s[k]`, nor than `least_s`. Over a period the
-    c add up to all messages from k on. Slices without latency, 1 / period of each message in every
-    cycle, reach the greatest of these bounds: it is the preemptive optimum of one machine.
+    Let c be the seconds of those messages of a cycle that do not precede k in backward order. They
+    start after `ready_s[k]`, and at least `left_s[k]` follows the last one, because both ascend. So
+    a cycle takes at least `ready_s[k] + c + left_s[k]`, and at least `least_s`. The sum of c over
+    the cycles of a period is the time of all messages from k on. The largest of these bounds is the
+    preemptive optimum of one machine. Slices without latency reach it, if each cycle sends
+    1 / period of each message.
     """
     found = cycle.least_s
     later_s = 0.0
@@ -84,16 +89,18 @@ class _Job(NamedTuple):
     left_s: float
 
 
-def ordered(cycle: Cycle, members: Sequence[int]) -> Order:
-    """The order in which these messages end earliest, exactly unless the search gets too long.
+def best_order(cycle: Cycle, members: Sequence[int]) -> Order:
+    """Return the order of these messages with the shortest cycle.
 
-    Branch and bound over the message that delays a critical run of others: it goes before all of
-    them or after. Source: Carlier, The one-machine sequencing problem, 1982.
+    The order is optimal unless the search exceeds `ORDER_WORK`. Branch and bound: a message that
+    delays a critical run of other messages is placed before all of them or after all of them.
+
+    Source: Carlier, The one-machine sequencing problem, 1982.
     """
     if len(members) < 2:
         return tuple(members)
     jobs = {i: _Job(cycle.ready_s[i], cycle.left_s[i]) for i in members}
-    floor_s = max(cycle.least_s, _preempted_s(jobs, cycle))
+    floor_s = max(cycle.least_s, _job_bound_s(jobs, cycle))
     best_s, best = float("inf"), tuple(members)
     pending = [(floor_s, jobs)]
     for _ in range(max(2, ORDER_WORK // len(members) ** 2)):
@@ -109,13 +116,13 @@ def ordered(cycle: Cycle, members: Sequence[int]) -> Order:
         pending += [
             (max(at_least_s, bound), other)
             for other in _branches(order, jobs, cycle)
-            if (bound := max(cycle.least_s, _preempted_s(other, cycle))) < best_s * (1 - EXACT)
+            if (bound := max(cycle.least_s, _job_bound_s(other, cycle))) < best_s * (1 - EXACT)
         ]
     return best
 
 
 def _urgent_first(jobs: dict[int, _Job], cycle: Cycle) -> Order:
-    """Of the messages that may go, always the one with most compute behind it (Schrage)."""
+    """Return Schrage's order: of the messages that can start, send the largest `left_s` first."""
     coming = sorted(jobs, key=lambda i: (jobs[i].ready_s, i))[::-1]
     waiting: list[tuple[float, int]] = []
     order: list[int] = []
@@ -132,8 +139,8 @@ def _urgent_first(jobs: dict[int, _Job], cycle: Cycle) -> Order:
     return tuple(order)
 
 
-def _preempted_s(jobs: dict[int, _Job], cycle: Cycle) -> float:
-    """What no order beats: messages that may be interrupted (Jackson)."""
+def _job_bound_s(jobs: dict[int, _Job], cycle: Cycle) -> float:
+    """Return a lower bound for all orders: the preemptive optimum (Jackson's schedule)."""
     coming = sorted(jobs, key=lambda i: jobs[i].ready_s)[::-1]
     waiting: list[tuple[float, int, float]] = []
     now_s = end_s = 0.0
@@ -155,8 +162,8 @@ def _preempted_s(jobs: dict[int, _Job], cycle: Cycle) -> float:
 
 
 def _branches(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Iterator[dict[int, _Job]]:
-    """The two ways to do better than an order; none if it is the best of these jobs."""
-    critical = _critical(order, jobs, cycle)
+    """Yield the two subproblems that may improve on an order; none if the order is optimal."""
+    critical = _critical_run(order, jobs, cycle)
     last = critical[-1]
     odd = next(
         (n for n in reversed(range(len(critical))) if jobs[critical[n]].left_s < jobs[last].left_s),
@@ -172,8 +179,8 @@ def _branches(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Iterator[dic
     yield {**jobs, one: job._replace(left_s=max(job.left_s, least_s + run_s))}
 
 
-def _critical(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Order:
-    """The messages without a gap up to the one after which the cycle lasts longest."""
+def _critical_run(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Order:
+    """Return the messages that determine the end of the cycle: a run without gaps."""
     now_s = end_s = 0.0
     start = first = last = 0
     for n, i in enumerate(order):
@@ -190,7 +197,7 @@ def _critical(order: Order, jobs: dict[int, _Job], cycle: Cycle) -> Order:
 
 @dataclass
 class Work:
-    """Messages in sets that one or several searches may still look at."""
+    """Remaining work of one or several searches, in messages of evaluated sets."""
 
     left: int = MOST_WORK
 
@@ -201,12 +208,20 @@ def due_sets(
     starts: Iterable[Sequence[Sequence[int]]] = (),
     work: Work | None = None,
 ) -> Orders:
-    """Sets and orders of a period that takes little time; each message is in one set.
+    """Return sets and orders of a short period. Each message is in one set.
 
-    The search begins with some `starts` and with sets that are filled greedily, and climbs from
-    each, the shortest first: it moves or swaps messages, always those that shorten two cycles
-    together. It ends where nothing helps, where the bound is reached, or when no `work` is left. In
-    tests it finds what brute force finds.
+    Local search from `starts` and from `greedy`, the shortest period first. It moves or swaps
+    messages between two sets if this shortens the sum of their cycles. It stops if no change helps,
+    if the bound is reached, or if no work is left. In tests it finds the optimum of brute force.
+
+    Args:
+        cycle: times of the messages.
+        period: number of sets.
+        starts: further sets to start from.
+        work: limit of the search; None for `MOST_WORK`.
+
+    Returns:
+        Order of each iteration of the period.
     """
     work = work or Work()
     least_s = bound_s(cycle, period) * period
@@ -230,15 +245,18 @@ def due_sets(
 
 
 def greedy(cycle: Cycle, period: int) -> Orders:
-    """Messages by decreasing `ready + message + left` (what none can avoid), each to the set whose
-    cycle grows least; ties: the one that has least to send, then the first."""
+    """Assign messages to sets one after the other, each to the set whose cycle grows least.
+
+    The messages are taken by decreasing `ready_s + message_s + left_s`, the least cycle with the
+    message. Ties are broken by the least seconds to send, then by the first set.
+    """
     sets = [_OpenSet(cycle) for _ in range(period)]
     grain_s = EXACT * cycle.least_s or EXACT  # growths that differ by less are equal up to rounding
 
-    def alone_s(i: int) -> float:
+    def message_bound_s(i: int) -> float:
         return cycle.ready_s[i] + cycle.message_s[i] + cycle.left_s[i]
 
-    for i in sorted(range(len(cycle.ready_s)), key=lambda i: (-alone_s(i), -i)):
+    for i in sorted(range(len(cycle.ready_s)), key=lambda i: (-message_bound_s(i), -i)):
         longer_s = [one.seconds_with(i) for one in sets]
         growth = [round((s - one.seconds) / grain_s) for s, one in zip(longer_s, sets, strict=True)]
         h = min(range(period), key=lambda h: (growth[h], sets[h].load_s, h))
@@ -247,50 +265,51 @@ def greedy(cycle: Cycle, period: int) -> Orders:
 
 
 class _OpenSet:
-    """A set that grows, and what its cycle takes at least (see `bound_s`).
+    """Mutable set of messages with the lower bound of its cycle (see `bound_s`).
 
-    A member i, of which the members before it in backward order take `before_s`, holds the cycle
-    for `ready_s + left_s - before_s` more than all messages of the set take. `most_s` are the
-    greatest of these differences up to each member, so no growth looks at every member.
+    A member i bounds the cycle by `own_s + load_s`, where `own_s = ready_s + left_s - before_s`,
+    `before_s` is the time of the members before it in backward order, and `load_s` the time of all
+    members. `_most_s` holds the running maximum of `own_s`, so that an insertion needs only one
+    entry of it.
     """
 
     def __init__(self, cycle: Cycle) -> None:
         self._cycle = cycle
         self.members: list[int] = []
-        self._before_s: list[float] = []  # what the members before each take,
-        self._own_s: list[float] = []  # ready_s + left_s - before_s, and the greatest up to each
-        self._most_s: list[float] = []
+        self._before_s: list[float] = []  # seconds of the members before each member
+        self._own_s: list[float] = []  # ready_s + left_s - before_s of each member
+        self._most_s: list[float] = []  # running maximum of `_own_s`
         self.seconds, self.load_s = cycle.least_s, 0.0
 
     def seconds_with(self, i: int) -> float:
-        """What the cycle takes at least with message i."""
+        """Return the lower bound of the cycle if message i is added."""
         cycle, at = self._cycle, bisect_left(self.members, i)
         message_s = cycle.message_s[i]
-        own_s = cycle.ready_s[i] + cycle.left_s[i] - self._before(at)
+        own_s = cycle.ready_s[i] + cycle.left_s[i] - self._preceding_s(at)
         if at and self._most_s[at - 1] > own_s:
             own_s = self._most_s[at - 1]
         longer_s = own_s + self.load_s + message_s
         return longer_s if longer_s > self.seconds else self.seconds
 
     def add(self, i: int, seconds: float) -> None:
-        """Put message i, with which the cycle takes at least `seconds`, into the set."""
+        """Add message i, which raises the lower bound of the cycle to `seconds`."""
         cycle, at = self._cycle, bisect_left(self.members, i)
-        message_s, before_s = cycle.message_s[i], self._before(at)
+        message_s, before_s = cycle.message_s[i], self._preceding_s(at)
         self.members.insert(at, i)
         own_s = cycle.ready_s[i] + cycle.left_s[i] - before_s
         self._before_s[at:] = [before_s, *(s + message_s for s in self._before_s[at:])]
         self._own_s[at:] = [own_s, *(s - message_s for s in self._own_s[at:])]
-        # From the member before on, whose entry stays as it is.
+        # Start at the member before i, whose entry is unchanged.
         first = max(at - 1, 0)
         self._most_s[first:] = accumulate(chain(self._most_s[first:at], self._own_s[at:]), max)
         self.seconds, self.load_s = seconds, self.load_s + message_s
 
-    def _before(self, at: int) -> float:
+    def _preceding_s(self, at: int) -> float:
         return self._before_s[at] if at < len(self.members) else self.load_s
 
 
-def _at_least_s(cycle: Cycle, members: Sequence[int]) -> float:
-    """What a cycle with these messages, ascending, takes at least: see `bound_s`."""
+def _floor_s(cycle: Cycle, members: Sequence[int]) -> float:
+    """Return the lower bound of a cycle with these messages, in ascending order (see `bound_s`)."""
     ready_s, message_s, left_s = cycle.ready_s, cycle.message_s, cycle.left_s
     found, later_s = cycle.least_s, 0.0
     for i in reversed(members):
@@ -301,34 +320,39 @@ def _at_least_s(cycle: Cycle, members: Sequence[int]) -> float:
 
 
 class _Climb:
-    """Sets, and better ones nearby, while work is left."""
+    """Local search from given sets, limited by the remaining work."""
 
     def __init__(self, cycle: Cycle, sets: Sequence[frozenset[int]], work: Work) -> None:
         self._cycle, self.sets, self._work = cycle, list(sets), work
         self._seconds = [cycle.best(members)[0] for members in sets]
 
     def run(self, least_s: float) -> list[frozenset[int]]:
-        """The sets where nothing nearby is better."""
+        """Improve the sets until no exchange helps or the period takes `least_s`; return them."""
         while sum(self._seconds) > least_s * (1 + EXACT) and self._improve():
             pass
         return self.sets
 
     def _improve(self) -> bool:
-        """The first change that shortens two cycles together; the longest cycles first, with the
-        shortest others."""
+        """Apply the first exchange that shortens the sum of two cycles; return whether one does.
+
+        The longest cycles are tried first, each with the shortest other cycles first.
+        """
         longest = sorted(range(len(self.sets)), key=lambda h: (-self._seconds[h], h))
         for a in longest:
             if self._seconds[a] <= self._cycle.least_s * (1 + EXACT):
                 break
             for b in reversed(longest):
-                if a != b and self._between(a, b):
+                if a != b and self._exchange(a, b):
                     return True
                 if self._work.left <= 0:
                     return False
         return False
 
-    def _between(self, a: int, b: int) -> bool:
-        """Whether an exchange between two sets has shortened their cycles."""
+    def _exchange(self, a: int, b: int) -> bool:
+        """Apply the first exchange between sets a and b that shortens the sum of their cycles.
+
+        Return whether there is one.
+        """
         limit_s = (self._seconds[a] + self._seconds[b]) * (1 - EXACT)
         for given, taken in _exchanges(self.sets[a], self.sets[b]):
             if self._work.left <= 0:
@@ -336,7 +360,7 @@ class _Climb:
             one = (self.sets[a] - given) | taken
             other = (self.sets[b] - taken) | given
             self._work.left -= len(one) + len(other)
-            if sum(_at_least_s(self._cycle, sorted(members)) for members in (one, other)) < limit_s:
+            if sum(_floor_s(self._cycle, sorted(members)) for members in (one, other)) < limit_s:
                 self._work.left -= ORDERING * (len(one) + len(other))
                 seconds = self._cycle.best(one)[0], self._cycle.best(other)[0]
                 if sum(seconds) < limit_s:
@@ -349,21 +373,27 @@ class _Climb:
 def _exchanges(
     one: frozenset[int], other: frozenset[int]
 ) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
-    """What one set gives and takes: a message for none, for one, two for one, one for two."""
-    mine, theirs = sorted(one), sorted(other)
+    """Yield (given, taken) of one set: one message for none, one for one, one for two, two for one.
+
+    Pairs are tried only if the product of the sets' sizes is at most 64.
+    """
+    own, others = sorted(one), sorted(other)
     none: frozenset[int] = frozenset()
-    yield from ((frozenset((i,)), none) for i in mine)
-    yield from ((frozenset((i,)), frozenset((j,))) for i, j in product(mine, theirs))
-    if len(mine) * len(theirs) <= 64:
-        for i, pair in product(mine, combinations(theirs, 2)):
+    yield from ((frozenset((i,)), none) for i in own)
+    yield from ((frozenset((i,)), frozenset((j,))) for i, j in product(own, others))
+    if len(own) * len(others) <= 64:
+        for i, pair in product(own, combinations(others, 2)):
             yield frozenset((i,)), frozenset(pair)
-        for pair, j in product(combinations(mine, 2), theirs):
+        for pair, j in product(combinations(own, 2), others):
             yield frozenset(pair), frozenset((j,))
 
 
-def filled(cycle: Cycle, orders: Orders) -> Orders:
-    """Per iteration the longest run of output-side messages that it can send once more in the same
-    time; an iteration without a message stays without one, as any would make it a barrier."""
+def refill(cycle: Cycle, orders: Orders) -> Orders:
+    """Return for each iteration the output-side messages that it can send again in the same time.
+
+    The result is the longest such run. An iteration without messages gets none, because a message
+    would make it a barrier.
+    """
     return tuple(_fill(cycle, order) for order in orders)
 
 
@@ -372,7 +402,7 @@ def _fill(cycle: Cycle, order: Order) -> Order:
         return ()
     limit_s, own = cycle.seconds(order) * (1 + EXACT), set(order)
     others = [i for i in range(len(cycle.ready_s)) if i not in own]
-    # A longer run never ends earlier.
+    # A longer run never ends earlier, so bisection applies.
     fits = bisect_right(
         range(1, len(others) + 1), limit_s, key=lambda n: cycle.best((*order, *others[:n]))[0]
     )

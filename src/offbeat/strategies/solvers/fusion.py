@@ -1,7 +1,7 @@
-"""Bucket fusion: which neighbouring buckets of one backward share a message (WFBP).
+"""Bucket fusion for WFBP: groups of consecutive buckets that share a message.
 
-A group is a range of consecutive buckets in backward order; its message starts when its last
-bucket is ready and the link is free, and takes `message_s(group)` seconds.
+A group is a range of buckets in backward order. Its message starts when its last bucket is ready
+and the link is free, and takes `message_s(group)` seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,20 @@ MessageSeconds = Callable[[range], float]
 def fusion_finish(
     groups: Sequence[range], ready_s: Sequence[float], message_s: MessageSeconds
 ) -> float:
-    """End of the last message, seconds from the start of backward; 0 without buckets.
+    """Return the end of the last message, in seconds from the start of backward.
 
-    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP, the
-    recursion of the communication start times.
+    Args:
+        groups: groups that cover all buckets in order.
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        message_s: function from a group to the seconds of its message.
+
+    Returns:
+        Seconds; 0 without buckets.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: MG-WFBP, the recursion of the communication start times.
     """
     ready = _check.ready(ready_s)
     _check_groups(groups, len(ready))
@@ -32,7 +42,10 @@ def fusion_finish(
 
 
 def no_fusion(n: int) -> Fusion:
-    """One message per bucket, for n buckets. Source: Poseidon (WFBP)."""
+    """Return one group per bucket, for n buckets.
+
+    Source: Poseidon (WFBP).
+    """
     if n < 0:
         raise ValueError(f"n ({n}) must be at least 0; give the number of buckets")
     return tuple(range(i, i + 1) for i in range(n))
@@ -41,10 +54,17 @@ def no_fusion(n: int) -> Fusion:
 def cap_fusion(
     sizes_bytes: Sequence[int], cap_bytes: int, first_cap_bytes: int | None = None
 ) -> Fusion:
-    """Close a group as soon as its size reaches the cap: what DistributedDataParallel does.
+    """Close a group as soon as its size reaches the cap, as DistributedDataParallel does.
 
-    Without `first_cap_bytes` the first group has the same cap, as in torch when the user sets
-    `bucket_cap_mb`; torch's defaults are 25 MiB and 1 MiB for the first. Raises ValueError.
+    Args:
+        sizes_bytes: bytes of each bucket.
+        cap_bytes: cap of each group; torch's default is 25 MiB.
+        first_cap_bytes: cap of the first group; torch's default is 1 MiB. None for `cap_bytes`, as
+            in torch if the user sets `bucket_cap_mb`.
+
+    Raises:
+        ValueError: an argument is invalid.
+
     Source: torch, compute_bucket_assignment_by_size.
     """
     sizes = _check.numbers("sizes_bytes", sizes_bytes)
@@ -62,11 +82,19 @@ def cap_fusion(
 
 
 def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion:
-    """Wait for the next bucket iff it is ready before what one message less saves is over; O(L).
+    """Merge a bucket into the current group if the wait for it is shorter than the time saved.
 
-    `ready_s` (non-decreasing) is per bucket, in seconds. Raises ValueError. Source: MG-WFBP,
-    Algorithm 1, in one pass: a merge never moves an earlier message. There messages take a latency
-    and a time in proportion to size, so that one less saves the latency.
+    The time saved is the difference between two messages and one message for both. O(L).
+
+    Args:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        message_s: function from a group to the seconds of its message.
+
+    Raises:
+        ValueError: `ready_s` is invalid.
+
+    Source: MG-WFBP, Algorithm 1, in one pass, because a merge never moves an earlier message. In
+    the paper's model the time saved is the latency of one message.
     """
     ready = _check.ready(ready_s).tolist()
     starts, free_s = [0], 0.0
@@ -82,11 +110,18 @@ def greedy_fusion(ready_s: Sequence[float], message_s: MessageSeconds) -> Fusion
 def optimal_fusion(
     ready_s: Sequence[float], messages_ending_s: Callable[[int, int], Numbers]
 ) -> Fusion:
-    """The fusion whose last message ends first, exactly, for any message times, in O(L^2).
+    """Return the fusion whose last message ends first, exact for any message times, in O(L^2).
 
-    `ready_s` (non-decreasing) is per bucket, in seconds; `messages_ending_s(first, stop)` are the
-    seconds of the groups [first, stop), [first + 1, stop), ... as an array. Of equally good starts
-    of a message the earliest is taken, which makes the fewest messages. Raises ValueError.
+    Of equally good starts of a message the earliest is taken, which makes the fewest messages.
+
+    Args:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        messages_ending_s: function from (first, stop) to the seconds of the groups [first, stop),
+            [first + 1, stop), ... as an array.
+
+    Raises:
+        ValueError: `ready_s` is invalid.
+
     Source: ours, f(e) = min over s <= e of max(f(s-1), ready_e) + message_s(s..e).
     """
     ready = _check.ready(ready_s)
@@ -105,7 +140,7 @@ def optimal_fusion(
 
 
 def _groups(starts: Sequence[int], count: int) -> Fusion:
-    """Groups from their first buckets; a start past the end adds none."""
+    """Return the groups that begin at `starts`. A start past the last bucket adds no group."""
     return tuple(
         range(start, stop)
         for start, stop in zip(starts, [*starts[1:], count], strict=True)

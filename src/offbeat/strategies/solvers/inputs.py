@@ -1,4 +1,4 @@
-"""Input checks of the solvers: every error names the parameter, its value and the remedy."""
+"""Input checks of the solvers. Every error names the parameter, its value and the remedy."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ Numbers = NDArray[np.float64]
 
 
 def numbers(name: str, values: Sequence[float]) -> Numbers:
-    """`values` as an array; ValueError unless each is finite and at least 0."""
+    """Return `values` as an array; raise ValueError unless each is finite and at least 0."""
     array = np.asarray(values, dtype=np.float64)
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
@@ -21,14 +21,14 @@ def numbers(name: str, values: Sequence[float]) -> Numbers:
 
 
 def number(name: str, value: float) -> float:
-    """`value`; ValueError unless it is finite and at least 0."""
+    """Return `value`; raise ValueError unless it is finite and at least 0."""
     if not (np.isfinite(value) and value >= 0):
         raise ValueError(f"{name} ({value:g}) must be finite and at least 0; measure it again")
     return value
 
 
 def same_length(name: str, values: Numbers, other_name: str, others: Numbers) -> None:
-    """ValueError unless both hold one value per bucket."""
+    """Raise ValueError unless both arrays have the same length."""
     if len(values) != len(others):
         raise ValueError(
             f"{name} ({len(values)} values) must be as long as {other_name} "
@@ -37,7 +37,7 @@ def same_length(name: str, values: Numbers, other_name: str, others: Numbers) ->
 
 
 def period(value: int) -> None:
-    """ValueError unless the period has at least one iteration."""
+    """Raise ValueError unless the period has at least one iteration."""
     if value < 1:
         raise ValueError(
             f"period ({value}) must be at least 1; use BSP() to synchronize in every iteration"
@@ -45,7 +45,7 @@ def period(value: int) -> None:
 
 
 def ready(values: Sequence[float]) -> Numbers:
-    """Ready times as an array; ValueError unless they are non-decreasing."""
+    """Return ready times as an array; raise ValueError unless they are non-decreasing."""
     array = numbers("ready_s", values)
     late = np.flatnonzero(np.diff(array) < 0)
     if late.size:

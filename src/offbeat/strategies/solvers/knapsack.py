@@ -1,9 +1,10 @@
-"""Knapsacks of one window: which messages are sent in it, on which link (DeFT).
+"""Knapsacks of DeFT: choice of the messages to send in one window, and of their links.
 
-A link's messages go in the order in which they are ready, each as soon as it is ready and the link
-free; they fit if the last one ends within the window. That is DeFT's condition: for each chosen i
-the chosen messages ready no earlier take together at most the time left once i is ready, and at
-most the time that the link has left at all.
+A link sends its messages in the order of their ready times, each as soon as it is ready and the
+link is free. The messages fit if the last one ends within the window. This is DeFT's condition: for
+each chosen message i, the chosen messages that are not ready before i take at most the time from
+i's ready time to the end of the window, and all chosen messages take at most the time for which the
+link is free.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ from numpy.typing import NDArray
 from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers.inputs import Numbers
 
-Placement = tuple[tuple[int, ...], ...]  # per link its messages, in the order of sending
+Placement = tuple[tuple[int, ...], ...]  # messages of each link in sending order
 
-MOST_ENUMERATED = 14  # messages; two links take 1.5 ms at 14, 7 ms at 16
-CELLS = 1 << 16  # of the window, where subset sums are counted instead of enumerated
+MOST_ENUMERATED = 14  # messages; with two links enumeration takes 1.5 ms for 14, 7 ms for 16
+CELLS = 1 << 16  # cells of the window for subset sums, if there are too many subsets
 _TINY = float(np.finfo(float).tiny)
-_ROUNDING = 1e-9  # of the window
-FILLED = 1 + _ROUNDING  # times the window: what fills it up to rounding fits
+_ROUNDING = 1e-9  # tolerance, as share of the window
+FILLED = 1 + _ROUNDING  # factor of the window within which messages fit
 
-_Ends = NDArray[np.float64]  # per subset of the messages (bit i: message i) the end on a link
+_Ends = NDArray[np.float64]  # end on a link for each subset of messages (bit i: message i)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A problem whose messages are in order of readiness; times in seconds from its start."""
+    """Knapsack problem with messages in order of ready times.
 
-    weights_s: Numbers  # [link, message]
-    limit_s: float  # when the last message must have ended
+    Attributes:
+        weights_s: seconds of each message on each link, `[link, message]`.
+        limit_s: latest end of the last message, in seconds from the start of the window.
+        ready_s: ready time of each message, in seconds from the start of the window.
+        busy_s: time at which each link becomes free, in seconds from the start of the window.
+    """
+
+    weights_s: Numbers
+    limit_s: float
     ready_s: Numbers
     busy_s: Numbers
 
@@ -48,23 +56,23 @@ class Window:
 
     @cached_property
     def _lists_s(self) -> tuple[list[list[float]], list[float], list[float]]:
-        """Weights, ready and busy times as lists, which loops read faster."""
+        """Return weights, ready and busy times as lists, because loops read lists faster."""
         return self.weights_s.tolist(), self.ready_s.tolist(), self.busy_s.tolist()
 
     def fits_alone(self) -> NDArray[np.bool_]:
-        """[link, message]: whether the message could be sent there if it were the only one."""
+        """Return `[link, message]`: whether the message fits on the link as the only message."""
         return np.maximum(self.busy_s[:, None], self.ready_s) + self.weights_s <= self.limit_s
 
     def end_s(self, link: int, messages: Iterable[int]) -> float:
-        """When the last of ascending messages ends on a link."""
+        """Return the end of the last message on a link. `messages` must ascend."""
         weights_s, ready_s, busy_s = self._lists_s
         own_s, end_s = weights_s[link], busy_s[link]
         for i in messages:
             end_s = max(end_s, ready_s[i]) + own_s[i]
         return end_s
 
-    def only(self, messages: NDArray[np.intp]) -> Window:
-        """The same window for some messages."""
+    def pick(self, messages: NDArray[np.intp]) -> Window:
+        """Return this window with some of its messages."""
         return Window(
             self.weights_s[:, messages], self.limit_s, self.ready_s[messages], self.busy_s
         )
@@ -73,7 +81,7 @@ class Window:
         return float(sum(self.weights_s[0, messages].sum() for messages in sets))
 
     def slowest_first(self) -> list[int]:
-        """Links by the time that they have left, in seconds of the first link."""
+        """Return the links by ascending free time, converted to seconds of the first link."""
         seconds = self.weights_s.sum(axis=1)
         left_s = (self.limit_s - self.busy_s) * seconds[0] / np.where(seconds > 0, seconds, 1.0)
         return np.argsort(left_s, kind="stable").tolist()
@@ -81,9 +89,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Solver:
-    """A way to fill a window: `exact` or `greedy`."""
+    """Solver of knapsack problems: `exact` or `greedy`.
 
-    solve: Callable[[Window], list[list[int]]]  # of messages that could all be sent and cost time
+    Attributes:
+        solve: function from a window, in which each message fits on some link and takes time on
+            all links where it fits, to the messages of each link.
+    """
+
+    solve: Callable[[Window], list[list[int]]]
 
     def __call__(
         self,
@@ -92,19 +105,27 @@ class Solver:
         ready_s: Sequence[float] | None = None,
         busy_s: Sequence[float] | None = None,
     ) -> Placement:
-        """The messages to send, each on at most one link.
+        """Return the messages to send on each link. Each message is sent on at most one link.
 
-        `weights_s[link][message]` in seconds; a message is worth its seconds on the first link.
-        `ready_s` per message and `busy_s` per link (when it becomes free) count from the start of
-        the window, 0 by default. Raises ValueError.
+        Args:
+            weights_s: seconds of each message on each link, `[link][message]`. The value of a
+                message is its seconds on the first link.
+            window_s: seconds of the window.
+            ready_s: ready time of each message, in seconds from the start of the window; default 0.
+            busy_s: time at which each link becomes free, in seconds from the start of the window;
+                default 0.
+
+        Raises:
+            ValueError: an argument is invalid.
         """
         window, order = _window(weights_s, window_s, ready_s, busy_s)
         return tuple(tuple(order[i] for i in messages) for messages in self.place(window))
 
     def place(self, window: Window) -> Placement:
-        """The same of a window that is known to make sense.
+        """Return the messages to send on each link in a valid window.
 
-        What costs nothing is placed, what fits nowhere is left out; `solve` places the rest.
+        Messages that take 0 s on a link are placed there. Messages that fit on no link are left
+        out. `solve` places all other messages.
         """
         fits = window.fits_alone()
         free = fits & (window.weights_s == 0)
@@ -112,7 +133,7 @@ class Solver:
         open_ = np.flatnonzero(anywhere & ~gratis)
         if open_.size == window.count:
             return tuple(map(tuple, self.solve(window)))
-        sets = self.solve(window.only(open_)) if open_.size else [[] for _ in range(window.links)]
+        sets = self.solve(window.pick(open_)) if open_.size else [[] for _ in range(window.links)]
         result = [open_[messages].tolist() for messages in sets]
         for message in np.flatnonzero(gratis).tolist():
             result[int(free[:, message].argmax())].append(message)
@@ -125,7 +146,7 @@ def _window(
     ready_s: Sequence[float] | None,
     busy_s: Sequence[float] | None,
 ) -> tuple[Window, list[int]]:
-    """The checked problem, and which message each of its messages was."""
+    """Check the arguments; return the problem and the original index of each of its messages."""
     if not len(weights_s):
         raise ValueError("weights_s ([]) must hold at least one link")
     _check.number("window_s", window_s)
@@ -149,17 +170,17 @@ def _window(
     return Window(np.stack(rows)[:, order], limit_s, ready[order], busy), order.tolist()
 
 
-def _best(window: Window) -> list[list[int]]:
+def _solve_exactly(window: Window) -> list[list[int]]:
     if window.count <= MOST_ENUMERATED:
-        return _enumerated(window)
+        return _enumerate_subsets(window)
     balanced = _earliest_end(window)
     if balanced is not None:
         return balanced
-    return max(_filled(window), _first_fit(window), key=window.value_s)
+    return max(_fill_links(window), _first_fit(window), key=window.value_s)
 
 
-def _enumerated(window: Window) -> list[list[int]]:
-    """The best subset of all, by the least end that each link can have after placing it."""
+def _enumerate_subsets(window: Window) -> list[list[int]]:
+    """Return the best of all subsets, by dynamic programming over links and subsets."""
     alone = [_ends_alone(window, link) for link in range(window.links)]
     ends = [np.where(alone[0] <= window.limit_s, alone[0], np.inf)]
     for link in range(1, window.links):
@@ -180,7 +201,7 @@ def _enumerated(window: Window) -> list[list[int]]:
 
 
 def _ends_alone(window: Window, link: int) -> _Ends:
-    """For every subset: its end if all of it goes on this link."""
+    """Return for every subset its end if the link sends all of it."""
     ends = window.busy_s[link : link + 1]
     for ready_s, weight_s in zip(window.ready_s, window.weights_s[link], strict=True):
         ends = np.concatenate([ends, np.maximum(ends, ready_s) + weight_s])
@@ -188,7 +209,10 @@ def _ends_alone(window: Window, link: int) -> _Ends:
 
 
 def _ends_with(window: Window, link: int, before: _Ends) -> _Ends:
-    """For every subset: the least end on this link if the others before it help, or infinity."""
+    """Return for every subset the earliest end on this link if earlier links send a part of it.
+
+    The end is infinite if the subset does not fit. `before` holds the ends on the previous link.
+    """
     ends = np.where(np.isfinite(before), window.busy_s[link], np.inf)
     for i in range(window.count):
         without, joined = ends.reshape(-1, 2, 1 << i).swapaxes(0, 1)
@@ -204,7 +228,10 @@ def _members(subset: int) -> list[int]:
 
 
 def _earliest_end(window: Window) -> list[list[int]] | None:
-    """Everything, longest first, each on the link that then ends first; None if it does not fit."""
+    """Place all messages, longest first, each on the link that then ends first.
+
+    Return None if they do not fit.
+    """
     worth = window.weights_s[0] / np.maximum(window.weights_s, _TINY)
     if window.weights_s[0].sum() > (window.limit_s - window.busy_s) @ worth.max(axis=1):
         return None
@@ -220,22 +247,23 @@ def _earliest_end(window: Window) -> list[list[int]] | None:
     return sets if fits else None
 
 
-def _filled(window: Window) -> list[list[int]]:
-    """Each link, the slowest first, as full as it gets."""
+def _fill_links(window: Window) -> list[list[int]]:
+    """Fill one link after the other, the slowest first, each as full as possible."""
     left = np.arange(window.count)
     sets: list[list[int]] = [[] for _ in range(window.links)]
     for link in window.slowest_first():
-        chosen = _fullest(window.only(left), link)
+        chosen = _fill_link(window.pick(left), link)
         sets[link] = left[chosen].tolist()
         left = np.delete(left, chosen)
     return sets
 
 
-def _fullest(window: Window, link: int) -> list[int]:
-    """The messages that fill one link most, from the sums that can be reached (bits of an int).
+def _fill_link(window: Window, link: int) -> list[int]:
+    """Return the messages that fill one link most, by dynamic programming over subset sums.
 
-    Latest ready first: the sum of what is ready no earlier is then known when its limit applies.
-    Weights are rounded up, so that what is found does fit.
+    The reachable sums are the bits of an int. The messages are added by decreasing ready time, so
+    that the sum of all messages that are not ready earlier is known when a message's limit applies.
+    Weights are rounded up, so that the result fits.
     """
     cell_s = window.limit_s / CELLS or 1.0
     weights = np.ceil(window.weights_s[link] / cell_s - _ROUNDING).astype(int).tolist()
@@ -266,7 +294,7 @@ def _first_fit(window: Window) -> list[list[int]]:
         room_s = window.limit_s - window.busy_s[link]
         for i in list(left):
             weight_s = float(window.weights_s[link, i])
-            if weight_s > room_s:  # no need to look at when they are ready
+            if weight_s > room_s:  # does not fit at any ready times
                 continue
             longer = sorted([*sets[link], i])
             if window.end_s(link, longer) <= window.limit_s:
@@ -275,19 +303,22 @@ def _first_fit(window: Window) -> list[list[int]]:
     return sets
 
 
-exact = Solver(_best)
-"""The messages that fill the window best. Source: DeFT, Problems 1 and 2.
+exact = Solver(_solve_exactly)
+"""Solver that maximizes the total value of the sent messages.
 
-Optimal for up to 14 messages that could be sent at all, on any number of links, by looking at
-every subset; of the ways to place the same messages, on two links the one that ends first.
-With more messages, weights are rounded up to 2^-16 of the window: on one link it is as good as
-the optimum of a window shorter by that per message. On several links each is then filled that
-way, the slowest first, which need not be optimal together; the sums of so many messages lie
-close together. It is never worse than `greedy`.
+Up to 14 messages that fit on some link: optimal on any number of links, by enumeration of all
+subsets. On two links, the placement of the chosen messages is the one that ends first.
+
+More messages: weights are rounded up to multiples of 2^-16 of the window. On one link the result is
+at least the optimum of a window that is shorter by this amount per message. Several links are
+filled in this way one after the other, the slowest first, which need not be optimal in total. The
+result is never worse than `greedy`.
+
+Source: DeFT, Problems 1 and 2.
 """
 
 greedy = Solver(_first_fit)
-"""Links by increasing capacity, messages by decreasing value: whatever still fits.
+"""Solver that takes links by increasing capacity and messages by decreasing value, if they fit.
 
 Source: DeFT, Section III-C.
 """

@@ -1,7 +1,8 @@
-"""Layer sets of one period: which buckets are averaged in which iteration (DreamDDP).
+"""Layer sets of DreamDDP: the buckets that are averaged in each iteration of a period.
 
-Buckets are numbered in backward order (0: output side, first gradient ready). All methods
-minimize `period_cost`; the forward passes of a period are the same for all of them.
+Buckets are numbered in backward order: bucket 0 is at the output side, and its gradient is ready
+first. All methods minimize `period_cost`, which leaves out the forward passes because these are
+equal for all sets.
 """
 
 from bisect import bisect_right
@@ -15,20 +16,30 @@ from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers.balancing import balance
 from offbeat.strategies.solvers.inputs import Numbers
 
-Sets = tuple[tuple[int, ...], ...]  # per iteration of the period: its buckets, ascending
+Sets = tuple[tuple[int, ...], ...]  # ascending buckets of each iteration of the period
 
 _Ends = NDArray[np.intp]
 
-# Two costs that differ by less than this share of the backward time are rounding apart.
+# Costs that differ by less than this share of the backward time are equal up to rounding.
 _ROUNDING = 1e-12
 
 
 def finish(
     members: Iterable[int], ready_s: Sequence[float], communication_s: Sequence[float]
 ) -> float:
-    """End of the last message of one set, seconds from the start of backward; 0 for an empty set.
+    """Return the end of a set's last message, in seconds from the start of backward.
 
-    `members` ascend; messages are sent first in, first out. Source: DreamDDP, Eq. 7 (tau_COMM).
+    Messages are sent first in, first out.
+
+    Args:
+        members: ascending buckets of the set.
+        ready_s: seconds from the start of backward to each bucket's gradient.
+        communication_s: seconds of each bucket's message.
+
+    Returns:
+        Seconds; 0 for an empty set.
+
+    Source: DreamDDP, Eq. 7 (tau_COMM).
     """
     end_s = 0.0
     for i in members:
@@ -39,9 +50,14 @@ def finish(
 def cost(
     members: Iterable[int], ready_s: Sequence[float], communication_s: Sequence[float]
 ) -> float:
-    """Seconds from the start of backward to the end of both backward and the set's messages.
+    """Return the seconds from the start of backward to the end of backward and a set's messages.
 
-    Source: DreamDDP, Eq. 7, without the additive form into which Eq. 10 slips.
+    Args:
+        members: ascending buckets of the set.
+        ready_s: seconds from the start of backward to each bucket's gradient.
+        communication_s: seconds of each bucket's message.
+
+    Source: DreamDDP, Eq. 7; Eq. 10 of the paper uses a different, additive form.
     """
     backward_end_s = ready_s[-1] if len(ready_s) else 0.0
     return max(backward_end_s, finish(members, ready_s, communication_s))
@@ -50,9 +66,17 @@ def cost(
 def period_cost(
     sets: Sequence[Sequence[int]], backward_s: Sequence[float], communication_s: Sequence[float]
 ) -> float:
-    """Seconds that one period needs without its forward passes: the sum of its sets' costs.
+    """Return the seconds of one period without its forward passes: the sum of its sets' costs.
 
-    Times are per bucket, in seconds. Raises ValueError. Source: DreamDDP, Eq. 7.
+    Args:
+        sets: ascending buckets of each set.
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: DreamDDP, Eq. 7.
     """
     ready_s, comm_s = _lists(backward_s, communication_s)
     _check_sets(sets, len(comm_s))
@@ -60,10 +84,18 @@ def period_cost(
 
 
 def dfs(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """Search over contiguous sets; optimal, but up to 2^min(L-H, H) leaves.
+    """Return the best contiguous sets by depth-first search with up to 2^min(L-H, H) leaves.
 
-    Times are per bucket, in seconds. Raises ValueError. Source: DreamDDP, Algorithm 2, with line
-    28 searching Psi_-, line 30 searching set h+1, and the exact cost instead of the additive one.
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: DreamDDP, Algorithm 2, with three changes: line 28 searches Psi_-, line 30 searches set
+    h+1, and the cost is exact instead of additive.
     """
     ready_s, comm_s = _problem(backward_s, communication_s, period)
     count, backward_end_s = len(comm_s), (ready_s[-1] if ready_s else 0.0)
@@ -76,13 +108,15 @@ def dfs(backward_s: Sequence[float], communication_s: Sequence[float], period: i
         i, starts, end_s, closed_s = pending.pop()
         while i < count and len(starts) < period:
             longer_s = max(ready_s[i], end_s) + comm_s[i]
-            if i == starts[-1] or longer_s <= backward_end_s:  # at least one; optimal hiding
+            # A set takes at least one bucket, and every bucket whose message backward hides.
+            if i == starts[-1] or longer_s <= backward_end_s:
                 i, end_s = i + 1, longer_s
                 continue
-            if end_s <= backward_end_s:  # neither hidden nor delayed: search both
+            # The bucket is partly hidden: search with it in this set and in the next one.
+            if end_s <= backward_end_s:
                 pending.append((i + 1, starts, longer_s, closed_s))
             starts, end_s, closed_s = (*starts, i), 0.0, closed_s + max(backward_end_s, end_s)
-        if i < count:  # h == H: the last set takes what is left
+        if i < count:  # h == H: the last set takes all remaining buckets
             end_s = finish(range(i, count), ready_s, comm_s)
         empty_s = (period - len(starts)) * backward_end_s
         total_s = closed_s + max(backward_end_s, end_s) + empty_s
@@ -92,9 +126,17 @@ def dfs(backward_s: Sequence[float], communication_s: Sequence[float], period: i
 
 
 def brute_force(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """The best of all C(L+H-1, H-1) contiguous splits, empty sets included.
+    """Return the best of all C(L+H-1, H-1) contiguous splits, including empty sets.
 
-    Times are per bucket, in seconds. Raises ValueError. Source: DreamDDP, Section 3.3.
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: DreamDDP, Section 3.3.
     """
     ready_s, comm_s = _problem(backward_s, communication_s, period)
     count = len(comm_s)
@@ -111,17 +153,27 @@ def brute_force(backward_s: Sequence[float], communication_s: Sequence[float], p
 
 
 def optimal(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """The best contiguous sets, exactly, in O(L (H + log L)).
+    """Return the best contiguous sets, exactly, in O(L (H + log L)).
 
-    Times are per bucket, in seconds. Raises ValueError. Source: ours. A set that starts at a given
-    bucket has two candidate ends: its longest hidden prefix, since the sets after it gain nothing
-    from a shorter one, and one bucket more, since every further bucket would add all of its
-    communication here and at most that much in the next set.
+    A set that starts at a given bucket has two candidate ends. The first is the end of its longest
+    hidden prefix, because later sets gain nothing from a shorter one. The second is one bucket
+    more. Any further bucket adds all of its communication to this set, and would add at most as
+    much to the next set.
+
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: ours.
     """
-    return _contiguous(*_problem_arrays(backward_s, communication_s, period), period)
+    return _contiguous_sets(*_problem_arrays(backward_s, communication_s, period), period)
 
 
-def _contiguous(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
+def _contiguous_sets(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
     count = len(comm_s)
     if count == 0:
         return ((),) * period
@@ -129,8 +181,8 @@ def _contiguous(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
     longer_overflow_s = _overflow_s(ready_s, comm_s, longer)
     left_s = np.append(_overflow_s(ready_s, comm_s, np.full(count, count)), 0.0)
     choices: list[_Ends] = []
-    # left_s[i] is the least overflow of the buckets from i on in the sets so far; more sets than
-    # buckets change nothing.
+    # left_s[i] is the least overflow of buckets i, i + 1, ... in the sets so far. More sets than
+    # buckets do not reduce it.
     for _ in range(min(period, count) - 1):
         one_more_s = longer_overflow_s + left_s[longer]
         one_more = (hidden == np.arange(count)) | (one_more_s < left_s[hidden])
@@ -143,16 +195,26 @@ def _contiguous(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
 
 
 def balanced(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """Sets that need not be contiguous, balanced greedily, in about O(L log L).
+    """Return greedily balanced sets, which need not be contiguous, in about O(L log L).
 
-    Times are per bucket, in seconds. Raises ValueError. Source: ours. Buckets by decreasing
-    `ready + communication` (the finish that none can avoid), each to the set whose cost grows
-    least; ties: the earliest finish, then the first set.
+    The buckets are taken by decreasing `ready + communication`, the earliest end of the bucket's
+    message. Each bucket is assigned to the set whose cost grows least. Ties are broken by the
+    earliest finish, then by the first set.
+
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: ours.
     """
-    return _scattered(*_problem_arrays(backward_s, communication_s, period), period)
+    return _balanced_sets(*_problem_arrays(backward_s, communication_s, period), period)
 
 
-def _scattered(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
+def _balanced_sets(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
     if len(comm_s) == 0:
         return ((),) * period
     order = np.argsort(-(ready_s + comm_s), kind="stable")
@@ -164,9 +226,17 @@ def _scattered(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
 def equal_number(
     backward_s: Sequence[float], communication_s: Sequence[float], period: int
 ) -> Sets:
-    """ceil(L/H) buckets per set, in backward order, whatever the times.
+    """Return sets of ceil(L/H) buckets each, in backward order, independent of the times.
 
-    Times are per bucket, in seconds. Raises ValueError. Source: DreamDDP, Example 1 (PLSGD-ENP).
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: DreamDDP, Example 1 (PLSGD-ENP).
     """
     ready_s, _ = _problem(backward_s, communication_s, period)
     size = -(-len(ready_s) // period)
@@ -174,13 +244,21 @@ def equal_number(
 
 
 def best(backward_s: Sequence[float], communication_s: Sequence[float], period: int) -> Sets:
-    """The cheaper of `optimal` and `balanced`; the contiguous sets win ties.
+    """Return the cheaper sets of `optimal` and `balanced`; if the costs are equal, `optimal`.
 
-    Times are per bucket, in seconds. Raises ValueError. Source: ours.
+    Args:
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+        period: number of sets H.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: ours.
     """
     ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
-    contiguous = _contiguous(ready_s, comm_s, period)
-    scattered = _scattered(ready_s, comm_s, period)
+    contiguous = _contiguous_sets(ready_s, comm_s, period)
+    scattered = _balanced_sets(ready_s, comm_s, period)
     contiguous_s, scattered_s = (
         sum(_fast_cost(np.array(members, dtype=np.intp), ready_s, comm_s) for members in sets)
         for sets in (contiguous, scattered)
@@ -191,19 +269,30 @@ def best(backward_s: Sequence[float], communication_s: Sequence[float], period: 
 def fill_bubbles(
     sets: Sequence[Sequence[int]], backward_s: Sequence[float], communication_s: Sequence[float]
 ) -> Sets:
-    """Per iteration, the output-side buckets that can be averaged once more at no cost.
+    """Return for each iteration the output-side buckets that can be averaged again at no cost.
 
-    Times are per bucket, in seconds; the returned buckets are not in the iteration's set. An
-    iteration with an empty set stays empty: any message would make its end a barrier, at which
-    unlike ranks wait for each other. Raises ValueError. Source: DreamDDP, Section 3.4, with the
-    exact cost instead of Eq. 12.
+    An iteration with an empty set gets no buckets: a message would make its end a barrier, at which
+    ranks of different speed wait for each other.
+
+    Args:
+        sets: ascending buckets of each set.
+        backward_s: seconds of each bucket's backward.
+        communication_s: seconds of each bucket's message.
+
+    Returns:
+        For each iteration, buckets that are not in its set.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: DreamDDP, Section 3.4, with the exact cost instead of Eq. 12.
     """
     ready, comm = _arrays(backward_s, communication_s)
     _check_sets(sets, len(comm))
     times = ready.tolist(), comm.tolist()
     sent_s = np.concatenate([[0.0], np.cumsum(comm)])
     idle_s = np.maximum.accumulate(ready - sent_s[:-1]) if len(comm) else ready
-    # By length from 1 on, up to rounding: when the messages of a prefix end.
+    # prefix_s[n - 1]: end of the messages of the first n buckets, up to rounding.
     prefix_s = sent_s[1:] + idle_s
     return tuple(_fill(members, *times, prefix_s) for members in sets)
 
@@ -211,44 +300,47 @@ def fill_bubbles(
 def _fill(
     members: Sequence[int], ready_s: list[float], comm_s: list[float], prefix_s: Numbers
 ) -> tuple[int, ...]:
-    """The longest prefix that fits into the set's own cost, less the set."""
+    """Return the longest prefix of buckets that fits into the set's cost, without the set."""
     if not members:
         return ()
 
-    def filled_s(end: int) -> float:
+    def prefix_end_s(end: int) -> float:
         later = members[bisect_right(members, end - 1) :]
         return finish([*range(end), *later], ready_s, comm_s)
 
-    # A longer prefix never finishes earlier, not even by rounding, so it can be bisected; and the
-    # same additions in the same order make "costs nothing" exact. That takes long, so it is done
-    # where an estimate that is right up to rounding says that it ends.
+    # A longer prefix never finishes earlier, not even by rounding, so bisection applies. Equal
+    # additions in equal order make the comparison with the cost exact. The exact finish is slow to
+    # compute, so bisect only between bounds from an estimate that is right up to rounding.
     limit_s = cost(members, ready_s, comm_s)
     count = len(comm_s)
-    near_s = _filled_s(members, ready_s, comm_s, prefix_s)
+    near_s = _prefix_ends_s(members, ready_s, comm_s, prefix_s)
     margin_s = _ROUNDING * count * limit_s
     low, high = (
         int(np.searchsorted(near_s, limit_s + m, side="right")) for m in (-margin_s, margin_s)
     )
-    fits = bisect_right(range(1, count + 1), limit_s, low, high, key=filled_s)
+    fits = bisect_right(range(1, count + 1), limit_s, low, high, key=prefix_end_s)
     own = set(members)
     return tuple(i for i in range(fits) if i not in own)
 
 
-def _filled_s(
+def _prefix_ends_s(
     members: Sequence[int], ready_s: list[float], comm_s: list[float], prefix_s: Numbers
 ) -> Numbers:
-    """By length from 1 on, up to rounding: the end of a prefix and the members behind it."""
+    """Return for each prefix length from 1 on the end of its and the later members' messages.
+
+    The ends are right up to rounding.
+    """
     own = np.array(members, dtype=np.intp)
     own_s = np.array(comm_s)[own]
-    left_s = np.append(own_s[::-1].cumsum()[::-1], 0.0)  # messages from the n-th member on,
+    left_s = np.append(own_s[::-1].cumsum()[::-1], 0.0)  # seconds of the messages from member n on
     starts_s = np.array(ready_s)[own] + left_s[:-1]
-    ends_s = np.append(np.maximum.accumulate(starts_s[::-1])[::-1], 0.0)  # and when they end
+    ends_s = np.append(np.maximum.accumulate(starts_s[::-1])[::-1], 0.0)  # ends of these messages
     behind = np.searchsorted(own, np.arange(len(comm_s)), side="right")
     return np.maximum.accumulate(np.maximum(prefix_s + left_s[behind], ends_s[behind]))
 
 
 def _candidate_ends(ready_s: Numbers, comm_s: Numbers) -> tuple[_Ends, _Ends]:
-    """For a set starting at each bucket: the end of its longest hidden prefix, and one more."""
+    """Return for a set from each bucket on the end of its longest hidden prefix, and one more."""
     sent_s = np.concatenate([[0.0], np.cumsum(comm_s)])
     # Messages start..end-1 are hidden iff ready_j + (sent_end - sent_j) <= backward end for each j.
     limit_s = ready_s[-1] - ready_s + sent_s[:-1]
@@ -258,14 +350,14 @@ def _candidate_ends(ready_s: Numbers, comm_s: Numbers) -> tuple[_Ends, _Ends]:
 
 
 def _overflow_s(ready_s: Numbers, comm_s: Numbers, ends: _Ends) -> Numbers:
-    """For each start: by how much the messages start..ends[start]-1 outlast backward."""
+    """Return for each start the time by which messages start..ends[start]-1 end after backward."""
     sent_s = np.concatenate([[0.0], np.cumsum(comm_s)])
     idle_s = _range_max(ready_s - sent_s[:-1], ends)
     return np.maximum(sent_s[ends] + idle_s - ready_s[-1], 0.0)
 
 
 def _range_max(values: Numbers, ends: _Ends) -> Numbers:
-    """max(values[start:ends[start]]) for each start, in O(L log L)."""
+    """Return max(values[start:ends[start]]) for each start, in O(L log L)."""
     tables = [values]  # tables[k][i]: maximum of the 2^k values from i
     while 2 ** len(tables) <= len(values):
         half = 2 ** (len(tables) - 1)
@@ -280,7 +372,11 @@ def _range_max(values: Numbers, ends: _Ends) -> Numbers:
 
 
 def _fast_cost(members: _Ends, ready_s: Numbers, comm_s: Numbers) -> float:
-    """`cost` up to rounding: a set ends when, after some bucket, nothing has to be waited for."""
+    """Return `cost` up to rounding.
+
+    The set's messages end at the maximum, over its buckets, of the ready time plus the seconds of
+    the bucket's and all later messages.
+    """
     if not len(members):
         return float(ready_s[-1]) if len(ready_s) else 0.0
     left_s = comm_s[members][::-1].cumsum()[::-1]
@@ -288,7 +384,7 @@ def _fast_cost(members: _Ends, ready_s: Numbers, comm_s: Numbers) -> float:
 
 
 def _split(starts: Sequence[int], count: int, period: int) -> Sets:
-    """Contiguous sets from their first buckets, padded with empty sets up to the period."""
+    """Return contiguous sets that begin at `starts`, padded with empty sets up to the period."""
     bounds = [min(start, count) for start in starts] + [count] * (period + 1 - len(starts))
     return tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
 
@@ -296,7 +392,7 @@ def _split(starts: Sequence[int], count: int, period: int) -> Sets:
 def _problem(
     backward_s: Sequence[float], communication_s: Sequence[float], period: int
 ) -> tuple[list[float], list[float]]:
-    """Checked ready and communication times as lists."""
+    """Check the arguments; return ready and communication times as lists."""
     _check.period(period)
     return _lists(backward_s, communication_s)
 
@@ -304,7 +400,7 @@ def _problem(
 def _problem_arrays(
     backward_s: Sequence[float], communication_s: Sequence[float], period: int
 ) -> tuple[Numbers, Numbers]:
-    """Checked ready and communication times as arrays."""
+    """Check the arguments; return ready and communication times as arrays."""
     _check.period(period)
     return _arrays(backward_s, communication_s)
 

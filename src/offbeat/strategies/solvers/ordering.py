@@ -1,7 +1,8 @@
-"""Priority schedules: in which order the slices of one backward take a link.
+"""Orders in which the slices of one backward are sent over a link, for priority schedules.
 
-Time 0 is the start of backward. Each bucket of the next forward, input side (the last bucket)
-first, waits only for its own slices; the link carries one slice at a time, in a given order.
+Time 0 is the start of backward. The link carries one slice at a time, in a given order. The next
+forward runs from the input side (the last bucket) to the output side, and each bucket waits only
+for its own slices.
 """
 
 import math
@@ -17,9 +18,12 @@ from offbeat.strategies.solvers import inputs as _check
 
 
 class Slice(NamedTuple):
-    """A message: released by the gradient of `bucket`, due by its next forward.
+    """Message that is released by a bucket's gradient and is due at the bucket's next forward.
 
-    `seconds` alone on the link; `size_bytes` is what it takes of the credit in flight.
+    Attributes:
+        bucket: index of the bucket.
+        seconds: seconds of the message on an idle link.
+        size_bytes: bytes that the message counts against the credit in flight.
     """
 
     bucket: int
@@ -29,10 +33,15 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """What one iteration computes, in seconds, per bucket in backward order.
+    """Compute times of one iteration, per bucket in backward order.
 
-    `ready_s` (non-decreasing): when its gradient exists; `forward_s`: its forward with the update
-    before it; `other_s`: what comes between backward and forward. Raises ValueError.
+    Attributes:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        forward_s: seconds of each bucket's forward, with the update before it.
+        other_s: seconds between backward and the next forward.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     ready_s: Sequence[float]
@@ -46,10 +55,15 @@ class Compute:
 
 
 def iteration_s(order: Sequence[Slice], compute: Compute) -> float:
-    """Seconds from the start of backward to the end of the next forward; O(slices + buckets).
+    """Return the seconds from the start of backward to the end of the next forward.
 
-    The link serves `order` strictly: a slice that is not ready holds up those behind it. This is
-    the steady state, as every slice has landed when the last bucket's forward begins.
+    The link sends the slices strictly in `order`, so a slice that is not ready delays all later
+    slices. The result is the steady state, because every slice has arrived when the forward of
+    bucket 0 begins. O(slices + buckets).
+
+    Args:
+        order: slices in sending order.
+        compute: compute times of the iteration.
     """
     ready = np.asarray(compute.ready_s, dtype=np.float64)
     bucket = np.fromiter((s.bucket for s in order), dtype=np.intp, count=len(order))
@@ -63,12 +77,21 @@ def iteration_s(order: Sequence[Slice], compute: Compute) -> float:
 def priority_order(
     slices: Sequence[Slice], ready_s: Sequence[float], credit_bytes: int
 ) -> list[int]:
-    """Indices of `slices` in the order in which a priority queue commits them to the link.
+    """Return the indices of `slices` in the order in which a priority queue sends them.
 
-    Of the slices that are ready, those of the input side come first, then by index. They are
-    committed while less than `credit_bytes` is in flight, and never revoked; 1 means one at a
-    time. O(n log n). Raises ValueError. Source: ByteScheduler; P3 is one at a
-    time.
+    Of the ready slices, the one nearest the input side is sent first, then the one with the lowest
+    index. A slice that has been handed to the link is not revoked. O(n log n).
+
+    Args:
+        slices: slices to send.
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        credit_bytes: slices are handed to the link while fewer bytes are in flight; 1 for one slice
+            at a time.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: ByteScheduler; P3 sends one slice at a time.
     """
     ready = _check.ready(ready_s)
     if credit_bytes < 1:
@@ -98,6 +121,6 @@ def priority_order(
 
 
 def _chain(earliest_s: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Ends of jobs done one after the other, none before its earliest start."""
+    """Return the ends of jobs that run one after the other, each not before its earliest start."""
     total_s = np.cumsum(seconds)
     return np.maximum.accumulate(earliest_s - (total_s - seconds)) + total_s

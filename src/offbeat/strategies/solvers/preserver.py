@@ -1,9 +1,9 @@
-"""DeFT's Preserver: what merging gradients is expected to cost in loss, and what it really does.
+"""DeFT's Preserver: expected effect of merged gradients on the loss.
 
-The loss is modelled as a random walk towards a target where it rebounds: a step lowers it by
-`eta * d` with d normal, of mean mu (the squared norm of the gradient) and variance sigma^2 / batch.
-Late updates cost it the samples that they have not used yet; what else being late does to
-training it does not know. So the loss itself is watched as well.
+The loss is modelled as a random walk towards a target at which it rebounds. A step lowers the loss
+by `eta * d`, where d is normal with mean mu (the squared norm of the gradient) and variance
+sigma^2 / batch. The model's only cost of late updates is that their samples are not used yet. Other
+effects of late updates are not modelled; therefore training also monitors the loss itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from offbeat.core.plan import Merge
 
 @dataclass(frozen=True)
 class LossWalk:
-    """The loss as a random walk: where it is, and its steps while single iterations make them.
+    """Random walk of the loss.
 
-    `sigma` is the deviation for one batch, of `batch` samples. Under `scale="sum"` a step that
-    merges k iterations is k times as long, under "mean" as long as one; its batch is k times one.
+    Attributes:
+        loss: current loss.
+        eta: step size of one iteration.
+        sigma: standard deviation parameter; a step of one iteration has variance sigma^2 / batch.
+        batch: samples of one iteration.
+        target: loss at which the walk rebounds.
+        scale: "sum" multiplies the step size of k merged iterations by k, "mean" does not. The
+            batch of the step is k times `batch` in both cases.
+
+    Raises:
+        ValueError: `sigma` or `eta` is negative, or `batch` is not above 0.
     """
 
     loss: float
@@ -37,10 +46,16 @@ class LossWalk:
                 f"({self.batch:g}) above 0"
             )
 
-    def after(self, merges: Sequence[int], mu: Sequence[float]) -> float:
-        """Expected loss after steps that merge so many iterations each, with `mu` per iteration.
+    def expected_loss(self, merges: Sequence[int], mu: Sequence[float]) -> float:
+        """Return the expected loss after a sequence of steps.
 
-        A step uses the mu of the first iteration that it merges. Raises ValueError.
+        Args:
+            merges: number of iterations that each step merges.
+            mu: squared gradient norm of each iteration. A step uses that of its first iteration.
+
+        Raises:
+            ValueError: `merges` does not add up to the number of mu, or is below 1.
+
         Source: DeFT, Section IV-C.
         """
         if sum(merges) != len(mu) or any(k < 1 for k in merges):
@@ -55,24 +70,36 @@ class LossWalk:
         return loss
 
     def ratio(self, merges: Sequence[int], mu: Sequence[float], late: int = 0) -> float:
-        """Expected loss after single steps, over that after the merged ones; near 1 is good.
+        """Return the expected loss after single steps divided by that after merged steps.
 
-        Both have seen equally many samples: `late` further iterations, with a mu each, are merged
-        in no step yet. Single steps have used them. Raises ValueError.
-        Source: DeFT, Section IV-C and Table V (which count no lateness: 0).
+        A ratio near 1 is good.
+
+        Args:
+            merges: number of iterations that each merged step merges.
+            mu: squared gradient norm of each iteration, including the late ones.
+            late: number of last iterations that no merged step uses yet. Single steps use them.
+
+        Raises:
+            ValueError: the arguments do not fit together.
+
+        Source: DeFT, Section IV-C and Table V, where `late` is 0.
         """
-        single = self.after([1] * len(mu), mu)
-        merged = self.after(merges, mu[: max(0, len(mu) - late)])
+        single = self.expected_loss([1] * len(mu), mu)
+        merged = self.expected_loss(merges, mu[: max(0, len(mu) - late)])
         if single == merged:
             return 1.0
         return single / merged if merged else math.inf
 
     def worst_ratio(self, merges: Sequence[int], mu: float) -> float:
-        """The ratio that is farthest from 1 after any update of a cycle, with a constant mu.
+        """Return the ratio that is farthest from 1 after any update of a cycle.
 
-        When an update is applied, the iterations that the next one merges have been computed.
-        The end of a cycle alone says too little: there two walks that have both rebounded from
-        the target may happen to meet.
+        When an update is applied, the iterations of the next update have been computed and are
+        late. The ratio at the end of the cycle does not suffice, because two walks that have
+        rebounded from the target may meet there by chance.
+
+        Args:
+            merges: number of iterations that each update of the cycle merges.
+            mu: squared gradient norm of all iterations.
         """
         ratios = []
         for done in range(1, len(merges) + 1):

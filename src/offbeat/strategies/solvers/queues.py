@@ -1,9 +1,9 @@
-"""DeFT's two queues: which gradients are sent under forward and backward of which iteration.
+"""DeFT's two queues: choice of the gradients to send during each forward and backward.
 
-Every iteration adds its gradients to the future queue. The current queue holds what is still to be
-sent of an earlier generation; when backward has room for all of it, the generation is complete,
-its update is applied at the end of the iteration, and what is left of the future queue becomes the
-current one. The queues are played until they repeat.
+Every iteration adds its gradients to the future queue. The current queue holds the pieces of an
+earlier generation that are not sent yet. If backward has time for all of them, the generation
+closes: its update is applied at the end of the iteration, and the remaining future queue becomes
+the current queue. The queues are simulated until they repeat.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers import knapsack
 from offbeat.strategies.solvers.inputs import Numbers
 
-MOST_GENERATIONS = 8  # until the queues must have repeated; then a repetition is made
+MOST_GENERATIONS = 8  # simulated generations; without a repetition the best stretch is repeated
 
 _Queue = frozenset[int]
 
 
 class Send(NamedTuple):
-    """A piece on its way, and the index of its link."""
+    """Index of a piece that is sent, and index of its link."""
 
     piece: int
     link: int
@@ -36,9 +36,13 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration sends, each in issue order, and whether a generation closes at its end.
+    """Messages of one iteration, each tuple in issue order.
 
-    `forward` and `current` are of the generation closed before, `future` of the one that closes.
+    Attributes:
+        forward: pieces of the current queue that are sent during forward.
+        current: pieces of the current queue that are sent during backward.
+        future: pieces of the closing generation that are sent during their own backward.
+        closes: whether a generation closes at the end of the iteration.
     """
 
     forward: tuple[Send, ...]
@@ -49,16 +53,19 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Iterations that come once, then those that repeat; both end with a close."""
+    """Iterations of the prologue, and iterations of the cycle that is repeated after it.
+
+    In both, a generation closes in the last iteration.
+    """
 
     prologue: tuple[Iteration, ...]
     cycle: tuple[Iteration, ...]
 
     @property
     def merges(self) -> tuple[int, ...]:
-        """How many iterations each generation of the cycle merges.
+        """Return the number of iterations that each generation of the cycle merges.
 
-        The rotation that is greatest; where a cycle starts is arbitrary.
+        The start of a cycle is arbitrary, so return the lexicographically greatest rotation.
         """
         closes = [-1, *(t for t, iteration in enumerate(self.cycle) if iteration.closes)]
         merges = [b - a for a, b in pairwise(closes)]
@@ -66,7 +73,7 @@ class Schedule:
 
     @property
     def longest(self) -> int:
-        """Most iterations that any update merges, those of the prologue too."""
+        """Return the largest number of iterations that an update of prologue or cycle merges."""
         iterations = [*self.prologue, *self.cycle]
         closes = [-1, *(t for t, iteration in enumerate(iterations) if iteration.closes)]
         return max(b - a for a, b in pairwise(closes))
@@ -77,17 +84,20 @@ class Schedule:
 
 
 class _Policy(Protocol):
-    """What an iteration does with a current queue."""
+    """Rule that determines the messages of an iteration from its current queue."""
 
     @property
     def count(self) -> int:
-        """How many pieces there are."""
+        """Return the number of pieces."""
         ...
 
     def iteration(self, queue: _Queue) -> Iteration: ...
 
-    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
-        """How a closing iteration sends just these pieces early; None if it cannot."""
+    def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        """Return `future` of the closing iteration `last` with just these pieces, or None.
+
+        None means that they cannot be sent in their own backward.
+        """
         ...
 
 
@@ -100,17 +110,24 @@ def simulate(
     solver: knapsack.Solver = knapsack.exact,
     names: Sequence[str] = (),
 ) -> Schedule:
-    """Schedule in which every window sends what its knapsack chooses.
+    """Return the schedule in which a knapsack chooses the pieces of every window.
 
-    `forward_s` and `backward_s` are the windows; `ready_s` per piece counts from the start of
-    backward, `weights_s[link][piece]` is its time on a link.
+    The schedule must repeat. The queues are simulated until they reach an earlier state, but for at
+    most 8 generations, because with measured times they rarely repeat. Every stretch from one close
+    to another is a candidate if its last close can leave the same pieces unsent as its first one.
+    The stretch with most updates per iteration becomes the cycle.
 
-    The schedule must repeat. The queues are played until they are as they were before, but for at
-    most 8 windows, since with measured times they hardly ever are. Every stretch from one close
-    to another is then a candidate if its last close can leave the same pieces behind as its first
-    one. The stretch with most updates per iteration is repeated.
+    Args:
+        forward_s: seconds of the forward window.
+        backward_s: seconds of the backward window.
+        ready_s: seconds from the start of backward to each piece's gradient, non-decreasing.
+        weights_s: seconds of each piece on each link, `[link][piece]`.
+        solver: solver of the knapsacks.
+        names: names of the pieces for error messages.
 
-    Raises ValueError, also for a piece that fits into neither window (by `names`, if given).
+    Raises:
+        ValueError: an argument is invalid, or a piece fits into neither window.
+
     Source: DeFT, Algorithm 2.
     """
     for name, window_s in (("forward_s", forward_s), ("backward_s", backward_s)):
@@ -120,13 +137,13 @@ def simulate(
     for k, row in enumerate(rows):
         _check.same_length(f"weights_s[{k}]", row, "ready_s", ready)
     windows = _Windows(forward_s, backward_s, ready, np.stack(rows), solver)
-    return _repeated(windows, most_updates(forward_s, backward_s, weights_s), names)
+    return _schedule(windows, most_updates(forward_s, backward_s, weights_s), names)
 
 
 def most_updates(
     forward_s: float, backward_s: float, weights_s: Sequence[Sequence[float]]
 ) -> float:
-    """Updates per iteration that no stretch of 8 generations can exceed."""
+    """Return an upper bound on the updates per iteration of a stretch of at most 8 generations."""
     worth_s, rates = _worth(np.asarray(weights_s, dtype=float))
     if not worth_s.any():
         return 1.0
@@ -137,17 +154,29 @@ def most_updates(
 
 
 def _worth(weights_s: Numbers) -> tuple[Numbers, Numbers]:
-    """Each piece's seconds on the first link, 0 if some link carries it in no time; and how much
-    of that each link carries in a second at most."""
+    """Return the value of each piece, and the largest value that each link sends per second.
+
+    The value of a piece is its seconds on the first link, or 0 if it takes 0 s on some link.
+    """
     worth_s = np.where((weights_s > 0).all(axis=0), weights_s[0], 0.0)
     return worth_s, (worth_s / np.where(weights_s > 0, weights_s, 1.0)).max(axis=1, initial=0.0)
 
 
-def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
-    """Schedule that sends so many pieces per forward and per backward, first in, first out.
+def fifo(forward: int, backward: int, ready_s: Sequence[float], backward_s: float) -> Schedule:
+    """Return the schedule with fixed numbers of pieces per window on one link, first in, first out.
 
-    In backward first those of the current queue, then of the future one as they become ready, all
-    but those ready only when backward ends (`backward_s`). One link. Raises ValueError.
+    Backward sends pieces of the current queue first, then pieces of the future queue that are ready
+    before the end of backward.
+
+    Args:
+        forward: number of pieces per forward.
+        backward: number of pieces per backward.
+        ready_s: seconds from the start of backward to each piece's gradient, non-decreasing.
+        backward_s: seconds of backward.
+
+    Raises:
+        ValueError: an argument is invalid, or no piece is ever sent.
+
     Source: DeFT, Section III-B (f and b), as a baseline for the knapsacks.
     """
     ready = _check.ready(ready_s).tolist()
@@ -155,12 +184,12 @@ def fixed(forward: int, backward: int, ready_s: Sequence[float], backward_s: flo
         if count < 0:
             raise ValueError(f"{name} ({count}) must be at least 0; give a number of pieces")
     early = tuple(Send(piece, 0) for piece, at_s in enumerate(ready) if at_s < backward_s)
-    return _repeated(_Counts(forward, backward, early, len(ready)), 1.0, (), len(ready) + 2)
+    return _schedule(_Counts(forward, backward, early, len(ready)), 1.0, (), len(ready) + 2)
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """So many pieces per window."""
+    """Policy with fixed numbers of pieces per window."""
 
     forward: int
     backward: int
@@ -175,14 +204,15 @@ class _Counts:
         future = self.early[: self.backward - len(current)] if closes else ()
         return Iteration(waiting[: self.forward], current, future, closes)
 
-    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
-        # As many leftovers as there are pieces, so the queues do repeat exactly.
+    def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        # Pieces are sent in a fixed order, so a close leaves one of at most `count` + 1 queues.
+        # Hence the queues repeat exactly.
         return last.future if _pieces(last.future) == pieces else None
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """The knapsacks of one iteration."""
+    """Policy in which a knapsack chooses the pieces of each window."""
 
     forward_s: float
     backward_s: float
@@ -199,51 +229,51 @@ class _Windows:
         return _worth(self.weights_s)
 
     @cached_property
-    def alike(self) -> list[int]:
-        """Per piece the first one with the same times."""
+    def twins(self) -> list[int]:
+        """Return for each piece the first piece with equal times."""
         times = list(zip(self.ready_s.tolist(), *self.weights_s.tolist(), strict=True))
         first = {time: piece for piece, time in reversed(list(enumerate(times)))}
         return [first[time] for time in times]
 
     def iteration(self, queue: _Queue) -> Iteration:
-        """Cases 1 to 4 of the paper."""
-        forward = self._chosen(sorted(queue), self.forward_s)
+        """Return the messages of an iteration: cases 1 to 4 of the paper."""
+        forward = self._choose(sorted(queue), self.forward_s)
         left = sorted(queue - {send.piece for send in forward})
-        current = self._chosen(left, self.backward_s)
+        current = self._choose(left, self.backward_s)
         if len(current) < len(left):
             return Iteration(forward, current, (), closes=False)
-        future = self._early(self._busy_s(current), range(self.count))
+        future = self._future_sends(self._current_s(current), range(self.count))
         return Iteration(forward, current, future, closes=True)
 
-    def only(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+    def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
         if pieces <= _pieces(last.future):
             return tuple(send for send in last.future if send.piece in pieces)
-        busy_s, early = self._busy_s(last.current), sorted(pieces)
+        busy_s, early = self._current_s(last.current), sorted(pieces)
         worth_s, rates = self.worth
         if worth_s[early].sum() > (self.backward_s * knapsack.FILLED - busy_s) @ rates:
-            return None  # at a glance
-        future = self._early(busy_s, early)
+            return None  # the links' total capacity does not suffice
+        future = self._future_sends(busy_s, early)
         return future if len(future) == len(pieces) else None
 
-    def _busy_s(self, current: tuple[Send, ...]) -> Numbers:
-        """Per link, how long what is left of the current queue takes in backward."""
+    def _current_s(self, current: tuple[Send, ...]) -> Numbers:
+        """Return for each link the seconds of the current queue's pieces sent in backward."""
         busy_s = np.zeros(len(self.weights_s))
         for piece, link in current:
             busy_s[link] += self.weights_s[link, piece]
         return busy_s
 
-    def _early(self, busy_s: Numbers, pieces: Sequence[int]) -> tuple[Send, ...]:
-        """Pieces sent in their own backward, after what is left of the current queue."""
-        return self._chosen(pieces, self.backward_s, self.ready_s[list(pieces)], busy_s)
+    def _future_sends(self, busy_s: Numbers, pieces: Sequence[int]) -> tuple[Send, ...]:
+        """Return the pieces sent in their own backward, after those of the current queue."""
+        return self._choose(pieces, self.backward_s, self.ready_s[list(pieces)], busy_s)
 
-    def _chosen(
+    def _choose(
         self,
         pieces: Sequence[int],
         window_s: float,
         ready_s: Numbers | None = None,
         busy_s: Numbers | None = None,
     ) -> tuple[Send, ...]:
-        """What the solver sends of these pieces, in order of readiness."""
+        """Return the pieces that the solver chooses, in order of ready times."""
         if not pieces:
             return ()
         weights_s = self.weights_s[:, list(pieces)]
@@ -251,30 +281,39 @@ class _Windows:
         busy_s = np.zeros(len(weights_s)) if busy_s is None else busy_s
         limit_s = window_s * knapsack.FILLED
         placement = self.solver.place(knapsack.Window(weights_s, limit_s, ready_s, busy_s))
-        alike: dict[int, deque[int]] = {}  # slices of one bucket: always the first ones go first
+        twins: dict[int, deque[int]] = {}  # of equal slices, send the first ones
         for piece in pieces:
-            alike.setdefault(self.alike[piece], deque()).append(piece)
+            twins.setdefault(self.twins[piece], deque()).append(piece)
         chosen = sorted((pieces[i], link) for link, items in enumerate(placement) for i in items)
-        return tuple(Send(alike[self.alike[piece]].popleft(), link) for piece, link in chosen)
+        return tuple(Send(twins[self.twins[piece]].popleft(), link) for piece, link in chosen)
 
 
-def _repeated(
+def _schedule(
     policy: _Policy, enough: float, names: Sequence[str], most_generations: int = MOST_GENERATIONS
 ) -> Schedule:
-    """Play the queues from the empty one, and repeat the best stretch of what they did."""
-    played = _Played(policy, most_generations, [], [(0, frozenset())])
-    played.play(enough, names)
-    if played.best is None:  # a close that sends nothing early can be returned to from any other
+    """Simulate the queues from an empty one; return the schedule that repeats the best stretch."""
+    search = _Search(policy, most_generations, [], [(0, frozenset())])
+    search.run(enough, names)
+    if search.best is None:
+        # From any queue, the queues can return to the state after a close that sends nothing early.
         first = Iteration((), (), (), closes=True)
-        played = _Played(policy, most_generations, [first], [(1, frozenset(range(policy.count)))])
-        played.play(enough, names)
-    assert played.best is not None
-    return played.best
+        search = _Search(policy, most_generations, [first], [(1, frozenset(range(policy.count)))])
+        search.run(enough, names)
+    assert search.best is not None
+    return search.best
 
 
 @dataclass
-class _Played:
-    """Iterations from the first on, and after which of them a generation closed and left what."""
+class _Search:
+    """Simulation of the queues that searches the best stretch to repeat.
+
+    Attributes:
+        policy: policy of the iterations.
+        most_generations: limit of simulated generations.
+        iterations: simulated iterations.
+        closes: for each close, the number of iterations so far and the pieces left unsent.
+        best: schedule with most updates per iteration so far.
+    """
 
     policy: _Policy
     most_generations: int
@@ -282,8 +321,11 @@ class _Played:
     closes: list[tuple[int, _Queue]]
     best: Schedule | None = None
 
-    def play(self, enough: float, names: Sequence[str]) -> None:
-        """Go on until a close leaves what one has left before, or the best rate is `enough`."""
+    def run(self, enough: float, names: Sequence[str]) -> None:
+        """Simulate until a close leaves a queue that an earlier close left.
+
+        Stop earlier if the best schedule has at least `enough` updates per iteration.
+        """
         queue = self.closes[-1][1]
         while len(self.closes) <= self.most_generations:
             iteration = self.policy.iteration(queue)
@@ -298,16 +340,20 @@ class _Played:
             else:
                 sent = _pieces(iteration.forward + iteration.current)
                 if not sent:
-                    raise _stuck(min(queue), names)
+                    raise _stuck_error(min(queue), names)
                 queue -= sent
 
     def _repeat(self, last: Iteration) -> None:
-        """The stretch from an earlier close to this one, if it can leave the same and is better."""
+        """Update `best` with a stretch from an earlier close to this one.
+
+        The stretch qualifies if this close can leave the same pieces unsent and if it has more
+        updates per iteration.
+        """
         for generations, (first, left) in enumerate(reversed(self.closes), start=1):
             rate = generations / (len(self.iterations) - first)
             if self.best and rate <= self.best.updates_per_iteration:
                 continue
-            future = self.policy.only(last, frozenset(range(self.policy.count)) - left)
+            future = self.policy.early_sends(last, frozenset(range(self.policy.count)) - left)
             if future is not None:
                 cycle = (*self.iterations[first:-1], replace(last, future=future))
                 self.best = Schedule(tuple(self.iterations[:first]), cycle)
@@ -317,7 +363,7 @@ def _pieces(sends: Iterable[Send]) -> _Queue:
     return frozenset(send.piece for send in sends)
 
 
-def _stuck(piece: int, names: Sequence[str]) -> ValueError:
+def _stuck_error(piece: int, names: Sequence[str]) -> ValueError:
     return ValueError(
         f"piece {names[piece] if names else piece} fits into neither window, so no update would "
         "ever be complete; cut it into smaller slices"

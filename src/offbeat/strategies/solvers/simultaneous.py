@@ -1,4 +1,4 @@
-"""Simultaneous messages: which neighbouring buckets share one, on several channels of a link."""
+"""Fusion of consecutive buckets for simultaneous messages on several channels of a link."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,28 @@ from offbeat.strategies.solvers.fusion import Fusion, MessageSeconds
 def simultaneous_fusion(
     ready_s: Sequence[float], message_s: MessageSeconds, speeds: Sequence[float]
 ) -> tuple[Fusion, list[float]]:
-    """Groups of buckets, group i for channel i % len(speeds), and when each message ends.
+    """Return groups of buckets and the end of each group's message.
 
-    A bucket joins the message before it iff that one still waits for its channel when the bucket
-    is ready (`ready_s`, non-decreasing); else it is a message of its own, sent beside the others.
-    `message_s(group)` are a message's seconds alone; while n channels carry messages each runs at
-    `speeds[n - 1]` of that, a fluid model. Raises ValueError. Source: ASC-WFBP.
+    Group i is sent on channel i % len(speeds). A bucket joins the previous group if that group's
+    message still waits for its channel when the bucket is ready. Otherwise it starts a group.
+
+    Args:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        message_s: function from a group to the seconds of its message if only one channel is busy.
+        speeds: relative speed of each message while n channels are busy, as `speeds[n - 1]`.
+
+    Returns:
+        Groups, and the end of each message in seconds from the start of backward.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: ASC-WFBP.
     """
     ready = _check.ready(ready_s)
     _check_speeds(speeds)
     groups: list[range] = []
-    left_s = [0.0] * len(speeds)  # per channel, at full speed
+    left_s = [0.0] * len(speeds)  # remaining seconds of each channel at full speed
     ends_s: list[float] = []
     on_channel = [0] * len(speeds)
     waiting, now_s = range(0), 0.0
@@ -43,11 +54,15 @@ def simultaneous_fusion(
 def _run(
     now_s: float, until_s: float, left_s: list[float], speeds: Sequence[float]
 ) -> tuple[float, list[float], list[int]]:
-    """Run the busy channels until one of them, or the time, ends: (time, left, channels ended)."""
+    """Advance the busy channels until one of them ends or until `until_s`.
+
+    Returns:
+        New time, remaining seconds of each channel, and channels that have ended.
+    """
     busy = [channel for channel, left in enumerate(left_s) if left]
     speed = speeds[len(busy) - 1]
     end_s = min([until_s, *(now_s + left_s[channel] / speed for channel in busy)])
-    # Compared as ends, not as what is left, so that rounding leaves no crumbs on a channel.
+    # Compare ends instead of remaining seconds, so that rounding leaves no tiny rest on a channel.
     ended = [channel for channel in busy if now_s + left_s[channel] / speed <= end_s]
     left_s = [max(left - (end_s - now_s) * speed, 0.0) if left else 0.0 for left in left_s]
     for channel in ended:

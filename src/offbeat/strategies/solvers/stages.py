@@ -1,4 +1,4 @@
-"""Stages: a model cut into contiguous parts, so that the longest takes as little as can be."""
+"""Partition of a model into contiguous stages with the least cost of the most expensive stage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from itertools import accumulate, pairwise
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[range, ...]:
-    """Neighbours in so many runs, none empty, of which the most expensive costs as little as can
-    be: exact, O(stages * n * log n). ValueError for more stages than costs, or a negative cost.
+    """Cut costs into non-empty runs so that the most expensive run costs least.
+
+    The result is exact. O(stages * n * log n).
+
+    Args:
+        costs: cost of each bucket.
+        stages: number of runs.
+
+    Raises:
+        ValueError: `stages` exceeds the number of costs, or a cost is negative.
     """
     count = len(costs)
     if not 1 <= stages <= count:
@@ -20,7 +28,7 @@ def cut(costs: Sequence[float], stages: int) -> tuple[range, ...]:
     if not all(cost >= 0 for cost in costs):
         raise ValueError(f"costs ({min(costs)}) must not be negative")
     before = [0.0, *accumulate(costs)]
-    worst = before  # of the first n costs, the most expensive run
+    worst = before  # cost of the most expensive run of the first n costs
     cuts: list[list[int]] = []
     for run in range(2, stages + 1):
         table = [0] * (count + 1)
@@ -38,9 +46,10 @@ def cut(costs: Sequence[float], stages: int) -> tuple[range, ...]:
 def _last_cut(
     worst: Sequence[float], before: Sequence[float], least: int, n: int
 ) -> tuple[float, int]:
-    """Where the last run of the first n begins, from `least` on, and what comes out.
+    """Return the cost of the most expensive run of the first n costs, and the last run's start.
 
-    The later it begins, the less it costs and the more what is before it: they cross once.
+    The start is at least `least`. With a later start, the last run costs less and the runs before
+    it cost more. So the optimum is next to the point where the two costs cross.
     """
     crossing = bisect_left(
         range(n), x=True, lo=least, hi=n - 1, key=lambda c: worst[c] >= before[n] - before[c]

@@ -1,4 +1,4 @@
-"""Unequal-sized fusion of unit blocks, and greedy changes of an order of messages."""
+"""Solvers of US-Byte: unequal-sized fusion of unit blocks, and local search for message orders."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -14,18 +14,27 @@ Message = TypeVar("Message")
 def unit_runs(
     ready_s: Sequence[float], units: Sequence[int], blocks_s: Callable[[int, int], float]
 ) -> list[tuple[int, range]]:
-    """Messages in order: a bucket and the run of its unit blocks that they hold.
+    """Return the messages in sending order, each as a bucket and the range of its unit blocks.
 
-    Per bucket in backward order: `ready_s` (non-decreasing) and the number of its `units`;
-    `blocks_s(bucket, n)` are the seconds of a message with n of them, never less for more. Whenever
-    the link is free, the bucket nearest the input sends as many blocks as end near the next ready
-    gradient. Raises ValueError. Source: US-Byte, unequal-sized fusion.
+    Whenever the link is free, the ready bucket nearest the input sends as many blocks as end near
+    the ready time of the next gradient.
+
+    Args:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing.
+        units: number of unit blocks of each bucket.
+        blocks_s: function from (bucket, n) to the seconds of a message with n blocks of the bucket,
+            non-decreasing in n.
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Source: US-Byte, unequal-sized fusion.
     """
     ready = _check.ready(ready_s)
     _check.same_length("units", _check.numbers("units", units), "ready_s", ready)
     runs: list[tuple[int, range]] = []
     sent = [0] * len(ready)
-    unfinished: list[int] = []  # ready buckets; the last one is nearest the input
+    unfinished: list[int] = []  # ready buckets with unsent blocks; the last is nearest the input
     arrived, now_s = 0, 0.0
     while arrived < len(ready) or unfinished:
         now_s = now_s if unfinished else max(now_s, float(ready[arrived]))
@@ -35,7 +44,7 @@ def unit_runs(
             continue
         b = unfinished[-1]
         slack_s = float(ready[arrived]) - now_s if arrived < len(ready) else math.inf
-        width = _blocks(slack_s, units[b] - sent[b], partial(blocks_s, b))
+        width = _block_count(slack_s, units[b] - sent[b], partial(blocks_s, b))
         runs.append((b, range(sent[b], sent[b] + width)))
         sent[b] += width
         now_s += blocks_s(b, width)
@@ -50,11 +59,19 @@ def improved(
     joined: Callable[[Message, Message], Message | None],
     evaluations: int,
 ) -> list[Message]:
-    """The order after greedy changes, each kept if `cost_s` of the whole order drops by it.
+    """Improve an order of messages by local search until no change lowers the cost.
 
-    A change moves a message to another place, or replaces two by `joined(first, second)` (None if
-    they do not fit) in the second's place. Stops after so many evaluations of `cost_s`, or when
-    no change helps. Source: US-Byte, greedy priority; joining is ours.
+    A change moves a message to another place, or replaces two messages by one in the place of the
+    second.
+
+    Args:
+        order: initial order.
+        cost_s: function from an order to its cost.
+        joined: function from (first, second) to the message that replaces both, or None if they
+            cannot be joined.
+        evaluations: limit of the evaluations of `cost_s`, checked after the variants of a message.
+
+    Source: US-Byte, greedy priority; joining is ours.
     """
     best = list(order)
     best_s, i, fruitless = cost_s(best), 0, 0
@@ -63,7 +80,7 @@ def improved(
         for variant in _variants(best, i, joined):
             evaluations -= 1
             variant_s = cost_s(variant)
-            if variant_s < best_s * (1 - 1e-12):  # not by rounding
+            if variant_s < best_s * (1 - 1e-12):  # a smaller gain is a rounding error
                 best, best_s, fruitless = variant, variant_s, 0
                 break
         else:
@@ -71,9 +88,12 @@ def improved(
     return best
 
 
-def _blocks(slack_s: float, left: int, seconds: Callable[[int], float]) -> int:
-    """How many of the unit blocks that are left end near the next event: the fewest that reach it,
-    with those that cost nothing more, or all of them."""
+def _block_count(slack_s: float, left: int, seconds: Callable[[int], float]) -> int:
+    """Return the number of the remaining unit blocks to send in one message.
+
+    It is the smallest number that takes at least `slack_s`, plus further blocks that take no more
+    time, or all remaining blocks if these take less.
+    """
     widths = range(1, left + 1)
     reaching = min(bisect_left(widths, slack_s, key=seconds) + 1, left)
     return bisect_right(widths, seconds(reaching), key=seconds)
@@ -82,7 +102,7 @@ def _blocks(slack_s: float, left: int, seconds: Callable[[int], float]) -> int:
 def _variants(
     order: list[Message], i: int, joined: Callable[[Message, Message], Message | None]
 ) -> Iterator[list[Message]]:
-    """Orders that differ from this one by a change of its i-th message."""
+    """Yield the orders that differ from `order` by a change of its i-th message."""
     second = order[i]
     for j, first in enumerate(order):
         both = joined(first, second) if i != j else None

@@ -1,4 +1,4 @@
-"""Messages of gradients that fit a window: neighbouring buckets fused, large ones in slices."""
+"""Gradient messages that fit a window: consecutive buckets fused, large buckets cut into slices."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from offbeat.core.plan import Payload
 from offbeat.core.profile import Profile
 
 ELEMENT_BYTES = 4
-MOST_PARTS = 256  # slices of a bucket; beyond that a message is hardly more than its latency
+MOST_PARTS = 256  # slices of a bucket; the time of smaller slices is almost only latency
 ROUNDING = 1e-12
-# Shares of the largest message that fits: up to which neighbours are fused, into which slices are
-# cut. Smaller messages fill windows better, larger ones pay less latency.
+# Pairs of shares of the largest message that fits: size up to which consecutive buckets are fused,
+# and size of slices. Smaller messages fill windows better; larger messages have less latency.
 LEVELS = ((1.0, 1.0), (0.25, 1.0), (0.0, 1.0), (0.0, 0.5), (0.0, 0.25))
 
 
 class NoWindowError(ValueError):
-    """Not even the smallest slice of some bucket fits into backward."""
+    """Error if the smallest slice of some bucket does not fit into backward."""
 
 
 class Messages:
-    """The gradients of one iteration as messages of several sizes, in order of readiness.
+    """Divisions of one iteration's gradients into messages of several sizes.
 
-    A message must fit on each of the links while the others carry messages too. No message holds
-    more than `most_elements`, unless a single slice does.
+    The messages are in the order of ready times. Each message fits into the window on each link
+    while all other links are busy.
+
+    Args:
+        profile: profile of model and links.
+        links: names of the links.
+        most_elements: largest number of elements in a message, except for a slice of 1/256 that
+            holds more.
     """
 
     def __init__(self, profile: Profile, links: Sequence[str], most_elements: int) -> None:
@@ -37,16 +43,23 @@ class Messages:
         ]
 
     def weights_s(self, payloads: Sequence[Payload]) -> list[list[float]]:
-        """Seconds of each message on each link while the others carry messages too."""
+        """Return `[link][message]`: the seconds of each message while all other links are busy."""
         return [
             [self._profile.message_s(payload, link) / speed for payload in payloads]
             for link, speed in zip(self._links, self._speeds, strict=True)
         ]
 
     def variants(self, forward_s: float, backward_s: float) -> Iterator[list[Payload]]:
-        """Messages that fit into the smaller window, else into backward, the largest first.
+        """Yield lists of messages that fit into the shorter window, the largest messages first.
 
-        Raises NoWindowError if some bucket cannot be cut small enough.
+        If there are none, yield lists of messages that fit into backward.
+
+        Args:
+            forward_s: seconds of forward.
+            backward_s: seconds of backward.
+
+        Raises:
+            NoWindowError: the smallest slice of some bucket does not fit.
         """
         for limit_s in (min(forward_s, backward_s), backward_s):
             found: list[list[Payload]] = []
@@ -60,13 +73,18 @@ class Messages:
         raise NoWindowError(self._too_large(backward_s))
 
     def cut(self, limit_s: float, fused: float, sliced: float) -> list[Payload] | None:
-        """Neighbours fused up to a share `fused` of the limits of bytes and time, larger buckets
-        in the fewest equal slices of about a share `sliced` of the time; None if some do not
-        fit."""
+        """Return messages that take at most `limit_s` on each link, or None if a bucket does not.
+
+        Args:
+            limit_s: longest time of a message.
+            fused: share of the limits of bytes and time up to which consecutive buckets are fused.
+            sliced: approximate share of `limit_s` that a slice of a larger bucket takes. The bucket
+                is cut into the smallest possible number of equal slices.
+        """
         result: list[Payload] = []
         start = 0
         while start < len(self._sizes_bytes):
-            stop = self._fused(start, limit_s, fused) if fused else start + 1
+            stop = self._fusion_end(start, limit_s, fused) if fused else start + 1
             parts = 1 if stop > start + 1 else self._parts(start, limit_s, sliced)
             if parts is None:
                 return None
@@ -75,19 +93,21 @@ class Messages:
             start = stop
         return result
 
-    def _fused(self, start: int, limit_s: float, fused: float) -> int:
-        """Where the longest message from a bucket on ends that is within this share of the limits;
-        at least one bucket."""
+    def _fusion_end(self, start: int, limit_s: float, fused: float) -> int:
+        """Return the end of the longest run of buckets from `start` on within the share `fused`.
 
-        def over(count: int) -> bool:
+        The limits are those of bytes and time. The run has at least one bucket.
+        """
+
+        def exceeds_limits(count: int) -> bool:
             run = range(start, start + count)
             too_large = sum(self._sizes_bytes[start : run.stop]) > fused * self._most_bytes
             return too_large or self._slowest_s(run) > fused * limit_s
 
-        return start + max(1, _least(over, 1, len(self._sizes_bytes) - start + 1) - 1)
+        return start + max(1, _least(exceeds_limits, 1, len(self._sizes_bytes) - start + 1) - 1)
 
     def _parts(self, bucket: int, limit_s: float, sliced: float) -> int | None:
-        """In how many slices a bucket fits into the limit on every link; None if in none."""
+        """Return the number of slices with which a bucket fits on every link, or None."""
         run = range(bucket, bucket + 1)
         most_s = limit_s * (1 + ROUNDING)
         parts = max(1, -(-self._sizes_bytes[bucket] // self._most_bytes))
@@ -100,14 +120,14 @@ class Messages:
         return fits if fits <= MOST_PARTS else None
 
     def _slowest_s(self, run: range, parts: int = 1) -> float:
-        """Seconds of a slice of a run on the link that takes longest."""
+        """Return the seconds of a slice of a run of buckets on the slowest link."""
         return max(
             self._profile.message_s(Payload("grad", run, 0, parts), link) / speed
             for link, speed in zip(self._links, self._speeds, strict=True)
         )
 
     def _too_large(self, backward_s: float) -> str:
-        """Which bucket does not even fit into backward."""
+        """Return the error message for the first bucket that does not fit into backward."""
         buckets = range(len(self._sizes_bytes))
         bucket = next(i for i in buckets if self._parts(i, backward_s, 1.0) is None)
         run = range(bucket, bucket + 1)
@@ -127,8 +147,7 @@ class Messages:
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number from `low` on, below `high`, that a monotone condition holds for, else
-    `high`."""
+    """Return the least number in [low, high) for which a monotone condition holds, else `high`."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
