@@ -63,7 +63,8 @@ class Settings:
         keeps: whether encoding errors are kept for the next message (error feedback).
         leaves_out: whether a rank with values that are not finite is left out of the mean. If
             false, such a rank makes the mean NaN.
-        origin: fingerprint of the parameters that changes are counted from; equal on all ranks.
+        origin: fingerprint of the parameters to which encoded changes are relative; equal on all
+            ranks.
     """
 
     codec: Codec

@@ -13,7 +13,7 @@ from offbeat.core.transport.collectives import Scratch
 ALIGNED = 16  # bytes; alignment of each part of a row, so that it can be viewed as any dtype
 HEAD_BYTES = ALIGNED
 # Indices in the head's two integers. BAD: 1 if the rank's values are not finite, else 0. ORIGIN:
-# fingerprint of the parameters that changes are counted from.
+# fingerprint of the parameters to which encoded changes are relative.
 BAD, ORIGIN = 0, 1
 
 

@@ -49,8 +49,8 @@ class Ranks:
             profile: profile with the number of ranks and the links.
 
         Raises:
-            ValueError: a setting does not have one value per rank, or a link is a channel.
-            KeyError: the profile has no such link.
+            ValueError: a setting does not have one value per rank, or a link is a channel or is not
+                in the profile.
         """
         for name, values in self._per_rank():
             if len(values) != profile.world_size and (values or name != "scale"):

@@ -340,7 +340,7 @@ def _prefix_ends_s(
 
 
 def _candidate_ends(ready_s: Numbers, comm_s: Numbers) -> tuple[_Ends, _Ends]:
-    """Return for a set from each bucket on the end of its longest hidden prefix, and one more."""
+    """Return for each first bucket the end of its longest hidden prefix, and this end plus one."""
     sent_s = np.concatenate([[0.0], np.cumsum(comm_s)])
     # Messages start..end-1 are hidden iff ready_j + (sent_end - sent_j) <= backward end for each j.
     limit_s = ready_s[-1] - ready_s + sent_s[:-1]
