@@ -1,4 +1,4 @@
-"""A connection: frames over one socket that never blocks."""
+"""Connection that sends and receives frames over one non-blocking socket."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from typing import Any, Generic
 
 from offbeat.frames.frames import Frame, Header, K, Reader
 
-AT_ONCE_BYTES = 8 << 20  # from one peer before others have their turn
+AT_ONCE_BYTES = 8 << 20  # bytes to receive from one peer before other peers
 _RECEIVE_BYTES = 1 << 20
 
 Views = list[memoryview]
 
 
 class Connection(Generic[K]):
-    """Sends and receives frames as far as the socket lets it.
+    """Sends and receives frames without blocking.
 
-    A body is sent from where it lies, so it must stay as it is until `idle`. One that is made by
-    `send_later` is made when its turn comes: only one of them exists at a time.
+    A body is sent without a copy, so it must not change until `idle`. A frame queued by
+    `send_later` is created when all earlier frames have been sent, so that at most one such frame
+    exists at a time.
+
+    Attributes:
+        received_s: monotonic time of the last received bytes.
+        sent_s: monotonic time of the last sent bytes.
+        bytes_sent: number of sent bytes.
     """
 
     def __init__(
@@ -35,17 +41,17 @@ class Connection(Generic[K]):
         self.sock = sock
         self._reader = Reader(kinds, room)
         self._out: deque[memoryview | Callable[[], Views]] = deque()
-        self.heard_s = self.spoke_s = time.monotonic()
+        self.received_s = self.sent_s = time.monotonic()
         self.bytes_sent = 0
 
     @property
     def idle(self) -> bool:
-        """Whether everything has been handed to the system."""
+        """Whether all queued bytes have been passed to the operating system."""
         return not self._out
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """Selector events to wait for."""
         return selectors.EVENT_READ | (0 if self.idle else selectors.EVENT_WRITE)
 
     def send(self, head: bytes, body: memoryview | None = None) -> None:
@@ -55,11 +61,11 @@ class Connection(Generic[K]):
             self._out.append(body)
 
     def send_later(self, make: Callable[[], Views]) -> None:
-        """Queue what `make` returns when its turn comes."""
+        """Queue the buffers that `make` returns. It is called after all earlier frames are sent."""
         self._out.append(make)
 
     def flush(self) -> None:
-        """Send until the socket is full."""
+        """Send queued bytes until the socket would block."""
         while self._out:
             first = self._out[0]
             if not isinstance(first, memoryview):
@@ -71,16 +77,22 @@ class Connection(Generic[K]):
             except BlockingIOError:
                 return
             self.bytes_sent += count
-            self.spoke_s = time.monotonic()
+            self.sent_s = time.monotonic()
             if count == len(first):
                 self._out.popleft()
             else:
                 self._out[0] = first[count:]
 
     def receive(self) -> Iterator[Frame[K]]:
-        """Whole frames of what has arrived, not all of it at once if it is much: each is to be
-        dealt with before the next one is judged. ConnectionError when the peer has closed,
-        WireError for what cannot be a frame."""
+        """Yield the complete frames that have arrived, up to about `AT_ONCE_BYTES`.
+
+        Process each frame before the next one, because its header is checked against the state
+        after it.
+
+        Raises:
+            ConnectionError: the peer has closed the connection.
+            WireError: the bytes are no valid frame.
+        """
         taken = 0
         while taken < AT_ONCE_BYTES:
             try:
@@ -100,7 +112,7 @@ class Connection(Generic[K]):
             return count
 
         frame = self._reader.read(receive)
-        self.heard_s = time.monotonic()
+        self.received_s = time.monotonic()
         return count, frame
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Frames: what processes say to each other over sockets, and how they are read without belief.
+"""Frames of messages over sockets, and a reader that validates them.
 
-A frame is a header of fixed size, JSON (`meta`), and raw numbers (`body`). Its sizes are judged by
-the header, before anything is put anywhere.
+A frame is a header of fixed size, JSON (`meta`), and raw numbers (`body`). The header is validated
+before memory for meta or body is allocated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ K = TypeVar("K", bound=IntEnum)
 
 
 class WireError(Exception):
-    """A frame that cannot be: of another magic, version, kind, size or form."""
+    """A frame with an invalid magic, version, kind, size or meta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header(Generic[K]):
-    """What stands before a frame's meta and body."""
+    """Header of a frame, before its meta and body."""
 
     kind: K
     rank: int
@@ -42,7 +42,7 @@ class Header(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Frame(Generic[K]):
-    """A whole frame; `body` is the memory that it was received into."""
+    """A complete frame. `body` is the first result of `Reader`'s `room`."""
 
     header: Header[K]
     meta: dict[str, Any]
@@ -58,14 +58,15 @@ def pack(
     meta: dict[str, Any] | None = None,
     body_bytes: int = 0,
 ) -> bytes:
-    """Header and meta of a frame; the body follows."""
+    """Return header and meta of a frame as bytes. The caller sends the body after them."""
     text = b"" if meta is None else json.dumps(meta, separators=(",", ":")).encode()
     head = _HEADER.pack(MAGIC, VERSION, kind, rank, shard, clock, len(text), body_bytes)
     return head + text
 
 
 def unpack(data: Buffer, kinds: type[K]) -> Header[K]:
-    """The header in these bytes, of one of these kinds; WireError if it is none."""
+    """Return the header in `data`. Raise WireError if it is invalid or its kind is not in
+    `kinds`."""
     magic, version, kind, rank, shard, clock, meta_bytes, body_bytes = _HEADER.unpack(data)
     if magic != MAGIC:
         raise WireError("the peer does not speak offbeat's protocol")
@@ -83,10 +84,10 @@ def unpack(data: Buffer, kinds: type[K]) -> Header[K]:
 
 
 class Reader(Generic[K]):
-    """Puts frames together from whatever pieces they arrive in.
+    """Assembles frames from pieces of any size.
 
-    `room(header)` returns where the body goes, as (what the frame gets, its memory), and raises
-    WireError for a frame that is not welcome. It is asked before a byte of meta or body is read.
+    `room(header)` is called before a byte of meta or body is read. It returns (body object, memory
+    to receive into), or raises WireError to refuse the frame.
     """
 
     def __init__(self, kinds: type[K], room: Callable[[Header[K]], tuple[Any, memoryview]]):
@@ -100,8 +101,13 @@ class Reader(Generic[K]):
         self._left: deque[memoryview] = deque([memoryview(self._fixed)])
 
     def read(self, receive: Callable[[memoryview], int]) -> Frame[K] | None:
-        """Receive once; a frame if that completes it. ConnectionError when the peer has closed,
-        WireError for a frame that cannot be: nothing after it may be believed."""
+        """Receive once, and return the frame if it is complete.
+
+        Raises:
+            ConnectionError: the peer has closed the connection.
+            WireError: the frame is invalid. Close the connection, because later bytes cannot be
+                assigned to frames.
+        """
         count = receive(self._left[0])
         if count == 0:
             raise ConnectionResetError("the peer has closed the connection")
@@ -136,9 +142,9 @@ def _parse_meta(meta: bytearray) -> dict[str, Any]:
     if not meta:
         return {}
     try:
-        found = json.loads(meta)
+        parsed = json.loads(meta)
     except (ValueError, RecursionError):
         raise WireError("meta is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise WireError("meta must be an object")
-    return found
+    return parsed

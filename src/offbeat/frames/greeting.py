@@ -1,4 +1,4 @@
-"""Greeting: the proof of the secret at the beginning of a connection, without sockets."""
+"""Mutual proof of the secret at the beginning of a connection, independent of sockets."""
 
 from __future__ import annotations
 
@@ -6,45 +6,54 @@ from offbeat.frames import secret as secrets
 
 
 class GreetingError(ConnectionError):
-    """The other end does not know the secret."""
+    """The other end has another secret, or none."""
 
 
 class Greeting:
-    """One end of the proof, of who connects (`asks`) or of who was connected to.
+    """One end of the proof.
 
-    Send `outgoing`, read `wants` bytes, `feed` them; again until `wants` is 0.
+    Repeat until `missing_bytes` is 0: send `outgoing`, read at most `missing_bytes` bytes, and pass
+    them to `feed`.
+
+    Args:
+        secret: secret of the job.
+        connects: whether this end has opened the connection.
     """
 
-    def __init__(self, secret: bytes, *, asks: bool):
-        self._secret, self._asks = secret, asks
-        self._mine, self._theirs = secrets.nonce(), b""
+    def __init__(self, secret: bytes, *, connects: bool):
+        self._secret, self._connects = secret, connects
+        self._own_nonce, self._peer_nonce = secrets.nonce(), b""
         self._got = bytearray()
-        self.outgoing = b"" if asks else self._mine
-        self._due = secrets.NONCE_BYTES if asks else secrets.ANSWER_BYTES
+        self.outgoing = b"" if connects else self._own_nonce
+        self._due = secrets.NONCE_BYTES if connects else secrets.ANSWER_BYTES
 
     @property
-    def wants(self) -> int:
-        """Bytes to read before anything else; 0: the other end is one of ours."""
+    def missing_bytes(self) -> int:
+        """Number of bytes still to read. 0 means that the other end has proved the secret."""
         return self._due - len(self._got)
 
     def feed(self, data: bytes) -> None:
-        """Take bytes, no more than are wanted. GreetingError if they prove nothing."""
+        """Process received bytes, at most `missing_bytes`.
+
+        Raises:
+            GreetingError: the other end has not proved the secret.
+        """
         self._got += data
         self.outgoing = b""
-        if self.wants:
+        if self.missing_bytes:
             return
         given, self._got = bytes(self._got), bytearray()
-        if self._asks and not self._theirs:
-            self._theirs, self._due = given, secrets.MAC_BYTES
-            self.outgoing = secrets.answer(self._secret, given, self._mine)
+        if self._connects and not self._peer_nonce:
+            self._peer_nonce, self._due = given, secrets.MAC_BYTES
+            self.outgoing = secrets.answer(self._secret, given, self._own_nonce)
             return
-        if self._asks:
-            known = secrets.is_servers(self._secret, self._mine, self._theirs, given)
+        if self._connects:
+            known = secrets.is_server_proof(self._secret, self._own_nonce, self._peer_nonce, given)
         else:
-            theirs = secrets.is_ours(self._secret, self._mine, given)
+            theirs = secrets.verified_nonce(self._secret, self._own_nonce, given)
             known = theirs is not None
             if theirs is not None:
-                self.outgoing = secrets.proof(self._secret, b"server", theirs, self._mine)
+                self.outgoing = secrets.proof(self._secret, b"server", theirs, self._own_nonce)
         if not known:
             raise GreetingError(f"the other end does not know the secret; {secrets.REMEDY}")
         self._due = 0

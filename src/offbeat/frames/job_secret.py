@@ -1,4 +1,4 @@
-"""The secret and the addresses of a job whose processes open sockets of their own."""
+"""Secret and addresses of a job whose processes open their own sockets."""
 
 from __future__ import annotations
 
@@ -13,34 +13,40 @@ from offbeat.frames import secret as secrets
 
 
 def own_address(cluster: Cluster) -> str:
-    """This host's address on the first link, else the one that reaches the other ranks."""
+    """Return this host's address on the first link, or else the address towards `MASTER_ADDR`."""
     spec = next(iter(cluster.specs.values()))
-    found = ipv4_of(spec.interface) if spec.interface else None
-    if found is not None:
-        return str(found.ip)
+    address = ipv4_of(spec.interface) if spec.interface else None
+    if address is not None:
+        return str(address.ip)
     return address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the way to another one."""
+    """Return this host's address in the network through which `host` is reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((host, 9))  # sends nothing: it only chooses the interface
+        s.connect((host, 9))  # a UDP connect sends nothing, it selects the interface
         return s.getsockname()[0]
 
 
 def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], bytes]:
-    """Everyone's value, and the job's secret: the user's, or one that rank `maker` has made.
-    Ranks compare fingerprints of the user's secret, salted with nonces of this job, so that a
-    fingerprint of one job tells nothing about another."""
-    mine = secrets.own_secret()
+    """Return every rank's value, and the secret of the job.
+
+    The secret is the user's, or one that rank `maker` has drawn. Ranks compare fingerprints of the
+    user's secret. These are salted with nonces of all ranks, so that fingerprints of different jobs
+    are unrelated.
+
+    Raises:
+        ValueError: on every rank, if secrets differ between ranks.
+    """
+    own = secrets.own_secret()
     new = secrets.new_secret()
-    everyone = control.gather((value, new.hex() if mine is None else None, secrets.nonce().hex()))
+    everyone = control.gather((value, new.hex() if own is None else None, secrets.nonce().hex()))
     salt = bytes.fromhex("".join(nonce for *_, nonce in everyone))
-    digest = None if mine is None else secrets.proof(mine, b"salt", salt, b"").hex()
+    digest = None if own is None else secrets.proof(own, b"salt", salt, b"").hex()
     digests = control.gather(digest)
-    odd = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
         words = ", ".join(map(str, odd))
         raise ValueError(f"the secret of rank {words} must be that of rank 0: {secrets.REMEDY}")
-    secret = mine if mine is not None else bytes.fromhex(everyone[maker][1])
-    return [theirs for theirs, *_ in everyone], secret
+    secret = own if own is not None else bytes.fromhex(everyone[maker][1])
+    return [other_value for other_value, *_ in everyone], secret

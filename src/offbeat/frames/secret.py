@@ -1,7 +1,11 @@
-"""The job's secret: both ends prove that they know it before a byte of theirs is parsed.
+"""Secret of a job, and messages by which both ends of a connection prove to have it.
 
-Server to worker: a nonce. Worker to server: its own nonce and a MAC over both. Server to worker: a
-MAC over both. MACs are compared in constant time. What follows is neither encrypted nor signed.
+1. Server to worker: a nonce.
+2. Worker to server: its own nonce, and a MAC over both nonces.
+3. Server to worker: a MAC over both nonces.
+
+No other data is parsed before the proof. MACs are compared in constant time. Later data is neither
+encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ REMEDY = f"{VARIABLE} must be the same on all ranks; export the same everywhere,
 
 
 def own_secret() -> bytes | None:
-    """The user's secret; None if there is none. ValueError for an empty one."""
+    """Return the user's secret, or None. Raise ValueError if it is empty."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
@@ -29,32 +33,44 @@ def own_secret() -> bytes | None:
 
 
 def new_secret() -> bytes:
-    """A secret for one job."""
+    """Return a random secret for one job."""
     return secrets.token_bytes(32)
 
 
 def nonce() -> bytes:
-    """A number used once."""
+    """Return a random nonce."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(secret: bytes, role: bytes, theirs: bytes, mine: bytes) -> bytes:
-    """The MAC with which `role` (b"worker" or b"server") answers the other end's nonce. Who
-    connects is the worker."""
+    """Return the MAC of one end over the nonces of both ends.
+
+    Args:
+        secret: secret of the job.
+        role: b"worker" for the end that connects, b"server" for the other end.
+        theirs: nonce of the other end.
+        mine: nonce of this end.
+    """
     return hmac.digest(secret, b"offbeat " + role + theirs + mine, hashlib.sha256)
 
 
 def answer(secret: bytes, theirs: bytes, mine: bytes) -> bytes:
-    """What a worker sends to a server's nonce."""
+    """Return the worker's answer to a server's nonce: the worker's nonce and its MAC."""
     return mine + proof(secret, b"worker", theirs, mine)
 
 
-def is_ours(secret: bytes, mine: bytes, given: bytes) -> bytes | None:
-    """The worker's nonce if its answer to `mine` proves the secret, else None."""
+def verified_nonce(secret: bytes, mine: bytes, given: bytes) -> bytes | None:
+    """Return the nonce of a worker if its answer to the nonce `mine` proves the secret.
+
+    Return None if it does not.
+    """
     theirs, mac = given[:NONCE_BYTES], given[NONCE_BYTES:]
     return theirs if hmac.compare_digest(mac, proof(secret, b"worker", mine, theirs)) else None
 
 
-def is_servers(secret: bytes, mine: bytes, theirs: bytes, mac: bytes) -> bool:
-    """Whether the server that sent the nonce `theirs` proves the secret to the worker's `mine`."""
+def is_server_proof(secret: bytes, mine: bytes, theirs: bytes, mac: bytes) -> bool:
+    """Whether `mac` proves that the server has the secret.
+
+    `mine` is the worker's nonce, `theirs` the server's.
+    """
     return hmac.compare_digest(mac, proof(secret, b"server", mine, theirs))

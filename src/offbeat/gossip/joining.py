@@ -143,9 +143,9 @@ class _JoinClient:
 
     def __init__(self, sock: socket.socket, secret: bytes):
         self._sock, self._reader = sock, Reader(Kind, _room)
-        greeting, proved = Greeting(secret, asks=True), False
-        while greeting.wants:
-            data = sock.recv(greeting.wants)
+        greeting, proved = Greeting(secret, connects=True), False
+        while greeting.missing_bytes:
+            data = sock.recv(greeting.missing_bytes)
             if not data:
                 why = f"does not accept this {SECRET}" if proved else "has closed the connection"
                 raise ConnectionResetError(f"it {why}")

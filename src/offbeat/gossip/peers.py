@@ -210,7 +210,7 @@ class Peers:
     def _accept(self) -> None:
         with suppress(OSError):
             sock, _ = self._door.accept()
-            self._register(_Peer(sock, Greeting(self._secret, asks=False)))
+            self._register(_Peer(sock, Greeting(self._secret, connects=False)))
         if len(self._pending) > MAX_PENDING:
             self._disconnect(min(self._pending, key=lambda line: line.came_s), "too many strangers")
 
@@ -223,7 +223,7 @@ class Peers:
         if sock.connect_ex(self._addresses[peer]) not in (0, errno.EINPROGRESS):
             sock.close()
             return
-        self._register(_Peer(sock, Greeting(self._secret, asks=True), peer, connecting=True))
+        self._register(_Peer(sock, Greeting(self._secret, connects=True), peer, connecting=True))
 
     def _register(self, line: _Peer) -> None:
         line.sock.setblocking(False)
@@ -272,7 +272,7 @@ class Peers:
     def _read(self, line: _Peer) -> None:
         while line.connection is None:
             try:
-                data = line.sock.recv(line.greeting.wants)
+                data = line.sock.recv(line.greeting.missing_bytes)
             except BlockingIOError:
                 return
             if not data:
@@ -293,7 +293,7 @@ class Peers:
         """Send the next part of the proof. Send HELLO once the proof is complete."""
         if line.greeting.outgoing:
             line.sock.send(line.greeting.outgoing)
-        if line.greeting.wants == 0:
+        if line.greeting.missing_bytes == 0:
             line.connection = Connection(line.sock, Kind, lambda header: self._buffer(line, header))
             if line.peer is not None:
                 self._say_hello(line, line.peer)
@@ -385,12 +385,12 @@ class Peers:
         for peer, line in list(self._connections.items()):
             connection = line.connection
             assert connection is not None
-            if now - connection.heard_s > self._silent_s:
+            if now - connection.received_s > self._silent_s:
                 self._disconnect(line, f"it has been silent for {self._silent_s:g} s")
-            elif connection.idle and now - connection.spoke_s >= self._silent_s / HEARTBEATS:
+            elif connection.idle and now - connection.sent_s >= self._silent_s / HEARTBEATS:
                 self.send(peer, Kind.BEAT)
         for line in list(self._pending):
-            spoke_s = line.connection.spoke_s if line.connection else 0.0
+            spoke_s = line.connection.sent_s if line.connection else 0.0
             if now - max(line.came_s, spoke_s) > self._silent_s:
                 self._disconnect(line, "it has not said who it is")
         for peer, at in list(self._retry_at_s.items()):

@@ -311,7 +311,7 @@ class Client:
         """Send a heartbeat to each of the servers to which nothing was sent for `beat_s`."""
         now = time.monotonic()
         for up in ups:
-            if up.connection is not None and now - up.connection.spoke_s >= self._beat_s:
+            if up.connection is not None and now - up.connection.sent_s >= self._beat_s:
                 self._send(up, Kind.BEAT)
 
     def _run_or_reconnect(self, up: Upstream, act: Callable[[Upstream], None]) -> None:

@@ -167,7 +167,7 @@ class Service:
         peer.answer += data
         if len(peer.answer) < secrets.ANSWER_BYTES:
             return
-        client_nonce = secrets.is_ours(self._secret, peer.nonce, bytes(peer.answer))
+        client_nonce = secrets.verified_nonce(self._secret, peer.nonce, bytes(peer.answer))
         if client_nonce is None:
             self._drop(peer)
             return

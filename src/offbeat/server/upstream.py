@@ -101,7 +101,7 @@ class Upstream:
             proof = _receive_exactly(sock, secrets.MAC_BYTES)
         except ConnectionError:
             raise RefusedError(f"{self} refuses this rank's secret: {secrets.REMEDY}") from None
-        if not secrets.is_servers(secret, own_nonce, server_nonce, proof):
+        if not secrets.is_server_proof(secret, own_nonce, server_nonce, proof):
             raise RefusedError(f"{self} does not know the secret: {secrets.REMEDY}")
 
     @staticmethod

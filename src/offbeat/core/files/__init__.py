@@ -1,4 +1,4 @@
-"""Writing of files whose errors name the file."""
+"""Functions that write files and name the file in each error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8. An OSError names the file.
+    """Write a text file in UTF-8.
 
-    A failed write, as to a full disk, raises an OSError without a file name otherwise.
+    Raises:
+        OSError: names the file. Python's own error of a failed write, as to a full disk, does not.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -23,12 +24,14 @@ def write_text(path: str | Path, text: str) -> None:
 def write_or_warn(
     write: Callable[[str], object], path: str, what: str, loss: str = "", *, needed: bool
 ) -> None:
-    """Call `write` with the path; warn of an OSError, or raise it if the file is all that is
-    asked for.
+    """Write a file, and turn an OSError into a warning unless the file is `needed`.
 
     Args:
+        write: function that writes the file at a path.
+        path: path of the file.
         what: noun for the contents of the file.
-        loss: what a later run does without the file, beginning with a comma.
+        loss: effect on later runs without the file, beginning with a comma.
+        needed: whether to raise the error, as for a command whose only result is the file.
     """
     try:
         write(path)
