@@ -93,7 +93,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: planning needs no torch, and a strategy no other one."""
-    if name in __all__ or name == "PSSelSync":  # a former name
+    """Import a name at its first use, so that planning does not import torch."""
+    if name in __all__ or name == "PSSelSync":  # former name
         return getattr(import_module(f"offbeat.{_MODULES.get(name, 'strategies')}"), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Former names of promised modules, which warn for one release and give the new module."""
+"""Former names of promised modules: they warn for one release and return the new module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMISED = {  # where the promised names of a former module are
 
 
 class FormerNames(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES` under their former names."""
+    """Finder of the modules of `MODULES` under their former names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,12 +51,12 @@ class FormerNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Keep the specification of the new name; the module has run under it."""
+        """Restore the specification of the new name. The module has already been executed."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:
-    """Add the finder, after all others."""
+    """Add the finder behind all other finders."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.append(FormerNames())

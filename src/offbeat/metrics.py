@@ -1,4 +1,4 @@
-"""Metrics of a running job, and adapters that pass them on."""
+"""Metrics of a running job, and adapters to monitoring tools."""
 
 from offbeat.core.runtime.metrics import (
     BYTES,

@@ -1,4 +1,4 @@
-"""Plans: what is sent when, as data, and the check of a plan."""
+"""Plans: the types of a schedule of messages and computations, and the check of a plan."""
 
 from offbeat.core.plan import (
     BUFFERS,

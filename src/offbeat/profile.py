@@ -1,4 +1,4 @@
-"""Profiles: measured facts of one model on one cluster."""
+"""Profiles: measurements of one model on one cluster."""
 
 from offbeat.core.profile import (
     SIMULTANEOUS_SPEED,

@@ -1,4 +1,4 @@
-"""Rules of arithmetic: how an apply or a vote of a plan is registered, and what it is given."""
+"""Rules of arithmetic: registration of applies and votes, and the context that they receive."""
 
 from offbeat.core.rules import Context, Rule, Setting, VoteRule, rule, vote
 

@@ -1,4 +1,4 @@
-"""Simulation: predictions and timelines of plans in virtual time."""
+"""Simulation: predicted times and timelines of plans."""
 
 from offbeat.core.sim import Prediction, Ranks, Votes, predict, predict_plan, simulate, within_bound
 

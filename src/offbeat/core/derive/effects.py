@@ -22,7 +22,7 @@ def is_window_end(apply: Apply) -> bool:
 
 
 def conserves_gradients(apply: Apply) -> bool:
-    """Return whether every gradient still arrives in the weights once."""
+    """Return whether the apply keeps each gradient in the weights exactly once."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].conserves
 
 

@@ -1,4 +1,4 @@
-"""Profiles: measured facts of one model on one cluster, and the message times they imply."""
+"""Profiles: measurements of one model on one cluster, and the message times that follow."""
 
 from offbeat.core.profile.facts import (
     SIMULTANEOUS_SPEED,

@@ -43,12 +43,11 @@ class Context(Protocol):
         ...
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
-        """Return the sum of squares of a buffer, without values that are averaged along with
-        gradients."""
+        """Return the sum of squares of a buffer, without the absence counters behind gradients."""
         ...
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
-        """Multiply a buffer by `factor`, without values that are averaged along with gradients."""
+        """Multiply a buffer by `factor`, without the absence counters behind gradients."""
         ...
 
     def swap(self, a: str, b: str, buckets: range) -> None:
@@ -140,8 +139,8 @@ class Effects:
         writes: which of `grad`, `param` and `state` the rule changes.
         role: "update" for a step of the user's optimizer, which uses up gradients; "close" for
             the end of an accumulation window; None for other rules.
-        conserves: whether every gradient still arrives in the weights once. `check` tests plans
-            against this claim.
+        conserves: whether a plan with the rule still applies each gradient to the weights exactly
+            once. `check` tests plans against this claim.
         by_bucket: whether the result for a run of buckets equals the results for each bucket.
     """
 
