@@ -182,7 +182,7 @@ def test_a_profile_that_cannot_be_read(text, words, here, capsys):
         ("profile -m json.tool.x", "module ('json.tool.x') must exist"),
         ("run -m train.py", "module ('train.py') must exist"),
         ("run --cluster x.toml train.py", "file (x.toml) must exist"),
-        ("run --cluster profile.json --hosts 2 train.py", "--cluster says what --hosts"),
+        ("run --cluster profile.json --hosts 2 train.py", "--cluster replaces --hosts"),
         ("run --lab sea train.py", '"auto", "none"'),
         ("run --strategy wfpb train.py", "did you mean 'wfbp'?"),
         ("run --timeout 0 train.py", "--timeout (0) must be above 0"),

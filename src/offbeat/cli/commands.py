@@ -510,7 +510,7 @@ def _worker_cluster(where: Where) -> Cluster:
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
         return Cluster.from_toml(short)
     if where.hosts is not None or where.rate is not None:
-        raise ValueError("--cluster says what --hosts and --rate say; give one or the other")
+        raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
     texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
 
@@ -577,7 +577,7 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
     for note in run.notes:
         print(f"note: {note}")
     if logs is not None:
-        print(f"what the script printed: {logs}")
+        print(f"output of the script: {logs}")
     if len(rows) > 1:
         print(reports.winner(rows)[1])
     print(page)

@@ -133,9 +133,7 @@ def _split_traced(
         if name not in known:
             raise ValueError(f"split_points ({name!r}) must name a module of the model")
     if len(points) != stages - 1:
-        raise ValueError(
-            f"split_points ({len(points)}) must be one less than stages ({stages}); each begins one"
-        )
+        raise ValueError(f"split_points ({len(points)}) must be one less than stages ({stages})")
     spec: dict[str, Any] = dict.fromkeys(points, SplitPoint.BEGINNING)
     try:
         with warnings.catch_warnings():  # torch.export warns about torch's own code

@@ -117,7 +117,7 @@ class StageState:
             elif value is not None:
                 raise ValueError(
                     f"{type(self._optimizer).__name__} keeps {name!r} for a parameter, neither a "
-                    "number nor a tensor of its shape, which cannot travel; use another placement "
+                    "number nor a tensor of its shape, which cannot be sent; use another placement "
                     "than 'zero'"
                 )
 

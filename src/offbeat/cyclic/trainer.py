@@ -100,7 +100,7 @@ class Interleaved:
         if strategy.wire != NONE:
             raise ValueError(
                 f"wire ({strategy.wire!r}) is for messages between workers of prepare(); here "
-                "stages travel as they are: leave it out"
+                "messages are not compressed: leave it out"
             )
         skipped = int(strategy.start == "skip")
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)

@@ -253,7 +253,7 @@ class Client:
             slow = {rank: at for rank, at in slow.items() if at[0] < need}
         if slow:
             words = (
-                f"rank {rank} (clock {clock}, heard of {silent:g} s ago)"
+                f"rank {rank} (clock {clock}, last frame {silent:g} s ago)"
                 for rank, (clock, silent) in sorted(slow.items())
             )
             return ", ".join(words)
@@ -320,7 +320,7 @@ class Client:
             if up.connection is not None:
                 act(up)
         except WireError as error:
-            raise RuntimeError(f"{up} sent what cannot be: {error}") from error
+            raise RuntimeError(f"{up} sent an invalid frame: {error}") from error
         except OSError as error:
             assert up.connection is not None
             self._selector.unregister(up.connection.sock)
@@ -381,13 +381,13 @@ class Client:
         if header.kind is Kind.PARAMETERS:
             shard_spec = {shard.number: shard for shard in up.shards}.get(header.shard)
             if shard_spec is None or self._missing is None or header.shard not in self._missing:
-                raise WireError(f"shard {header.shard} was not asked for")
+                raise WireError(f"shard {header.shard} was not requested")
             return None, memory_of(
                 self.incoming[shard_spec.dtype][shard_spec.start : shard_spec.stop]
             )
         if header.kind in (Kind.MET, Kind.STATE_IS):
             if header.kind not in self._pending_request or header.body_bytes > 1 << 30:
-                raise WireError(f"{header.kind.name} was not asked for")
+                raise WireError(f"{header.kind.name} was not requested")
             body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
             return body, memory_of(body)
         return None, NOTHING
@@ -420,13 +420,13 @@ class Client:
         """Connect again, and repeat pushes without acknowledgement and requests without answer."""
         up.failures += 1
         if up.failures > MOST_FAILURES:
-            raise ServerGoneError(f"{up} breaks every connection ({error}); {self._gone}")
+            raise ServerGoneError(f"{up} closes every connection ({error}); {self._gone}")
         shard_numbers = {shard.number for shard in up.shards}
         clock = up.push_clock if self._pending & shard_numbers else self.clock
         try:
             welcome, taken = self._connect_in_thread(up, clock)
         except ConnectionError:
-            raise ServerGoneError(f"{up} is gone ({error}); {self._gone}") from error
+            raise ServerGoneError(f"{up} cannot be reached ({error}); {self._gone}") from error
         with self._changed:
             owed = bool(self._pending & shard_numbers)  # the worker may have pushed meanwhile
             self._pending -= {n for n in shard_numbers if owed and taken.get(n, 0) > up.push_clock}

@@ -33,7 +33,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, rule: str) -> None:
     reason = couples(optimizer) or _couples_elements(optimizer)
     if reason is not None:
         raise ValueError(
-            f"{reason}, but servers hold pieces of parameters and step them apart; use an "
+            f"{reason}, but servers hold pieces of parameters and step each of them; use an "
             "optimizer that works element by element (SGD, Adam, AdamW), and clip on the workers"
         )
     if rule == "push" and not all("lr" in group for group in optimizer.param_groups):
@@ -53,7 +53,7 @@ def _couples_elements(optimizer: torch.optim.Optimizer) -> str | None:
             )
             if not torch.allclose(whole, cut, rtol=1e-9, atol=1e-12):
                 name = type(optimizer).__name__
-                return f"{name} steps an element otherwise when others are stepped with it"
+                return f"the step of {name} for one element depends on other elements"
     return None
 
 
@@ -108,7 +108,9 @@ def checked_settings(given: Any, optimizer: torch.optim.Optimizer) -> Settings:
             if not known or not _is_plain(value) or not _is_finite(value):
                 raise WireError(f"setting {name[:40]!r} is not one of the optimizer's")
             if isinstance(value, (list, tuple)) != isinstance(group[name], (list, tuple)):
-                raise WireError(f"setting {name[:40]!r} has another form")
+                raise WireError(
+                    f"setting {name[:40]!r} must be a sequence on both sides or on none"
+                )
     return given
 
 

@@ -101,7 +101,7 @@ class Service:
             self.close()
         if self._silent and self._silent == set(self._last_frame_s):
             raise RuntimeError(
-                f"every worker has gone without a word (rank {_numbers(self._silent)}); see their "
+                f"all workers have stopped responding (rank {_numbers(self._silent)}); see their "
                 "logs"
             )
 
@@ -245,7 +245,9 @@ class Service:
                 return gradient, memory_of(gradient)
         if kind is Kind.MEET:
             if header.body_bytes > MOST_MEETING_BYTES or header.body_bytes % 8:
-                raise WireError(f"body ({header.body_bytes} bytes) cannot be")
+                raise WireError(
+                    f"body ({header.body_bytes} bytes) must be a multiple of 8 below 64 MiB"
+                )
             numbers = torch.empty(header.body_bytes // 8, dtype=torch.float64, device="cpu")
             return numbers, memory_of(numbers)
         return None, NOTHING
@@ -260,7 +262,7 @@ class Service:
         if rank not in self._last_frame_s:
             raise WireError(f"rank ({rank}) is no worker of this job")
         if meta.get("layout") != self.store.layout.digest:
-            raise WireError("the model or optimizer is another one than the server's")
+            raise WireError("model and optimizer must be the same as on the server")
         for other in [p for p in self._peers if p.rank == rank]:
             self._drop(other)
         peer.rank = rank
@@ -276,7 +278,7 @@ class Service:
         peer.started = True
         if rank in self._silent:
             self._silent.remove(rank)
-            self._warn(f"rank {rank} is back and goes on from clock {frame.header.clock}")
+            self._warn(f"rank {rank} has reconnected and continues from clock {frame.header.clock}")
         self.store.join(rank, frame.header.clock)
         self._on_clock_change()
 
@@ -353,7 +355,7 @@ class Service:
             self._send(peer, Kind.MET, memory_of(mean))
             return
         if any(len(numbers) != len(frame.body) for _, numbers in self._waiting_averages.values()):
-            raise WireError("the numbers to average must be as many on all workers")
+            raise WireError("the numbers to average must have the same length on all workers")
         self._waiting_averages[rank] = number, frame.body
         self._finish_average()
 
@@ -403,8 +405,8 @@ class Service:
             self._silent.add(rank)
             self._leave(rank)
             self._warn(
-                f"rank {rank} has not been heard of for {self._silent_s:g} s: its clock ({clock}) "
-                f"stops counting; {len(self.store.clocks())} workers go on"
+                f"no frame from rank {rank} for {self._silent_s:g} s: removed at clock {clock}; "
+                f"{len(self.store.clocks())} workers continue"
             )
 
     def _leave(self, rank: int) -> None:

@@ -57,7 +57,7 @@ def client_of(
         iteration = strategy.iterations_at(resumed)
         print(
             f"offbeat: servers resume from the snapshot of clock {resumed} in {settings.snapshot}; "
-            f"training goes on from iteration {iteration}, and what came after it is lost",
+            f"training goes on from iteration {iteration}, and later iterations are lost",
             file=sys.stderr,
             flush=True,
         )
@@ -118,8 +118,8 @@ def _remedy(settings: ServerSettings) -> str:
     if settings.snapshot is None:
         return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
     return (
-        f"start the job again: it goes on from the last snapshot in {settings.snapshot}, and what "
-        "came after it is lost"
+        f"start the job again: it goes on from the last snapshot in {settings.snapshot}, and later "
+        "iterations are lost"
     )
 
 

@@ -187,7 +187,7 @@ class ServedSession(Session):
         if self._on_nonfinite == "skip":
             return False
         raise RuntimeError(
-            f"rank {self._cluster.control.rank} brought a gradient with NaN or infinity in "
+            f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in "
             f"iteration {self._done.number}; lower the learning rate, or on_nonfinite='skip'"
         )
 

@@ -209,4 +209,4 @@ class SSPSession(ServedSession):
 
     def _refuse_load(self) -> None:
         if not self._cluster.closed:
-            raise ValueError(f"the checkpoint came too late; {BEFORE}")
+            raise ValueError(f"a checkpoint cannot be loaded now; {BEFORE}")
