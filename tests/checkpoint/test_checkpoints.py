@@ -23,7 +23,7 @@ from worlds import run_world, watch_world
 import offbeat
 from offbeat.core.checkpoint import requested as automatic
 from offbeat.core.checkpoint import shard
-from offbeat.core.checkpoint.checkpoints import _frozen, _load_extra, _of_extra
+from offbeat.core.checkpoint.checkpoints import _freeze_all, _load_extra, _extra_state
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
@@ -278,7 +278,7 @@ def test_which_extra_is_loaded(tmp_path: Path) -> None:
     assert _load_extra(saved, {"one": one, "other": other}, tmp_path) == {"other": 3}
     one.load_state_dict.assert_called_once_with({"a": 1})
     assert not other.load_state_dict.called
-    assert _of_extra(torch.optim.SGD) == ("value", torch.optim.SGD)
+    assert _extra_state(torch.optim.SGD) == ("value", torch.optim.SGD)
 
 
 def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buffers_that_state_dict_leaves_out_are_saved() -> None:
     model = torch.nn.Linear(2, 2)
     model.register_buffer("hidden", torch.ones(3), persistent=False)
-    frozen = _frozen(model, torch.optim.SGD(model.parameters()), {}, {})
+    frozen = _freeze_all(model, torch.optim.SGD(model.parameters()), {}, {})
     assert frozen.thaw()["buffers"]["hidden"].tolist() == [1, 1, 1]
 
 

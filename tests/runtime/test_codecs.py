@@ -963,7 +963,7 @@ def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):
             return 0.0, 0.0, 7.0 + 3 * size
         return 9000.0 + size, 9005.0 + 2 * size, 18020.0 + 4 * size
 
-    monkeypatch.setattr(measuring, "_taken", taken)
+    monkeypatch.setattr(measuring, "_codec_seconds", taken)
     monkeypatch.setattr(measuring.Clock, "slower", lambda _: 1.5)
     for speed in measuring.codec_speeds(torch.device("cpu"), CPU()):
         found = [getattr(speed, name) / 1.5 for name in speed.__slots__[1:]]
