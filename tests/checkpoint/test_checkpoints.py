@@ -23,7 +23,7 @@ from worlds import run_world, watch_world
 import offbeat
 from offbeat.core.checkpoint import requested as automatic
 from offbeat.core.checkpoint import shard
-from offbeat.core.checkpoint.checkpoints import _freeze_all, _load_extra, _extra_state
+from offbeat.core.checkpoint.checkpoints import _extra_state, _freeze_all, _load_extra
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
