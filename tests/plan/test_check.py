@@ -355,7 +355,7 @@ NAMES = {
     ),
     "twice by name": (
         plan_of(ALL_GRADIENTS, replace(ALL_GRADIENTS, before=END)),
-        "grad[0:2]@net is there twice in phase 0; give one another channel",
+        "grad[0:2]@net exists twice in phase 0; use another channel for one",
         [0, 1],
     ),
     "send to nobody": (
@@ -586,7 +586,7 @@ DOES = {
     ),
     "half a step": (
         plan_of(ALL_GRADIENTS, applies=[local(2, STEP, [0], scale=0.5)]),
-        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "bucket 0 must get every gradient exactly once: some are applied twice, always late, or "
         "never",
         [],
     ),
@@ -598,7 +598,7 @@ DOES = {
                 apply("clear", STEP, range(1, 2), args={"buffer": "grad"}),
             ],
         ),
-        "bucket 1 does not get every gradient once: some are applied twice, late for ever, or "
+        "bucket 1 must get every gradient exactly once: some are applied twice, always late, or "
         "never",
         [],
     ),
@@ -612,7 +612,7 @@ DOES = {
                 apply("outer", END, range(1), (2,)),
             ),
         ),
-        "bucket 1 does not get every gradient once: some are applied twice, late for ever, or "
+        "bucket 1 must get every gradient exactly once: some are applied twice, always late, or "
         "never",
         [],
     ),
@@ -769,7 +769,7 @@ DOES = {
             ],
             period=2,
         ),
-        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "bucket 0 must get every gradient exactly once: some are applied twice, always late, or "
         "never",
         [],
     ),
@@ -779,7 +779,7 @@ DOES = {
             move("nothing", 0, 2, END, Moment("step", lag=1), link="aux", into="grad"),
             buffers=(Buffer("nothing", "grad"),),
         ),
-        "bucket 0 does not get every gradient once: some are applied twice, late for ever, or "
+        "bucket 0 must get every gradient exactly once: some are applied twice, always late, or "
         "never",
         [],
     ),
@@ -910,7 +910,7 @@ def test_a_rank_that_evaluates_would_train_other_weights():
         ),
     )
     assert first(plan).message.startswith(
-        "what the next forward waits for changes what is sent before that wait"
+        "a wait of the next forward changes a payload that is released before it"
     )
     late = replace(plan.transfers[1], after=Moment("grad", 0), before=STEP)
     assert check(replace(plan, transfers=(ALL_GRADIENTS, late))) == []
@@ -934,7 +934,7 @@ def test_any_rank_may_be_the_one_that_evaluates(rank):
             Buffer("velocity"),
         ),
     )
-    assert first(plan).message.startswith("what the next forward waits for changes")
+    assert first(plan).message.startswith("a wait of the next forward changes")
 
 
 def test_problems_are_printed_whole():

@@ -96,7 +96,11 @@ def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem
     sizes = slices_of(plan)
     for b, size in enumerate(sizes):
         if size > MAX_SLICES:
-            yield Problem(f"bucket {b} is cut into slices of too many sizes", plan)
+            yield Problem(
+                f"least common multiple of the parts of bucket {b} ({size}) must be at most "
+                f"{MAX_SLICES}; cut the bucket into the same parts in all transfers",
+                plan,
+            )
             return
     run = _Execution(short, sizes, _worker_count(plan, profile))
     try:
@@ -131,9 +135,9 @@ def _weight_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
         for flushing in early:
             if not all(map(_are_equal, ends, run.final_weights(say=say, flushing=flushing))):
                 yield Problem(
-                    "what the next forward waits for changes what is sent before that wait, so a "
+                    "a wait of the next forward changes a payload that is released before it, so a "
                     "rank that evaluates between iterations would train other weights; release "
-                    "it after the wait",
+                    "the payload after the wait",
                     plan,
                 )
                 return
@@ -287,8 +291,8 @@ def _replica_fault(run: _Execution, plan: Plan, ends: Sequence[Array]) -> str | 
         return None
     bucket = int(bucket_of[np.flatnonzero(lost)[0]])
     return (
-        f"bucket {bucket} does not get every gradient once: some are applied twice, late for "
-        "ever, or never"
+        f"bucket {bucket} must get every gradient exactly once: some are applied twice, always "
+        "late, or never"
     )
 
 

@@ -474,9 +474,7 @@ class Interpreter:
     def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
         said = self._ballots[vote.name, iteration]
         while len(said) < self.ranks:
-            yield ConflictError(
-                f"the vote {vote.name!r} waits for a rank that never has its say", vote
-            )
+            yield ConflictError(f"the vote {vote.name!r} waits for a rank that never votes", vote)
         self.decisions[vote.name, iteration] = any(said.values())
         w.decided.add((vote.name, iteration))
 

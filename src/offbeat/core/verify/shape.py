@@ -428,7 +428,7 @@ def _duplicates(plan: Plan) -> Iterator[Fault]:
         runs = sorted((run, i) for i, t in enumerate(transfers) for run in t.phases.runs)
         clash = next((p for p in pairwise(runs) if p[1][0][0] < p[0][0][1]), None)
         if clash is not None:
-            words = f"{name} is there twice in phase {clash[1][0][0]}; give one another channel"
+            words = f"{name} exists twice in phase {clash[1][0][0]}; use another channel for one"
             yield words, tuple(transfers[i] for _, i in clash)
 
 
