@@ -95,11 +95,11 @@ directory = Path(job["record_dir"])
 if rank == 0 and plan:
     (directory / "plan.json").write_text(json.dumps(plan.to_dict()))
 if f"killed={what}" in words:
-    from offbeat.experiments.record.record_file import Blocks, path_of
+    from offbeat.experiments.record.record_file import RecordWriter, path_of
     (directory / f"rank{rank}.json").unlink()
     block = {"first": 0, "rank": rank, "strategy": str(strategy), "observed": 0, "period": 1,
         "uneven": False, "ends_s": trace.ends_s[0], "losses": [[11, 0.5]]}
-    Blocks(path_of(directory, rank)).append(block)
+    RecordWriter(path_of(directory, rank)).append(block)
     os.kill(os.getpid(), 9)
 if f"late={what}" in words:
     sys.exit("failed after recording")

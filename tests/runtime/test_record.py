@@ -18,7 +18,7 @@ from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.experiments.record import record_file as blocks
 from offbeat.experiments.record import recorder as record
-from offbeat.experiments.record.record_file import Blocks, iterations_so_far, path_of, read
+from offbeat.experiments.record.record_file import RecordWriter, iterations_so_far, path_of, read
 from offbeat.experiments.record.recorder import Recorder
 from offbeat.profile import Bucket, Link
 
@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) ->
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Blocks, "append", full)
+    monkeypatch.setattr(RecordWriter, "append", full)
     recorder.start("x", None, observed=0)
     with pytest.warns(UserWarning, match="No space left on device"):
         train(recorder, 10)
@@ -150,7 +150,7 @@ def test_losses_of_long_runs_are_means(tmp_path: Path, monkeypatch: pytest.Monke
     losses = [float(i * i) for i in range(100)]
     losses[90] = math.nan
     head = {"rank": 0, "strategy": "x", "period": 1, "uneven": False}
-    written = Blocks(path_of(tmp_path, 0))
+    written = RecordWriter(path_of(tmp_path, 0))
     for first in range(0, 100, 20):
         those = range(first, first + 20)
         ends = [i + 1.0 for i in those]
@@ -172,7 +172,7 @@ def test_losses_of_long_runs_are_means(tmp_path: Path, monkeypatch: pytest.Monke
 def test_two_models_of_one_script_do_not_mix(tmp_path: Path) -> None:
     """The record is that of the one that began later, whoever writes last."""
     path = path_of(tmp_path, 0)
-    one, other = Blocks(path), Blocks(path)
+    one, other = RecordWriter(path), RecordWriter(path)
     head = {"rank": 0, "period": 1, "uneven": False}
     for i, (writer, name) in enumerate([(one, "one"), (other, "other"), (one, "one")]):
         first = 0 if writer is other else i // 2
@@ -205,5 +205,7 @@ def test_records_are_in_the_order_of_their_ranks(tmp_path: Path) -> None:
 
 def test_a_loss_of_an_iteration_that_has_not_ended_is_left_out(tmp_path: Path) -> None:
     head = {"rank": 0, "strategy": "x", "period": 1, "uneven": False, "first": 0}
-    Blocks(path_of(tmp_path, 0)).append({**head, "ends_s": [1.0], "losses": [[0, 5.0], [1, 4.0]]})
+    RecordWriter(path_of(tmp_path, 0)).append(
+        {**head, "ends_s": [1.0], "losses": [[0, 5.0], [1, 4.0]]}
+    )
     assert read(path_of(tmp_path, 0))["losses"] == [[0, 1.0, 5.0]]

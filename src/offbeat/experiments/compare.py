@@ -29,7 +29,7 @@ from offbeat.core.sim import Votes
 from offbeat.core.sim.trace import Trace, whole_periods
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
-from offbeat.experiments.profile_for_network import Computed, compute_for, with_network
+from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for, with_network
 from offbeat.experiments.progress import OnLine, Progress
 from offbeat.experiments.record import record_file as blocks
 from offbeat.experiments.record.disturbed import disturbance_of
@@ -117,7 +117,7 @@ class Setup:
         if not 0 <= self.servers < self.cluster.world_size:
             raise ValueError(
                 f"servers ({self.servers}) must be below the number of ranks "
-                f"({self.cluster.world_size}), as somebody must train; add hosts"
+                f"({self.cluster.world_size}), so that a rank trains; add hosts"
             )
         for name in ("timeout_s", "wait_s"):
             if not 0 < getattr(self, name) <= NO_LIMIT_S:
@@ -324,7 +324,7 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     return outcome
 
 
-def given_profile(setup: Setup, path: Path) -> Computed:
+def given_profile(setup: Setup, path: Path) -> ConvertedProfile:
     """Read a profile and convert it to the cluster of a setup; see `compute_for`."""
     return compute_for(
         Profile.load(path),

@@ -24,7 +24,7 @@ Pace = float | Literal["auto", "none"] | None
 
 
 @dataclass(frozen=True)
-class Computed:
+class ConvertedProfile:
     """A profile for the cluster of a run.
 
     Attributes:
@@ -86,7 +86,7 @@ def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
 
 def compute_for(
     profile: Profile, cluster: Cluster, ranks: int, *, shaped: bool, pace: Pace, file: str
-) -> Computed:
+) -> ConvertedProfile:
     """Convert a profile to `ranks` ranks on a cluster.
 
     Args:
@@ -137,7 +137,7 @@ def compute_for(
     made = _with_pace(made, before, cluster, pace, file, quantities)
     _require_speeds(made, cluster, file)
     crowded = shaped and not made.pace and ranks > processors()
-    return Computed(made, tuple(quantities), shaped, ranks if crowded else 0, file)
+    return ConvertedProfile(made, tuple(quantities), shaped, ranks if crowded else 0, file)
 
 
 def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:

@@ -30,13 +30,13 @@ def records_in(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (_rank_of(path), path.name))
 
 
-class Blocks:
+class RecordWriter:
     """Writer of one record. The first block truncates the file.
 
     If a script trains two models at once, only the writer that began last appends to the file.
     """
 
-    _last: ClassVar[WeakValueDictionary[Path, Blocks]] = WeakValueDictionary()  # writer by path
+    _last: ClassVar[WeakValueDictionary[Path, RecordWriter]] = WeakValueDictionary()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,7 @@ def read(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.suffix != SUFFIX:  # a record in one piece
         return json.loads(path.read_text())
-    merged = _Merged()
+    merged = _MergedRecord()
     torn = False
     with path.open("rb") as file:
         for line in file:
@@ -105,13 +105,13 @@ def iterations_so_far(path: str | Path) -> int:
     return 0 if last is None else int(last["first"]) + len(last["ends_s"])
 
 
-class _Merged:
+class _MergedRecord:
     """The merged blocks of one record."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
         self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS if name != "losses"}
-        self._losses = _Losses()
+        self._losses = _LossMeans()
         self._votes: dict[str, Any] = {}
 
     def add(self, block: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class _Merged:
         }
 
 
-class _Losses:
+class _LossMeans:
     """Losses of iterations, averaged over groups of `width` consecutive iterations.
 
     `width` is a power of two, so that groups of different ranks have common boundaries.

@@ -20,14 +20,14 @@ from offbeat.core.plan import BUILT_IN, Plan, Transfer
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
-from offbeat.experiments.record.record_file import Blocks, path_of
+from offbeat.experiments.record.record_file import RecordWriter, path_of
 from offbeat.experiments.record.vote_log import VoteLog
 
 BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # a block ends at the first of these limits
 WINDOW_PERIODS = 3  # number of last periods whose spans are kept
 
 
-class Splits:
+class SplitSums:
     """Sums over `BackwardSplit`s, and the last iterations whose split is estimated."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Recorder:
     """
 
     def __init__(self, directory: str | Path, rank: int, device: Device):
-        self._blocks = Blocks(path_of(directory, rank))
+        self._blocks = RecordWriter(path_of(directory, rank))
         self._rank, self._device = rank, device
         self.origin_s = time.perf_counter()
         self._first, self._failed = 0, False
@@ -77,7 +77,7 @@ class Recorder:
         self._losses: list[tuple[int, Tensor]] = []
         self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
-        self._splits = Splits()
+        self._splits = SplitSums()
         self.plan: Plan | None = None
         self.observed = 0
         self.strategy = ""
