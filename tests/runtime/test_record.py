@@ -38,9 +38,9 @@ def train(recorder: Recorder, iterations: int, first: int = 0) -> None:
     """Iteration i ends at second i + 1 with the loss 1 / (i + 1)."""
     for i in range(first, first + iterations):
         recorder._tap._loss = torch.tensor(1 / (i + 1))
-        recorder.stepped(i)
+        recorder.on_step_begin(i)
         marks = Timestamps(**dict.fromkeys(MARKS, i + 0.5), begin=float(i), end=i + 1.0)
-        recorder.iteration(Iteration(i, marks, []))
+        recorder.add_iteration(Iteration(i, marks, []))
 
 
 MARKS = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")

@@ -224,9 +224,9 @@ class GossipSession(Session):
 
     def _end_iteration(self) -> None:
         if self._recorder:
-            self._recorder.stepped(self._done.number)
-            self._recorder.iteration(self._done)
-            self._recorder.ended(self._done.number)
+            self._recorder.on_step_begin(self._done.number)
+            self._recorder.add_iteration(self._done)
+            self._recorder.on_step_end(self._done.number)
         if self._listener is not None:
             self._listener(self._done)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])

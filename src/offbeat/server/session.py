@@ -126,8 +126,8 @@ class ServedSession(Session):
         self._end(skip_update)
         marks.end = self._cluster.device.mark()
         if self._recorder:
-            self._recorder.stepped(self._done.number)
-            self._recorder.iteration(self._done)
+            self._recorder.on_step_begin(self._done.number)
+            self._recorder.add_iteration(self._done)
         if self._listener is not None:
             self._listener(self._done)
         self._done = Iteration(self._done.number + 1, self._new_marks(), [])

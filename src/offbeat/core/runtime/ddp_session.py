@@ -203,7 +203,7 @@ class DDPSession(Session):
         marks.stepped = marks.end = mark()
         self._cluster.control.set_iteration(self._iteration + 1)
         if self._recorder:
-            self._recorder.stepped(self._iteration)
+            self._recorder.on_step_begin(self._iteration)
             self._report()
             self._pending = Iteration(self._iteration, marks, [], split=self._split)
             self._split = self._new_split()
@@ -237,7 +237,7 @@ class DDPSession(Session):
             if marks.forward_end is not None:
                 took_s = seconds(marks.backward_end) - seconds(marks.forward_end)
                 done.split.waited_s = done.split.sent_s = max(0.0, took_s - self._backward_s)
-        self._recorder.iteration(done)
+        self._recorder.add_iteration(done)
 
     def zero_grad(self, set_to_none: bool) -> None:
         self._model.zero_grad(set_to_none)

@@ -181,7 +181,7 @@ class FlatSession(Session):
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
         self._adopt(self._strategy, plan, trial)
-        self.engine.reports.listener = self._recorder.iteration if self._recorder else None
+        self.engine.reports.listener = self._recorder.add_iteration if self._recorder else None
         if self._recorder:
             self._recorder.start(str(self._strategy), self.plan, observed)
             self._recorder.sample = None if self._is_emulated else Sample.of(self.engine.flat)
@@ -415,7 +415,7 @@ class FlatSession(Session):
 
         def listen(done: Iteration) -> None:
             if self._recorder:
-                self._recorder.iteration(done)
+                self._recorder.add_iteration(done)
             observer.iteration(done)
             if observer.memory.is_complete:
                 self._around_forward = nullcontext
@@ -559,7 +559,7 @@ class FlatSession(Session):
             output = call(*args, **kwargs)
         self.engine.forward_ends(output)
         if self._unsampled is not None and self._recorder:
-            self._recorder.ended(self._unsampled)
+            self._recorder.on_step_end(self._unsampled)
             self._unsampled = None
         return output
 
@@ -597,7 +597,7 @@ class FlatSession(Session):
 
     def step(self, skip_update: bool) -> None:
         if self._recorder:
-            self._recorder.stepped(self.engine.iteration)
+            self._recorder.on_step_begin(self.engine.iteration)
         if self._replicas is not None:
             # Other ranks wait for this rank's messages before they compare.
             self.engine.end_backward(skip_update)
@@ -611,7 +611,7 @@ class FlatSession(Session):
         if self.engine.run.has_transfers_at_forward:
             self._unsampled = self.engine.iteration - 1
         elif self._recorder:
-            self._recorder.ended(self.engine.iteration - 1)
+            self._recorder.on_step_end(self.engine.iteration - 1)
         if self._trying:
             self._end_trial()
         elif self.engine.hooks.held == ALL:

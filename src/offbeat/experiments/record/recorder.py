@@ -102,13 +102,13 @@ class Recorder:
             except OSError as error:
                 self._warn_lost(f"plan ({path}) cannot be written", error)
 
-    def stepped(self, iteration: int) -> None:
+    def on_step_begin(self, iteration: int) -> None:
         """Take the loss of an iteration, at the beginning of `optimizer.step()`."""
         loss = self._tap.take()
         if loss is not None:
             self._losses.append((iteration, loss))
 
-    def ended(self, iteration: int) -> None:
+    def on_step_end(self, iteration: int) -> None:
         """Sample the parameters, at the end of `optimizer.step()`."""
         if self.sample is not None:
             self.sample.take(iteration)
@@ -119,7 +119,7 @@ class Recorder:
         if warning is not None:
             self.warnings.append(warning)
 
-    def iteration(self, done: Iteration) -> None:
+    def add_iteration(self, done: Iteration) -> None:
         """Record a finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied_window(done.planned):
             self._without_update.append(done.number)
