@@ -716,7 +716,7 @@ def _probe_links(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
     found = lab.probe()
     for line in asked.lines(found):
         progress.print_line(line)
-    records = [measured.record() for measured in found if measured.known]
+    records = [measured.record() for measured in found if measured.has_values]
     carried = lab.verify()
     if carried is None:
         return records
