@@ -401,8 +401,7 @@ class Profile:
     def messages_ending_s(
         self, link: str, kind: Kind, first: int, stop: int
     ) -> NDArray[np.float64]:
-        """Return `message_s` of the runs of buckets [first, stop), [first + 1, stop), ..., [stop -
-        1, stop).
+        """Return `message_s` of the runs of buckets [i, stop) for i from `first` to `stop - 1`.
 
         Args:
             link: name of the link or channel.

@@ -271,8 +271,7 @@ def _drift_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
 
 
 def _replica_fault(run: _Execution, plan: Plan, ends: Sequence[Array]) -> str | None:
-    """Return the message for final weights that differ or miss a gradient; None if they are
-    right."""
+    """Return the error message for final weights that differ or miss a gradient, or None."""
     bucket_of = np.repeat(np.arange(plan.buckets), run.sizes)
     for end in ends[1:]:
         odd = np.flatnonzero(~np.isclose(ends[0], end, rtol=0, atol=TOLERANCE))
