@@ -27,11 +27,7 @@ def defer_updates(plan: Plan) -> Plan | None:
     if plan.votes or plan.source is not None or _has_further_buffers(plan) or len(updates) != 1:
         return None
     [point] = updates
-    if (
-        point == "grad"
-        and all(_writes_only_state(a) for a in others)
-        and not _averages_gradients(plan)
-    ):
+    if point == "grad" and all(map(_is_state_only, others)) and not _averages_gradients(plan):
         move = _move_after_update
     elif point == "forward" and not others and plan.period == 1 and not plan.prologue:
         move = _move_before_update
@@ -43,7 +39,7 @@ def defer_updates(plan: Plan) -> Plan | None:
     return replace(plan, transfers=tuple(map(move, plan.transfers)), applies=applies)
 
 
-def _writes_only_state(apply: Apply) -> bool:
+def _is_state_only(apply: Apply) -> bool:
     """Return whether the apply changes nothing but the optimizer's state."""
     return effects.writes_only(apply, ("state",)) and not effects.reads(apply)
 

@@ -23,12 +23,10 @@ def keeps_gradients(plan: Plan) -> bool:
     if plan.votes or plan.source is not None or buffers["grad"].copies > 1:
         return False
     sent = {name for t in plan.transfers for name in (t.payload.buffer, t.target)}
-    return not gradients & sent and all(
-        _leaves_gradients(apply, gradients) for apply in plan.applies
-    )
+    return not gradients & sent and all(_is_plain(apply, gradients) for apply in plan.applies)
 
 
-def _leaves_gradients(apply: Apply, gradients: Collection[str]) -> bool:
+def _is_plain(apply: Apply, gradients: Collection[str]) -> bool:
     """Return whether the apply is a plain update, or does not use gradients."""
     if effects.is_update(apply):
         return not apply.args and not apply.at.lag

@@ -180,9 +180,7 @@ def parse_moment(text: str) -> Moment:
     place, _, lag = text.partition("+")
     point, _, bucket = place.rstrip(")").partition("(")
     return Moment(
-        _require_one_of("moment", point, POINTS),
-        int(bucket) if bucket else None,
-        int(lag) if lag else 0,
+        _choice("moment", point, POINTS), int(bucket) if bucket else None, int(lag) if lag else 0
     )
 
 
@@ -220,7 +218,7 @@ def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
         before=parse_moment(data["before"]),
         phases=Phases.parse(data["phases"]),
         link=data["link"],
-        verb=_require_one_of("verb", data.get("verb", "all_reduce"), VERBS),
+        verb=_choice("verb", data.get("verb", "all_reduce"), VERBS),
         ranks=_ranks(data),  # type: ignore[arg-type]
         into=data.get("into"),
         wire=Wire(**wire) if wire else None,
@@ -261,8 +259,8 @@ def _apply_from_dict(data: Mapping[str, Any]) -> Apply:
 def _buffer_from_dict(data: Mapping[str, Any]) -> Buffer:
     return Buffer(
         data["name"],
-        _require_one_of("kind", data.get("kind", "param"), get_args(Kind)),
-        _require_one_of("start", data.get("start", "zero"), get_args(Start)),
+        _choice("kind", data.get("kind", "param"), get_args(Kind)),
+        _choice("start", data.get("start", "zero"), get_args(Start)),
         int(data.get("copies", 1)),
         bool(data.get("kept", True)),
     )
@@ -291,7 +289,7 @@ def _count_text(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("s" if number != 1 else "")
 
 
-def _require_one_of(name: str, value: Any, allowed: Iterable[str]) -> Any:
+def _choice(name: str, value: Any, allowed: Iterable[str]) -> Any:
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")

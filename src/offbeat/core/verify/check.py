@@ -30,7 +30,7 @@ from offbeat.core.verify.shape import Rule, faults
 
 MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
-FAST_SHARE = 1e-4  # after three periods, the remaining difference is below TOLERANCE
+SHARE = 1e-4  # factor on the share of blends: after three periods, the remaining difference is below TOLERANCE
 YES, NO, MIXED = 0, 1, 2  # outcome of all votes
 MIXED_PERIODS = 10  # periods to execute with mixed votes
 
@@ -91,7 +91,7 @@ def raise_if_wrong(plan: Plan, profile: Profile | None = None) -> None:
 
 def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
     """Yield the problems found by executing a shortened form of the plan."""
-    short = shorten_phases(_with_fast_blends(plan))
+    short = shorten_phases(_speed_up_blends(plan))
     originals = dict(zip(_all_rules(short), _all_rules(plan), strict=True))
     sizes = slices_of(plan)
     for b, size in enumerate(sizes):
@@ -337,15 +337,13 @@ def slices_of(plan: Plan) -> list[int]:
     return sizes
 
 
-def _with_fast_blends(plan: Plan) -> Plan:
+def _speed_up_blends(plan: Plan) -> Plan:
     """Return the plan with blends that converge fast.
 
     With the real share of a blend, replicas would become equal only after many periods.
     """
 
-    return replace(
-        plan, applies=tuple(effects.with_smaller_share(a, FAST_SHARE) for a in plan.applies)
-    )
+    return replace(plan, applies=tuple(effects.with_smaller_share(a, SHARE) for a in plan.applies))
 
 
 def shorten_phases(plan: Plan) -> Plan:

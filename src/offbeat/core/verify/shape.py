@@ -258,11 +258,7 @@ def _sharing_faults(plan: Plan) -> Iterator[Fault]:
     wired = [t for t in plan.transfers if t.wire is not None and (t.wire.error or t.wire.anchor)]
     for one, other in combinations(wired, 2):
         what = _shared_resource(one, other)
-        if (
-            what is not None
-            and _have_common_elements(one, other)
-            and _have_common_sender(one, other)
-        ):
+        if what is not None and _share_elements(one, other) and _share_sender(one, other):
             words = f"{one.id} and {other.id} share an {what}; give each link its own"
             yield words, (one, other)
             return
@@ -282,13 +278,13 @@ def _shared_resource(one: Transfer, other: Transfer) -> str | None:
     return "anchor" if one.sends_delta and other.sends_delta and a.anchor == b.anchor else None
 
 
-def _have_common_sender(one: Transfer, other: Transfer) -> bool:
+def _share_sender(one: Transfer, other: Transfer) -> bool:
     """Return whether one rank encodes both messages."""
     senders = [t.ranks and t.ranks[0] for t in (one, other)]
     return None in senders or senders[0] == senders[1]
 
 
-def _have_common_elements(one: Transfer, other: Transfer) -> bool:
+def _share_elements(one: Transfer, other: Transfer) -> bool:
     """Return whether the payloads of two transfers have an element in common."""
     a, b = one.payload, other.payload
     if not set(a.buckets) & set(b.buckets):
