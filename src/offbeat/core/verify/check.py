@@ -30,7 +30,7 @@ from offbeat.core.verify.shape import Rule, faults
 
 MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
-SHARE = 1e-4  # factor on the share of blends: after three periods, the remaining difference is below TOLERANCE
+SHARE = 1e-4  # factor on blend shares: its cube is far below TOLERANCE
 YES, NO, MIXED = 0, 1, 2  # outcome of all votes
 MIXED_PERIODS = 10  # periods to execute with mixed votes
 
