@@ -198,7 +198,7 @@ def deaths(folder: str) -> list[tuple[bool, list[int]]]:
             dies_at(str(here), len(found) + 1)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        names = Folder(here).whole(0)
+        names = Folder(here).manifests(0)
         whole = [shard.read(Folder(here).shard(name, 0))["number"] for name in names]
         found.append((os.WIFSIGNALED(status), whole))
     return found

@@ -130,12 +130,12 @@ def train(
                 scheduler.step()
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         spy.fill(trained)
-        trained.united = unite(model, slow)
+        trained.united = average_replicas(model, slow)
     assert "grad" not in vars(torch.nn.Parameter)  # nobody listens to reads any more
     return trained
 
 
-def unite(model: Any, slow: int | None) -> str:
+def average_replicas(model: Any, slow: int | None) -> str:
     """Consolidate replicas that differ in their frozen parameters too; one rank comes late."""
     with torch.no_grad():
         for p in model.parameters():

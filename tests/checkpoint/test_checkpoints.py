@@ -147,7 +147,7 @@ def test_of_another_time(tmp_path: Path) -> None:
     path = written(tmp_path / "a", 1) / shard.MANIFEST
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
     with pytest.raises(ValueError, match="schema 2, not 1"):
-        shard.look_up(path.parent)
+        shard.read_manifest(path.parent)
 
 
 def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +157,12 @@ def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert shard.look_up(directory).iteration == 3, "a look compares no contents"
+    assert shard.read_manifest(directory).iteration == 3, "a look compares no contents"
     with pytest.raises(ValueError, match=rf"{file}.*not what was written"):
         shard.read(directory)
     file.write_bytes(data[:-1])
     with pytest.raises(ValueError, match="must have"):
-        shard.look_up(directory)
+        shard.read_manifest(directory)
 
 
 # ---- the folder -----------------------------------------------------------------------------
@@ -178,14 +178,14 @@ def test_folder(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (folder.shard("000012-iteration-5", 0) / shard.MANIFEST).unlink()
     assert [int(name[:6]) for name in folder.names()] == [12, 2, 1]
-    assert [int(name[:6]) for name in folder.whole(0)] == [2, 1]
-    assert not folder.whole(1)
+    assert [int(name[:6]) for name in folder.manifests(0)] == [2, 1]
+    assert not folder.manifests(1)
     assert folder.next_number() == 13
     folder.finish("000013-iteration-9", 0)
     folder.finish("000013-iteration-9", 0)  # another rank of this host
     with pytest.raises(OSError, match="000014"):
         folder.finish("000014-iteration-9", 0)
-    assert next(iter(folder.whole(0))) == "000013-iteration-9"
+    assert next(iter(folder.manifests(0))) == "000013-iteration-9"
     for worker in range(2):
         written(folder.unfinished_path("000015-iteration-9", worker), 0)
     folder.drop("000015-iteration-9", 1)
@@ -222,11 +222,11 @@ def test_ranks_save_in_turn_and_under_one_name(tmp_path: Path) -> None:
         over.append(saver._last is None or saver._last.done)
         return [mine, *theirs]
 
-    def gather_aside(mine: Any) -> list[Any]:
+    def gather_in_thread(mine: Any) -> list[Any]:
         time.sleep(0.05)
         return [mine]
 
-    saver.company = Mock(gather=gather, gather_aside=gather_aside)
+    saver.company = Mock(gather=gather, gather_in_thread=gather_in_thread)
     args = Folder(tmp_path), lambda: freeze(1, {}), manifest(), 1
     assert saver.save(*args).path.name == "000007-iteration-3"
     theirs[:] = [(1, 3)]
@@ -243,11 +243,11 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
     folder = Folder(tmp_path)
     written(folder.shard("000001-iteration-2", 0), 1)
     answers = iter(others)
-    company: Any = Mock(gather_aside=lambda mine: [mine, next(answers)])
+    company: Any = Mock(gather_in_thread=lambda mine: [mine, next(answers)])
     saving = Saving(folder, "000002-iteration-3", freeze(1, {}), manifest(), company, 1)
     with pytest.raises(RuntimeError, match=r"rank 1: full\); .*/000001-iteration-2 is still whole"):
         saving.wait()
-    assert [*folder.whole(0)][-1] == "000001-iteration-2"
+    assert [*folder.manifests(0)][-1] == "000001-iteration-2"
     assert not [*tmp_path.glob(".unfinished*")]
 
 
@@ -321,7 +321,7 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     zero, one = watch_world(jobs.killed_while_saving, 2, str(tmp_path), doomed=[1])
     assert one.exitcode == -signal.SIGKILL
     assert f"{tmp_path}/000002-iteration-2 was not saved" in zero.result
-    assert list(Folder(tmp_path).whole(0)) == ["000001-iteration-1"]
+    assert list(Folder(tmp_path).manifests(0)) == ["000001-iteration-1"]
     found = run_world(jobs.goes_on, 2, str(tmp_path), offbeat.LocalSGD(period=3))
     assert [(at, exact) for at, _, exact in found] == [(1, True)] * 2
 
@@ -420,15 +420,15 @@ def test_a_launcher_saves_and_resumes(tmp_path: Path) -> None:
     plain = run_world(jobs.launched, 2, job(), 8)
     asked = {"checkpoint": folder, "checkpoint_every": 2, "resume": True}
     assert [at for at, _ in run_world(jobs.launched, 2, job(**asked), 5)] == [0, 0]
-    assert [m.iteration for m in Folder(folder).whole(1).values()] == [4, 2]
+    assert [m.iteration for m in Folder(folder).manifests(1).values()] == [4, 2]
     assert run_world(jobs.launched, 2, job(**asked), 8) == [(4, digest) for _, digest in plain]
-    assert [m.iteration for m in Folder(folder).whole(0).values()] == [8, 6]
+    assert [m.iteration for m in Folder(folder).manifests(0).values()] == [8, 6]
     require_sound(folder)
 
 
 def require_sound(folder: str) -> None:
     """What has become shorter is passed over; what has changed is an error on every rank."""
-    newest, before = Folder(folder).whole(1)
+    newest, before = Folder(folder).manifests(1)
     [file] = Folder(folder).shard(newest, 1).glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
     for at, said in run_world(jobs.reloads, 2, folder):

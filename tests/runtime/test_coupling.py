@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from worlds import run_world
 
 from offbeat import BSP, WFBP, ByteScheduler, LocalSGD, PartialSync, Strategy
-from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.transport.device import device_of
 
@@ -108,7 +108,7 @@ Build = Callable[[Iterable[Any]], Optimizer]
     ],
 )
 def test_independent_ones_pass(build: Build) -> None:
-    assert couples(build(parameters())) is None
+    assert find_coupling(build(parameters())) is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_independent_ones_pass(build: Build) -> None:
     ],
 )
 def test_coupled_ones_are_found(build: Build, text: str) -> None:
-    assert text in (couples(build(parameters())) or "")
+    assert text in (find_coupling(build(parameters())) or "")
 
 
 def test_nothing_of_the_user_is_touched() -> None:
@@ -133,7 +133,7 @@ def test_nothing_of_the_user_is_touched() -> None:
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     random = torch.get_rng_state()
-    assert couples(optimizer) is None
+    assert find_coupling(optimizer) is None
     assert calls == []
     assert not optimizer.state
     assert all(torch.equal(p, torch.ones_like(p)) and p.grad is None for p in mine)
@@ -168,7 +168,7 @@ def test_trials_change_nothing_that_an_optimizer_keeps(name: str) -> None:
     mine = [*model.parameters(), *optimizer._momentum]  # type: ignore[attr-defined]
     mine += [p.grad for p in model.parameters() if p.grad is not None]
     before = [(t, t.data_ptr(), t.clone()) for t in mine]
-    assert couples(optimizer) is not None
+    assert find_coupling(optimizer) is not None
     call_s(optimizer, device_of(torch.device("cpu")))
     for tensor, place, value in before:
         assert tensor.data_ptr() == place

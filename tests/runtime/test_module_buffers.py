@@ -14,7 +14,7 @@ from workers import prepared, rank
 from worlds import run_world
 
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
-from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict, simulate
@@ -214,4 +214,4 @@ def test_plans_that_broadcast_are_accepted() -> None:
     plan = WFBP(fusion="none").plan(PROFILE)
     raise_if_wrong(with_broadcast(plan, "net"), PROFILE)
     assert without_broadcast(with_broadcast(plan, "net")) == plan
-    assert only_gradients(with_broadcast(plan, "net"))
+    assert sends_only_gradients(with_broadcast(plan, "net"))

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from worlds import run_world
 
 import offbeat
-from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.buckets.optimizer_state import StateStore
@@ -104,7 +104,7 @@ def test_trials_of_an_optimizer_leave_the_random_states() -> None:
     model = nn.Linear(3, 2)
     optimizer = Drawing(model.parameters(), lr=0.1, momentum=0.9)
     before = random_states()
-    assert couples(optimizer) is None
+    assert find_coupling(optimizer) is None
     assert call_s(optimizer, CPU()) > 0
     require_elementwise(optimizer, "clock")
     flat = Flat(model, [BucketSpec("all", ("weight", "bias"))])

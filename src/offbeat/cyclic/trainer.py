@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.guards.comparison import agree_on_optimizer
 from offbeat.core.runtime.stepper import BucketStepper, Settings
 from offbeat.cyclic.exchange import Exchange
@@ -93,7 +93,7 @@ class Interleaved:
         timeout_s: float = 60.0,
     ) -> None:
         require_stages(stages)
-        if coupled := couples(optimizer):
+        if coupled := find_coupling(optimizer):
             raise ValueError(f"{coupled}, so it cannot step stage by stage; use another optimizer")
         self.table = Timetable(placement, len(stages))
         strategy = strategy or Cyclic()

@@ -32,7 +32,7 @@ def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], 
     """Return every rank's value, and the secret of the job.
 
     The secret is the user's, or one that rank `maker` has drawn. Ranks compare fingerprints of the
-    user's secret. These are salted with nonces of all ranks, so that fingerprints of different jobs
+    user's secret. Fingerprints are salted with nonces of all ranks, so that those of different jobs
     are unrelated.
 
     Raises:

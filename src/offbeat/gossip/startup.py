@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import flatten
 from offbeat.core.runtime.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
@@ -257,7 +257,7 @@ def _own_host(towards: tuple[str, int]) -> str:
 
 
 def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    reason = couples(optimizer)
+    reason = find_coupling(optimizer)
     if reason is not None:
         raise ValueError(
             f"{reason}, but what gossip does to x~ must be what it does to x, element by element; "

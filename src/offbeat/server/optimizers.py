@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import couples, shield_parameters, trial_copy
+from offbeat.core.buckets.coupling import find_coupling, shield_parameters, trial_copy
 from offbeat.core.buckets.random_states import generator, normal, preserve_random_states
 from offbeat.frames.frames import WireError
 from offbeat.server.layout import Piece, in_order_of
@@ -30,7 +30,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer, rule: str) -> None:
     The step of one element must not depend on other elements. The rule "push" also requires a
     learning rate, which it divides by the number of workers.
     """
-    reason = couples(optimizer) or _couples_elements(optimizer)
+    reason = find_coupling(optimizer) or _couples_elements(optimizer)
     if reason is not None:
         raise ValueError(
             f"{reason}, but servers hold pieces of parameters and step each of them; use an "

@@ -29,7 +29,7 @@ class AutogradGradients:
         for p in self.parameters:
             if p.grad is not None:  # `data` has a version counter of its own
                 p.grad = p.grad.data
-        self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # by updates in backward
+        self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # applied in backward
 
     def begin_plan(self) -> None:
         """Do nothing at the start of a plan: gradients stay until they are zeroed."""

@@ -21,12 +21,12 @@ from offbeat.core.buckets.random_states import (
 
 Group = dict[str, Any]
 
-_SCALES = (1.0, 1e4)  # of gradients: clipping shows only above its threshold
+_SCALES = (1.0, 1e4)  # factors of trial gradients; clipping acts above its threshold only
 _RATE = 0.1  # learning rate of trials: the current rate may be 0 in a warm-up
-_LARGEST = 3  # elements along one dimension of a stand-in
+_LARGEST = 3  # upper bound of each dimension of a stand-in
 
 
-def couples(optimizer: torch.optim.Optimizer) -> str | None:
+def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why the step of one parameter depends on other parameters; None if it does not.
 
     An example is a norm of all gradients. A copy of the optimizer steps a small stand-in parameter
@@ -34,7 +34,7 @@ def couples(optimizer: torch.optim.Optimizer) -> str | None:
     changed. The result is the same on all ranks.
     """
     name = type(optimizer).__name__
-    if delegates(optimizer):
+    if has_inner_optimizer(optimizer):
         return f"{name} hands its step to another optimizer"
     for g, _ in enumerate(optimizer.param_groups):
         for scale in _SCALES:
@@ -65,7 +65,7 @@ def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> tor
     trial = object.__new__(type(optimizer))
     own = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
     trial.__dict__.update(_copy_tensors(own))
-    trial.__dict__.pop("step", None)  # a scheduler's patch, which would step the original
+    trial.__dict__.pop("step", None)  # a scheduler replaces `step` by a function of the original
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     trial.state = defaultdict(dict)
@@ -115,7 +115,7 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return trial_copy(optimizer, [group for group in groups if group["params"]])
 
 
-def delegates(optimizer: torch.optim.Optimizer) -> bool:
+def has_inner_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer holds other optimizers, as a wrapper does."""
     held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
     held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]

@@ -17,7 +17,7 @@ LOOKS = 20  # steps to check; a plan may apply its first gradients some iteratio
 class _Place(NamedTuple):
     name: str
     storage: StorageWeakRef
-    like: Tensor  # without elements: dtype and device
+    like: Tensor  # empty tensor of the same dtype and device
     offset: int
     size: torch.Size
     strides: tuple[int, ...]
@@ -33,8 +33,8 @@ class _Place(NamedTuple):
 class FormerMemory:
     """Memory from which parameters have moved, as long as references to it exist.
 
-    An optimizer that keeps views of parameters (`p.data`) writes there after the parameters have
-    moved, so the weights that the model uses never change.
+    An optimizer that keeps views of parameters (`p.data`) continues to write to this memory after
+    the parameters have moved. So the weights that the model uses never change.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import delegates, shield_parameters, trial_copy
+from offbeat.core.buckets.coupling import has_inner_optimizer, shield_parameters, trial_copy
 from offbeat.core.buckets.flat import Flat, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
 
@@ -105,7 +105,7 @@ def _trial_state_names(
     A copy of the optimizer steps a trial parameter once. So the result is the same on all ranks,
     although ranks may have used different parameters so far.
     """
-    if delegates(optimizer):  # a copy would step the parameters of the inner optimizer
+    if has_inner_optimizer(optimizer):  # a copy would step the parameters of the inner optimizer
         return _state_names(optimizer.state.get(p, {}), p)
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)

@@ -221,7 +221,9 @@ def _choose_checkpoint(
 
     A checkpoint of a job with the same number of ranks must be complete on every rank.
     """
-    complete = {name: asdict(manifest) for name, manifest in folder.whole(session.worker).items()}
+    complete = {
+        name: asdict(manifest) for name, manifest in folder.manifests(session.worker).items()
+    }
     everyone = [
         {name: Manifest(**manifest) for name, manifest in by_name.items()}
         for by_name in company.gather(complete)

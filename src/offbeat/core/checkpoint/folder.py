@@ -37,13 +37,13 @@ class Folder:
         names = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
         return sorted((name for name in names if NAME.fullmatch(name)), reverse=True)
 
-    def whole(self, worker: int) -> dict[str, Manifest]:
+    def manifests(self, worker: int) -> dict[str, Manifest]:
         """Return the manifests of checkpoints in which the worker's shard is complete, the newest
         first."""
         manifests: dict[str, Manifest] = {}
         for name in self.names():
             try:
-                manifests[name] = shard.look_up(self.shard(name, worker))
+                manifests[name] = shard.read_manifest(self.shard(name, worker))
             except (OSError, ValueError, TypeError):  # missing, truncated, or of another schema
                 continue
         return manifests

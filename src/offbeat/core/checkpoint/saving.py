@@ -35,7 +35,7 @@ class CheckpointGroup:
         """Return every rank's value, by rank. Raise RuntimeError if a rank is missing."""
         return [value] if self._control is None else self._control.gather(value)
 
-    def gather_aside(self, value: Any) -> list[Any]:
+    def gather_in_thread(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, in the saving thread."""
         return [value] if self._group is None else packed.gather(value, self._group)
 
@@ -139,13 +139,13 @@ class Saving:
             failure = None
         except Exception as error:
             failure = f"rank {self._worker}: {type(error).__name__}: {error}"
-        failed = [words for words in self._company.gather_aside(failure) if words is not None]
+        failed = [words for words in self._company.gather_in_thread(failure) if words is not None]
         if failed:
             self._error = self._describe_failure(failed)
         return not failed
 
     def _describe_failure(self, causes: list[str]) -> str:
-        left = [name for name in self._folder.whole(self._worker) if name != self._name]
+        left = [name for name in self._folder.manifests(self._worker) if name != self._name]
         before = f"{self._folder.path / left[0]} is" if left else "there is none before it"
         return (
             f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"

@@ -59,7 +59,7 @@ def read(directory: Path) -> Any:
     Raises:
         ValueError: size or checksum of a file differs from the manifest; names the file.
     """
-    for name, expected in look_up(directory).files.items():
+    for name, expected in read_manifest(directory).files.items():
         if tuple(expected) != _size_and_crc(directory / name):
             raise ValueError(
                 f"{directory / name} is not what was written (size or checksum differ); load the "
@@ -74,7 +74,7 @@ def read(directory: Path) -> Any:
     return Frozen(data, tensors).thaw()
 
 
-def look_up(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a shard.
 
     Raises:
@@ -105,7 +105,7 @@ def _store(directory: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    writer = FileSystemWriter(directory)  # it syncs its files
+    writer = FileSystemWriter(directory)  # the writer syncs its files
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)

@@ -27,7 +27,7 @@ REPAIR = (
 )
 
 
-def only_gradients(plan: Plan) -> bool:
+def sends_only_gradients(plan: Plan) -> bool:
     """Whether a plan sends only gradients and module buffers, in every iteration.
 
     With such a plan equal replicas stay equal bit by bit.
@@ -53,7 +53,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     }
 
 
-# ---- comparing ------------------------------------------------------------------------------
+# ---- comparison -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _tolerance(tensor: Tensor) -> float:
     return math.sqrt(torch.finfo(tensor.dtype).eps) if tensor.is_floating_point() else 0.0
 
 
-# ---- making them the same -------------------------------------------------------------------
+# ---- unification ----------------------------------------------------------------------------
 
 
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
@@ -183,7 +183,7 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
             _from_rank(0, tensor, cluster)
 
 
-def unite(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
+def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
     """Average floating-point tensors of all replicas, and copy rank 0's other tensors.
 
     Nothing is sent if replicas are identical. Finally checksums are compared.
@@ -255,7 +255,7 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
         raise RuntimeError(
             f"optimizer states cannot be averaged: {found}; load the same checkpoint on all ranks"
         )
-    unite(model, cluster, state.values())
+    average_replicas(model, cluster, state.values())
 
 
 def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:

@@ -64,7 +64,7 @@ class ForwardMemory:
             yield
         self._known = self._known and not self._meter.missed
         if self._meter.live_bytes > sum(self._kept.values()):
-            self._kept = self._meter.by_place()
+            self._kept = self._meter.bytes_by_module()
 
     @contextmanager
     def _push_hooks(self, meter: Activations) -> Iterator[None]:
@@ -102,7 +102,7 @@ class _BytesByModule(Activations):
         self._memory = memory
         self._places: dict[int, str] = {}
 
-    def by_place(self) -> Mapping[str, int]:
+    def bytes_by_module(self) -> Mapping[str, int]:
         """Return the saved bytes by module name."""
         saved: Counter[str] = Counter()
         for key, place in self._places.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
-from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN
@@ -181,7 +181,7 @@ class ActivePlan:
     @property
     def averages_gradients(self) -> bool:
         """Whether the plan averages only gradients, in the iteration that computes them."""
-        return only_gradients(self.plan) and not self.windows.late
+        return sends_only_gradients(self.plan) and not self.windows.late
 
     @property
     def has_delayed_averages(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.core.guards.replicas import repair, require_equal, unite
+from offbeat.core.guards.replicas import average_replicas, repair, require_equal
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, Timestamps
@@ -252,7 +252,7 @@ class DDPSession(Session):
             repair(self._model, self._optimizer, self._cluster)
         else:
             require_equal(self._model, "ddp", self._cluster.control)
-            unite(self._model, self._cluster)
+            average_replicas(self._model, self._cluster)
 
     def traffic(self) -> dict[str, int]:
         # DDP averages every gradient in every iteration.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offbeat.core.buckets.coupling import couples
+from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.buckets.module_buffers import has_buffers
@@ -25,7 +25,13 @@ from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.guards.replicas import only_gradients, repair, require_equal, take, unite
+from offbeat.core.guards.replicas import (
+    average_replicas,
+    repair,
+    require_equal,
+    sends_only_gradients,
+    take,
+)
 from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
@@ -131,7 +137,7 @@ class FlatSession(Session):
         plan = self.engine.plan
         early = early_remedy(plan) is not None or self.engine.run.windows.late
         observing = self._observer is not None and not self._strategy.synchronous
-        return only_gradients(plan) and not early and not observing
+        return sends_only_gradients(plan) and not early and not observing
 
     def _describe_buckets(self, run: range) -> str:
         """Return the names of the first and the last bucket of a run."""
@@ -302,7 +308,7 @@ class FlatSession(Session):
         control = self._cluster.control
         control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         remedy = early_remedy(plan)
-        coupled = couples(self.engine.optimizer) if remedy is not None else None
+        coupled = find_coupling(self.engine.optimizer) if remedy is not None else None
         if coupled is not None:
             raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
         names = list(plan.links)
@@ -322,7 +328,7 @@ class FlatSession(Session):
             self.engine.set_noise_meter(self._guard.meter)
         self._replicas, every = None, self._watch.compare_every
         compared = control, self._model, self.engine.optimizer, every
-        if every and only_gradients(plan):
+        if every and sends_only_gradients(plan):
             self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
             self._replicas.compare()
         elif every:
@@ -489,7 +495,7 @@ class FlatSession(Session):
             "held": self.engine.hooks.held,
         }
         united = self._united == self.engine.iteration
-        alike = united or (only_gradients(self.plan) and not self.engine.run.windows.late)
+        alike = united or (sends_only_gradients(self.plan) and not self.engine.run.windows.late)
         return Position(self.iteration, alike, state)
 
     @property
@@ -701,13 +707,13 @@ class FlatSession(Session):
         self.engine.pauses.drain()
         if self.engine.plan.source is not None:
             take(self.engine.plan.source, self._model, self._cluster)
-        elif not only_gradients(self.engine.plan):
-            unite(self._model, self._cluster)
+        elif not sends_only_gradients(self.engine.plan):
+            average_replicas(self._model, self._cluster)
         elif repairing:
             repair(self._model, self.engine.optimizer, self._cluster)
         else:
             require_equal(self._model, self._strategy, self._cluster.control)
-            unite(self._model, self._cluster)
+            average_replicas(self._model, self._cluster)
         self._united = self.engine.iteration
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive import effects
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
-from offbeat.core.guards.replicas import only_gradients
+from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.runtime.compute import ComputeObserver
@@ -262,7 +262,7 @@ class Updates:
             # Checksums detect writes through `p.data`. Each one reads all weights, so take few.
             # Averages of parameters write between step and update, so then take none.
             looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
-            taken = looks and only_gradients(self._plan)
+            taken = looks and sends_only_gradients(self._plan)
             self._asked += 1
             self._weights = {b: self._bucket_state(b, taken) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers check it

@@ -1,1 +1,1 @@
-"""Transports: how the transfers of a plan reach the other ranks."""
+"""Transport of a plan's messages between ranks: links, collectives, control and heartbeat."""

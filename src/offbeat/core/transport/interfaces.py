@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.plan import CHANNEL
 
-if TYPE_CHECKING:  # needs torch, which the launcher of ranks does not import
+if TYPE_CHECKING:  # imports torch, which the launcher of ranks must not import
     from offbeat.core.transport.control import Control
 
 BACKENDS = ("gloo", "nccl")
