@@ -29,7 +29,7 @@ the scripts under every strategy, and compares with what is said here; `OFFBEAT_
 pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the page again.
 
 Some strategies change what they do after a script's first iteration
-([why](design.md#runtime-decisions)). The profile is given, so nothing is observed before. Gossip
+([why](design.md#prepare)). The profile is given, so nothing is observed before. Gossip
 (A2CiD2) runs without an exchange here, as the moments of exchanges are chance. Under DeFT,
 iterations that apply nothing show one gradient, a zero.
 
