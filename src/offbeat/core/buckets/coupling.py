@@ -34,7 +34,7 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     changed. The result is the same on all ranks.
     """
     name = type(optimizer).__name__
-    if has_inner_optimizer(optimizer):
+    if is_wrapper(optimizer):
         return f"{name} hands its step to another optimizer"
     for g, _ in enumerate(optimizer.param_groups):
         for scale in _SCALES:
@@ -115,7 +115,7 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return trial_copy(optimizer, [group for group in groups if group["params"]])
 
 
-def has_inner_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer holds other optimizers, as a wrapper does."""
     held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
     held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]

@@ -207,9 +207,9 @@ class Gradients:
         momentum do not change it. A parameter that other ranks have used gets their average.
         """
         views = self._views[copy]
-        for index in self._parameter_indices(run):
+        for index in self._indices(run):
             self.parameters[index].grad = views[index]
-        self._hidden.difference_update(self._parameter_indices(run))
+        self._hidden.difference_update(self._indices(run))
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absence_counts(b, copy).tolist()
             # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
@@ -262,11 +262,11 @@ class Gradients:
             self._added[copy][b] = 0
             self._absentees[copy].pop(b, None)
         if not self.late:
-            for index in self._parameter_indices(run):
+            for index in self._indices(run):
                 if self.parameters[index].grad is not self.views[index]:
                     self.parameters[index].grad = self.views[index]
 
-    def _parameter_indices(self, run: range) -> range:
+    def _indices(self, run: range) -> range:
         stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
         return range(self.starts[run.start], stop)
 
@@ -282,9 +282,7 @@ class Gradients:
 
     def removed_gradients(self, run: range) -> list[Tensor]:
         """Return the views of gradients in `run` that user code has removed (`p.grad = None`)."""
-        return [
-            self.views[i] for i in self._parameter_indices(run) if self.parameters[i].grad is None
-        ]
+        return [self.views[i] for i in self._indices(run) if self.parameters[i].grad is None]
 
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
         """Return the flat gradients of each bucket, without absence counts."""

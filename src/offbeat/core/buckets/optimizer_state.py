@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import has_inner_optimizer, shield_parameters, trial_copy
+from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
 from offbeat.core.buckets.flat import Flat, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
 
@@ -79,7 +79,7 @@ class StateStore:
     def _names_of(self, group: dict[str, Any], p: nn.Parameter) -> Names:
         key = (id(group), p.dtype)
         if key not in self._names:
-            self._names[key] = _trial_state_names(self._optimizer, group, p)
+            self._names[key] = _trial_names(self._optimizer, group, p)
         return self._names[key]
 
     def _build(self, run: range) -> _Home:
@@ -97,15 +97,13 @@ class StateStore:
         return _Home(tuple(tensors), tuple(places))
 
 
-def _trial_state_names(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter
-) -> Names:
+def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> Names:
     """Return names and dtypes of the state that an optimizer keeps for a parameter of a group.
 
     A copy of the optimizer steps a trial parameter once. So the result is the same on all ranks,
     although ranks may have used different parameters so far.
     """
-    if has_inner_optimizer(optimizer):  # a copy would step the parameters of the inner optimizer
+    if is_wrapper(optimizer):  # a copy would step the parameters of the inner optimizer
         return _state_names(optimizer.state.get(p, {}), p)
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)

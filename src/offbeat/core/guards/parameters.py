@@ -72,9 +72,7 @@ class ParameterWatch:
         Raises:
             ValueError: names the first parameter that has changed.
         """
-        moved = next(
-            (p for p, place in self._current_part(self._places) if p.data_ptr() != place), None
-        )
+        moved = next((p for p, place in self._select(self._places) if p.data_ptr() != place), None)
         if moved is not None and restore is not None and not moved.is_shared():
             restore()
             moved = next((p for p, place in self._places if p.data_ptr() != place), None)
@@ -82,9 +80,7 @@ class ParameterWatch:
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
             raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
         self._turn += 1
-        if not self._registered and not any(
-            p.requires_grad for p in self._current_part(self._frozen)
-        ):
+        if not self._registered and not any(p.requires_grad for p in self._select(self._frozen)):
             return
         self._registered = False
         known = {id(p) for p in self._frozen}
@@ -100,7 +96,7 @@ class ParameterWatch:
         others = (p for p in self._model.parameters() if id(p) not in self._trained)
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 
-    def _current_part(self, several: Sequence[T]) -> Sequence[T]:
+    def _select(self, several: Sequence[T]) -> Sequence[T]:
         """Return the part of the sequence to check in this forward."""
         if len(several) <= LOOKS:
             return several

@@ -7,12 +7,7 @@ from statistics import median
 
 import torch
 
-from offbeat.core.buckets.coupling import (
-    devices_of,
-    has_inner_optimizer,
-    shield_parameters,
-    stand_in,
-)
+from offbeat.core.buckets.coupling import devices_of, is_wrapper, shield_parameters, stand_in
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.transport.device import Device
 
@@ -25,7 +20,7 @@ def call_s(optimizer: torch.optim.Optimizer, device: Device) -> float:
     Return 0 if a copy of the optimizer cannot be stepped. The user's tensors, state and random
     states are not changed.
     """
-    if has_inner_optimizer(optimizer):
+    if is_wrapper(optimizer):
         return 0.0
     seconds = []
     try:

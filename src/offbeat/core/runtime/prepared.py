@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from offbeat.core.buckets.coupling import has_inner_optimizer
+from offbeat.core.buckets.coupling import is_wrapper
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.transport.cluster import Cluster
@@ -658,4 +658,4 @@ def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step(closure)` is `closure()` followed by `step()`, as in torch's own
     optimizers."""
     step = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-    return step.__module__.startswith("torch.optim.") and not has_inner_optimizer(optimizer)
+    return step.__module__.startswith("torch.optim.") and not is_wrapper(optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.coupling import has_inner_optimizer
+from offbeat.core.buckets.coupling import is_wrapper
 from offbeat.core.guards.step_hooks import StepHooks, has_hooks, has_pre_hooks
 
 Group = dict[str, Any]
@@ -36,7 +36,7 @@ class BucketStepper:
 
     def require_independent(self) -> None:
         """Raise ValueError if the optimizer cannot step a single bucket."""
-        if has_inner_optimizer(self._optimizer):
+        if is_wrapper(self._optimizer):
             raise ValueError(
                 f"{type(self._optimizer).__name__} hands its step to another optimizer, so it "
                 f"cannot step bucket by bucket; {self._remedy}"
