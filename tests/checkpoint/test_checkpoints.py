@@ -26,10 +26,10 @@ from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.checkpoints import _extra_state, _freeze_all, _load_extra
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
-from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.rules.changed import Course
 
-ALONE = CheckpointGroup(None)
+ALONE = SaveGroup(None)
 
 # ---- one shard ------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
 
 
 def test_what_rank_0_cannot_give_is_an_error_on_the_others() -> None:
-    company = CheckpointGroup(None)
+    company = SaveGroup(None)
     company._control, company.size = Mock(rank=1, gather=lambda mine: ["a Path", mine]), 2
     with pytest.raises(RuntimeError, match=r"rank 0 cannot give the others .*: a Path"):
         company.share(None)

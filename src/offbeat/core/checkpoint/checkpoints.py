@@ -16,7 +16,7 @@ from offbeat.core.buckets import random_states as randomness
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
-from offbeat.core.checkpoint.saving import CheckpointGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _has_state_dict(thing: Any) -> bool:
 
 
 def _choose_checkpoint(
-    folder: Folder, session: Session, company: CheckpointGroup
+    folder: Folder, session: Session, company: SaveGroup
 ) -> tuple[str, Manifest]:
     """Return name and manifest of the newest checkpoint of rank 0 that this job can load.
 
@@ -255,13 +255,11 @@ def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]
     )
 
 
-def _same_job(manifest: Manifest, session: Session, company: CheckpointGroup) -> bool:
+def _same_job(manifest: Manifest, session: Session, company: SaveGroup) -> bool:
     return manifest.world_size == company.size and manifest.strategy == session.strategy
 
 
-def _require_usable(
-    path: Path, manifest: Manifest, session: Session, company: CheckpointGroup
-) -> None:
+def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
         raise ValueError(
             f"the checkpoint {path} is of {manifest.world_size} ranks under {manifest.strategy}, "
@@ -279,7 +277,7 @@ def _read_shard(directory: Path) -> Any:
         return error
 
 
-def _require_read(found: Any, company: CheckpointGroup, worker: int) -> Any:
+def _require_read(found: Any, company: SaveGroup, worker: int) -> Any:
     """Return the value read by `_read_shard`.
 
     Raises:

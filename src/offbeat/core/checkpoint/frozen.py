@@ -52,9 +52,7 @@ def freeze(value: Any, names: Mapping[str, Tensor]) -> Frozen:
         ValueError: the value cannot be pickled.
     """
     file = io.BytesIO()
-    pickler = _Pickler(
-        file, {_tensor_key(tensor): name for name, tensor in reversed([*names.items()])}
-    )
+    pickler = _Pickler(file, {_key_of(tensor): name for name, tensor in reversed([*names.items()])})
     try:
         pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -81,7 +79,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> str | None:
         if not isinstance(obj, Tensor):
             return None
-        place = _tensor_key(obj)
+        place = _key_of(obj)
         if place not in self._seen:
             self._alive.append(obj)
             name = self._names.get(place, f"tensor.{len(self.tensors)}")
@@ -102,7 +100,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _tensor_key(tensor: Tensor) -> Any:
+def _key_of(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors with the same memory, shape, strides and dtype.
 
     Each empty tensor has its own key.

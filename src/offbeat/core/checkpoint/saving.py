@@ -18,7 +18,7 @@ from offbeat.core.transport import packed
 from offbeat.core.transport.control import Control, new_group
 
 
-class CheckpointGroup:
+class SaveGroup:
     """The ranks that save and load together. `control` is None for a worker that saves alone.
 
     The saving thread has its own process group, so that it does not delay other collectives.
@@ -86,7 +86,7 @@ class Saving:
         name: str,
         frozen: Frozen,
         manifest: Manifest,
-        company: CheckpointGroup,
+        company: SaveGroup,
         keep: int,
     ):
         self.path: Path = folder.path / name
@@ -157,7 +157,7 @@ class Saver:
     """Saves the checkpoints of one session, one at a time."""
 
     def __init__(self, control: Control | None):
-        self.company = CheckpointGroup(control)
+        self.company = SaveGroup(control)
         self._last: Saving | None = None
 
     def save(

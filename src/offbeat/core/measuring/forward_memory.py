@@ -77,7 +77,7 @@ class ForwardMemory:
 
         def pop_and_disable(*args: Any, **kwargs: Any) -> None:
             nonlocal pushed
-            if pushed and _current_hooks() == hooks:
+            if pushed and _top_hooks() == hooks:
                 _autograd._pop_saved_tensors_default_hooks()
                 pushed = self._known = False
             disable(*args, **kwargs)
@@ -118,7 +118,7 @@ class _BytesByModule(Activations):
         del self._places[key]
 
 
-def _current_hooks() -> Any:
+def _top_hooks() -> Any:
     """Return the saved-tensor hooks in effect, or None."""
     return _autograd._top_saved_tensors_default_hooks(True)
 
@@ -126,7 +126,7 @@ def _current_hooks() -> Any:
 def _remove_hooks(hooks: tuple[Any, Any]) -> bool:
     """Remove hooks, also from below other hooks. Return whether they were the topmost hooks."""
     above = []
-    while (top := _current_hooks()) is not None and top != hooks:
+    while (top := _top_hooks()) is not None and top != hooks:
         above.append(top)
         _autograd._pop_saved_tensors_default_hooks()
     _autograd._pop_saved_tensors_default_hooks()
@@ -138,8 +138,7 @@ def _remove_hooks(hooks: tuple[Any, Any]) -> bool:
 def _can_push_hooks() -> bool:
     """Whether hooks are enabled, and new hooks would not hide existing ones."""
     return (
-        _autograd._saved_tensors_hooks_get_disabled_error_message() is None
-        and _current_hooks() is None
+        _autograd._saved_tensors_hooks_get_disabled_error_message() is None and _top_hooks() is None
     )
 
 
