@@ -35,7 +35,7 @@ def test_every_link_carries_the_model_around_and_between_all_pairs() -> None:
         verbs = Collectives({"all_reduce": note("ring")}, lambda *_: None, note("pairs"), size=3)
         return SimpleNamespace(collectives=verbs)
 
-    control = SimpleNamespace(world_size=3, together=lambda _: nullcontext())
+    control = SimpleNamespace(world_size=3, collective=lambda _: nullcontext())
     links = {name: link(name) for name in ("fast", "fast#1", "slow")}
     cluster: Any = SimpleNamespace(
         control=control, links=links, where=torch.device("cpu"), device=CPU()
