@@ -259,8 +259,9 @@ def _gentlest_option(found: Iterable[Option]) -> Option:
 def _select_compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
     """Return the options to compare on the model, the gentlest first, at most `MOST_COMPARED`.
 
-    These are the gentlest of the fastest options with DDP's numbers, `chosen`, and gentler or less
-    stale options that are at most `WORTH_A_TRY` slower.
+    Candidates in order: the gentlest of the nearly fastest options with DDP's numbers, `chosen`,
+    the gentlest option that is at most `WORTH_A_TRY` slower than the fastest one as gentle as
+    `chosen`, and the fastest option with the change of `chosen` and less staleness.
     """
     exact = _gentlest_option(_near_fastest([o for o in found if o.change == CHANGES[0]], AS_GOOD))
     as_gentle = [o for o in found if o.gentleness <= chosen.gentleness]
