@@ -254,7 +254,7 @@ class Handed(Reference):
         job = strategy._job(profile)
         stages = [[n for b in run for n in profile.buckets[b].tensors] for run in job.runs]
         self._stages = [[n for n in names if n in self.trained] for names in stages]
-        self._fresh = job.fresh
+        self._fresh = job.uses_newest
         self._newest = self._older = self._kept()
 
     def _kept(self) -> dict[str, Tensor]:
