@@ -29,11 +29,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cyclic_memory import Batch, Block, Bottleneck, transformer
-from offbeat.cyclic_curve import Activations, Interleaved, split
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.core.sim.activations import Curve, Memory, curve_of, cyclic_curve, memory
+from offbeat.core.sim.activation_memory import Curve, Memory, curve_of, cyclic_curve, memory
+from offbeat.cyclic import Activations, Interleaved, split
 from offbeat.experiments.report.words import size
 from offbeat.profile import Profile
 

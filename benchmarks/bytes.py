@@ -32,7 +32,7 @@ from torch import nn
 from offbeat import sim
 from offbeat.core.codecs import WIRES, codec
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.lab import Cluster, Lab
 from offbeat.lab.lab import NoLab
 from offbeat.strategies import DDP

@@ -33,7 +33,7 @@ from threads import layout, remembered
 
 from offbeat import sim
 from offbeat.core.buckets.layout import nbytes
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.lab import Cluster, Lab, launch
 from offbeat.lab.lab import NoLab
 from offbeat.profile import Bucket, Link, Profile

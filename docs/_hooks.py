@@ -32,7 +32,7 @@ from mkdocs.structure.files import File
 from offbeat import cli
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.trace import Span
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.lanes import (
     LEGEND,
     gossip_svg,

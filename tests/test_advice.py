@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from offbeat.cli import commands as cli
-from offbeat.core.strategy.text import parse, text_of
+from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.experiments import advice as advising
 from offbeat.experiments.advice import (
     CHANGES,

@@ -36,7 +36,7 @@ from pathlib import Path
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.strategies import create
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.core.sim.trace import Trace
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

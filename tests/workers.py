@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.core.transport.collectives import Collective
-from offbeat.core.transport.link import Link, Message
+from offbeat.core.transport.link import LinkThread, Message
 from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
@@ -242,7 +242,7 @@ class Spy:
         for link in self._engine.links.values() if self._engine else ():
             self._watch(link)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: LinkThread) -> None:
         run, now = link._run, []
 
         def running(message: Message, failed: BaseException | None) -> BaseException | None:

@@ -19,7 +19,7 @@ MODULES = {
     "offbeat.runtime": "offbeat.core.runtime.prepare",
     "offbeat.solve": "offbeat.strategies.solvers",
     "offbeat.strategies.base": "offbeat.core.strategy.interface",
-    "offbeat.strategies.texts": "offbeat.core.strategy.text",
+    "offbeat.strategies.texts": "offbeat.core.strategy.parsing",
     "offbeat.trace": "offbeat.core.sim.trace",
 }
 PROMISED = {  # where the promised names of a former module are

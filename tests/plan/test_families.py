@@ -7,7 +7,7 @@ from reference.adversary import MOMENTUM, RATE, momentum
 
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task
-from offbeat.core.verify.interpreter import Interpreter, Model
+from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
 from offbeat.testing.conformance import interpret_plan
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -22,7 +22,7 @@ def used_in(name, seed, flushing=()):
         whole[run.start : run.stop] = weights.reshape(-1, SIZE)
         return gradient(rank, iteration, whole)[run.start : run.stop].reshape(-1)
 
-    model = Model([SIZE] * N, START.reshape(-1), of_run, momentum)
+    model = InterpretedModel([SIZE] * N, START.reshape(-1), of_run, momentum)
     interpreter = Interpreter(family.plan, model, family.workers, flushing=flushing)
     interpreter.run(T, seed=seed)
     return used, interpreter

@@ -17,7 +17,7 @@ from offbeat.core.codecs import WIRES
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import RULES
 from offbeat.core.verify.check import check, shorten_phases, slices_of
-from offbeat.core.verify.interpreter import Interpreter, Model
+from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
 from offbeat.plan import VERBS, Phases, Plan
 
 PLANS = 500
@@ -60,7 +60,7 @@ def trained(plan, problem, *, seed=None, flushing=(), iterations=None):
             used[rank, iteration, b] = weights[at].copy()
         return problem.gradient(rank, iteration, run, weights)
 
-    model = Model(problem.sizes, problem.start, gradient, momentum)
+    model = InterpretedModel(problem.sizes, problem.start, gradient, momentum)
     interpreter = Interpreter(plan, model, ranks_of(plan), flushing=flushing)
     interpreter.run(iterations or iterations_of(plan), seed=seed)
     return used

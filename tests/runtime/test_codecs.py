@@ -35,7 +35,7 @@ from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.measuring import codec_speed as measuring
 from offbeat.core.rules.select import draw_samples
 from offbeat.core.runtime.coding import CodedMessage, Coding
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
 from offbeat.core.verify.check import check

@@ -18,8 +18,8 @@ from worlds import run_world
 
 import offbeat
 from offbeat.core.measuring import forward_memory
-from offbeat.core.measuring.activations import Activations
 from offbeat.core.measuring.forward_memory import ForwardMemory
+from offbeat.core.measuring.kept_activations import Activations
 from offbeat.profile import Profile
 
 WIDTH, ROWS = 5, 3

@@ -14,7 +14,7 @@ from torch import nn
 from worlds import run_world
 
 import offbeat
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 
 Context = Callable[[], AbstractContextManager[object]]
 

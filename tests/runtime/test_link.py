@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.link import Link, Message
+from offbeat.core.transport.link import LinkThread, Message
 from offbeat.plan import Moment, Verb, transfer
 
 TRANSFER = transfer(
@@ -25,8 +25,8 @@ LONG_S = 10.0
 
 
 @contextmanager
-def link_of(collective: Callable[[Tensor], None]) -> Iterator[Link]:
-    link = Link("net", only({"all_reduce": collective}), CPU())
+def link_of(collective: Callable[[Tensor], None]) -> Iterator[LinkThread]:
+    link = LinkThread("net", only({"all_reduce": collective}), CPU())
     yield link
     assert link.close()
 
@@ -36,11 +36,11 @@ def only(by_verb: dict[Verb, Callable[[Tensor], None]]) -> Collectives:
     return Collectives(by_verb, lambda *_: None)
 
 
-def enqueue(link: Link, count: int) -> list[Message]:
+def enqueue(link: LinkThread, count: int) -> list[Message]:
     return [link.enqueue(TRANSFER, i) for i in range(count)]
 
 
-def release(link: Link, message: Message) -> None:
+def release(link: LinkThread, message: Message) -> None:
     """With a tensor that holds the message's number."""
     link.release(message, (torch.full((2,), float(message.iteration)),))
 
@@ -99,7 +99,7 @@ def test_halves_count_half() -> None:
     issued: list[str] = []
     verbs: tuple[Verb, ...] = ("reduce_scatter", "all_gather", "all_reduce")
     act = only({verb: lambda _, verb=verb: issued.append(verb) for verb in verbs})
-    link = Link("net", act, CPU())
+    link = LinkThread("net", act, CPU())
     for verb in verbs:
         message = link.enqueue(replace(TRANSFER, verb=verb), 0)
         link.release(message, (torch.zeros(3),))
@@ -112,7 +112,7 @@ def test_halves_count_half() -> None:
 def test_a_link_counts_what_its_own_group_sends() -> None:
     """A collective of two levels states how much of a message its own group carries."""
     act = replace(only({"all_reduce": lambda _: None}), sent_bytes=lambda _, size: size // 4)
-    link = Link("net", act, CPU())
+    link = LinkThread("net", act, CPU())
     message = link.enqueue(TRANSFER, 0)
     link.release(message, (torch.zeros(8), torch.zeros(2)))
     assert message.wait(LONG_S)
@@ -143,7 +143,7 @@ def test_a_failure_fails_everything_after_it() -> None:
 
 def test_close_says_when_it_is_stuck() -> None:
     leave = threading.Event()
-    link = Link("net", only({"all_reduce": lambda _: leave.wait(LONG_S) and None}), CPU())
+    link = LinkThread("net", only({"all_reduce": lambda _: leave.wait(LONG_S) and None}), CPU())
     [message] = enqueue(link, 1)
     release(link, message)
     assert not link.close(timeout_s=0.05)
@@ -176,7 +176,7 @@ def test_what_is_passed_over_lets_the_next_one_go() -> None:
 def test_a_message_between_two_ranks_is_sent() -> None:
     sent: list[tuple[float, int, int]] = []
     act = Collectives({}, lambda t, source, target: sent.append((t[0].item(), source, target)))
-    link = Link("net", act, CPU())
+    link = LinkThread("net", act, CPU())
     message = link.enqueue(replace(TRANSFER, verb="send", ranks=(2, 0)), 5)
     release(link, message)
     assert message.wait(LONG_S)

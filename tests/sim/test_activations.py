@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offbeat.core.sim.activations import Curve, Stage, curve, curve_of, cyclic_curve, memory
+from offbeat.core.sim.activation_memory import Curve, Stage, curve, curve_of, cyclic_curve, memory
 from offbeat.profile import Bucket, Link, Profile
 
 STAGES = [Stage(1.0, 3.0, 8.0), Stage(2.0, 1.0, 2.0)]

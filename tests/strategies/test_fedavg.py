@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.core.rules.select import draw_samples
-from offbeat.core.strategy.text import strategy
+from offbeat.core.strategy.parsing import strategy
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task, momentum
 from offbeat.profile import Bucket, Link, Profile

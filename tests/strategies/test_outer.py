@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task
 from offbeat.profile import Bucket, Link, Profile

@@ -6,7 +6,7 @@ import offbeat
 from offbeat import Profile
 from offbeat.cli import main
 from offbeat.cli.texts import contestants
-from offbeat.core.strategy.text import parse
+from offbeat.core.strategy.parsing import parse
 from offbeat.profile import Bucket, Link
 from offbeat.strategies import PSBSP, SSP, SelSync, create, strategy_names
 

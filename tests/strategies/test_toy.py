@@ -71,7 +71,7 @@ def test_adding_and_removing_a_toy(tmp_path):
     source = tmp_path / "src"
     shutil.copytree(ROOT / "src" / "offbeat", source / "offbeat")
     room = source / "offbeat" / "strategies"
-    registry = room / "registry.py"
+    registry = source / "offbeat" / "core" / "strategy" / "registry.py"
     before = registry.read_text()
     (room / "toy.py").write_text(TOY)
     last = '    "us-byte"'

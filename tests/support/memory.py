@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offbeat.core.transport.collectives import Collectives, shards
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.link import Link
+from offbeat.core.transport.link import LinkThread
 from offbeat.core.transport.packed import pack, unpack
 from offbeat.plan import VERBS, Groups, groups_of
 
@@ -100,10 +100,12 @@ def memory_links(
     rank: int,
     names: Iterable[str],
     groups: Mapping[str, Groups] | None = None,
-) -> dict[str, Link]:
+) -> dict[str, LinkThread]:
     """One rank's links; every rank must make the same ones."""
     return {
-        name: Link(name, _collectives(world, rank, name, groups_of(name, groups or {})), CPU())
+        name: LinkThread(
+            name, _collectives(world, rank, name, groups_of(name, groups or {})), CPU()
+        )
         for name in names
     }
 

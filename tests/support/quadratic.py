@@ -20,8 +20,8 @@ from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.link import Link
-from offbeat.core.verify.interpreter import Interpreter, Model, Worker
+from offbeat.core.transport.link import LinkThread
+from offbeat.core.verify.interpreter import InterpretedModel, Interpreter, Worker
 from offbeat.plan import Plan, vote_channel
 from support.memory import MemoryControl, World, memory_links, run_ranks
 
@@ -78,7 +78,7 @@ class _Layer(nn.Module):
         return y + (0.5 * a * (self.w - c) ** 2).sum()
 
 
-def model_of(task: Quadratic) -> Model:
+def model_of(task: Quadratic) -> InterpretedModel:
     """The task as the interpreter trains it."""
     start, a, c = task.numbers
     offsets = np.concatenate([[0], np.cumsum(task.sizes)])
@@ -92,7 +92,7 @@ def model_of(task: Quadratic) -> Model:
         momentum[...] = MOMENTUM * momentum + (gradients + task.decay * weights)
         weights -= RATE * momentum
 
-    return Model(task.sizes, start, gradient, optimizer)
+    return InterpretedModel(task.sizes, start, gradient, optimizer)
 
 
 def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[list[Array]]:
@@ -122,7 +122,7 @@ def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
 
 
 def train(
-    plan: Plan, task: Quadratic, rank: int, links: dict[str, Link], control: Control
+    plan: Plan, task: Quadratic, rank: int, links: dict[str, LinkThread], control: Control
 ) -> list[Array]:
     """The weights that one rank's forwards have seen."""
     start, a, c = task.numbers

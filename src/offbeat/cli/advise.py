@@ -14,7 +14,7 @@ from offbeat.cli.sweep import align_columns
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.interface import require_choice
-from offbeat.core.strategy.text import pairs, parse_value, text_of
+from offbeat.core.strategy.parsing import pairs, parse_value, text_of
 from offbeat.experiments.advice import Advice, Option, advise, describe_change
 
 if TYPE_CHECKING:

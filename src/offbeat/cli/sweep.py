@@ -66,7 +66,7 @@ def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Str
 
     Raises ValueError if no strategy has a period.
     """
-    from offbeat.core.strategy.text import with_setting
+    from offbeat.core.strategy.parsing import with_setting
 
     if period is None:
         return list(strategies)

@@ -15,8 +15,8 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import DeviceSpeed
 from offbeat.core.sim import Votes
 from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.parsing import create_from_texts, pairs, parts, strategy
 from offbeat.core.strategy.registry import setting_names
-from offbeat.core.strategy.text import create_from_texts, pairs, parts, strategy
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.experiments.record.record_file import read
 

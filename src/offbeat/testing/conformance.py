@@ -18,7 +18,7 @@ from offbeat.core.plan.program import Program
 from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
-from offbeat.core.verify.interpreter import Array, Interpreter, Model, Worker
+from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
 from offbeat.strategies import Strategy
 
 TOLERANCE = 1e-12
@@ -191,6 +191,6 @@ def interpret_plan(
     def update(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
         optimizer(weights, worker.write("state", buckets)[0], gradients)
 
-    model = Model(task.sizes, task.start, gradient, update)
+    model = InterpretedModel(task.sizes, task.start, gradient, update)
     Interpreter(plan, model, ranks).run(iterations, seed=seed)
     return used

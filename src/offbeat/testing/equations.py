@@ -3,6 +3,7 @@
 from offbeat.core.verify.equations import (
     Changes,
     Clip,
+    Equations,
     NumpyWorld,
     Outer,
     Task,
@@ -24,6 +25,7 @@ from offbeat.core.verify.equations import (
 __all__ = [
     "Changes",
     "Clip",
+    "Equations",
     "NumpyWorld",
     "Outer",
     "Task",

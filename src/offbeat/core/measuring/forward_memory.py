@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.measuring.activations import Activations
+from offbeat.core.measuring.kept_activations import Activations
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 

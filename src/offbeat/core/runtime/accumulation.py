@@ -18,7 +18,7 @@ from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.core.runtime.updates import Updates
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.transport.link import Link
+from offbeat.core.transport.link import LinkThread
 
 
 class Accumulation:
@@ -35,7 +35,7 @@ class Accumulation:
         flat: Flat,
         gradients: Gradients | AutogradGradients,
         updates: Updates,
-        links: Mapping[str, Link],
+        links: Mapping[str, LinkThread],
         waiting: Waiting,
     ):
         self._plan, self._flat, self._gradients = plan, flat, gradients

@@ -40,7 +40,7 @@ from offbeat.core.runtime.walker import Walker
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.heartbeat import IN_SCRIPT
-from offbeat.core.transport.link import Link
+from offbeat.core.transport.link import LinkThread
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
         model: nn.Module,
         flat: Flat,
         optimizer: torch.optim.Optimizer,
-        links: dict[str, Link],
+        links: dict[str, LinkThread],
         device: Device,
         control: Control,
         timeout_s: float,

@@ -15,7 +15,7 @@ from offbeat.core.plan import BUFFERS, Transfer
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.coding import Coding
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.transport.link import Link, Message
+from offbeat.core.transport.link import LinkThread, Message
 
 
 class Messages:
@@ -30,7 +30,7 @@ class Messages:
         program: Program,
         flat: Flat,
         state: StateStore,
-        links: Mapping[str, Link],
+        links: Mapping[str, LinkThread],
         waiting: Waiting,
         memory: dict[str, Any],
         module_buffers: ModuleBuffers,
@@ -41,7 +41,7 @@ class Messages:
         self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer: its link and views, if they are the same in every iteration.
-        self._fixed: dict[int, tuple[Link, tuple[Tensor, ...]]] = {}
+        self._fixed: dict[int, tuple[LinkThread, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
         self._sent: list[

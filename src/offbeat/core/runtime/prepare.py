@@ -57,8 +57,8 @@ from offbeat.core.runtime.training_job import (
     load_object,
 )
 from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
-from offbeat.core.strategy.text import parse
 from offbeat.core.transport import rendezvous
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.control import Control

@@ -9,14 +9,16 @@ import torch
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.plan import Apply, Moment, Payload, Phases, Transfer, Vote
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.transport.link import Link, Message
+from offbeat.core.transport.link import LinkThread, Message
 
 
 class Votes:
     """Votes of one rank; all votes of a moment share one message, which gives every rank all
     ballots."""
 
-    def __init__(self, link: Link | None, waiting: Waiting, flat: Flat, rank: int, world_size: int):
+    def __init__(
+        self, link: LinkThread | None, waiting: Waiting, flat: Flat, rank: int, world_size: int
+    ):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size
         self._pending: dict[tuple[str, int], tuple[Message, int]] = {}

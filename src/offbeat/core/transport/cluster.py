@@ -15,7 +15,7 @@ from offbeat.core.transport.collectives import collectives
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bind_interface
-from offbeat.core.transport.link import Link
+from offbeat.core.transport.link import LinkThread
 
 CLOSED = (
     "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
@@ -42,7 +42,7 @@ class Cluster:
     where: torch.device
     device: Device
     timeout_s: float
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, LinkThread] = field(default_factory=dict)
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
@@ -85,7 +85,7 @@ class Cluster:
             if self._everyone is None and not parts:
                 self._everyone = group
             self.groups[name], self._parts[name] = group, parts
-            self.links[name] = Link(name, verbs, self.device)
+            self.links[name] = LinkThread(name, verbs, self.device)
 
     def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
         """Return a process group on the link's interface, after a first message in it."""

@@ -69,7 +69,7 @@ class Message:
         return True
 
 
-class Link:
+class LinkThread:
     """Issues messages in the order of their numbers, in whatever order they are released.
 
     torch.distributed matches collectives by issue order alone. So a message waits until all earlier

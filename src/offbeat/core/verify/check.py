@@ -25,7 +25,7 @@ from offbeat.core.plan.program import Program
 from offbeat.core.plan.types import Apply, Plan, Vote
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
-from offbeat.core.verify.interpreter import Array, ConflictError, Interpreter, Model
+from offbeat.core.verify.interpreter import Array, ConflictError, InterpretedModel, Interpreter
 from offbeat.core.verify.shape import Rule, faults
 
 MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
@@ -204,7 +204,7 @@ class _Execution:
                 rank, iteration % self.active, self.offsets[run.start] : self.offsets[run.stop]
             ]
 
-        model = Model(self.sizes, self.start, gradient, merges_by_mean=False)
+        model = InterpretedModel(self.sizes, self.start, gradient, merges_by_mean=False)
         interpreter = Interpreter(
             self.plan,
             model,

@@ -45,7 +45,7 @@ Waits = Generator[ConflictError, None, None]
 
 
 @dataclass
-class Model:
+class InterpretedModel:
     """Model to train.
 
     Attributes:
@@ -105,7 +105,7 @@ class Worker:
         starts_window: whether the next backward is the first one of an accumulation window.
     """
 
-    def __init__(self, rank: int, model: Model, program: Program) -> None:
+    def __init__(self, rank: int, model: InterpretedModel, program: Program) -> None:
         self.rank, self.model, self.program = rank, model, program
         self.plan = plan = program.plan
         self.offsets = [0, *accumulate(model.sizes)]
@@ -340,7 +340,7 @@ class Interpreter:
     """
 
     plan: Plan
-    model: Model
+    model: InterpretedModel
     ranks: int
     votes: Mapping[str, VoteRule] = field(default_factory=lambda: VOTES)
     rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
