@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 from strategy_lists import ALL, STRATEGIES
 
+from offbeat import __version__
 from offbeat.cli import commands as cli
 from offbeat.cli import texts
 from offbeat.core.profile.elsewhere import extrapolate
@@ -96,7 +97,7 @@ def test_help_of_a_command_is_short_and_has_an_example(command, capsys):
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"{cli.__version__}\n"
+    assert capsys.readouterr().out == f"{__version__}\n"
 
 
 def test_strategies_are_listed_with_settings_and_sources(capsys):
