@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -42,3 +44,19 @@ def test_unknown_modules_stay_unknown() -> None:
     with pytest.raises(ModuleNotFoundError):
         __import__("offbeat.never")
     assert set(former_names.PROMISED) <= set(former_names.MODULES)
+
+
+def test_former_methods_of_profiles() -> None:
+    profile = offbeat.Profile.from_dict(
+        {
+            "world_size": 2,
+            "links": [{"name": "net", "latency_s": 1e-3, "bytes_per_s": 1e6}],
+            "buckets": [{"name": "a", "forward_s": 1.0, "backward_s": 1.0, "size_bytes": 4}],
+        }
+        | {"schema": 1}
+    )
+    with pytest.warns(FutureWarning, match="is now Profile.with_pace"):
+        assert profile.paced(2.0) == profile.with_pace(2.0)
+    with pytest.raises(AttributeError, match="no attribute 'never'"):
+        _ = profile.never
+    assert copy.deepcopy(profile) == pickle.loads(pickle.dumps(profile)) == profile

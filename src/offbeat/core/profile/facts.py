@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
@@ -202,6 +203,12 @@ Seconds = Any  # a float, or an array of them: one per message
 
 SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)
 
+FORMER_METHODS = {
+    "alone_s": "bucket_message_s",
+    "paced": "with_pace",
+    "sent_per_s": "send_bytes_per_s",
+}
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -248,6 +255,15 @@ class Profile:
     pace: float = 0.0
     codecs: tuple[CodecSpeed, ...] = ()
     broadcast_bytes: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the method of a former name, with a warning, for one release."""
+        if name not in FORMER_METHODS:
+            raise AttributeError(f"'Profile' object has no attribute {name!r}")
+        new = FORMER_METHODS[name]
+        text = f"Profile.{name} is now Profile.{new}; the former name will be removed in 0.3"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+        return getattr(self, new)
 
     def __post_init__(self) -> None:
         validate(self)
