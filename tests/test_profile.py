@@ -80,10 +80,11 @@ links = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(random_timelines.profiles(), links, st.text())
-def test_json_round_trip(profile, link, text):
+@given(random_timelines.profiles(), links, st.text(), st.integers(0, 10**9))
+def test_json_round_trip(profile, link, text, broadcast_bytes):
     profile = replace(
         profile,
+        broadcast_bytes=broadcast_bytes,
         links=(*(other for other in profile.links if other.name != link.name), link),
         buckets=tuple(replace(b, communication_s={}, tensors=(text,)) for b in profile.buckets),
         model=text,

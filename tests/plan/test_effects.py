@@ -17,7 +17,7 @@ from offbeat.core.derive import effects
 from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.derive.lean import keeps_gradients
 from offbeat.core.plan.program import Program
-from offbeat.core.rules import EFFECTS, RULES, SETTINGS
+from offbeat.core.rules import EFFECTS, RULES, SETTINGS, rule, vote
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.verify.check import check
 from offbeat.plan import Apply, Moment, Phases, Plan
@@ -129,6 +129,15 @@ def test_rules_not_by_bucket_give_other_results_for_a_run(rule):
         RULES[rule](single, applied(rule, range(b, b + 1)))
     same = all(np.array_equal(v, single.buffers[n]) for n, v in whole.buffers.items())
     assert not (same and whole.memory == single.memory)
+
+
+def test_no_second_rule_or_vote_takes_a_name():
+    def local(context, apply): ...
+
+    for register in (rule(conserves=True), vote()):
+        with pytest.raises(ValueError, match="another name"):
+            register(local)
+    assert EFFECTS["local"].role == "update"
 
 
 def test_no_other_room_names_a_rule():

@@ -67,6 +67,7 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize(
     ("build", "options", "text"),
     [
+        (mlp, {"min_bucket_bytes": -5}, "min_bucket_bytes (-5) must be an integer of at least 1"),
         (mlp, {"observe": 0}, "observe (0) must be at least 1 iteration; pass a profile for none"),
         (mlp, {"timeout_s": 0}, "timeout_s (0) must be a number of seconds above 0"),
         (mlp, {"timeout_s": float("inf")}, "timeout_s (inf) must be a number of seconds above 0"),

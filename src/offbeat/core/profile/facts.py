@@ -584,6 +584,8 @@ class Profile:
             data["noise"] = _compact(self.noise)
         if self.codecs:
             data["codecs"] = [_compact(codec) for codec in self.codecs]
+        if self.broadcast_bytes:
+            data["broadcast_bytes"] = self.broadcast_bytes
         return data
 
     @classmethod

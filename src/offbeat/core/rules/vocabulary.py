@@ -201,7 +201,10 @@ def vote(**settings: Setting) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
-        VOTES[function.__name__], SETTINGS[function.__name__] = function, settings
+        name = function.__name__
+        if name in SETTINGS:
+            raise ValueError(f"vote ({name!r}) has the name of another rule; choose another name")
+        VOTES[name], SETTINGS[name] = function, settings
         return function
 
     return register

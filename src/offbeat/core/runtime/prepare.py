@@ -160,6 +160,13 @@ def prepare(
         raise ValueError(
             f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
         )
+    if min_bucket_bytes is not None and not (
+        isinstance(min_bucket_bytes, int) and min_bucket_bytes >= 1
+    ):
+        raise ValueError(
+            f"min_bucket_bytes ({min_bucket_bytes!r}) must be an integer of at least 1, or None: "
+            "then the measured latency of a message sets it"
+        )
     if not isinstance(compare_every, int) or compare_every < 0:
         raise ValueError(
             f"compare_every ({compare_every!r}) must be a number of iterations, or 0 for never"
