@@ -252,7 +252,7 @@ def test_connections_that_break_do_not_move_the_mean(codec: Codec) -> None:
 
 
 def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything() -> None:
-    x, made = gossip(Int4(), 3, silent_s=0.4)
+    x, made = gossip(Int4(), 3, silent_s=1.0)
     with made as workers:
         warm(workers)
         until(lambda: all(worker.count() > 3 for worker in workers))
@@ -262,7 +262,7 @@ def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything()
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         assert sum(worker.gossip.counts.broken for worker in workers) == 1
         assert [worker.gossip._exchanges.anchor_number(2) for worker in workers] == [NEVER] * 2
-        new = come(workers, x[2], worker=2, chunk_bytes=2048, codec=Int4(), silent_s=0.4)
+        new = come(workers, x[2], worker=2, chunk_bytes=2048, codec=Int4(), silent_s=1.0)
         until(lambda: new.count() > 5)
         sizes = [one.bytes for one in new.gossip.counts.last]
         assert sizes[0] == 8 * SIZE
