@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
-from support.language import found, functions, unnamed
+from support.language import PROSE, found, functions, sentences_of, unnamed
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).parent / "golden" / "language.json"
@@ -46,16 +47,12 @@ def test_no_room_gets_harder_to_read() -> None:
 
 def test_patterns_flag_and_spare() -> None:
     """One place per pattern, and plain sentences that no pattern may flag."""
-    from support.language import PROSE, sentences_of
-
     flagged = {
         "person for a program part": "Wait for whoever still computes.",
         "verb of people for a program state": "The plan says when a message leaves.",
         "pronoun without its noun": "What is due at the step is waited for.",
         "number or time without its name": "A rank that is silent for so long is lost.",
     }
-    import re
-
     for kind, sentence in flagged.items():
         assert re.search(PROSE[kind], sentence), sentence
     for sentence in (

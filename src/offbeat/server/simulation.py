@@ -45,7 +45,6 @@ class _Worker:
     pull_follows: bool = False  # request the pull when the push has arrived
     ready: bool = False  # has computed its gradients, and waits for the previous push
     waiting: bool = False  # waits for parameters
-    since_s: float = 0.0
     taken: int = 0  # its pushes that have arrived at the server
 
 

@@ -179,13 +179,11 @@ def rule(
         settings: settings of the rule by name.
 
     Raises:
-        ValueError: a rule with this name is registered already.
+        ValueError: a rule, vote or codec with this name is registered already.
     """
 
     def register(function: Function) -> Function:
-        name = function.__name__
-        if name in RULES:
-            raise ValueError(f"rule ({name!r}) is registered already; give this rule another name")
+        name = _unused_name(function)
         RULES[name], SETTINGS[name] = function, settings
         EFFECTS[name] = Effects(frozenset(reads), frozenset(writes), role, conserves, by_bucket)
         return function
@@ -201,10 +199,18 @@ def vote(**settings: Setting) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
-        name = function.__name__
-        if name in SETTINGS:
-            raise ValueError(f"vote ({name!r}) has the name of another rule; choose another name")
+        name = _unused_name(function)
         VOTES[name], SETTINGS[name] = function, settings
         return function
 
     return register
+
+
+def _unused_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function. Raise ValueError if a rule, vote or codec has it."""
+    name = function.__name__
+    if name in SETTINGS:
+        raise ValueError(
+            f"rule ({name!r}) must have a name that no rule, vote or codec has; choose another name"
+        )
+    return name

@@ -53,11 +53,10 @@ from offbeat.core.runtime.training_job import (
     Observation,
     TrainingJob,
     Watch,
-    load_object,
     open_pace,
 )
 from offbeat.core.runtime.updates import early_remedy
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.verify.check import raise_if_wrong
 

@@ -54,9 +54,8 @@ from offbeat.core.runtime.training_job import (
     TrainingJob,
     Watch,
     divide_ranks,
-    load_object,
 )
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport import rendezvous
@@ -213,7 +212,7 @@ def prepare(
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree_on_model(model, optimizer, strategy, cluster.control)
-        ranks = divide_ranks(servers, strategy, strategy.needs.servers, cluster.control)
+        ranks = divide_ranks(servers, strategy, cluster.control)
         known, save_to = None, None
         if strategy.needs.profile:
             known, save_to = _known_profile(profile, job, fingerprint, cluster)

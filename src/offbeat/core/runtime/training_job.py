@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest
+from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
@@ -119,24 +119,16 @@ def open_pace(profile: Profile | None, rank: int) -> Pace | None:
     return load_object(PACE)(profile, rank)
 
 
-def load_object(text: str) -> Any:
-    """Return the object named by `module:name`."""
-    module, _, name = text.partition(":")
-    return getattr(import_module(module), name)
-
-
-def divide_ranks(
-    servers: int, strategy: object, needs_servers: bool, control: Control
-) -> RankRoles:
+def divide_ranks(servers: int, strategy: Strategy, control: Control) -> RankRoles:
     """Return the ranks that train and the ranks that serve. Raise ValueError on every rank if the
     number of servers does not suit the strategy."""
     world_size = control.world_size
-    if needs_servers and servers < 1:
+    if strategy.needs.servers and servers < 1:
         raise ValueError(
             f"servers ({servers}) must be at least 1 for {strategy}; start with `offbeat run "
             f"--servers 1`, or set {SERVERS_VARIABLE}: so many of the last ranks serve"
         )
-    if servers and not needs_servers:
+    if servers and not strategy.needs.servers:
         raise ValueError(
             f"servers ({servers}) must be 0 for {strategy}, which has none to train with; unset "
             f"{SERVERS_VARIABLE}, or choose a strategy with servers (see `offbeat strategies`)"

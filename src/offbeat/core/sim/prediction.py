@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,6 @@ from offbeat.core.sim.shared import coupled_links
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
 from offbeat.core.sim.simulation import recorded_iterations, to_trace
 from offbeat.core.sim.trace import Trace
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = 1
 MOST_ITERATIONS = 2048  # upper limit of simulated iterations before a steady state

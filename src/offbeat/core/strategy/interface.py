@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.core.verify.equations import Equations
 
-PLAN_SESSION = (
-    "offbeat.core.runtime.plan_session"  # named as text, because the runtime imports this file
-)
-PREDICTION = "offbeat.core.sim.prediction"
+# Named as text, because the runtime imports this file, and planning needs no simulator.
+OPEN_PLAN_SESSION = "offbeat.core.runtime.plan_session:open_plan_session"
+PREDICT_UNDER = "offbeat.core.sim.prediction:predict_under"
 StatePolicy = Literal["local", "averaged", "reset"]
 """Treatment of optimizer state at an average of parameters."""
 
@@ -164,7 +163,7 @@ class Strategy(ABC):
         Raises:
             SystemExit: on a rank that serves, with status 0, after all workers have left.
         """
-        return import_module(PLAN_SESSION).open_plan_session(self, job)
+        return load_object(OPEN_PLAN_SESSION)(self, job)
 
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
@@ -177,7 +176,7 @@ class Strategy(ABC):
             ran: plan that a run has executed; None: the strategy's own plan.
         """
         plan = self.plan(profile) if ran is None else ran
-        return import_module(PREDICTION).predict_under(plan, profile, conditions, str(self))
+        return load_object(PREDICT_UNDER)(plan, profile, conditions, str(self))
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         """Return the names of the votes during training.
@@ -208,6 +207,12 @@ class Monitor:
     """
 
     fallback: Strategy
+
+
+def load_object(path: str) -> Any:
+    """Return the object named by `module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 @cache

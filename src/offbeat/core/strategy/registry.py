@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import signature
 from typing import Any
 
-from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.interface import Strategy, load_object, require_choice
 
 ENTRY_POINTS = "offbeat.strategies"  # entry point group of strategies in other packages
 
@@ -128,10 +127,7 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
 def maker(name: str) -> Callable[..., Strategy]:
     """Return the class of a strategy, or the function of a former name. Raise ValueError as `find`
     does."""
-    if name in FORMER:
-        module, _, function = FORMER[name].partition(":")
-        return getattr(import_module(module), function)
-    return find(name)
+    return load_object(FORMER[name]) if name in FORMER else find(name)
 
 
 def setting_names(name: str) -> list[str]:
@@ -155,9 +151,8 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def _import(name: str, path: str) -> type[Strategy]:
-    module, _, attribute = path.partition(":")
     try:
-        cls = getattr(import_module(module), attribute)
+        cls = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"strategy ({name}) must be a class that can be imported as {path}: {error}"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from offbeat.core.codecs import Exact, codec, way
 from offbeat.core.derive import effects
 from offbeat.core.derive.coalesced import coalesce_steps
-from offbeat.core.plan.program import Program, Step, moment_at
+from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
 from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
 
@@ -676,8 +676,3 @@ def _actor_name(acting: Any) -> str:
 
 def _rules(*acting: Any) -> list[Any]:
     return [rule for rule in acting if rule is not None and not isinstance(rule, str)]
-
-
-def moment_of(step: Step, plan: Plan) -> str:
-    """Return the text of a step's moment."""
-    return str(moment_at(step.position, plan.buckets))
