@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_worker_holds_two_travelling_stages_at_a_time() -> None:
         assert record.peak_activation_bytes > 0
 
 
-def killed(n: int, placement: Placement, victim: int) -> None:
+def killed(n: int, placement: Placement, victim: int, pause_s: float) -> None:
     dist.init_process_group("gloo")
     model = chain(n)
     trainer = Interleaved(
@@ -161,13 +162,22 @@ def killed(n: int, placement: Placement, victim: int) -> None:
     for t in range(ITERATIONS):
         if t == 3 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif t == 3:
+            time.sleep(pause_s)
         trainer.step([batch(i, t) for i in range(1, n + 1)])
 
 
-@pytest.mark.parametrize(("placement", "n", "victim"), [("pyramid", 3, 2), ("zero", 4, 0)])
-def test_names_the_worker_that_died(placement: Placement, n: int, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("placement", "n", "victim", "pause_s"),
+    [("pyramid", 3, 2, 0.0), ("zero", 4, 0, 0.0), ("zero", 4, 0, 1.0)],
+    ids=["pyramid", "zero", "connections closed before"],
+)
+def test_names_the_worker_that_died(
+    placement: Placement, n: int, victim: int, pause_s: float
+) -> None:
+    world = [n, placement, victim, pause_s]
     devices = Timetable(placement, n).devices
-    outcomes = watch_world(killed, devices, n, placement, victim, doomed=[victim], timeout_s=60)
+    outcomes = watch_world(killed, devices, *world, doomed=[victim], timeout_s=60)
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "RuntimeError"

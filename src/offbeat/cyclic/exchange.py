@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -67,7 +68,8 @@ class Exchange:
         `settle` calls `gone` once the tensors have been sent. `words` name the transfer in errors.
         """
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
-        works = [self.open_group.send([tensor], target, 0) for tensor in hosted]
+        with self.reporting(f"{words} to rank {target}"):
+            works = [self.open_group.send([tensor], target, 0) for tensor in hosted]
         self._sent.append(_Sent(time, words, target, works, hosted, gone))
 
     def settle(self, before: int) -> None:
@@ -84,12 +86,21 @@ class Exchange:
 
         After a failure or timeout, closes the group and raises RuntimeError with the suspects.
         """
+        with self.reporting(words):
+            while works:
+                works[0].wait(timedelta(seconds=self._timeout_s))
+                works.pop(0)
+
+    @contextmanager
+    def reporting(self, words: str) -> Iterator[None]:
+        """Report a failed operation of the body as `wait` does.
+
+        An operation fails at its start if the connection to the peer is closed by then.
+        """
         begun_s = time.monotonic()
         try:
             with self.control.waiting(f"waiting for {words}"):
-                while works:
-                    works[0].wait(timedelta(seconds=self._timeout_s))
-                    works.pop(0)
+                yield
         except RuntimeError as error:
             self._close_connections()
             why = self.control.report_failure(waited_s=time.monotonic() - begun_s)
@@ -121,7 +132,8 @@ class Arrival:
             tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
             for tensor in landing
         ]
-        self.works = [exchange.open_group.recv([tensor], source, 0) for tensor in self._hosted]
+        with exchange.reporting(f"{words} from rank {source}"):
+            self.works = [exchange.open_group.recv([tensor], source, 0) for tensor in self._hosted]
 
     def wait(self) -> list[Tensor]:
         """Wait for all tensors and return them."""

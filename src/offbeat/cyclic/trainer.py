@@ -178,10 +178,10 @@ class Interleaved:
         """
         losses = self.finish()
         if self._exchange is not None and not self._whole:
+            group = self._exchange.open_group
             for j, stage in enumerate(self._stages):
-                stage.broadcast_newest(
-                    self.table.home(j), self._versions.series.start, self._exchange.open_group
-                )
+                with self._exchange.reporting(f"the broadcast of stage {j}"):
+                    stage.broadcast_newest(self.table.home(j), self._versions.series.start, group)
         self._whole = True
         return losses
 
@@ -419,6 +419,7 @@ def _join_processes(
     )
     modules = nn.ModuleList(stage.module for stage in stages)
     agree_on_optimizer(exchange.control, optimizer, modules)
-    for stage in stages:  # weights of the processes may differ
-        stage.broadcast_weights(0, exchange.open_group)
+    with exchange.reporting("the broadcast of rank 0's weights"):  # weights may differ
+        for stage in stages:
+            stage.broadcast_weights(0, exchange.open_group)
     return exchange.control.rank, exchange
