@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from strategy_lists import ALL, STRATEGIES
+from support.strategy_lists import ALL, STRATEGIES
 
 from offbeat import __version__
 from offbeat.cli import commands as cli

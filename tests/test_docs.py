@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
-from docs_support import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
-from strategy_lists import ALL
-from worlds import run_world
+from support.docs import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from support.strategy_lists import ALL
+from support.worlds import run_world
 
 from offbeat.cli import texts
 from offbeat.cli.commands import app, mark_script

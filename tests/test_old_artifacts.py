@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_jobs import job
-from worlds import run_world
+from support.checkpoint_jobs import job
+from support.worlds import run_world
 
 import offbeat
 from offbeat.experiments.report.write import SUMMARY, write

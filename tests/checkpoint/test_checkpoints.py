@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import checkpoint_jobs as jobs
 import pytest
 import torch
-from models import build_model
+from support import checkpoint_jobs as jobs
+from support.models import build_model
+from support.worlds import run_world, watch_world
 from torch.distributed.checkpoint.state_dict_loader import load
-from worlds import run_world, watch_world
 
 import offbeat
 from offbeat.core.checkpoint import requested as automatic

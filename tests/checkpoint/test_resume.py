@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoint_jobs as jobs
 import pytest
-from models import Case
-from strategy_lists import STRATEGIES
-from worlds import run_world
+from support import checkpoint_jobs as jobs
+from support.models import Case
+from support.strategy_lists import STRATEGIES
+from support.worlds import run_world
 
 import offbeat
 

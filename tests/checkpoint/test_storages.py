@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Case, build_model, build_optimizer, profile_of
+from support.models import Case, build_model, build_optimizer, profile_of
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from offbeat.core.buckets.flat import Flat, place_like
 from offbeat.core.buckets.layout import group_parameters

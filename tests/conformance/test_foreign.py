@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
-from strategy_lists import STRATEGIES
+from support.strategy_lists import STRATEGIES
 
 from offbeat.core.verify.equations import synchronous
 from offbeat.plan import Moment, Phases, Plan, local, transfer

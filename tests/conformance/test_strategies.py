@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close, assert_same, sets_of
-from models import Case, profile_of
 from reference.training import (
     Clipping,
     Outer,
@@ -29,9 +27,10 @@ from reference.training import (
     replicas,
     selective,
 )
-from strategy_lists import STRATEGIES
-from torch import Tensor
-from workers import (
+from support.comparing import assert_close, assert_same, sets_of
+from support.models import Case, profile_of
+from support.strategy_lists import STRATEGIES
+from support.workers import (
     Trained,
     promise_of,
     train_all_with_torch,
@@ -39,7 +38,8 @@ from workers import (
     train_cases,
     train_in_two_halves,
 )
-from worlds import one_of, run_world
+from support.worlds import one_of, run_world
+from torch import Tensor
 
 from offbeat import Plan, Profile
 from offbeat.core.derive.windows import Windows

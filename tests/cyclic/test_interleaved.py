@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
+from support.cyclic import ITERATIONS, batch, chain, equations, optimizer_of
 from torch import Tensor, nn
 
 from offbeat.cyclic import Activations, Interleaved, split

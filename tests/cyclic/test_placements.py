@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cyclic_support import ITERATIONS, batch, chain, equations, optimizer_of
+from support.cyclic import ITERATIONS, batch, chain, equations, optimizer_of
+from support.worlds import run_world, watch_world
 from torch import Tensor, nn
-from worlds import run_world, watch_world
 
 from offbeat.cyclic import Interleaved, merge_records, recording
 from offbeat.cyclic.timetable import Placement, Timetable, Work

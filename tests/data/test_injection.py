@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from injecting import BATCH, INJECTION, share_samples
-from worlds import run_world
+from support.injecting import BATCH, INJECTION, share_samples
+from support.worlds import run_world
 
 from offbeat.data import Injected, Injection
 from offbeat.data.batches import leaves, rebuild

@@ -9,8 +9,8 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world
 from torch.utils.data import DataLoader, IterableDataset
-from worlds import run_world
 
 import offbeat
 

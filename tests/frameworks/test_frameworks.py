@@ -7,10 +7,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import frameworks_workers
 import pytest
 import torch
-from worlds import run_world
+from support import frameworks_workers
+from support.worlds import run_world
 
 import offbeat
 from offbeat.integrations.options import Options

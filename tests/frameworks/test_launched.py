@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
-from worlds import TESTS
+from support.worlds import TESTS
 
 EXAMPLES = TESTS.parent / "examples"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

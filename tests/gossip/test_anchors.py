@@ -9,7 +9,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from gossip_jobs import come, cut, job, together, until, warm
+from support.gossip_jobs import come, cut, job, together, until, warm
 from torch import Tensor
 
 from offbeat.core.codecs import FP16, Codec, Int4, Int8

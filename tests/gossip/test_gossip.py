@@ -9,7 +9,7 @@ import time
 import networkx as nx
 import pytest
 import torch
-from gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
+from support.gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
 
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.state import AVERAGING

@@ -9,7 +9,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 import torch
-from gossip_workers import (
+from reference.training import bsp, replicas
+from support.gossip_workers import (
     Gossiped,
     around,
     consolidated,
@@ -22,9 +23,8 @@ from gossip_workers import (
     recorded,
     refused,
 )
-from models import Case, build_model
-from reference.training import bsp, replicas
-from worlds import run_world, watch_world
+from support.models import Case, build_model
+from support.worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
 from offbeat.gossip.pairs import partners

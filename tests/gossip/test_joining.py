@@ -14,7 +14,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 import torch
-from gossip_jobs import come, cut, flats, job, kill, together, until, warm
+from support.gossip_jobs import come, cut, flats, job, kill, together, until, warm
 from torch import Tensor
 
 from offbeat import A2CiD2, cli

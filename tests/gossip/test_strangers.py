@@ -4,7 +4,7 @@ of all together."""
 from __future__ import annotations
 
 import torch
-from gossip_strangers import (
+from support.gossip_strangers import (
     HOW,
     LOOPS,
     adversaries,
@@ -13,8 +13,8 @@ from gossip_strangers import (
     of_half_precision,
     run,
 )
+from support.worlds import run_world
 from torch import Tensor
-from worlds import run_world
 
 from offbeat import ADPSGD, A2CiD2
 

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from lab.leftovers import alive, eventually, namespace_users
+from support.leftovers import alive, eventually, namespace_users
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, launch
 

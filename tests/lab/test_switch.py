@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab.leftovers import alive, eventually, namespace_users
+from support.leftovers import alive, eventually, namespace_users
 
 from offbeat.lab import Change, Cluster, HostOverride, Lab, LabError, Link, Pair, launch
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from worlds import run_world
+from support.worlds import run_world
 
 from matrix import page
 from matrix.features import FEATURES

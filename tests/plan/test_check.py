@@ -3,7 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from plan.families import FAMILIES, deft_plan, diloco_plan, fedavg_plan, selsync_plan, topk_plan
+from support.plan_families import (
+    FAMILIES,
+    deft_plan,
+    diloco_plan,
+    fedavg_plan,
+    selsync_plan,
+    topk_plan,
+)
 
 from offbeat.core.codecs import WIRES
 from offbeat.core.verify.check import check, raise_if_wrong, slices_of

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from plan.families import FAMILIES, SIZE, START, N, T, World, gradient
 from reference.adversary import MOMENTUM, RATE, momentum
+from support.plan_families import FAMILIES, SIZE, START, N, T, World, gradient
 
 from offbeat.core.verify.check import check
 from offbeat.core.verify.equations import Task

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from plan.families import FAMILIES
+from support.plan_families import FAMILIES
 
 from offbeat.core.plan.types import POINTS
 from offbeat.plan import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from plan.families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
+from support.plan_families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
 from support.random_plans import random_plan, ranks_of
 
 from offbeat.core.derive.coalesced import coalesce_steps

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from models import (
+from support.models import (
     USUAL,
     Case,
     Loop,

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 
 import pytest
-from report.gossiping import THREE
-from report.synthetic import NEAR_AND_FAR, late, profile, three, write_run
 from report.test_votes import ranks as voting_ranks
-from report.tiny import record, steady, write_tiny
+from support.gossip_runs import THREE
+from support.synthetic_runs import NEAR_AND_FAR, late, profile, three, write_run
+from support.tiny_runs import record, steady, write_tiny
 
 from offbeat import A2CiD2, sim
 from offbeat.experiments.report import write

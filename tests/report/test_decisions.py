@@ -6,8 +6,8 @@ import json
 import re
 
 import pytest
-from report.synthetic import NEAR_AND_FAR, late, profile, write_run
-from report.tiny import record, steady, write_tiny
+from support.synthetic_runs import NEAR_AND_FAR, late, profile, write_run
+from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.experiments.report import load, write
 from offbeat.experiments.report.decisions import decisions

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from report.gossiping import THREE, record, repetition
+from support.gossip_runs import THREE, record, repetition
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.experiments.record.run_directory import Contestant

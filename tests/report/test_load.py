@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from report.tiny import dump, record, steady, write_tiny
+from support.tiny_runs import dump, record, steady, write_tiny
 
 from offbeat.experiments.record.run_directory import LOG_TAIL_LINES
 from offbeat.experiments.report import load, summarize

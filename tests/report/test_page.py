@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
-from report.synthetic import Entry, every_gradient, profile, three, write_run
-from report.tiny import dump, record, steady, write_tiny
 from rich.console import Console
+from support.synthetic_runs import Entry, every_gradient, profile, three, write_run
+from support.tiny_runs import dump, record, steady, write_tiny
 
 from offbeat.core.sim.trace import Span
 from offbeat.experiments.report import load, summarize, write

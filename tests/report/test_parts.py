@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from report.synthetic import profile, three, write_run
-from report.tiny import dump, record, write_tiny
+from support.synthetic_runs import profile, three, write_run
+from support.tiny_runs import dump, record, write_tiny
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.report import load, summarize, write

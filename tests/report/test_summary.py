@@ -9,7 +9,7 @@ import re
 from itertools import accumulate
 
 import pytest
-from report.tiny import dump, record, steady, write_tiny
+from support.tiny_runs import dump, record, steady, write_tiny
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace, whole_periods
 from offbeat.experiments.report import Row, load, rank_rows, summarize, winner, words, write

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from report.synthetic import NEAR_AND_FAR, late, profile, write_run
-from report.tiny import dump, record, write_tiny
+from support.synthetic_runs import NEAR_AND_FAR, late, profile, write_run
+from support.tiny_runs import dump, record, write_tiny
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span, Trace

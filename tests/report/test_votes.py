@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from report.tiny import record, steady, write_tiny
+from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.report import load, summarize, write

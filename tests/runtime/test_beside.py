@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from offbeat.core.measuring.beside_compute import (
     MESSAGES,

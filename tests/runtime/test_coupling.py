@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import guards_support as support
-import keepers
 import pytest
 import torch
-import workers
+from support import guards as support
+from support import keepers, workers
+from support.worlds import run_world
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from worlds import run_world
 
 from offbeat import BSP, WFBP, ByteScheduler, LocalSGD, PartialSync, Strategy
 from offbeat.core.buckets.coupling import find_coupling

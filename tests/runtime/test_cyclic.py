@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import workers
-from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support import workers
+from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support.workers import prepared
+from support.worlds import run_world, watch_world
 from torch import Tensor, nn
-from workers import prepared
-from worlds import run_world, watch_world
 
 import offbeat
 from offbeat.strategies import Cyclic, create

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.workers import rank
+from support.worlds import run_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import rank
-from worlds import run_world
 
 import offbeat
 from offbeat.core.runtime.ddp_session import BackwardClock

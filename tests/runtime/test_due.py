@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import merging_support as support
 import pytest
-import workers
-from comparing import assert_same, sets_of
-from models import Case, Loop, profile_of
 from reference.training import Replica, consolidate, delayed_sync, partial_sync, replicas
-from schedules_support import CASE, Script, follow_all
-from worlds import run_world
+from support import merging as support
+from support import workers
+from support.comparing import assert_same, sets_of
+from support.models import Case, Loop, profile_of
+from support.schedules import CASE, Script, follow_all
+from support.worlds import run_world
 
 from offbeat import DreamDDP
 from offbeat.experiments.record import record_file as blocks

@@ -9,9 +9,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import failing
 import pytest
-from worlds import Outcome, free_port, variables, watch_world
+from support import failing
+from support.worlds import Outcome, free_port, variables, watch_world
 
 from offbeat import DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from plan.families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
+from support.plan_families import CENTER, FAMILIES, SIZE, SLOPE, START, N, T, World
 from support.quadratic import Quadratic, train
-from worlds import run_world
+from support.worlds import run_world
 
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.device import CPU

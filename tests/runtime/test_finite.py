@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import guards_support as support
 import pytest
 import torch
-from guards_support import CASE, WHEN, Threads
-from models import batch, build_model, loss_of
+from support import guards as support
+from support.guards import CASE, WHEN, Threads
+from support.models import batch, build_model, loss_of
+from support.worlds import run_world
 from torch import Tensor
-from worlds import run_world
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
 from offbeat.core.guards.finite import FiniteGuard, all_finite, is_finite, require_policy

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from models import Case, build_model, build_optimizer, profile_of
-from oddities import Odd
+from support.models import Case, build_model, build_optimizer, profile_of
+from support.oddities import Odd
 from torch import Tensor, nn
 
 import offbeat.core.buckets.flat as flat_module

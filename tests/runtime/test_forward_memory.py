@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from worlds import run_world
 
 import offbeat
 from offbeat.core.measuring import forward_memory

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
-from strategy_lists import GOSSIP, STRATEGIES
+from support.strategy_lists import GOSSIP, STRATEGIES
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 import offbeat
 from offbeat.core.strategy.parsing import parse

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import oddities
 import pytest
 import torch
 import torch.distributed as dist
-from comparing import assert_close
-from worlds import run_world
+from support import oddities
+from support.comparing import assert_close
+from support.worlds import run_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
 from offbeat.core.buckets.flat import Flat

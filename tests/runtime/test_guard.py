@@ -7,14 +7,14 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import merging_support as support
 import pytest
 import torch
-from comparing import assert_same
-from merging_support import Merging, Watched, closes_every
 from reference.training import Replica, apply_merged, bsp, merged, replicas
-from schedules_support import CASE
-from worlds import run_world
+from support import merging as support
+from support.comparing import assert_same
+from support.merging import Merging, Watched, closes_every
+from support.schedules import CASE
+from support.worlds import run_world
 
 from offbeat import DeFT
 from offbeat.core.guards.convergence import ConvergenceGuard

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world
 from torch._C._distributed_c10d import HashStore
-from worlds import run_world
 
 import offbeat
 from offbeat.core.transport import heartbeat, rendezvous

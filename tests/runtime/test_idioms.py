@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import idioms
 import pytest
 import torch
-from idioms import Idiom, agent
-from worlds import run_world
+from support import idioms
+from support.idioms import Idiom, agent
+from support.worlds import run_world
 
 import offbeat
 from offbeat import BSP, DDP, P3, WFBP, DeAR, DreamDDP, LocalSGD, Strategy

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from worlds import run_world
+from support.worlds import run_world
 
 import offbeat
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables

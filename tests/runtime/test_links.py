@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world, watch_world
 from torch import Tensor
-from worlds import run_world, watch_world
 
 from offbeat.cli import commands as cli
 from offbeat.core.runtime.launch_request import current_links

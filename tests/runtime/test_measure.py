@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs import WIRES

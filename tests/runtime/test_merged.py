@@ -7,18 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
-import merging_support as support
 import pytest
-import schedules_support
 import torch
-import workers
-from comparing import assert_same
-from merging_support import Merging, closes_every
-from models import Case, Loop, build_model
 from reference.training import Replica, apply_merged, merged, replicas
-from schedules_support import CASE, Script
+from support import merging as support
+from support import schedules, workers
+from support.comparing import assert_same
+from support.merging import Merging, closes_every
+from support.models import Case, Loop, build_model
+from support.schedules import CASE, Script
+from support.worlds import Outcome, run_world, watch_world
 from torch.optim.lr_scheduler import LRScheduler, StepLR
-from worlds import Outcome, run_world, watch_world
 
 from offbeat import WFBP, DeFT, Strategy
 from offbeat.core.runtime.schedulers import SchedulerGate
@@ -46,7 +45,7 @@ SCRIPTS = [
 
 @cache
 def trained(strategy: Strategy) -> list[Outcome]:
-    return watch_world(schedules_support.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
+    return watch_world(schedules.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
 
 
 @pytest.mark.parametrize("i", range(len(SCRIPTS)), ids=lambda i: str(SCRIPTS[i]))
@@ -106,7 +105,7 @@ def test_two_links() -> None:
 def test_gradients_zeroed_in_place() -> None:
     """They hold what the window has added up so far: it is applied, or it is an error."""
     script = Script(loop=Loop(clear="gradients in place"))
-    outcomes = watch_world(schedules_support.follow_all, 2, [script], PAIRS, ITERATIONS)
+    outcomes = watch_world(schedules.follow_all, 2, [script], PAIRS, ITERATIONS)
     for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
         if outcome.error:
             assert outcome.kind == "ValueError"

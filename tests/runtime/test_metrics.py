@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
-from worlds import run_world
+from support.metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
+from support.worlds import run_world
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
 from offbeat.core.measuring.replica_sample import SampledElements

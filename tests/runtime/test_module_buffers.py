@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.workers import prepared, rank
+from support.worlds import run_world
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import prepared, rank
-from worlds import run_world
 
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.guards.replicas import sends_only_gradients

@@ -8,17 +8,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import failing
-import oddities
 import pytest
-import schedules_support as support
-import workers
-from comparing import assert_close, assert_same
-from merging_support import Merging, closes_every
-from models import Case, Loop
 from reference.training import Replica, apply_merged, bsp, merged, replicas
-from schedules_support import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
-from worlds import Outcome, run_world, watch_world
+from support import failing, oddities, workers
+from support import schedules as support
+from support.comparing import assert_close, assert_same
+from support.merging import Merging, closes_every
+from support.models import Case, Loop
+from support.schedules import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
+from support.worlds import Outcome, run_world, watch_world
 
 from offbeat import P3, WFBP, ByteScheduler, DeAR, Strategy
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import workers
-from models import Case
-from worlds import run_world
+from support import workers
+from support.models import Case
+from support.worlds import run_world
 
 from offbeat.core.measuring.connections import LARGE_MESSAGES, MESSAGE_S, open_connections
 from offbeat.core.runtime import training_job

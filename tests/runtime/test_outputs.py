@@ -6,11 +6,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import oddities
 import pytest
 import torch
-import workers
-from worlds import run_world
+from support import oddities, workers
+from support.worlds import run_world
 
 from offbeat import LocalSGD, PartialSync
 from offbeat.core.runtime.outputs import tensors_of

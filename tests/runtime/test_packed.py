@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import talking
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import run_world
+from support import talking
+from support.worlds import run_world
 
 import offbeat
 from offbeat.core.transport.packed import TUPLE, pack, unpack, unreadable

@@ -3,8 +3,8 @@
 import os
 
 import torch
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 import offbeat
 from offbeat.profile import Bucket, Link, Profile

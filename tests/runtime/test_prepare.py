@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import failing
 import pytest
 import torch
-import workers
-from models import Case, build_model, build_optimizer, profile_of
+from support import failing, workers
+from support.models import Case, build_model, build_optimizer, profile_of
+from support.worlds import run_world, watch_world
 from torch import nn
-from worlds import run_world, watch_world
 
 import offbeat
 from offbeat import (

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from strategy_lists import ALL, SERVED, STRATEGIES
+from support.strategy_lists import ALL, SERVED, STRATEGIES
+from support.worlds import run_world
 from torch import nn
 from torch.optim import SGD
-from worlds import run_world
 
 import offbeat
 from offbeat.core.buckets.coupling import find_coupling

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import guards_support as support
 import pytest
 import torch
-from worlds import run_world, watch_world
+from support import guards as support
+from support.worlds import run_world, watch_world
 
 from offbeat import (
     DDP,

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import oddities
 import pytest
 import torch
-import workers
-from comparing import assert_close, assert_same, sets_of
-from models import Case, Loop, profile_of
 from reference.training import Replica, bsp, local_sgd, partial_sync, replicas
-from strategy_lists import STRATEGIES
+from support import oddities, workers
+from support.comparing import assert_close, assert_same, sets_of
 from support.memory import MemoryControl, World, run_ranks
-from workers import Trained
-from worlds import run_world, watch_world
+from support.models import Case, Loop, profile_of
+from support.strategy_lists import STRATEGIES
+from support.workers import Trained
+from support.worlds import run_world, watch_world
 
 from offbeat import (
     BSP,

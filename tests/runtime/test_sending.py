@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 from offbeat.core.measuring.jitter import cluster_jitter, jitter_of, spread_of
 from offbeat.core.measuring.optimizer_calls import call_s

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from models import Case, build_model
+from support.models import Case, build_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import strangers
 import torch
+from support import strangers
+from support.worlds import run_world
 from torch import nn
-from worlds import run_world
 
 import offbeat
 from offbeat import P3, WFBP, Cyclic, DeFT, DiLoCo, LocalSGD, Strategy

@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import oddities
 import pytest
 import torch
-import workers
-from comparing import assert_close, assert_same, sets_of
-from merging_support import Merging
-from models import Case, Loop, build_model, profile_of
 from reference.training import (
     Replica,
     bsp,
@@ -22,8 +17,12 @@ from reference.training import (
     passes,
     replicas,
 )
-from workers import Trained
-from worlds import one_of, run_world, watch_world
+from support import oddities, workers
+from support.comparing import assert_close, assert_same, sets_of
+from support.merging import Merging
+from support.models import Case, Loop, build_model, profile_of
+from support.workers import Trained
+from support.worlds import one_of, run_world, watch_world
 
 from offbeat import (
     BSP,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import workers
-from models import Case, Loop
-from report.tiny import write_tiny
-from workers import Trained
-from worlds import run_world
+from support import workers
+from support.models import Case, Loop
+from support.tiny_runs import write_tiny
+from support.workers import Trained
+from support.worlds import run_world
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
 from offbeat.experiments import report as reports

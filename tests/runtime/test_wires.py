@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import wired
-from worlds import run_world, watch_world
+from support import wired
+from support.worlds import run_world, watch_world
 
 from offbeat import WFBP, Cyclic, DreamDDP, FedAvg, LocalSGD, SelSync
 from offbeat.core.codecs import WIRES

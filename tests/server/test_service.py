@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from server_jobs import SECRET, Job, job, pulled, until
 from support.memory import MemoryControl, World, run_ranks
+from support.server_jobs import SECRET, Job, job, pulled, until
 
 from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparing import assert_close
-from models import Case
 from reference.training import bsp, replicas
-from server_workers import Worked, refused, sparsely, work
-from worlds import run_world, watch_world
+from support.comparing import assert_close
+from support.models import Case
+from support.server_workers import Worked, refused, sparsely, work
+from support.worlds import run_world, watch_world
 
 from offbeat import BSP, PSBSP, SSP
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import random_timelines
-from strategy_lists import ALL, STRATEGIES
+from support.strategy_lists import ALL, STRATEGIES
 
 from offbeat.core.derive.windows import Windows
 from offbeat.plan import Moment, Plan, transfer

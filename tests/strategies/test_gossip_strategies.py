@@ -8,7 +8,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
-from strategy_lists import ALL
+from support.strategy_lists import ALL
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.cli import main

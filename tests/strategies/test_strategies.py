@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from reference import random_timelines
 from reference import solve as reference
-from strategy_lists import STRATEGIES
+from support.strategy_lists import STRATEGIES
 
 from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.verify.check import check

@@ -1,1 +1,1 @@
-"""Support of several tests: ranks in threads, quadratic models, random plans, gossip."""
+"""Support modules of the tests: worlds of processes, functions of ranks, models, random plans."""

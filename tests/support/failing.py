@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, batch, build_model, loss_of, profile_of
-from oddities import build
 from torch import nn
-from workers import bits, prepared, rank, snapshot, world_size
 
 import offbeat
 from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
+from support.models import Case, batch, build_model, loss_of, profile_of
+from support.oddities import build
+from support.workers import bits, prepared, rank, snapshot, world_size
 
 CASE = Case("mlp", "nesterov")
 

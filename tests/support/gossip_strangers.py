@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
-from workers import rank
 
 import offbeat
 from offbeat.gossip.strategies import Gossip
+from support.workers import rank
 
 STEPS = 9
 Step = Callable[[int], None]

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workers import rank
 
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.packed import broadcast_state
+from support.workers import rank
 
 STATE = {"step": 3, "moments": [torch.arange(5.0), torch.zeros(0)], "first": (True, None)}
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workers import bits, prepared, rank
 
 import offbeat
 from offbeat import Strategy
+from support.workers import bits, prepared, rank
 
 ITERATIONS, WIDTH = 10, 128
 

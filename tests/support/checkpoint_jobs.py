@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of, profile_of
-from workers import TIMEOUT_S, bits, rank, world_size
 
 import offbeat
 from offbeat import Strategy
@@ -27,6 +25,16 @@ from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import SaveGroup, Saving
 from offbeat.data import DefDP
+from support.models import (
+    Case,
+    batch,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    loss_of,
+    profile_of,
+)
+from support.workers import TIMEOUT_S, bits, rank, world_size
 
 CASE = Case("conv", "nesterov", "step")
 

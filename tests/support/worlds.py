@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # torch._dynamo: 800 modules that the first optimizer of a process imports.
 # pytest: of functions that are in a test's own file.
 PRELOAD = [
@@ -88,7 +88,7 @@ def one_of(
 def _at_once(
     function: Callable[..., Any], world_size: int, calls: tuple[tuple[Any, ...], ...]
 ) -> list[Any] | None:
-    from workers import in_turn  # imports torch
+    from support.workers import in_turn  # imports torch
 
     with contextlib.suppress(WorldError):
         return run_world(in_turn, world_size, function, calls, timeout_s=80.0)

@@ -17,13 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from docs_support import DOCS, ROOT, blocks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 import offbeat
 from offbeat import Profile
 from offbeat.profile import Bucket, Link
+from support.docs import DOCS, ROOT, blocks
 
 SCRIPTS = ROOT / "examples" / "frameworks"
 DREAM = "dreamddp:period=4"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from reference.training import Piece, Replica
 from torch import Tensor
-from workers import Trained
 
 from offbeat import Plan, Profile
+from support.workers import Trained
 
 
 def assert_same(mine: Trained, replica: Replica, where: str, tolerance: float = 1e-12) -> None:

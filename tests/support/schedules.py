@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import (
+from reference.training import Replica, on_time, replicas
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import offbeat
+from offbeat import Strategy
+from support.models import (
     MODELS,
     USUAL,
     Backwards,
@@ -26,14 +32,8 @@ from models import (
     loss_of,
     profile_of,
 )
-from oddities import build
-from reference.training import Replica, on_time, replicas
-from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
-from workers import Trained, User, prepared, rank, snapshot, world_size
-
-import offbeat
-from offbeat import Strategy
+from support.oddities import build
+from support.workers import Trained, User, prepared, rank, snapshot, world_size
 
 CASE = Case("mlp", "nesterov")
 

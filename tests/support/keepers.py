@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, batch, build_model, loss_of, profile_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from workers import bits, prepared, rank, world_size
 
 from offbeat import Strategy
+from support.models import Case, batch, build_model, loss_of, profile_of
+from support.workers import bits, prepared, rank, world_size
 
 CASE = Case("mlp")
 RATE = 0.1

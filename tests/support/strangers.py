@@ -11,10 +11,10 @@ import torch.distributed as dist
 from matrix.job import profile_of
 from torch import Tensor, nn
 from torch.func import functional_call
-from workers import rank
 
 import offbeat
 from offbeat import Strategy
+from support.workers import rank
 
 STEPS = 5
 RANKS = 2

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
 from torch import Tensor
-from workers import rank, snapshot
 
 import offbeat
 from offbeat.core.transport.control import Control
@@ -26,6 +24,8 @@ from offbeat.gossip.strategies import Gossip
 from offbeat.gossip.tree_reductions import USER
 from offbeat.gossip.view import State
 from offbeat.strategies import A2CiD2
+from support.models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
+from support.workers import rank, snapshot
 
 
 @dataclass

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from workers import prepared, rank
 
 from offbeat import WFBP, Profile, Strategy
 from offbeat.core.runtime.metrics import Metrics
 from offbeat.profile import Bucket, Link
+from support.workers import prepared, rank
 
 STEPS, EVERY, LR = 6, 2, 0.25
 SIZES = (3, 5)

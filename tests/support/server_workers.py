@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import (
+from torch import Tensor
+
+import offbeat
+from offbeat import Strategy
+from support.models import (
     Case,
     batch,
     build_model,
@@ -18,11 +22,7 @@ from models import (
     build_scheduler,
     loss_of,
 )
-from torch import Tensor
-from workers import rank, snapshot
-
-import offbeat
-from offbeat import Strategy
+from support.workers import rank, snapshot
 
 
 @dataclass

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from models import Case, batch, loss_of, profile_of
-from oddities import build
-from schedules_support import CASE, Now, Script, follow, go_on, started
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
-from workers import Trained, bits, prepared, rank, snapshot, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.core.guards import convergence as guard
@@ -26,6 +22,10 @@ from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
 from offbeat.strategies import Monitor
+from support.models import Case, batch, loss_of, profile_of
+from support.oddities import build
+from support.schedules import CASE, Now, Script, follow, go_on, started
+from support.workers import Trained, bits, prepared, rank, snapshot, world_size
 
 # ---- merged ------------------------------------------------------------------------------------
 

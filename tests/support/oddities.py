@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from workers import Trained, bits, bits_of, prepared, rank, snapshot, train, world_size
 
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.plan import Moment, local, transfer
+from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support.workers import Trained, bits, bits_of, prepared, rank, snapshot, train, world_size
 
 CASE = Case("mlp", "nesterov", "step")
 

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import (
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.core.transport.collectives import Collective
+from offbeat.core.transport.link import LinkThread, Message
+from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
+from offbeat.profile import Profile
+from offbeat.strategies import Strategy
+from support.models import (
     USUAL,
     Case,
     Loop,
@@ -25,15 +34,6 @@ from models import (
     loss_of,
     profile_of,
 )
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import offbeat
-from offbeat.core.transport.collectives import Collective
-from offbeat.core.transport.link import LinkThread, Message
-from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
-from offbeat.profile import Profile
-from offbeat.strategies import Strategy
 
 TIMEOUT_S = 20.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(
     r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from strangers import batch_of
 from torch import Tensor, nn
-from workers import rank, world_size
 
 import offbeat
 from offbeat import Profile, Strategy
+from support.strangers import batch_of
+from support.workers import rank, world_size
 
 STEPS = 6
 Batch = Callable[[int], tuple[Tensor, Tensor]]

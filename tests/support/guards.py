@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from torch import Tensor
-from workers import bits, prepared, rank, snapshot, world_size
 
 from offbeat import Strategy
+from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support.workers import bits, prepared, rank, snapshot, world_size
 
 CASE = Case("mlp", "nesterov")
 WHEN = 2  # the iteration in which something goes wrong on rank 1; replicas are compared in it
