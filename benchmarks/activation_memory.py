@@ -28,11 +28,11 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
+from activation_curves import Curve, Memory, curve_of, cyclic_curve, memory
 from cyclic_memory import Batch, Block, Bottleneck, transformer
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.core.sim.activation_memory import Curve, Memory, curve_of, cyclic_curve, memory
 from offbeat.cyclic import Activations, Interleaved, split
 from offbeat.experiments.report.words import size
 from offbeat.profile import Profile

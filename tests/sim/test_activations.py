@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.scripts import benchmark
 
-from offbeat.core.sim.activation_memory import Curve, Stage, curve, curve_of, cyclic_curve, memory
 from offbeat.profile import Bucket, Link, Profile
+
+activation_curves = benchmark("activation_curves")
+Curve, Stage, curve = activation_curves.Curve, activation_curves.Stage, activation_curves.curve
+curve_of, cyclic_curve = activation_curves.curve_of, activation_curves.cyclic_curve
+memory = activation_curves.memory
 
 STAGES = [Stage(1.0, 3.0, 8.0), Stage(2.0, 1.0, 2.0)]
 

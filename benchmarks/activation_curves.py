@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.profile import Profile
+from offbeat.profile import Profile
 
 SAME = 1e-12  # share of a period; times that differ by less are equal
 
