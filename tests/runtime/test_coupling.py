@@ -117,7 +117,7 @@ def test_independent_ones_pass(build: Build) -> None:
         (lambda p: Clipped(p, lr=0.0), "Clipped steps a parameter otherwise when others"),
         (lambda p: Loosely(p, lr=1e-9), "Loosely steps a parameter otherwise when others"),
         (lambda p: PerGroup([{"params": [x]} for x in p], lr=0.1), "PerGroup steps a parameter"),
-        (lambda p: Wrapper(SGD(p, lr=0.1)), "Wrapper hands its step to another optimizer"),
+        (lambda p: Wrapper(SGD(p, lr=0.1)), "Wrapper calls the step of another optimizer"),
         (lambda p: Picky(p, lr=0.1), "Picky could not be tried on made-up parameters ('a param"),
     ],
 )

@@ -298,7 +298,7 @@ def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(
     outcomes = watch_world(spoilt, ranks, culprit, strategy, timeout_s=30)
     results = [outcome.result for outcome in outcomes]
     assert all(finite and words != "nothing" for words, finite in results)
-    assert results[knows][0].startswith(f"rank {culprit} brought values that are not finite")
+    assert results[knows][0].startswith(f"rank {culprit} sent values that are not finite")
     assert "in iteration 2" in results[knows][0]
 
 

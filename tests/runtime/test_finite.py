@@ -125,7 +125,7 @@ def test_every_rank_names_rank_and_bucket(
     ranks = run_world(support.spoil, 2, strategy, "raise", what, 5)
     for rank in ranks:
         assert rank["iteration"] == iteration
-        assert rank["words"].startswith("rank 1 brought values that are not finite")
+        assert rank["words"].startswith("rank 1 sent values that are not finite")
         assert f"of bucket {bucket} in iteration {WHEN}" in rank["words"]
 
 
@@ -170,7 +170,7 @@ def test_codes_hide_no_values(wire: str) -> None:
     strategy = WFBP(wire=wire)
     for rank in run_world(support.spoil, 2, strategy, "raise", "gradient", 4):
         assert rank["iteration"] == support.WHEN
-        assert "rank 1 brought values that are not finite" in rank["words"]
+        assert "rank 1 sent values that are not finite" in rank["words"]
 
 
 @pytest.mark.parametrize("wire", ["none", "int8", "randomk:0.5"])

@@ -222,7 +222,7 @@ def test_a_gradient_taken_away_is_an_error() -> None:
     ("train", "words"),
     [
         (oddities.train_counting, "Counting changes its param groups in step()"),
-        (oddities.train_wrapped, "Wrapper hands its step to another optimizer"),
+        (oddities.train_wrapped, "Wrapper calls the step of another optimizer"),
     ],
 )
 def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) -> None:

@@ -35,7 +35,7 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     """
     name = type(optimizer).__name__
     if is_wrapper(optimizer):
-        return f"{name} hands its step to another optimizer"
+        return f"{name} calls the step of another optimizer"
     for g, _ in enumerate(optimizer.param_groups):
         for scale in _SCALES:
             try:

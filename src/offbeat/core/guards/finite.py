@@ -35,8 +35,8 @@ class FiniteGuard:
     `reduce_scatter` and `all_gather` are the halves of one average. Values are checked in the first
     half, and the result in the second half.
 
-    A sum that workers hand from one to the next is checked by sender and receiver. A worker never
-    hands on a bad sum that it has received, so the sender of a bad sum has caused it. A bad sum is
+    A sum that passes from rank to rank is checked by its sender and its receiver. A rank never
+    sends a bad sum that it has received, so the sender of a bad sum has caused it. A bad sum is
     refused with both policies.
     """
 
@@ -70,8 +70,8 @@ class FiniteGuard:
             return []
         if transfer.ranks is not None:
             act(tensor)
-            handed = transfer.payload.buffer == "grad"
-            return [transfer.ranks[0]] if handed and not is_finite(tensor) else []
+            is_sum = transfer.payload.buffer == "grad"
+            return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
         if self._policy == "skip":
             return self._vote(verb, tensor, collectives)
         if verb == "all_gather":
@@ -116,7 +116,7 @@ class FiniteGuard:
 
         Raises:
             RuntimeError: policy `raise`, and user code has not replaced the bad values; or no rank
-                had finite values; or the message is a sum that workers hand on.
+                had finite values; or the message is a sum that passes from rank to rank.
         """
         payload = transfer.payload
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
@@ -131,14 +131,14 @@ class FiniteGuard:
         if all(is_finite(t) for t in tensors if t.numel()):
             return
         raise RuntimeError(
-            f"{who} brought values that are not finite (NaN or infinity) to the {what}, so their "
+            f"{who} sent values that are not finite (NaN or infinity) to the {what}, so their "
             "average is not finite on any rank; lower the learning rate or clip gradients, and "
             "start from the last checkpoint, or leave such ranks out of the average with "
             "prepare(on_nonfinite='skip')"
         )
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """Check a handed-on sum after this rank has added its part, before the update.
+        """Check a sum that passes from rank to rank, after this rank has added its part.
 
         Raises:
             RuntimeError: the sum is not finite. It was finite when it was received.
@@ -148,7 +148,7 @@ class FiniteGuard:
 
     def _spoilt_sum(self, culprits: Sequence[int], run: range, iteration: int) -> RuntimeError:
         return RuntimeError(
-            f"{_name_ranks(culprits)} brought values that are not finite (NaN or infinity) to the "
+            f"{_name_ranks(culprits)} sent values that are not finite (NaN or infinity) to the "
             f"gradient of bucket {self._names(run)} in iteration {iteration}, which workers sum up "
             "one after the other; lower the learning rate, and start from the last checkpoint"
         )
@@ -207,7 +207,7 @@ class NonfiniteMessages:
             self.check()
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
-        """Check a handed-on sum before it is used. An error is passed to `refuse`."""
+        """Check a sum that passes from rank to rank. An error is passed to `refuse`."""
         try:
             self._guard.require_finite_sum(run, iteration, tensors)
         except RuntimeError as error:

@@ -250,11 +250,13 @@ class ActivePlan:
             flying or self._changes_parameters_at_end() or self._has_averaged_parameters(iteration)
         )
         if late or self.updates.early or self.windows.late:
-            remedy = self.updates.remedy or AT_ONCE
+            # Where another backward adds gradients, the variant of the remedy raises as well.
+            can_drop = not adding and self.plan.source is None
+            remedy = (can_drop and self.updates.remedy) or AT_ONCE
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "
-                "handed on; call step() after every backward, wrap those that only add up in "
-                f"`with model.no_sync():`, or {remedy}"
+                "sent or applied; call step() after every backward, wrap each backward that only "
+                f"accumulates in `with model.no_sync():`, or {remedy}"
             )
 
     def _has_averaged_parameters(self, iteration: Iteration) -> bool:

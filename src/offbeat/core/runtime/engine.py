@@ -471,9 +471,10 @@ class Engine:
         if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "
-                f"messages of {hooks.added_passes} backward passes had still to be sent, as more "
-                "or an unknown number was expected; wrap all passes but the last in `with "
-                f"model.no_sync():`, or {self.run.updates.remedy or 'use WFBP()'}"
+                f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
+                "because the number of passes was unknown or smaller than before; wrap all passes "
+                "but the last in `with model.no_sync():`, or "
+                f"{self.run.updates.remedy or 'use WFBP()'}"
             )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
@@ -558,10 +559,10 @@ class Engine:
         """
         late = self.run.windows.late
         if self.backward_over and (late or self.run.updates.early):
-            remedy = self.run.updates.remedy or AT_ONCE
+            remedy = (self.plan.source is None and self.run.updates.remedy) or AT_ONCE
             raise ValueError(
-                "skip_step() after backward comes too late: this strategy has handed on the "
-                f"gradients in backward; call it in place of backward, or {remedy}"
+                "skip_step() after backward is too late: this strategy has already sent or applied "
+                f"the gradients in backward; call skip_step() in place of backward, or {remedy}"
             )
         return not late
 
@@ -592,9 +593,10 @@ class Engine:
         of its gradients were already sent."""
         if not self.run.allows_another_backward(now):
             raise RuntimeError(
-                "a backward pass ended with an exception that was caught, but parts of its "
-                "gradients were handed on already; start again from the last checkpoint. To leave "
-                "out a batch, decide before backward(), and call model.skip_step() on all ranks"
+                "a backward pass ended with an exception that was caught, but some of its "
+                "gradients were already sent or applied; start again from the last checkpoint. To "
+                "leave out a batch, decide before backward(), and call model.skip_step() on all "
+                "ranks"
             )
         self.pauses.pause()
 

@@ -33,8 +33,8 @@ class BackwardListener(Protocol):
 ALL = 1 << 30  # more backward passes than any step has: messages wait for the step
 
 NESTED = (
-    "a backward pass ran within another one, whose gradients were handed on in parts; use "
-    "activation checkpointing with use_reentrant=False"
+    "a backward pass ran within another backward pass, so a parameter received its gradient in "
+    "several parts; use activation checkpointing with use_reentrant=False"
 )
 
 

@@ -630,10 +630,10 @@ class FlatSession(Session):
     def _require_untouched(self) -> None:
         if self.engine.now is None and (name := self._untouched.changed_name()) is not None:
             raise RuntimeError(
-                f"parameter {name!r} was changed outside of optimizer.step(): where workers hand "
-                "parameters on, others have got the earlier ones already, or replace the changed "
-                "ones; change it in optimizer.register_step_post_hook, load with "
-                "model.load_state_dict, or use a strategy that steps at once, such as WFBP()"
+                f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
+                "sends parameters from rank to rank, so other ranks would not receive the change; "
+                "change it in optimizer.register_step_post_hook, load with model.load_state_dict, "
+                "or use a strategy that steps at once, such as WFBP()"
             )
 
     def on_scaler_step(self) -> None:

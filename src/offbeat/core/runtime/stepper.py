@@ -38,7 +38,7 @@ class BucketStepper:
         """Raise ValueError if the optimizer cannot step a single bucket."""
         if is_wrapper(self._optimizer):
             raise ValueError(
-                f"{type(self._optimizer).__name__} hands its step to another optimizer, so it "
+                f"{type(self._optimizer).__name__} calls the step of another optimizer, so it "
                 f"cannot step bucket by bucket; {self._remedy}"
             )
 

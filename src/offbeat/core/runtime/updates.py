@@ -275,8 +275,8 @@ class Updates:
         """Raise ValueError after a read of a gradient that is in flight or part of a sum."""
         raise ValueError(
             "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
-            f"logging?), but this strategy's messages still write to it then, or it was handed on; "
-            f"{self.remedy}"
+            "logging?), but until the update this strategy's messages write to it, or it holds a "
+            f"sum over other ranks; {self.remedy}"
         )
 
     def _require_unchanged_gradients(self) -> None:
