@@ -98,7 +98,7 @@ def test_a_vote_that_is_due_before_all_have_had_their_say():
         (Plan("x", 3, ()), "the plan has 3 buckets, the profile 2; plan again from this profile"),
         (
             Plan("x", 2, (grad(0, Moment("grad", 7)),)),
-            "moment grad(7) of grad[0:1]@net never fires: there are 2 buckets\n"
+            "release grad(7) of grad[0:1]@net never fires: there are 2 buckets\n"
             "x: 2 buckets, period 1 iteration\n"
             "-> grad[0:1]  after grad(7)  before step  in 0  on net",
         ),
@@ -112,19 +112,19 @@ def test_a_vote_that_is_due_before_all_have_had_their_say():
                 2,
                 (transfer("grad", range(2), after=STEP, before=STEP, phases=[0], link="wifi"),),
             ),
-            "link ('wifi') must be one of the profile's links: net",
+            "link 'wifi' of grad[0:2]@wifi must be one of net",
         ),
         (
             Plan("x", 2, (send("net", (0, 2), STEP, STEP),)),
-            "ranks (0, 2) of send param[0:2] 0->2@net must lie in 0..1",
+            "send param[0:2] 0->2@net names a rank beyond 0..1",
         ),
         (
             Plan("x", 2, (replace(grad(0, STEP), when="sync"),)),
-            "vote 'sync' of grad[0:1]@net must be one of the plan's: none",
+            "vote 'sync' of grad[0:1]@net must be one of none",
         ),
         (
             Plan("x", 2, groups={"net": ((0,), (2,))}),
-            "groups of net ([0, 2]) must hold every rank of 0..1 once",
+            "groups of link 'net' must hold each of the ranks 0..1 once",
         ),
     ],
 )

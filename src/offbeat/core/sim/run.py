@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
+from offbeat.core.derive.fit import fit_faults, size_faults
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import event_engine as events
@@ -12,7 +14,6 @@ from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.job import Factors, Job, Run
 from offbeat.core.sim.outcomes import Outcomes, Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.refuse import require_fit
 from offbeat.core.sim.shared import coupled_links
 from offbeat.core.sim.spread import Spread
 
@@ -60,7 +61,8 @@ def make_job(
     """Return the input of an engine; raise ValueError if the plan does not fit the profile."""
     if iterations < 1:
         raise ValueError(f"iterations ({iterations}) must be at least 1")
-    require_fit(plan, profile)
+    for words, rules in chain(size_faults(plan, profile), fit_faults(plan, profile)):
+        raise ValueError(f"{words}\n{plan.text(mark=rules)}")
     ranks.fit(profile)
     together = coupled_links(plan, profile)
     horizon = iterations

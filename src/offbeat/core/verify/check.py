@@ -20,13 +20,14 @@ from random import Random
 import numpy as np
 
 from offbeat.core.derive import effects
+from offbeat.core.derive.fit import Rule
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.program import Program
 from offbeat.core.plan.types import Apply, Plan, Vote
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
 from offbeat.core.verify.interpreter import Array, ConflictError, InterpretedModel, Interpreter
-from offbeat.core.verify.shape import Rule, faults
+from offbeat.core.verify.shape import faults
 
 MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, pairwise
 from typing import Any
 
 from offbeat.core.codecs import WIRES
 from offbeat.core.derive import effects
+from offbeat.core.derive.fit import (
+    Fault,
+    Rule,
+    fit_faults,
+    moments_of,
+    rule_name,
+    size_faults,
+    unknown_name,
+    usable_buffers,
+)
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.program import has_moment_per_bucket, position
 from offbeat.core.plan.types import (
     BUFFERS,
     BUILT_IN,
-    CHANNEL,
     Apply,
     Buffer,
     Moment,
@@ -29,82 +38,46 @@ from offbeat.core.plan.types import (
 from offbeat.core.profile import Profile
 from offbeat.core.rules import RULES, SETTINGS, VOTES, Setting
 
-Rule = Transfer | Apply | Vote
-Fault = tuple[str, tuple[Rule, ...]]
 OTHER_HALF = {"reduce_scatter": "all_gather", "all_gather": "reduce_scatter"}
 
 
 def faults(plan: Plan, profile: Profile | None = None) -> Iterator[Fault]:
     """Yield each fault of a plan: its message, and the rules that cause it."""
-    sizes = list(_size_faults(plan, profile))
-    yield from ((words, ()) for words in sizes)
+    sizes = list(size_faults(plan, profile))
+    yield from sizes
     if sizes:
         return  # phases and buckets cannot be checked against wrong sizes
+    yield from fit_faults(plan, profile)
     for rule in (*plan.transfers, *plan.applies, *plan.votes):
-        name = _rule_name(rule)
+        name = rule_name(rule)
         for words in (*_moment_faults(rule, name, plan), *_rule_faults(rule, name, plan, profile)):
             yield words, (rule,)
-    for words in (*_buffer_faults(plan), *_group_faults(plan, profile), *_vote_faults(plan)):
+    for words in (*_buffer_faults(plan), *_vote_faults(plan)):
         yield words, ()
     yield from _unpaired_halves(plan)
     yield from _duplicates(plan)
     yield from _sharing_faults(plan)
 
 
-def _rule_name(rule: Rule) -> str:
-    return f"vote {rule.name!r}" if isinstance(rule, Vote) else rule.id
-
-
-def _size_faults(plan: Plan, profile: Profile | None) -> Iterator[str]:
-    """Yield faults of the numbers of buckets, iterations and ranks of the plan."""
-    for name, least in (("buckets", 1), ("period", 1), ("prologue", 0)):
-        if getattr(plan, name) < least:
-            yield f"{name} ({getattr(plan, name)}) of the plan must be at least {least}"
-    world = 1 + (plan.source or 0) if profile is None else profile.world_size
-    if plan.source is not None and not 0 <= plan.source < world:
-        yield f"source ({plan.source}) of the plan must be one of the ranks 0..{world - 1}"
-    if profile is not None and plan.buckets != len(profile.buckets):
-        yield (
-            f"the plan has {plan.buckets} buckets, the profile {len(profile.buckets)}; "
-            "plan again from this profile"
-        )
-
-
 def _moment_faults(rule: Rule, name: str, plan: Plan) -> Iterator[str]:
     """Yield faults of the moments and phases of a rule."""
-    moments = {
-        Transfer: lambda t: (("release", t.after), ("deadline", t.before)),
-        Apply: lambda a: (("moment", a.at),),
-        Vote: lambda v: (("moment", v.at), ("deadline", v.due)),
-    }[type(rule)](rule)
-    for role, moment in moments:
-        if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
-            yield f"{role} {moment} of {name} never fires: there are {plan.buckets} buckets"
-        if (moment.bucket is not None) and moment.point in ("step", "end"):
+    for role, moment in moments_of(rule):
+        if moment.bucket is not None and moment.point in ("step", "end"):
             yield f"{role} {moment} of {name} must not name a bucket"
-        if moment.lag < 0:
-            yield f"{role} {moment} of {name} must not lie before its iteration"
-        own = role == "release" or (role == "moment" and not _is_at_next_forward(rule, moment))
-        if own and moment.lag:
-            # A rank that evaluates or saves alone would wait for the next forward of other ranks.
-            yield f"{role} {moment} of {name} must lie in its own iteration: use phases instead"
-    if isinstance(rule, Apply) and effects.is_update(rule) and rule.at == _forward_of(rule):
-        # `zero_grad()` of the script runs before this forward.
-        yield f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
+    if isinstance(rule, Apply):
+        if rule.at.lag and not (rule.at.point == "forward" and rule.at.lag == 1):
+            yield f"moment {rule.at} of {name} must lie in its own iteration: use phases instead"
+        if effects.is_update(rule) and rule.at == Moment("forward", rule.at.bucket):
+            # `zero_grad()` of the script runs before this forward.
+            yield (
+                f"{name} at {rule.at} has no gradients yet; apply those of the iteration before, +1"
+            )
     lost = Phases(set(_missing_phases(rule.phases, plan)))
     if lost or not rule.phases:
         yield (
             f"{name} never fires in phases {lost}: the plan has the phases "
             f"0..{len(plan.phases) - 1}"
         )
-
-
-def _is_at_next_forward(rule: Rule, moment: Moment) -> bool:
-    return isinstance(rule, Apply) and moment.point == "forward" and moment.lag == 1
-
-
-def _forward_of(apply: Apply) -> Moment:
-    return Moment("forward", apply.at.bucket)
 
 
 def _missing_phases(phases: Phases, plan: Plan) -> list[int]:
@@ -116,7 +89,7 @@ def _missing_phases(phases: Phases, plan: Plan) -> list[int]:
 def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     """Yield faults of all other fields of a rule."""
     if isinstance(rule, Vote):
-        yield from _unknown_name("rule", rule.rule, name, VOTES)
+        yield from unknown_name("rule", rule.rule, name, VOTES)
         if _position_from_start(rule.due, plan) <= _position_from_start(rule.at, plan):
             yield f"{name} is due {rule.due}, but taken only at {rule.at}; it must be due later"
         if rule.buckets is not None and not _is_run(rule.buckets, plan):
@@ -130,7 +103,6 @@ def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> 
         yield f"{name} must not depend on a vote of a later iteration (ago {rule.ago})"
     if rule.when is not None:
         votes = {vote.name: vote for vote in plan.votes}
-        yield from _unknown_name("vote", rule.when, name, votes)
         # An earlier iteration may have any phase.
         needed = Phases(plan.phases) if rule.ago else rule.phases
         if rule.when in votes and not needed <= votes[rule.when].phases:
@@ -148,13 +120,13 @@ def _is_run(run: range, plan: Plan) -> bool:
 def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
     payload, known = t.payload, plan.all_buffers
     if t.verb != "broadcast":
-        known = _usable_buffers(plan)
+        known = usable_buffers(plan)
     elif payload != Payload(BUFFERS, range(plan.buckets)) or t.into or t.wire or t.when:
         yield f"{name} must carry {BUFFERS} of all buckets, whole and without a vote"
     wire = t.wire
-    for buffer in (payload.buffer, t.into, *((wire.error, wire.anchor) if wire else ())):
+    for buffer in (t.into, *((wire.error, wire.anchor) if wire else ())):
         if buffer is not None:
-            yield from _unknown_name("buffer", buffer, name, known)
+            yield from unknown_name("buffer", buffer, name, known)
     if not 0 <= payload.part < payload.part + payload.width <= payload.parts:
         yield f"{name} must be one of its {payload.parts} parts"
     if payload.parts > 1 and len(payload.buckets) > 1:
@@ -169,19 +141,15 @@ def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None
         if source.kind != target.kind or target.copies > 1 or "state" in (payload.buffer, t.into):
             yield f"{name} must go into a buffer of the same shape that has one copy"
     if t.wire is not None:
-        yield from _unknown_name("wire", t.wire.name, name, WIRES)
+        yield from unknown_name("wire", t.wire.name, name, WIRES)
         yield from _settings_faults(t.wire.name, t.wire.args, name, plan, profile)
         yield from _error_faults(t, name, plan)
         yield from _anchor_faults(t, t.wire, name, plan)
         if t.verb not in ("all_reduce", "send"):
             yield f"{name} cannot be encoded as {t.wire.name}: only all_reduce and send can"
     if t.verb == "send":
-        if t.ranks is None or len(t.ranks) != 2 or t.ranks[0] == t.ranks[1]:
-            yield f"{name} must name two ranks, from and to"
         if payload.age and t.into is None:
             yield f"{name} must name the buffer that the older copy goes into"
-    elif t.ranks is not None:
-        yield f"{name} is a collective; the ranks it spans are the link's group"
     elif _position_from_start(t.before, plan) <= _position_from_start(t.after, plan):
         yield f"deadline {t.before} of {name} comes before its release {t.after}"
     groups = groups_of(t.link, plan.groups)
@@ -189,19 +157,6 @@ def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None
         yield f"{name} must name two ranks of one group of its link, or use another link"
     if is_vote_channel(t.link):
         yield f"link {t.link!r} of {name} carries votes alone; use another channel of it"
-    if profile is None:
-        return
-    links = [link.name for link in profile.links]
-    if base_link(t.link) not in links:
-        yield f"link {t.link!r} of {name} must be one of {', '.join(links)}"
-    yield from _rank_faults(t, name, profile)
-
-
-def _rank_faults(rule: Transfer | Apply, name: str, profile: Profile | None) -> Iterator[str]:
-    named = rule.ranks or ()
-    world = max(named, default=0) + 1 if profile is None else profile.world_size
-    if not all(0 <= rank < world for rank in named):
-        yield f"{name} names a rank beyond 0..{world - 1}"
 
 
 def _error_faults(t: Transfer, name: str, plan: Plan) -> Iterator[str]:
@@ -295,9 +250,8 @@ def _share_elements(one: Transfer, other: Transfer) -> bool:
 
 
 def _apply_faults(apply: Apply, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
-    yield from _unknown_name("rule", apply.rule, name, RULES)
+    yield from unknown_name("rule", apply.rule, name, RULES)
     yield from _settings_faults(apply.rule, apply.args, name, plan, profile)
-    yield from _rank_faults(apply, name, profile)
     copies = _copy_count(plan, "grad")
     if isinstance(apply.arg("age", 0), int) and apply.arg("age", 0) >= copies:
         yield f"age ({apply.arg('age')}) of {name} must be below the copies of grad ({copies})"
@@ -319,7 +273,7 @@ def _settings_faults(
     if allowed is None:
         return
     for key in given:
-        yield from _unknown_name("setting", key, name, allowed)
+        yield from unknown_name("setting", key, name, allowed)
     buffers: list[Buffer] = []
     for key, setting in allowed.items():
         value = given.get(key, setting.default)
@@ -343,8 +297,8 @@ def _setting_faults(
 ) -> Iterator[str]:
     """Yield faults of one setting; add its buffer, if any, to `buffers`."""
     if setting.what == "buffer":
-        if value not in _usable_buffers(plan):
-            yield f"{what} must be one of {', '.join(sorted(_usable_buffers(plan)))}"
+        if value not in usable_buffers(plan):
+            yield f"{what} must be one of {', '.join(sorted(usable_buffers(plan)))}"
             return
         buffers.append(plan.all_buffers[value])
         if setting.kind not in (None, buffers[-1].kind):
@@ -383,16 +337,6 @@ def _buffer_faults(plan: Plan) -> Iterator[str]:
             yield f"buffer {buffer.name!r} has one copy"
 
 
-def _group_faults(plan: Plan, profile: Profile | None) -> Iterator[str]:
-    for link, groups in plan.groups.items():
-        if CHANNEL in link:
-            yield f"groups of {link!r} must be those of its link: all its channels share them"
-        members = sorted(rank for group in groups for rank in group)
-        world = len(members) if profile is None else profile.world_size
-        if members != list(range(world)):
-            yield f"groups of link {link!r} must hold each of the ranks 0..{world - 1} once"
-
-
 def _vote_faults(plan: Plan) -> Iterator[str]:
     names = [vote.name for vote in plan.votes]
     for name in sorted(set(names)):
@@ -426,18 +370,6 @@ def _duplicates(plan: Plan) -> Iterator[Fault]:
         if clash is not None:
             words = f"{name} exists twice in phase {clash[1][0][0]}; use another channel for one"
             yield words, tuple(transfers[i] for _, i in clash)
-
-
-def _unknown_name(what: str, name: str, where: str, known: Collection[str]) -> Iterator[str]:
-    """Yield a fault if `name` is not one of `known`."""
-    if name not in known:
-        yield f"{what} {name!r} of {where} must be one of {', '.join(sorted(known)) or 'none'}"
-
-
-def _usable_buffers(plan: Plan) -> dict[str, Buffer]:
-    """Return the buffers that rules and messages may use. The module's buffers are only
-    broadcast."""
-    return {name: b for name, b in plan.all_buffers.items() if name != BUFFERS}
 
 
 def _copy_count(plan: Plan, buffer: str) -> int:
