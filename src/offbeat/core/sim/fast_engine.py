@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run, Times
-from offbeat.core.sim.lines import SharedLine, deadlock_error, undecided_vote_error
-from offbeat.core.sim.shared import CoupledLinks
+from offbeat.core.sim.lines import Line, deadlock_error, undecided_vote_error
 from offbeat.core.sim.timed_program import Leg, Slot
 
 
@@ -26,6 +26,48 @@ def run(job: Job) -> Run:
     return Run(job, [ranks.program], lines, ends_s, waited_s, ranks.known_s)
 
 
+class SharedLine(Line):
+    """Line of a link on which every message involves all ranks and ends on all at the same time.
+
+    A message starts when the last rank has released it and the link is free.
+
+    Attributes:
+        fluid: model that determines the ends of messages if the link is coupled, otherwise None.
+        released_s: release of each message that has not started, by message number.
+    """
+
+    def __init__(self, name: str, fluid: Fluid | None) -> None:
+        super().__init__(name)
+        self.fluid = fluid
+        self.released_s: dict[int, float] = {}
+
+    def end_s(self, number: int) -> float | None:
+        """Return the end of a message, or None while it or an earlier message is not released."""
+        if len(self.ends_s) <= number:
+            self.run_released()
+        return self.ends_s[number] if number < len(self.ends_s) else None
+
+    def run_released(self) -> None:
+        """Compute the ends of all released messages, in order. On a coupled link, start the
+        first."""
+        ends_s, released_s, message_s = self.ends_s, self.released_s, self.message_s
+        number, free_s = len(ends_s), self.free_s
+        while (start_s := released_s.pop(number, None)) is not None:
+            start_s = start_s if start_s > free_s else free_s
+            if self.fluid is not None:
+                self.fluid.add(Flow(self.name, (0,), message_s[number], start_s=start_s))
+                return
+            free_s = start_s + message_s[number]
+            ends_s.append(free_s)
+            number += 1
+
+    def end_message(self, flow: Flow, end_s: float) -> None:
+        """Record the end of the first message of a coupled link, and start the next one."""
+        self.message_s[len(self.ends_s)] = end_s - flow.start_s
+        self.ends_s.append(end_s)
+        self.run_released()
+
+
 class _AllRanks:
     """State of all ranks.
 
@@ -38,9 +80,11 @@ class _AllRanks:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.program = job.program()
-        self.lines = {name: SharedLine(name, coupled=name in job.coupled) for name in job.links}
-        coupled = [line for line in self.lines.values() if line.coupled]
-        self.shared = CoupledLinks(coupled, job.profile)
+        self._fluid = Fluid(job.profile)
+        self.lines = {
+            name: SharedLine(name, self._fluid if name in job.coupled else None)
+            for name in job.links
+        }
         self.ends_s: list[Times] = []
         self.waited_s: list[Times] = []
         self.known_s: dict[tuple[str, int], float] = {}
@@ -71,9 +115,7 @@ class _AllRanks:
                 now = now + leg.seconds * factor
             self.ends_s.append(now)
             self.waited_s.append(waited)
-        for line in self.lines.values():
-            line.run_released()  # messages for which no rank has waited
-        self.shared.advance()
+        self._advance_coupled()  # messages for which no rank has waited
 
     def _open_iteration(self, iteration: int) -> None:
         """Add the iteration's messages to their lines."""
@@ -115,13 +157,26 @@ class _AllRanks:
         line = self.lines[slot.link]
         number = line.number(iteration, slot)
         end_s = line.end_s(number)
-        # All ranks wait for this message, so no message is released before it ends. Hence the
-        # coupled links can be advanced to its end.
-        if end_s is None and line.coupled and self.shared.advance((line.name, number)):
+        if end_s is None and line.fluid is not None:
+            self._advance_coupled(line, number)
             end_s = line.end_s(number)
         if end_s is None:
             raise deadlock_error(self.program, iteration, slot, [line.head(self.program)])
         return end_s
+
+    def _advance_coupled(self, awaited: SharedLine | None = None, number: int = 0) -> None:
+        """Advance the coupled links until a message of a line ends, or until no message can run.
+
+        All ranks wait for this message, so no message is released before it ends.
+        """
+        for line in self.lines.values():
+            line.run_released()
+        while awaited is None or len(awaited.ends_s) <= number:
+            ended = self._fluid.advance()
+            if ended is None:
+                return
+            flow, end_s = ended
+            self.lines[flow.link].end_message(flow, end_s)
 
     def _release_leg(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
         """Record the votes and releases of a leg at the times of the last rank."""

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import permutations
 
-from offbeat.core.plan import base_link
+from offbeat.core.plan import Plan, base_link
 from offbeat.core.profile import Profile
 
 Port = tuple[int, bool]  # a rank and a direction: True for sending, False for receiving
+
+
+def coupled_links(plan: Plan, profile: Profile) -> frozenset[str]:
+    """Return the plan's links and channels that slow down, or are slowed down by, another one."""
+    sending = {t.link for t in plan.transfers if t.ranks is not None}
+    pairs = (
+        (a, b)
+        for a, b in permutations(plan.links, 2)
+        if profile.speed(a, (b,)) != 1.0 or ({a, b} <= sending and base_link(a) == base_link(b))
+    )
+    return frozenset(name for pair in pairs for name in pair)
 
 
 class Flow:
@@ -36,7 +48,13 @@ class Flow:
     )  # fmt: skip
 
     def __init__(
-        self, link: str, ranks: tuple[int, ...], seconds: float, *, sent: bool = False
+        self,
+        link: str,
+        ranks: tuple[int, ...],
+        seconds: float,
+        *,
+        sent: bool = False,
+        start_s: float = 0.0,
     ) -> None:
         self.link, self.ranks, self.seconds, self.sent = link, ranks, seconds, sent
         self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
@@ -44,7 +62,7 @@ class Flow:
             self.ports = [(ranks[0], True), (ranks[1], False)]
         self.missing = 2 * len(ranks)
         self.unseen = len(ranks)
-        self.start_s = 0.0
+        self.start_s = start_s
         self.end_s: float | None = None
         self.waiters: list[int] = []
         self.left_s = self.since_s = self.speed = 0.0

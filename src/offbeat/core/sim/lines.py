@@ -69,54 +69,6 @@ class Line:
         return slice(begins[0], begins[len(iterations)])
 
 
-class SharedLine(Line):
-    """Line of a link on which every message involves all ranks and ends on all at the same time.
-
-    A message starts when the last rank has released it and the link is free. On a coupled link,
-    `CoupledLinks` determines the end of each message.
-    """
-
-    def __init__(self, name: str, *, coupled: bool = False) -> None:
-        super().__init__(name)
-        self.coupled = coupled
-        self.released_s: dict[int, float] = {}
-
-    def end_s(self, number: int) -> float | None:
-        """Return the end of a message, or None while it or an earlier message is not released."""
-        if len(self.ends_s) <= number:
-            self.run_released()
-        return self.ends_s[number] if number < len(self.ends_s) else None
-
-    def run_released(self) -> None:
-        """Compute the ends of all released messages, in order. Do nothing on a coupled link."""
-        if self.coupled:
-            return
-        ends_s, released_s, message_s = self.ends_s, self.released_s, self.message_s
-        number, free_s = len(ends_s), self.free_s
-        while (start_s := released_s.pop(number, None)) is not None:
-            free_s = (start_s if start_s > free_s else free_s) + message_s[number]
-            ends_s.append(free_s)
-            number += 1
-
-    def next_message(self) -> tuple[float, float] | None:
-        """Return start and seconds of the first message that has not ended.
-
-        Return None if it is not released.
-        """
-        number = len(self.ends_s)
-        released_s = self.released_s.get(number)
-        if released_s is None:
-            return None
-        return max(released_s, self.free_s), self.message_s[number]
-
-    def end_message(self, start_s: float, end_s: float) -> None:
-        """Record start and end of the first message that has not ended."""
-        number = len(self.ends_s)
-        del self.released_s[number]
-        self.message_s[number] = end_s - start_s
-        self.ends_s.append(end_s)
-
-
 def deadlock_error(
     program: TimedProgram, iteration: int, slot: Slot, heads: Iterable[tuple[int, Transfer]]
 ) -> ValueError:

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from offbeat.core.plan import Plan, base_link
 from offbeat.core.profile import Profile
+from offbeat.core.sim.fluid import coupled_links
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.run import run
-from offbeat.core.sim.shared import coupled_links
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
 from offbeat.core.sim.simulation import recorded_iterations, to_trace
 from offbeat.core.sim.trace import Trace

@@ -11,10 +11,10 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
 from offbeat.core.sim.costs import Costs
+from offbeat.core.sim.fluid import coupled_links
 from offbeat.core.sim.job import Factors, Job, Run
 from offbeat.core.sim.outcomes import Outcomes, Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.shared import coupled_links
 from offbeat.core.sim.spread import Spread
 
 
