@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support.worlds import run_world
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.core.transport import heartbeat, rendezvous
@@ -562,6 +565,24 @@ def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> Non
     store = HashStore()
     store.set("offbeat/in/drawn/1", "")
     rendezvous.create_prefix(store, 0, 2, timeout_s=-1)
+
+
+def test_a_rank_that_has_stopped_waiting_is_not_missing() -> None:
+    store = HashStore()
+
+    def meet_control(rank: int, timeout_s: float) -> None:
+        control = SimpleNamespace(
+            rank=rank, world_size=3, timeout_s=timeout_s, store=lambda _: PrefixStore("wait", store)
+        )
+        Control.meet(control, "wait")  # type: ignore[arg-type]
+
+    for rank, words in ((0, "rank 1, 2 did not within"), (1, "rank 2 did not within")):
+        with pytest.raises(RuntimeError, match=words):
+            meet_control(rank, 0.05)
+    with pytest.raises(RuntimeError, match="rank 0, 1 stopped waiting earlier"):
+        meet_control(2, 0.05)
+    with ThreadPoolExecutor() as pool:  # the same wait can be repeated
+        list(pool.map(meet_control, range(3), [LONG_S] * 3))
 
 
 def train_after_another_job() -> list[float]:

@@ -75,7 +75,7 @@ class MemoryControl:
         given = self._meeting.meet(
             self.rank, pack(value), lambda given: [given[r] for r in range(self.world_size)]
         )
-        return [unpack(data) for data in given]
+        return [unpack(data, rank) for rank, data in enumerate(given)]
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         assert len({str(v) for v in self.gather(value)}) == 1, what

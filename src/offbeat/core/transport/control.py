@@ -95,26 +95,30 @@ class Control:
         _met += 1
 
     def meet(self, what: str) -> None:
-        """Wait in the store until all ranks have called it. A failed wait leaves no key behind.
+        """Wait in the store until all ranks have called it. It may be repeated after a failure.
 
         Args:
-            what: name of the wait, which must not have been used before.
+            what: name of the wait, which must not have succeeded before.
 
         Raises:
-            RuntimeError: names the ranks that are missing after `timeout_s`.
+            RuntimeError: names the ranks that are missing after `timeout_s`, or else the ranks that
+                stopped waiting earlier.
         """
         if self.world_size == 1:
             return
         store, ranks = self.store(what), [str(rank) for rank in range(self.world_size)]
-        store.set(str(self.rank), "")
+        mine, stopped = str(self.rank), "stopped/"
+        store.delete_key(stopped + mine)
+        store.set(mine, "")
         try:
             store.wait(ranks, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            missing = [rank for rank in ranks if not store.check([rank])]
-            store.delete_key(str(self.rank))
-            raise RuntimeError(
-                f"rank {', '.join(missing)} did not within {self.timeout_s:g} s"
-            ) from error
+            absent = [rank for rank in ranks if not store.check([rank])]
+            missing = [rank for rank in absent if not store.check([stopped + rank])]
+            store.set(stopped + mine, "")
+            store.delete_key(mine)
+            how = f"did not within {self.timeout_s:g} s" if missing else "stopped waiting earlier"
+            raise RuntimeError(f"rank {', '.join(missing or absent)} {how}") from error
 
     def close(self, failure: BaseException | None = None) -> None:
         """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""

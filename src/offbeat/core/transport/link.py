@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -24,32 +25,29 @@ Returns the received tensors, the ranks with values that were not finite, and th
 THREAD_PREFIX = "offbeat-link-"
 
 
+@dataclass(slots=True, eq=False)
 class Message:
     """One transfer in one iteration.
 
     `order` is its number among all messages of the link, the same on all ranks.
     """
 
-    __slots__ = (
-        "_arrived", "coded", "culprits", "end", "error", "iteration", "order", "passed", "released",
-        "sent_bytes", "start", "tensors", "transfer",
-    )  # fmt: skip
+    transfer: Transfer
+    iteration: int
+    order: int
+    tensors: Sequence[Tensor] = ()
+    coded: Coded | None = None  # sends encoded tensors in place of the collective
+    sent_bytes: int = 0  # bytes that the link's own group has sent
+    passed: bool = False  # whether the message is skipped
+    released: Mark | None = None
+    start: Mark | None = None
+    end: Mark | None = None
+    error: BaseException | None = None
+    culprits: Sequence[int] = ()  # ranks whose values were not finite
+    # The lock is held until the message has arrived. A lock is cheaper than an event.
+    _arrived: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
-    def __init__(self, transfer: Transfer, iteration: int, order: int):
-        self.transfer = transfer
-        self.iteration = iteration
-        self.order = order
-        self.tensors: Sequence[Tensor] = ()
-        self.coded: Coded | None = None  # sends encoded tensors in place of the collective
-        self.sent_bytes = 0  # bytes that the link's own group has sent
-        self.passed = False  # whether the message is skipped
-        self.released: Mark | None = None
-        self.start: Mark | None = None
-        self.end: Mark | None = None
-        self.error: BaseException | None = None
-        self.culprits: Sequence[int] = ()  # ranks whose values were not finite
-        # The lock is held until the message has arrived. A lock is cheaper than an event.
-        self._arrived = threading.Lock()
+    def __post_init__(self) -> None:
         self._arrived.acquire()
 
     def arrive(self) -> None:

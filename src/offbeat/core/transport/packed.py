@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,22 +14,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 TUPLE = "()"  # {"()": [1, 2]} is the tuple (1, 2), which a JSON list is not
-CAN_BE_SAID = "say it in None, numbers, text, lists, tuples and dicts with text keys"
+JSON_TYPES = "use None, numbers, text, lists, tuples and dicts with text keys"
 ONE_VERSION = "start all ranks with the same version of offbeat"
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as JSON bytes.
+    """Return a value as JSON bytes. If JSON cannot hold a part of it, return the error instead."""
+    try:
+        message = {"value": _tag_tuples(value, "the value")}
+    except ValueError as error:  # other ranks wait in the collective, so send them the error
+        message = {"error": str(error)}
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes, rank: int) -> Any:
+    """Return the value that a rank has packed. Tuples and all bits of floats are restored.
 
     Raises:
-        ValueError: JSON cannot hold a part of the value; names its place.
+        ValueError: the rank has sent no value; names the rank.
     """
-    return json.dumps(_tag_tuples(value, "the value"), separators=(",", ":")).encode()
-
-
-def unpack(data: bytes) -> Any:
-    """Return the value of JSON bytes from `pack`. Tuples and all bits of floats are restored."""
-    return _restore_tuples(json.loads(data))
+    try:
+        message = json.loads(data)
+    except ValueError as error:
+        raise ValueError(
+            f"rank {rank} sent data that is not JSON ({error}); {ONE_VERSION}"
+        ) from None
+    if "error" in message:
+        raise ValueError(f"rank {rank} cannot send its value: {message['error']}")
+    return _restore_tuples(message["value"])
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -41,23 +52,7 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     Raises:
         ValueError: on every rank, if a value cannot be packed; names the rank.
     """
-    try:
-        message = {"value": _tag_tuples(value, "the value")}
-    except ValueError as error:  # other ranks wait in the collective, so send them the error
-        message = {"error": str(error)}
-    received = _gather_bytes(json.dumps(message, separators=(",", ":")).encode(), group)
-    values: list[Any] = []
-    for rank, data in enumerate(received):
-        try:
-            other = json.loads(data)
-        except ValueError as error:
-            raise ValueError(
-                f"rank {rank} sent what is not JSON ({error}); {ONE_VERSION}"
-            ) from None
-        if "error" in other:
-            raise ValueError(f"rank {rank} cannot tell the others: {other['error']}")
-        values.append(_restore_tuples(other["value"]))
-    return values
+    return [unpack(data, rank) for rank, data in enumerate(_gather_bytes(pack(value), group))]
 
 
 def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
@@ -106,22 +101,17 @@ def _tag_tuples(value: Any, place: str) -> Any:
     """Return the value with tuples as `{TUPLE: [...]}`. Raise ValueError for types not in JSON."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, list):
-        return _tag_items(value, place)
-    if isinstance(value, tuple):
-        return {TUPLE: _tag_items(value, place)}
+    if isinstance(value, (list, tuple)):
+        items = [_tag_tuples(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {TUPLE: items}
     if not isinstance(value, dict):
         raise ValueError(
-            f"{place} is a {type(value).__name__}, which JSON cannot hold; {CAN_BE_SAID}"
+            f"{place} is a {type(value).__name__}, which JSON cannot hold; {JSON_TYPES}"
         )
     for key in value:
         if not isinstance(key, str) or key == TUPLE:
-            raise ValueError(f"{place} has the key {key!r}, which JSON cannot hold; {CAN_BE_SAID}")
+            raise ValueError(f"{place} has the key {key!r}, which JSON cannot hold; {JSON_TYPES}")
     return {key: _tag_tuples(item, f"{place}[{key!r}]") for key, item in value.items()}
-
-
-def _tag_items(values: Sequence[Any], place: str) -> list[Any]:
-    return [_tag_tuples(value, f"{place}[{i}]") for i, value in enumerate(values)]
 
 
 def _restore_tuples(value: Any) -> Any:
