@@ -63,13 +63,17 @@ class Control:
     """
 
     def __init__(self, timeout_s: float):
+        global _met
         self.timeout_s = timeout_s
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._heartbeat: Heartbeat | None = None
         try:
             with self.waiting("waiting for all ranks to call prepare"):
-                self._count()
+                # torch numbers groups: a rank that has begun one more group than the other ranks
+                # can never create a group with them again. So wait for all ranks before.
+                self.meet(f"prepare/{_met}")
+                _met += 1
                 self.group = new_group("gloo", timeout_s)
         except RuntimeError as error:
             raise RuntimeError(
@@ -83,16 +87,6 @@ class Control:
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
             self._heartbeat.add_user(self.met)
         self.hosts: list[str] = self.gather(socket.gethostname())
-
-    def _count(self) -> None:
-        """Wait for all ranks before torch creates a group, and count the wait.
-
-        torch numbers groups. A rank that has begun one more group than the other ranks can never
-        create a group with them again.
-        """
-        global _met
-        self.meet(f"prepare/{_met}")
-        _met += 1
 
     def meet(self, what: str) -> None:
         """Wait in the store until all ranks have called it. It may be repeated after a failure.

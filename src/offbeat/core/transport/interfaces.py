@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # imports torch, which the launcher of ranks must not import
 BACKENDS = ("gloo", "nccl")
 CHECK_S = 15.0
 SHOWN = 4  # failed connections in an error
+UNKNOWN = 1 << 30  # index of a link that rank 0 does not have, after all others
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
 
 
@@ -159,42 +160,32 @@ def _order_mismatch(hosts: Sequence[_Host], control: Control) -> str | None:
     """Return a description of the first rank with another order of links than rank 0, or None."""
     first = hosts[0]
     for rank, host in enumerate(hosts):
-        for i, (spec, network) in enumerate(zip(host.links, host.networks, strict=True)):
-            if network is not None and network == first.networks[i]:
+        places = [_index_in(first, host, i) for i in range(len(host.links))]
+        for i, j in enumerate(places):
+            if j in (i, UNKNOWN):
                 continue
-            j = _index_of(network, spec, first)
-            if j in (None, i):
-                continue
+            names = [host.links[k].name for k in sorted(range(len(places)), key=places.__getitem__)]
             return (
                 "links must be in the same order on all ranks: "
                 f"{_rank_at(rank, control)} has {_link_text(host, i)} where "
                 f"{_rank_at(0, control)} has {_link_text(first, i)}, but it is what rank 0 has as "
-                f"{_link_text(first, j)}; on rank {rank} give links={_ordered_names(host, first)}"
+                f"{_link_text(first, j)}; on rank {rank} give links={names}"
             )
     return None
 
 
-def _index_of(network: str | None, spec: LinkSpec, first: _Host) -> int | None:
-    """Return the index of rank 0's link in the same network, or else of the same name."""
+def _index_in(first: _Host, host: _Host, i: int) -> int:
+    """Return the index of rank 0's link in the same network as link `i` of a host, or else of the
+    same name; `UNKNOWN` if there is none."""
+    network, names = host.networks[i], [link.name for link in first.links]
     if network is not None and network in first.networks:
-        return first.networks.index(network)
-    names = [link.name for link in first.links]
-    return names.index(spec.name) if spec.name in names else None
+        return i if network == first.networks[i] else first.networks.index(network)
+    return names.index(host.links[i].name) if host.links[i].name in names else UNKNOWN
 
 
 def _link_text(host: _Host, i: int) -> str:
     network = host.networks[i]
     return f"link {i} {host.links[i].name!r}" + (f" in {network}" if network else "")
-
-
-def _ordered_names(host: _Host, first: _Host) -> list[str]:
-    """Return a host's links in rank 0's order. Links that rank 0 does not have come last."""
-
-    def place(i: int) -> int:
-        known = _index_of(host.networks[i], host.links[i], first)
-        return len(first.links) if known is None else known
-
-    return [host.links[i].name for i in sorted(range(len(host.links)), key=place)]
 
 
 # ---- reach ----------------------------------------------------------------------------------
