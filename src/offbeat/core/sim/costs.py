@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.codecs.cost import Encoded, payload_of_kind
 from offbeat.core.derive import effects
-from offbeat.core.plan import Apply, Payload, Plan, Transfer, groups_of
+from offbeat.core.plan import Apply, Plan, Transfer, groups_of
 from offbeat.core.plan.program import has_moment_per_bucket, work_before
 from offbeat.core.profile import Profile
 from offbeat.core.sim.ranks import Ranks
@@ -37,6 +39,15 @@ def apply_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None
     return seconds + profile.step_s * calls / len(seconds)
 
 
+class _Message(NamedTuple):
+    """Costs of a message on an idle link at the profile's rate: seconds, processor seconds of
+    the sender, and bytes."""
+
+    seconds: float
+    sending_s: float
+    size_bytes: int
+
+
 class Costs:
     """Seconds and bytes of compute, messages, votes and updates of one plan.
 
@@ -52,9 +63,7 @@ class Costs:
             link: {group[0] for group in groups_of(link, plan.groups) if len(group) == 1}
             for link in plan.links
         }
-        self._message_s: dict[tuple[int, int], float] = {}
-        self._sending_s: dict[int, float] = {}
-        self._bytes: dict[int, int] = {}
+        self._messages: dict[int, _Message] = {}
         # compute_s[place]: seconds of compute between the previous moment and the one at `place`.
         self.compute_s = np.array(
             [
@@ -83,29 +92,11 @@ class Costs:
         """
         if ranks is not None and self._is_alone(t, ranks[0]):
             return 0.0
-        key = id(t), ranks[0] if ranks else -1
-        if key not in self._message_s:
-            payload, encoded = self._link_payload(t)
-            seconds = (
-                self.profile.message_s(payload, t.link, t.verb)
-                if encoded is None
-                else encoded.seconds(t.link)
-            )
-            self._message_s[key] = seconds / self._ranks.link_rate(t.link, ranks)
-        return self._message_s[key]
+        return self._message(t).seconds / self._ranks.link_rate(t.link, ranks)
 
     def sending_s(self, t: Transfer, rank: int) -> float:
         """Return the processor seconds that a message takes from the sending rank's compute."""
-        if self._is_alone(t, rank):
-            return 0.0
-        if id(t) not in self._sending_s:
-            payload, encoded = self._link_payload(t)
-            self._sending_s[id(t)] = (
-                self.profile.sending_s(payload, t.link, t.verb)
-                if encoded is None
-                else encoded.sending_s(t.link)
-            )
-        return self._sending_s[id(t)]
+        return 0.0 if self._is_alone(t, rank) else self._message(t).sending_s
 
     def message_bytes(self, t: Transfer, rank: int) -> int:
         """Return the bytes of a rank's message.
@@ -113,25 +104,29 @@ class Costs:
         A reduce_scatter or all_gather counts half, so that a pair of them counts as one all-reduce.
         A rank that is a group of its own sends 0 bytes.
         """
-        if self._is_alone(t, rank):
-            return 0
-        if id(t) not in self._bytes:
-            payload, encoded = self._link_payload(t)
-            size = self.profile.bytes_of(payload) if encoded is None else encoded.bytes
-            half = t.verb in ("reduce_scatter", "all_gather")
-            self._bytes[id(t)] = size // 2 if half else size
-        return self._bytes[id(t)]
+        return 0 if self._is_alone(t, rank) else self._message(t).size_bytes
 
     def _is_alone(self, t: Transfer, rank: int) -> bool:
         """Return whether the transfer is a collective in which the rank is the only member."""
         return t.ranks is None and rank in self._alone[t.link]
 
-    def _link_payload(self, t: Transfer) -> tuple[Payload, Encoded | None]:
-        """Return the payload by its buffer's kind, and its encoding if the transfer has a wire."""
-        payload = payload_of_kind(t.payload, self._buffers[t.payload.buffer].kind)
-        if t.wire is None:
-            return payload, None
-        return payload, Encoded(self.profile, payload, t.wire, t.verb)
+    def _message(self, t: Transfer) -> _Message:
+        """Return the costs of a message, of the encoded payload if the transfer has a wire."""
+        if id(t) not in self._messages:
+            profile = self.profile
+            payload = payload_of_kind(t.payload, self._buffers[t.payload.buffer].kind)
+            if t.wire is None:
+                seconds = profile.message_s(payload, t.link, t.verb)
+                sending_s = profile.sending_s(payload, t.link, t.verb)
+                size_bytes = profile.bytes_of(payload)
+            else:
+                encoded = Encoded(profile, payload, t.wire, t.verb)
+                seconds, sending_s = encoded.seconds(t.link), encoded.sending_s(t.link)
+                size_bytes = encoded.bytes
+            if t.verb in ("reduce_scatter", "all_gather"):
+                size_bytes //= 2
+            self._messages[id(t)] = _Message(seconds, sending_s, size_bytes)
+        return self._messages[id(t)]
 
     @property
     def vote_s(self) -> float:

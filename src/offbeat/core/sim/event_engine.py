@@ -214,10 +214,10 @@ class _Worker:
     def _release_leg(self, iteration: int, leg: Leg, now: float, factor: float) -> None:
         for name, after_s in leg.cast_votes:
             self.world.cast_vote(name, iteration, now + after_s * factor)
-        for link, positions, after_s, _ in leg.released:
+        for link, released in leg.released.items():
             queue = self.lines[link]
             begin = queue.begins[iteration]
-            for position, seconds in zip(positions, after_s, strict=True):
+            for position, seconds in zip(released.positions, released.after_s, strict=True):
                 self.world.mark_ready(queue.flows[begin + position], now + seconds * factor)
 
     def deadlock_error(self) -> ValueError:

@@ -183,14 +183,15 @@ class _AllRanks:
         for name, after_s in leg.cast_votes:
             last_s = float(np.max(now + after_s * factor))
             self.known_s[name, iteration] = last_s + self.job.costs.vote_s
-        for link, positions, after_s, column_s in leg.released:
+        for link, released in leg.released.items():
             if not self.job.factors.alike:
-                last_s = (now + column_s * factor).max(axis=1).tolist()
+                last_s = (now + released.column_s * factor).max(axis=1).tolist()
             else:
-                last_s = [now + seconds * factor for seconds in after_s]
+                last_s = [now + seconds * factor for seconds in released.after_s]
             line = self.lines[link]
             begin = line.begins[iteration]
-            line.released_s.update(zip([begin + p for p in positions], last_s, strict=True))
+            numbers = [begin + position for position in released.positions]
+            line.released_s.update(zip(numbers, last_s, strict=True))
 
 
 def _as_rows(times: list[Times]) -> NDArray[np.float64]:

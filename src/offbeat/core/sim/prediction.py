@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from offbeat.core.sim.fluid import coupled_links
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.run import run
+from offbeat.core.sim.run import make_job, run
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
 from offbeat.core.sim.simulation import recorded_iterations, to_trace
 from offbeat.core.sim.trace import Trace
@@ -80,18 +80,9 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as a JSON-compatible dict, without plan and trace."""
-        return {
-            "schema": SCHEMA,
-            "strategy": self.strategy,
-            "iteration_s": self.iteration_s,
-            "bound_s": self.bound_s,
-            "exposed_s": self.exposed_s,
-            "idle_s": self.idle_s,
-            "busy_s": self.busy_s,
-            "bytes_per_iteration": self.bytes_per_iteration,
-            "window": [self.window.start, self.window.stop],
-            "steady": self.steady,
-        }
+        names = (f.name for f in fields(self) if f.name not in ("plan", "_traced"))
+        values = {name: getattr(self, name) for name in names}
+        return {"schema": SCHEMA, **values, "window": [self.window.start, self.window.stop]}
 
 
 @dataclass(frozen=True)
@@ -151,20 +142,6 @@ def predict(
     return within_bound(strategy.predict(profile, conditions, ran), profile, ranks)
 
 
-def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: str) -> Prediction:
-    """Return the prediction for the plan of the strategy of this name."""
-    return predict_plan(
-        plan,
-        profile,
-        strategy=name,
-        iterations=conditions.iterations,
-        seed=conditions.seed,
-        ranks=conditions.ranks,
-        votes=conditions.votes,
-        skip=conditions.skip,
-    )
-
-
 def predict_plan(
     plan: Plan,
     profile: Profile,
@@ -200,15 +177,21 @@ def predict_plan(
     Raises:
         ValueError: the plan does not fit the profile or deadlocks.
     """
-    ranks = ranks or Ranks()
-    replayed = max((len(v) for v in (votes or {}).values() if isinstance(v, Sequence)), default=0)
-    if replayed and iterations is None:
-        iterations = replayed
+    conditions = Conditions(iterations, seed, ranks, votes, skip=skip)
+    return predict_under(plan, profile, conditions, strategy or plan.strategy)
+
+
+def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: str) -> Prediction:
+    """Return the prediction for the plan of the strategy of this name; see `predict_plan`."""
+    votes = (conditions.votes or {}).values()
+    replayed = max((len(v) for v in votes if isinstance(v, Sequence)), default=0)
+    if replayed and conditions.iterations is None:
+        conditions = replace(conditions, iterations=replayed)
     whole = ShortPlan(plan, plan, {}, {}, (), ((0, 0),))
-    short = shorten(plan) if iterations is None else whole
-    result, cycle = _simulate(short, profile, ranks, iterations, seed, votes or {})
+    short = shorten(plan) if conditions.iterations is None else whole
+    result, cycle = _simulate(short, profile, conditions)
     if replayed:
-        cycle, here = None, _periods_after(short.plan, skip, len(result.ends_s))
+        cycle, here = None, _periods_after(short.plan, conditions.skip, len(result.ends_s))
     else:
         here = cycle or _second_half(short.plan, len(result.ends_s))
     window = range(short.number_of(here.start), short.number_of(here.stop))
@@ -217,7 +200,7 @@ def predict_plan(
     waited_s = result.waited_s[here.start : here.stop].mean(axis=1).tolist()
     weights = map(short.weight, here)
     return Prediction(
-        strategy=strategy or plan.strategy,
+        strategy=name,
         iteration_s=iteration_s,
         bound_s=plan.bound_s,
         exposed_s=sum(s * w for s, w in zip(waited_s, weights, strict=True)) / len(window),
@@ -261,19 +244,15 @@ def _trace(result: Run, short: ShortPlan) -> Trace:
 
 
 def _simulate(
-    short: ShortPlan,
-    profile: Profile,
-    ranks: Ranks,
-    iterations: int | None,
-    seed: int,
-    votes: Votes,
+    short: ShortPlan, profile: Profile, conditions: Conditions
 ) -> tuple[Run, range | None]:
     """Simulate with a growing number of iterations until the timeline repeats.
 
     Returns:
         The last run, and the iterations of its cycle or None.
     """
-    plan = short.plan
+    plan, iterations = short.plan, conditions.iterations
+    ranks, votes = conditions.ranks or Ranks(), conditions.votes or {}
     used = {base_link(name) for name in plan.links}
     chance = any(ranks.jitters(profile))
     chance = chance or any(link.jitter for link in profile.links if link.name in used)
@@ -289,16 +268,9 @@ def _simulate(
             least = SHARED_ITERATIONS
         iterations = plan.prologue + plan.period * -(-least // plan.period)
     while True:
-        result = run(
-            plan,
-            profile,
-            ranks,
-            iterations=iterations,
-            seed=seed,
-            votes=votes,
-            repeats=short.repeats,
-            spread=SHARED_SPREAD if several else 0.0,
-        )
+        spread = SHARED_SPREAD if several else 0.0
+        seed, repeats = conditions.seed, short.repeats
+        result = run(make_job(plan, profile, ranks, iterations, seed, votes, repeats, spread))
         cycle = None if chance else _cycle(short, result)
         repeated = iterations - plan.prologue
         if cycle or fixed or 2 * repeated > MOST_ITERATIONS:

@@ -12,24 +12,27 @@ from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.fluid import coupled_links
-from offbeat.core.sim.job import Factors, Job, Run
+from offbeat.core.sim.job import Factors, Job, Run, Spread
 from offbeat.core.sim.outcomes import Outcomes, Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.spread import Spread
 
 
-def run(
+def run(job: Job) -> Run:
+    """Simulate a plan on all ranks; raise ValueError if the plan deadlocks."""
+    return engine.run(job) if job.plan.uniform else events.run(job)
+
+
+def make_job(
     plan: Plan,
     profile: Profile,
     ranks: Ranks,
-    *,
     iterations: int,
     seed: int = 0,
     votes: Votes | None = None,
     repeats: Mapping[int, int] | None = None,
     spread: float = 0.0,
-) -> Run:
-    """Simulate a plan on all ranks.
+) -> Job:
+    """Return the input of an engine.
 
     Args:
         plan: plan to simulate.
@@ -42,23 +45,8 @@ def run(
         spread: lower limit of the relative standard deviation of message times.
 
     Raises:
-        ValueError: the plan does not fit the profile or deadlocks.
+        ValueError: the plan does not fit the profile.
     """
-    job = make_job(plan, profile, ranks, iterations, seed, votes or {}, repeats or {}, spread)
-    return engine.run(job) if plan.uniform else events.run(job)
-
-
-def make_job(
-    plan: Plan,
-    profile: Profile,
-    ranks: Ranks,
-    iterations: int,
-    seed: int,
-    votes: Votes,
-    repeats: Mapping[int, int],
-    spread: float = 0.0,
-) -> Job:
-    """Return the input of an engine; raise ValueError if the plan does not fit the profile."""
     if iterations < 1:
         raise ValueError(f"iterations ({iterations}) must be at least 1")
     for words, rules in chain(size_faults(plan, profile), fit_faults(plan, profile)):
@@ -79,9 +67,9 @@ def make_job(
         iterations,
         horizon,
         Costs(plan, profile, ranks),
-        Outcomes([vote.name for vote in plan.votes], votes, seed),
+        Outcomes([vote.name for vote in plan.votes], votes or {}, seed),
         Factors(profile, ranks, horizon, seed),
         Spread(plan, profile, seed, spread),
         together,
-        repeats,
+        repeats or {},
     )

@@ -10,7 +10,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.run import run
+from offbeat.core.sim.run import make_job, run
 from offbeat.core.sim.spans import rank_spans
 from offbeat.core.sim.trace import Trace
 
@@ -51,18 +51,11 @@ def simulate(
         ValueError: the plan does not fit the profile or deadlocks.
     """
     if iterations is None:
-        iterations = min(default_iterations(plan), MOST_ITERATIONS)
+        periods = max(4, -(-LEAST_ITERATIONS // plan.period))
+        iterations = min(plan.prologue + periods * plan.period, MOST_ITERATIONS)
     window = recorded_iterations(plan, iterations, record)
-    result = run(plan, profile, ranks or Ranks(), iterations=iterations, seed=seed, votes=votes)
+    result = run(make_job(plan, profile, ranks or Ranks(), iterations, seed, votes))
     return to_trace(result, plan, range(iterations), window)
-
-
-def default_iterations(plan: Plan, least: int = LEAST_ITERATIONS) -> int:
-    """Return the iterations of prologue and at least four periods, with at least `least` in these.
-
-    The periods are whole.
-    """
-    return plan.prologue + plan.period * max(4, -(-least // plan.period))
 
 
 def recorded_iterations(plan: Plan, iterations: int, record: int | None) -> range:

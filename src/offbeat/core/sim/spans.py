@@ -9,7 +9,6 @@ from offbeat.core.derive.windows import Windows
 from offbeat.core.plan import Transfer
 from offbeat.core.plan.program import Step, work_before
 from offbeat.core.sim.job import Run
-from offbeat.core.sim.timed_program import Slot
 from offbeat.core.sim.trace import COMPUTE, Span
 
 ROUNDING = 1e-12  # share of the current time; a shorter wait is a rounding error
@@ -94,7 +93,8 @@ class _SpanBuilder:
         until_s = 0.0
         for lag, index in step.wait:
             slot = self.program.slot(iteration, lag, index)
-            if self.program.is_on(self._transfer(iteration, slot), iteration - lag):
+            t = self.program.program.transfers(iteration - lag)[index]
+            if self.program.is_on(t, iteration - lag):
                 times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
                 assert times is not None
                 until_s = max(until_s, times[2])
@@ -116,7 +116,7 @@ class _SpanBuilder:
         the receiver of a send it starts with the transfer.
         """
         slot = self.program.slot(iteration, 0, index)
-        t = self._transfer(iteration, slot)
+        t = self.program.program.transfers(iteration)[index]
         times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
         if times is None or not self.program.is_on(t, iteration):
             return
@@ -146,6 +146,3 @@ class _SpanBuilder:
             return None
         window = self.windows.window(self.number(iteration), t.payload.age)
         return window.start, window.stop
-
-    def _transfer(self, iteration: int, slot: Slot) -> Transfer:
-        return self.program.queues(iteration - slot.lag)[slot.link][slot.position]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, count, groupby, islice
 from typing import NamedTuple
 
@@ -30,23 +33,26 @@ class VoteSlot(NamedTuple):
     lag: int
 
 
-class Releases(NamedTuple):
+@dataclass
+class Releases:
     """Messages of one link that a leg releases.
 
     Attributes:
-        link: name of the link.
         positions: position of each message among the iteration's messages on the link.
         after_s: seconds from the start of the leg's compute to each release.
-        column_s: `after_s` as an array `[message, 1]`.
     """
 
-    link: str
-    positions: list[int]
-    after_s: list[float]
-    column_s: Seconds
+    positions: list[int] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+
+    @cached_property
+    def column_s(self) -> Seconds:
+        """Return `after_s` as an array `[message, 1]`."""
+        return np.array(self.after_s)[:, None]
 
 
-class Leg(NamedTuple):
+@dataclass
+class Leg:
     """Part of an iteration: one wait, followed by compute without waiting.
 
     Attributes:
@@ -57,33 +63,11 @@ class Leg(NamedTuple):
         seconds: seconds of compute.
     """
 
-    due: tuple[Slot, ...]
-    decided: tuple[VoteSlot, ...]
-    cast_votes: tuple[tuple[str, float], ...]
-    released: tuple[Releases, ...]
-    seconds: float
-
-
-class _Draft:
-    """Mutable leg under construction."""
-
-    def __init__(self, due: tuple[Slot, ...] = (), decided: tuple[VoteSlot, ...] = ()) -> None:
-        self.due, self.decided = due, decided
-        self.seconds = 0.0
-        self.cast_votes: list[tuple[str, float]] = []
-        self.released: dict[str, tuple[list[int], list[float]]] = {}
-
-    def release(self, link: str, position: int) -> None:
-        positions, after_s = self.released.setdefault(link, ([], []))
-        positions.append(position)
-        after_s.append(self.seconds)
-
-    def to_leg(self) -> Leg:
-        released = [
-            Releases(link, positions, after_s, np.array(after_s)[:, None])
-            for link, (positions, after_s) in self.released.items()
-        ]
-        return Leg(self.due, self.decided, tuple(self.cast_votes), tuple(released), self.seconds)
+    due: tuple[Slot, ...] = ()
+    decided: tuple[VoteSlot, ...] = ()
+    cast_votes: list[tuple[str, float]] = field(default_factory=list)
+    released: dict[str, Releases] = field(default_factory=lambda: defaultdict(Releases))
+    seconds: float = 0.0
 
 
 class TimedProgram:
@@ -200,21 +184,22 @@ class TimedProgram:
         # Cut twice at each step: before its updates and after them.
         cuts = [0, *chain.from_iterable((2 * s.position + 1, 2 * s.position + 2) for s in steps)]
         pieces = np.add.reduceat(seconds, cuts).tolist()
-        leg = _Draft()
-        leg.seconds = pieces[0]
+        leg = Leg(seconds=pieces[0])
         slots = self._slots(iteration)
         for step, applied_s, later_s in zip(steps, pieces[1::2], pieces[2::2], strict=True):
             due = self._due_slots(iteration, step) if step.wait else ()
             decided = tuple(VoteSlot(vote.name, lag) for lag, vote in step.decide)
             if due or decided:
-                yield leg.to_leg()
-                leg = _Draft(due, decided)
+                yield leg
+                leg = Leg(due, decided)
             leg.seconds += applied_s
             leg.cast_votes += [(vote.name, leg.seconds) for vote in step.ask]
             for index in step.release:
-                leg.release(*slots[index])
+                link, position = slots[index]
+                leg.released[link].positions.append(position)
+                leg.released[link].after_s.append(leg.seconds)
             leg.seconds += later_s + self.sending_s(iteration, step)
-        yield leg.to_leg()
+        yield leg
 
     def _seconds(self, iteration: int, steps: Sequence[Step]) -> Seconds:
         """Return seconds, alternating for each place: compute before the moment, updates at it."""
