@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.promised import MODULES, gaps, promised
 
 import offbeat
 
@@ -83,3 +84,9 @@ def test_prepare_is_the_runtimes() -> None:
     from offbeat.core.runtime.prepare import prepare
 
     assert offbeat.prepare is prepare
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_of_promised_names(module: str) -> None:
+    """Each explains all parameters or fields, and so do the public methods of classes."""
+    assert [gap for where, name in promised() if where == module for gap in gaps(where, name)] == []

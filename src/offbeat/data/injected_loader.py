@@ -72,7 +72,11 @@ class Injected:
         return {"iteration": self._iteration}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue the random selection at a saved iteration, which must be equal on all ranks."""
+        """Continue the random selection at a saved iteration.
+
+        Args:
+            state: result of `state_dict`, equal on all ranks.
+        """
         require_count("iteration", state["iteration"], least=0)
         self._iteration = state["iteration"]
 

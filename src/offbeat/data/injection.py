@@ -66,21 +66,36 @@ class Injection:
         return math.ceil(batch / times - ROUNDING)
 
     def sharing(self, workers: int) -> int:
-        """Return the number of workers that share in each iteration."""
+        """Return the number of workers that share in each iteration.
+
+        Args:
+            workers: number of workers.
+        """
         require_count("workers", workers)
         if workers == 1 or not self.alpha or not self.beta:
             return 0
         return max(1, math.floor(self.alpha * workers + 0.5 + ROUNDING))
 
     def sharers(self, iteration: int, workers: int) -> tuple[int, ...]:
-        """Return the workers that share in an iteration, in the order in which they are drawn."""
+        """Return the workers that share in an iteration, in the order in which they are drawn.
+
+        Args:
+            iteration: number of the iteration.
+            workers: number of workers.
+        """
         rng = np.random.default_rng([self.seed, iteration])
         drawn = rng.permutation(workers)[: self.sharing(workers)]
         return tuple(drawn.tolist())
 
     def given(self, batch: int, workers: int) -> tuple[int, ...]:
-        """Return the number of samples that each worker of `sharers` shares, in the same order; the
-        sum is b - b'.
+        """Return the number of samples that each sharing worker shares.
+
+        Args:
+            batch: effective batch size b.
+            workers: number of workers.
+
+        Returns:
+            Numbers in the order of `sharers`; the sum is b - b'.
         """
         sharing = self.sharing(workers)
         missing = batch - self.batch_size(batch, workers)

@@ -89,7 +89,10 @@ class Partition:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Partition:
-        """Return the partition from JSON data.
+        """Return the partition that a result of `to_dict` describes.
+
+        Args:
+            data: partition as JSON data.
 
         Raises:
             ValueError: the data is not a partition.
@@ -101,12 +104,19 @@ class Partition:
         return cls(tuple(map(np.asarray, data["shares"])), str(data.get("split", "given")))
 
     def save(self, path: str | Path) -> None:
-        """Write the partition to a JSON file."""
+        """Write the partition to a JSON file.
+
+        Args:
+            path: file to write.
+        """
         write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:
         """Read a partition from a JSON file.
+
+        Args:
+            path: file that `save` or `offbeat data -o` has written.
 
         Raises:
             ValueError: the file is not a partition; the message names the file.

@@ -44,10 +44,12 @@ class DefDP(ChunkSampler):
 
     @property
     def reads(self) -> tuple[int, ...]:
+        """Return the workers whose chunks this worker reads, in order."""
         return (self.rank,)
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """Return the number of samples per epoch of each worker."""
         return self.partition.sizes
 
     def __len__(self) -> int:
@@ -64,8 +66,14 @@ class SelDP(ChunkSampler):
 
     Workers read different samples in each iteration, because they follow the same circle at
     different positions; chunks must contain at least one batch. An epoch is N times as long as with
-    `DefDP`, and each worker needs all data. A chunk is shuffled when it is read. The parameters are
-    those of `DefDP`, without `length`.
+    `DefDP`, and each worker needs all data. A chunk is shuffled when it is read.
+
+    Args:
+        source: data set, its length, or a `Partition`, as `LabelSkew` and `Dirichlet` return it.
+        rank: rank of this worker.
+        world_size: number of workers.
+        seed: seed of the order.
+        shuffle: whether each chunk is shuffled when it is read.
 
     Source: SelSync (Tyagi, Swamy).
     """
@@ -83,10 +91,12 @@ class SelDP(ChunkSampler):
 
     @property
     def reads(self) -> tuple[int, ...]:
+        """Return the workers whose chunks this worker reads, in order."""
         return tuple((self.rank + i) % self.world_size for i in range(self.world_size))
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """Return the number of samples per epoch of each worker."""
         return (len(self),) * self.world_size
 
     def __len__(self) -> int:

@@ -88,7 +88,14 @@ class Cluster(Part):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a TOML file; the message of a ValueError names the file and every invalid key."""
+        """Read a TOML file.
+
+        Args:
+            path: file to read.
+
+        Raises:
+            ValueError: the file is not valid. The message names the file and every invalid key.
+        """
         try:
             return cls.from_toml(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -96,7 +103,14 @@ class Cluster(Part):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """Read TOML text; the message of a ValueError names every invalid key."""
+        """Read TOML text.
+
+        Args:
+            text: content of a TOML file.
+
+        Raises:
+            ValueError: the text is not valid. The message names every invalid key.
+        """
         try:
             return cls.model_validate(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
@@ -109,7 +123,11 @@ class Cluster(Part):
         return toml_text(self.record())
 
     def save(self, path: str | Path) -> None:
-        """Write the TOML file."""
+        """Write the TOML file.
+
+        Args:
+            path: file to write.
+        """
         write_text(path, self.to_toml())
 
     def record(self) -> dict[str, Any]:
@@ -123,23 +141,43 @@ class Cluster(Part):
         return self.hosts * self.processes_per_host
 
     def host_of(self, rank: int) -> int:
-        """Return the host that runs this rank. Ranks are numbered host by host."""
+        """Return the host that runs a rank. Ranks are numbered host by host.
+
+        Args:
+            rank: number of the rank.
+        """
         return rank // self.processes_per_host
 
     def link_index(self, name: str) -> int:
-        """Return the index of the link in `links`; the message of a ValueError names the existing
-        links."""
+        """Return the index of a link in `links`.
+
+        Args:
+            name: name of the link.
+
+        Raises:
+            ValueError: the cluster has no such link. The message names the links.
+        """
         names = [link.name for link in self.links]
         if name not in names:
             raise ValueError(f"link ({name!r}) must be one of {names}")
         return names.index(name)
 
     def rate_bps(self, host: int, link: str) -> int | None:
-        """Return the bits per second of a host's attachment to a link; None if unshaped."""
+        """Return the bits per second of a host's attachment to a link; None if unshaped.
+
+        Args:
+            host: number of the host.
+            link: name of the link.
+        """
         return self.attachment(host, link).rate_bps
 
     def attachment(self, host: int, link: str) -> Way:
-        """Return the configured values of all ways from and to this host on one link."""
+        """Return the configured values of all ways from and to a host on one link.
+
+        Args:
+            host: number of the host.
+            link: name of the link.
+        """
         shared, own = self.links[self.link_index(link)], self._override(host)
         latency = own.latencies.get(link, shared.latency_s)
         return Way(
@@ -153,6 +191,11 @@ class Cluster(Part):
 
         The smaller rate, the larger delay and the larger loss of both hosts apply. A pair's rate is
         a further limit; its delay and loss replace those of the hosts.
+
+        Args:
+            one: number of one host.
+            other: number of the other host.
+            link: name of the link.
         """
         ends = [self.attachment(host, link) for host in (one, other)]
         pair = next((p for p in self.pairs if set(p.hosts) == {one, other}), None)
@@ -166,15 +209,27 @@ class Cluster(Part):
         return Way(min((r for r in rates if r is not None), default=None), latency_s, loss)
 
     def threads_of(self, host: int) -> int:
-        """Return OMP_NUM_THREADS of this host's ranks."""
+        """Return OMP_NUM_THREADS of a host's ranks.
+
+        Args:
+            host: number of the host.
+        """
         return self._override(host).threads or self.threads
 
     def speed_of(self, host: int) -> float:
-        """Return the compute speed of this host relative to the other hosts."""
+        """Return the compute speed of a host relative to the other hosts.
+
+        Args:
+            host: number of the host.
+        """
         return self._override(host).speed
 
     def jitter_of(self, host: int) -> float:
-        """Return the sigma of the lognormal factor on this host's compute."""
+        """Return the sigma of the lognormal factor on a host's compute.
+
+        Args:
+            host: number of the host.
+        """
         return self._override(host).jitter
 
     def _override(self, host: int) -> HostOverride:

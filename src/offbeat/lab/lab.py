@@ -98,19 +98,31 @@ class Lab:
         return _require_entered(self._process)
 
     def interface(self, link: int) -> str:
-        """Return the name of the interface to a link, which is the same in every host."""
+        """Return the name of the interface to a link, which is the same in every host.
+
+        Args:
+            link: index of the link in `Cluster.links`.
+        """
         _check_index("link", link, len(self.cluster.links))
         return interface_name(link)
 
     def address(self, host: int, link: int = 0) -> str:
-        """Return the IPv4 address of a host on a link, reachable only from inside the lab."""
+        """Return the IPv4 address of a host on a link, reachable only from inside the lab.
+
+        Args:
+            host: number of the host.
+            link: index of the link in `Cluster.links`.
+        """
         _check_index("host", host, self.cluster.hosts)
         _check_index("link", link, len(self.cluster.links))
         return address(host, link)
 
     def host_key(self, host: int) -> int | None:
-        """Return the namespace in which the supervisor starts ranks of this host; None: no
-        namespace."""
+        """Return the namespace in which the supervisor starts ranks of a host.
+
+        Args:
+            host: number of the host.
+        """
         return host
 
     def next_port(self) -> int:
@@ -141,10 +153,13 @@ class Lab:
         return change_messages(self.cluster)
 
     def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
-        """Return measured rates and delays between some hosts, within about `budget_s` seconds.
+        """Return measured rates and delays between some hosts.
 
         One pair is measured for each configured rate and delay, and then every host as far as time
         permits.
+
+        Args:
+            budget_s: approximate limit of the time, in seconds.
         """
         asked = probe_targets(self.cluster)
         ways = [way.message() for way in asked]
@@ -244,18 +259,31 @@ class NoLab:
         return _require_entered(self._process)
 
     def interface(self, link: int) -> str:
-        """Return the loopback for every link."""
+        """Return the loopback for every link.
+
+        Args:
+            link: index of the link in `Cluster.links`.
+        """
         _check_index("link", link, len(self.cluster.links))
         return "lo"
 
     def address(self, host: int, link: int = 0) -> str:
-        """Return the address of the loopback for every host and link."""
+        """Return the address of the loopback for every host and link.
+
+        Args:
+            host: number of the host.
+            link: index of the link in `Cluster.links`.
+        """
         _check_index("host", host, self.cluster.hosts)
         _check_index("link", link, len(self.cluster.links))
         return "127.0.0.1"
 
     def host_key(self, host: int) -> int | None:
-        """Return None: there is no namespace."""
+        """Return None: there is no namespace.
+
+        Args:
+            host: number of the host.
+        """
         _check_index("host", host, self.cluster.hosts)
         return None
 
@@ -266,7 +294,16 @@ class NoLab:
             return probe.getsockname()[1]
 
     def set_rate(self, host: int, link: str, rate: str | float | None) -> None:
-        """Raise LabError: the loopback is not shaped."""
+        """Raise LabError: the loopback is not shaped.
+
+        Args:
+            host: number of the host.
+            link: name of the link.
+            rate: requested rate.
+
+        Raises:
+            LabError: in every case.
+        """
         raise LabError(
             f"the rate of link {link!r} on host {host} cannot become {rate!r}: --lab none is "
             "unshaped; use a Lab"
@@ -277,7 +314,11 @@ class NoLab:
         return []
 
     def probe(self, budget_s: float = 2.0) -> list[ProbeResult]:
-        """Return an empty list: the loopback has no configured rates."""
+        """Return an empty list: the loopback has no configured rates.
+
+        Args:
+            budget_s: has no effect.
+        """
         return []
 
     def verify(self) -> None:
@@ -293,8 +334,14 @@ class NoLab:
 
 
 def check_support(cluster: Cluster) -> None:
-    """Build and remove one host with the cluster's links; raise LabError if the machine refuses
-    it."""
+    """Build and remove one host with the links of a cluster.
+
+    Args:
+        cluster: description of the links.
+
+    Raises:
+        LabError: the machine refuses the lab.
+    """
     alone = {"hosts": 1, "overrides": (), "pairs": (), "changes": ()}
     with Lab(cluster.model_copy(update=alone), "support check"):
         return

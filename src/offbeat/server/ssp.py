@@ -57,6 +57,7 @@ class SSP(ServedStrategy):
 
     @property
     def server_settings(self) -> ServerSettings:
+        """Return the settings that the servers receive."""
         return ServerSettings(
             self.silent_s,
             self.apply,

@@ -206,8 +206,11 @@ class Cyclic(Wired):
         return [*cut([b.forward_s + b.backward_s for b in profile.buckets], stages)]
 
     def rules(self, stages: int) -> list[Table]:
-        """Return tables of the uses of w_t, one per iteration of the period; stages from the
-        output."""
+        """Return tables of the uses of w_t, one per iteration of the period.
+
+        Args:
+            stages: number of stages. Columns of a table are stages from the output on.
+        """
         allowed = [[g < i for g in range(stages)] for i in range(1, stages + 1)]
         if self.table is not None:
             rows = [row[::-1] for row in self.table]

@@ -63,6 +63,9 @@ class DDP(Strategy):
 
         With "tuned", the size of each run of buckets from the output side is a candidate. The
         candidate with the earliest end of all messages wins.
+
+        Args:
+            profile: profile of the job.
         """
         if self.bucket_cap_mb != "tuned":
             return self.bucket_cap_mb

@@ -104,8 +104,14 @@ class FedAvg(Wired):
         return steps if isinstance(steps, int) else max(steps)
 
     def counts(self, workers: int) -> tuple[float, ...]:
-        """Return the samples of every worker. Raise ValueError if `samples` has another number of
-        entries."""
+        """Return the samples of every worker.
+
+        Args:
+            workers: number of workers.
+
+        Raises:
+            ValueError: `samples` has another number of entries.
+        """
         counts = self.samples or (1.0,) * workers
         _require_one_each("samples", counts, workers)
         return counts
@@ -147,8 +153,14 @@ class FedAvg(Wired):
         )
 
     def steps(self, workers: int) -> tuple[int, ...]:
-        """Return the local steps of every worker. Raise ValueError if the setting has another
-        number of entries."""
+        """Return the local steps of every worker per round.
+
+        Args:
+            workers: number of workers.
+
+        Raises:
+            ValueError: the setting has another number of entries.
+        """
         steps = self.round_steps
         if isinstance(steps, int):
             return (steps,) * workers

@@ -21,7 +21,19 @@ from offbeat.core.verify.equations import NumpyWorld, Optimizer, Task, momentum,
 from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
 from offbeat.strategies import Strategy
 
+__all__ = [
+    "TOLERANCE",
+    "conforms",
+    "equals_equations",
+    "interpret_plan",
+    "moves_everything",
+    "plan_is_pure",
+    "plan_is_sound",
+    "shares",
+]
+
 TOLERANCE = 1e-12
+"""Largest difference between the weights of an interpreted plan and of its equations."""
 
 
 def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2, 3)) -> None:

@@ -156,6 +156,9 @@ def iteration(model: nn.Module) -> int:
     """Return the number of trained iterations of a prepared model.
 
     Iterations before the loaded checkpoint are included.
+
+    Args:
+        model: model that `prepare` has returned.
     """
     return _session_of(model).iteration
 

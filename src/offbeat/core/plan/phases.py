@@ -13,6 +13,9 @@ class Phases(Set[int]):
 
     Time and memory depend on the number of runs, not on the number of members.
 
+    Args:
+        members: integers of the set, in any order.
+
     Attributes:
         runs: (start, stop) of each run of consecutive members, ascending, with gaps between
             them.
@@ -31,14 +34,25 @@ class Phases(Set[int]):
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int]]) -> Phases:
-        """Return the union of runs (start, stop) in any order."""
+        """Return the union of runs.
+
+        Args:
+            runs: (start, stop) of each run, in any order.
+        """
         phases = cls()
         phases.runs = _merge_runs(sorted(run for run in runs if run[0] < run[1]))
         return phases
 
     @classmethod
     def parse(cls, text: str) -> Phases:
-        """Return the set that `text`, a result of `str`, denotes: "0,3-5" or "none"."""
+        """Return the set that a text denotes.
+
+        Args:
+            text: result of `str`, such as "0,3-5" or "none".
+
+        Raises:
+            ValueError: the text is not such a list of runs.
+        """
         runs = []
         for run in text.split(",") if text != "none" else ():
             first, _, last = run.partition("-")

@@ -15,16 +15,24 @@ from offbeat.core.plan.phases import Phases
 
 Point = Literal["forward", "grad", "step", "end"]
 Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"]
+"""Operation of a transfer, see `Transfer`."""
 Kind = Literal["grad", "param", "state", "buffers"]
+"""Shape of a buffer, see `Buffer`."""
 Start = Literal["zero", "param"]
 Merge = Literal["sum", "mean"]
+"""Whether gradients of an accumulation window are added up or averaged over its iterations."""
 
 POINTS: tuple[str, ...] = get_args(Point)
 VERBS: tuple[str, ...] = get_args(Verb)
+"""All verbs of transfers."""
 CHANNEL = "#"
+"""Separator between the name of a link and its channel, as in `net#1`."""
 VOTES = "votes"
+"""Name of the channel that carries votes, as in `net#votes`."""
 Groups = tuple[tuple[int, ...], ...]
-BUFFERS = "buffers"  # name of the buffer of the module's own buffers
+"""Partition of the ranks into groups; () for one group of all ranks."""
+BUFFERS = "buffers"
+"""Name of the buffer that holds the module's own buffers, such as running statistics."""
 Args = tuple[tuple[str, Any], ...]
 
 
@@ -83,6 +91,7 @@ BUILT_IN = {
     "state": Buffer("state", kind="state"),
     BUFFERS: Buffer(BUFFERS, kind="buffers", kept=False),
 }
+"""Buffers that exist in every plan, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,12 @@ class Wire:
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the codec, or `default`."""
+        """Return a setting of the codec, or `default`.
+
+        Args:
+            name: name of the setting.
+            default: value if the setting is not given.
+        """
         return dict(self.args).get(name, default)
 
 
@@ -251,7 +265,12 @@ class Apply:
         return dict(self.args)
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the rule, or `default`."""
+        """Return a setting of the rule, or `default`.
+
+        Args:
+            name: name of the setting.
+            default: value if the setting is not given.
+        """
         return self._settings.get(name, default)
 
     @property
@@ -287,7 +306,12 @@ class Vote:
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """Return a setting of the rule, or `default`."""
+        """Return a setting of the rule, or `default`.
+
+        Args:
+            name: name of the setting.
+            default: value if the setting is not given.
+        """
         return dict(self.args).get(name, default)
 
 
@@ -356,7 +380,11 @@ class Plan:
         return range(self.prologue, self.prologue + self.period)
 
     def phase(self, iteration: int) -> int:
-        """Return the phase of an iteration, counted from 0."""
+        """Return the phase of an iteration.
+
+        Args:
+            iteration: number of the iteration, counted from 0.
+        """
         if iteration < self.prologue:
             return iteration
         return self.prologue + (iteration - self.prologue) % self.period
@@ -378,7 +406,12 @@ class Plan:
         return not self.groups and all(rule.ranks is None for rule in rules)
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """Return the value of a fact, or `default`."""
+        """Return the value of a fact, or `default`.
+
+        Args:
+            name: name of the fact.
+            default: value if the plan has no such fact.
+        """
         return next((fact.value for fact in self.facts if fact.name == name), default)
 
     @cached_property
@@ -393,7 +426,11 @@ class Plan:
         return self.text()
 
     def text(self, mark: Iterable[Any] = ()) -> str:
-        """Return the plan as text, one line per rule, with an arrow at each rule in `mark`."""
+        """Return the plan as text, one line per rule.
+
+        Args:
+            mark: rules to mark with an arrow.
+        """
         from offbeat.core.plan.text import text_of
 
         return text_of(self, mark)
@@ -406,7 +443,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Return the plan that `data`, a result of `to_dict`, describes.
+        """Return the plan that a result of `to_dict` describes.
+
+        Args:
+            data: plan as JSON types.
 
         Raises:
             ValueError: the schema differs, or a field is missing or malformed.
@@ -473,7 +513,11 @@ def channel(link: str, index: int) -> str:
 
 
 def base_link(name: str) -> str:
-    """Return the link that a channel belongs to."""
+    """Return the link that a channel belongs to.
+
+    Args:
+        name: name of the link or channel.
+    """
     return name.partition(CHANNEL)[0]
 
 
@@ -481,12 +525,19 @@ def vote_channel(link: str) -> str:
     """Return the name of the channel of a link that carries votes.
 
     The channel spans all ranks, whatever the groups of its link. Other messages do not delay it.
+
+    Args:
+        link: name of the link.
     """
     return f"{link}{CHANNEL}{VOTES}"
 
 
 def is_vote_channel(name: str) -> bool:
-    """Return whether a name is the name of a channel of votes."""
+    """Return whether a name is the name of a channel of votes.
+
+    Args:
+        name: name of a link or channel.
+    """
     return name.partition(CHANNEL)[2] == VOTES
 
 

@@ -53,7 +53,11 @@ class Bucket:
     activation_bytes: int = 0
 
     def payload_bytes(self, kind: Kind) -> int:
-        """Return the bytes of this bucket in a message of a buffer of `kind`."""
+        """Return the bytes of this bucket in a message.
+
+        Args:
+            kind: kind of the buffer: "grad", "param" or "state".
+        """
         if kind == "grad":
             return self.size_bytes
         return self.size_bytes + self.buffer_bytes if kind == "param" else self.state_bytes
@@ -201,7 +205,11 @@ class CodecSpeed:
 
 Seconds = Any  # a float, or an array of them: one per message
 
-SIMULTANEOUS_SPEED = 2 / 3  # two messages at once on one link: 4/3 of its rate (ASC-WFBP)
+SIMULTANEOUS_SPEED = 2 / 3
+"""Relative speed of each of two channels of one link that carry messages at the same time.
+
+The link then carries 4/3 of its rate. Source: ASC-WFBP.
+"""
 
 FORMER_METHODS = {
     "alone_s": "bucket_message_s",
@@ -361,13 +369,22 @@ class Profile:
         return {link.name: link for link in self.links}
 
     def payload_bytes(self, kind: Kind, buckets: range) -> int:
-        """Return the bytes of a message of a buffer of `kind` over adjacent buckets."""
+        """Return the bytes of a message over adjacent buckets.
+
+        Args:
+            kind: kind of the buffer.
+            buckets: run of buckets.
+        """
         if kind == "buffers":
             return self.broadcast_bytes
         return sum(self.buckets[i].payload_bytes(kind) for i in buckets)
 
     def bytes_of(self, payload: Payload) -> int:
-        """Return the bytes of a payload. For a slice, the result is exact up to one element."""
+        """Return the bytes of a payload. For a slice, the result is exact up to one element.
+
+        Args:
+            payload: content of the message.
+        """
         kind = BUILT_IN[payload.buffer].kind
         held = payload.slice_of(self.payload_bytes(kind, payload.buckets))
         return held.stop - held.start
@@ -404,12 +421,20 @@ class Profile:
         )
 
     def codec_speed(self, name: str) -> CodecSpeed:
-        """Return the times of the codec `name`; zeros if it was not measured."""
+        """Return the times of a codec; zeros if it was not measured.
+
+        Args:
+            name: name of the codec.
+        """
         found = (speed for speed in self.codecs if speed.name == name)
         return next(found, CodecSpeed(name, 0.0, 0.0))
 
     def send_bytes_per_s(self, link: str) -> float:
-        """Return the bytes per second that one rank sends to another over a link."""
+        """Return the bytes per second that one rank sends to another over a link.
+
+        Args:
+            link: name of the link or channel.
+        """
         facts, one = self.link(link), 1 << 30
         seconds = facts.seconds(0.0, one / facts.bytes_per_s, one, "send", self.world_size)
         return one / (seconds - facts.seconds(0.0, 0.0, 0, "send", self.world_size))
@@ -456,8 +481,15 @@ class Profile:
         return np.where(latency_s + transfer_s > 0, seconds, 0.0).tolist()
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
-        """Return c_i for each bucket i: seconds of a message of the bucket alone; 0 for an empty
-        bucket."""
+        """Return c_i for each bucket i: the seconds of a message of the bucket alone.
+
+        Args:
+            link: name of the link or channel.
+            kind: kind of the buffer: "grad", "param" or "state".
+
+        Returns:
+            Seconds of each bucket; 0 for an empty bucket.
+        """
         return tuple(self.bucket_message_s(link, kind))
 
     def sending_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
@@ -475,7 +507,12 @@ class Profile:
         return cpu_s if verb == "all_reduce" else cpu_s / 2
 
     def transfer_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
-        """Return the seconds that each bucket adds to a fused message, without the latency."""
+        """Return the seconds that each bucket adds to a fused message, without the latency.
+
+        Args:
+            link: name of the link or channel.
+            kind: kind of the buffer: "grad", "param" or "state".
+        """
         facts = self.link(link)
         return tuple(_bucket_terms(bucket, facts, kind)[1] for bucket in self.buckets)
 
@@ -592,6 +629,9 @@ class Profile:
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
         """Return the profile that `data`, a result of `to_dict`, describes.
 
+        Args:
+            data: result of `to_dict`.
+
         Raises:
             ValueError: the schema differs, or a field is missing, unknown or out of range.
         """
@@ -628,8 +668,13 @@ class Profile:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON. The file is replaced in one step, so that readers never see
-        a part of it."""
+        """Write the profile as JSON.
+
+        The file is replaced in one step, so that readers never see a part of it.
+
+        Args:
+            path: file to write. Its directory is created.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
@@ -639,6 +684,9 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Return the profile of a JSON file.
+
+        Args:
+            path: file that `save` or `offbeat profile` has written.
 
         Raises:
             ValueError: the file is not JSON or not a profile. The message names the file.

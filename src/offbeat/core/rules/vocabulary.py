@@ -39,50 +39,98 @@ class Context(Protocol):
         ...
 
     def parameters(self, buffer: str, buckets: range) -> Arrays:
-        """Return the parameters of a buffer to change in place, without running statistics."""
+        """Return the parameters of a buffer to change in place, without running statistics.
+
+        Args:
+            buffer: name of the buffer.
+            buckets: run of buckets.
+        """
         ...
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
-        """Return the sum of squares of a buffer, without the absence counters behind gradients."""
+        """Return the sum of squares of a buffer, without the absence counters behind gradients.
+
+        Args:
+            buffer: name of the buffer.
+            buckets: run of buckets.
+        """
         ...
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
-        """Multiply a buffer by `factor`, without the absence counters behind gradients."""
+        """Multiply a buffer, without the absence counters behind gradients.
+
+        Args:
+            buffer: name of the buffer.
+            buckets: run of buckets.
+            factor: factor of each number.
+        """
         ...
 
     def swap(self, a: str, b: str, buckets: range) -> None:
-        """Exchange the parameters of the buffers `a` and `b`. Running statistics are not
-        exchanged."""
+        """Exchange the parameters of two buffers. Running statistics are not exchanged.
+
+        Args:
+            a: name of one buffer.
+            b: name of the other buffer.
+            buckets: run of buckets.
+        """
         ...
 
     def rotate(self, buffer: str) -> None:
-        """Increase the age of each copy of a buffer by one. The oldest copy becomes the newest."""
+        """Increase the age of each copy of a buffer by one. The oldest copy becomes the newest.
+
+        Args:
+            buffer: name of the buffer.
+        """
         ...
 
     def local(self, apply: Apply) -> None:
-        """Step the user's optimizer for the buckets of the apply. This uses up the gradients."""
+        """Step the user's optimizer. This uses up the gradients.
+
+        Args:
+            apply: apply with the buckets to step.
+        """
         ...
 
     def reset(self, buckets: range) -> None:
-        """Reset the optimizer's state of these buckets to its initial values."""
+        """Reset the optimizer's state to its initial values.
+
+        Args:
+            buckets: run of buckets.
+        """
         ...
 
     def recall(self, name: str) -> Any:
-        """Return the value that `keep` has stored under `name` on this worker; None at first."""
+        """Return the value that `keep` has stored on this worker; None at first.
+
+        Args:
+            name: name of the value.
+        """
         ...
 
     def keep(self, name: str, value: Any) -> None:
-        """Store a number, tensor or record under `name` on this worker."""
+        """Store a value on this worker.
+
+        Args:
+            name: name of the value.
+            value: number, tensor or record.
+        """
         ...
 
     def show(self, name: str, numbers: Mapping[str, float]) -> None:
-        """Record numbers of the vote `name` in this iteration, for metrics and records."""
+        """Record numbers of a vote in this iteration, for metrics and records.
+
+        Args:
+            name: name of the vote.
+            numbers: numbers by name.
+        """
         ...
 
 
 Use = Literal["reads", "writes", "changes"]
 Role = Literal["update", "close"]
 Rule = Callable[[Context, Apply], None]
+"""Function that executes a rule on one worker, given the apply with buckets and settings."""
 VoteRule = Callable[[Context, Vote, range], bool]
 """Function that returns the vote of a worker. The range is the buckets of the vote."""
 

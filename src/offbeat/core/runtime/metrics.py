@@ -17,10 +17,15 @@ Log = Callable[[Mapping[str, float], int], object]
 """Callable with the metrics by name and the number of finished iterations."""
 
 SECONDS = "seconds_per_iteration"
-EXPOSED = "exposed_communication_s"  # part of `SECONDS` in which compute waits for messages
-BYTES = "bytes_per_iteration"  # sent by this rank on one link: bytes_per_iteration/net
-DIVERGENCE = "divergence"  # mean squared distance of the replicas from their mean
-LOSS = "loss"  # mean over this rank's calls of backward
+"""Name of the seconds per iteration of this rank."""
+EXPOSED = "exposed_communication_s"
+"""Name of the part of `SECONDS` in which compute waits for messages."""
+BYTES = "bytes_per_iteration"
+"""Name of the bytes that this rank sends, followed by the link: `bytes_per_iteration/net`."""
+DIVERGENCE = "divergence"
+"""Name of the mean squared distance of the replicas from their mean."""
+LOSS = "loss"
+"""Name of the loss, the mean over this rank's calls of backward."""
 
 
 @dataclass(frozen=True)

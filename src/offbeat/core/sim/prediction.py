@@ -134,8 +134,12 @@ def predict(
     Args:
         strategy: the strategy.
         profile: measured facts of model and network.
-        iterations: see `predict_plan`, as for `seed`, `ranks`, `votes` and `skip`.
+        iterations: see `predict_plan`.
+        seed: see `predict_plan`.
+        ranks: see `predict_plan`.
+        votes: see `predict_plan`.
         servers: number of ranks that serve, for strategies with servers.
+        skip: see `predict_plan`.
         ran: plan that a run has executed, if it differs from the strategy's own plan.
     """
     conditions = Conditions(iterations, seed, ranks, votes, servers, skip)

@@ -72,7 +72,11 @@ class Ranks:
             yield f"link_rates[{link!r}]", rates
 
     def compute_scale(self, profile: Profile) -> tuple[float, ...]:
-        """Return the compute time of every rank relative to the profile's."""
+        """Return the compute time of every rank relative to the profile's.
+
+        Args:
+            profile: profile that the ranks belong to.
+        """
         return self.scale or profile.rank_scale or (1.0,) * profile.world_size
 
     def link_rate(self, link: str, ranks: Sequence[int] | None = None) -> float:
@@ -91,13 +95,25 @@ class Ranks:
         return min(rates, default=1.0)
 
     def jitters(self, profile: Profile) -> tuple[float, ...]:
-        """Return the relative standard deviation of every rank's compute time."""
+        """Return the relative standard deviation of every rank's compute time.
+
+        Args:
+            profile: profile that the ranks belong to.
+        """
         return profile.jitters if self.jitter is None else (self.jitter,) * profile.world_size
 
     def noise(self, iterations: int, profile: Profile, seed: int) -> NDArray[np.float64] | None:
-        """Return jitter factors `[iteration, rank]`, or None if no rank has jitter.
+        """Return jitter factors, or None if no rank has jitter.
 
         With the same seed, the first rows do not depend on the number of iterations.
+
+        Args:
+            iterations: number of iterations.
+            profile: profile that the ranks belong to.
+            seed: seed of the draws.
+
+        Returns:
+            Factors of compute times, `[iterations, ranks]`.
         """
         jitters = np.array(self.jitters(profile))
         if not jitters.any():

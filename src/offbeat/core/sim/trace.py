@@ -98,10 +98,12 @@ class Trace:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return len(self.ends_s)
 
     @property
     def iterations(self) -> int:
+        """Return the number of iterations that every rank has completed."""
         return min(len(ends) for ends in self.ends_s)
 
     def iteration_seconds(self) -> list[float]:
@@ -109,7 +111,11 @@ class Trace:
         return _gaps(min(self.starts_s), [max(ends) for ends in zip(*self.ends_s, strict=False)])
 
     def period_seconds(self, skip: int = 0) -> list[float]:
-        """Return the mean iteration time of every whole period after `skip` iterations."""
+        """Return the mean iteration time of every whole period, in seconds.
+
+        Args:
+            skip: number of first iterations to leave out.
+        """
         seconds = self.iteration_seconds()[skip:]
         whole = len(seconds) // self.period * self.period
         return [fmean(seconds[i : i + self.period]) for i in range(0, whole, self.period)]
@@ -132,7 +138,12 @@ class Trace:
         return fmean(periods) if self.uneven else median(periods)
 
     def window(self, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> list[Span]:
-        """Return the spans of some iterations and ranks (None for all), sorted by start."""
+        """Return the spans of some iterations and ranks, sorted by start.
+
+        Args:
+            iterations: numbers of the iterations.
+            ranks: ranks; None for all.
+        """
         wanted = set(iterations)
         of = None if ranks is None else set(ranks)
         chosen = (s for s in self.spans if s.iteration in wanted and (of is None or s.rank in of))
@@ -147,7 +158,14 @@ class Trace:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        """Return the trace of a dict from `to_dict`; raise ValueError on another schema."""
+        """Return the trace that a result of `to_dict` describes.
+
+        Args:
+            data: trace as JSON types.
+
+        Raises:
+            ValueError: the schema differs.
+        """
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema ({data.get('schema')!r}) of the trace must be {SCHEMA}")
         values = {key: value for key, value in data.items() if key != "schema"}
@@ -160,12 +178,23 @@ class Trace:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON."""
+        """Write the trace as JSON.
+
+        Args:
+            path: file to write.
+        """
         write_text(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read a trace from JSON."""
+        """Read a trace from JSON.
+
+        Args:
+            path: file that `save` has written.
+
+        Raises:
+            ValueError: the file is not JSON, or its schema differs.
+        """
         return cls.from_dict(json.loads(Path(path).read_text()))
 
     def to_chrome(self) -> dict[str, Any]:

@@ -251,12 +251,17 @@ def require_count(name: str, value: Any, *, least: int = 1, remedy: str = "") ->
 
 
 def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> float:
-    """Return `max(F + B, C)`: a lower bound, in seconds per iteration, of schedules on one link
-    that average every gradient in every iteration.
+    """Return a lower bound, in seconds per iteration, of schedules that average every gradient.
 
-    F and B are the forward and backward of the slowest rank. F includes compute outside of forward
-    and backward, B includes the update. C is the time of one message of all gradients if plans may
-    fuse buckets, otherwise of one message per bucket. C counts once per `period`.
+    The bound is `max(F + B, C)`. F and B are the forward and backward of the slowest rank. F
+    includes compute outside of forward and backward, B includes the update. C is the time of the
+    messages of all gradients on one link.
+
+    Args:
+        profile: profile of the job.
+        fused: whether plans may fuse buckets: C is the time of one message of all buckets,
+            otherwise of one message per bucket.
+        period: iterations per average; C counts once per period.
     """
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
@@ -264,11 +269,16 @@ def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> 
 
 
 def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
-    """Return `F + max(B, C / H)`: a lower bound, in seconds per iteration, of schedules that
-    average every parameter once per period on one link.
+    """Return a lower bound, in seconds per iteration, of averages of parameters once per period.
 
-    No message overlaps a forward pass of the slowest rank. H is `period`; F, B and C are as in
-    `synchronous_bound_s`, with C for parameters.
+    The bound is `F + max(B, C / H)` on one link. No message overlaps a forward pass of the slowest
+    rank. H is `period`; F, B and C are as in `synchronous_bound_s`, with C for parameters.
+
+    Args:
+        profile: profile of the job.
+        period: iterations per average of a parameter.
+        fused: whether plans may fuse buckets: C is the time of one message of all buckets,
+            otherwise of one message per bucket.
 
     Source: DreamDDP, section 3.2.
     """

@@ -54,19 +54,36 @@ class World(Protocol):
         ...
 
     def reset(self, piece: Payload | None = None) -> None:
-        """Reset the optimizer's state of a piece to its initial values."""
+        """Reset the optimizer's state to its initial values.
+
+        Args:
+            piece: part of the model; None for all.
+        """
         ...
 
     def norms(self, piece: Payload | None = None) -> Sequence[float]:
-        """Return the squared norm of the current gradients of a piece, for each replica."""
+        """Return the squared norm of the current gradients, for each replica.
+
+        Args:
+            piece: part of the model; None for all.
+        """
         ...
 
     def scale(self, piece: Payload | None, factors: Sequence[float]) -> None:
-        """Multiply the current gradients of a piece by one factor per replica."""
+        """Multiply the current gradients by one factor per replica.
+
+        Args:
+            piece: part of the model; None for all.
+            factors: factor of each replica.
+        """
         ...
 
     def step(self, ranks: Collection[int] | None = None) -> None:
-        """Step the optimizers of the replicas `ranks` (None: all) with the current gradients."""
+        """Step the optimizers with the current gradients.
+
+        Args:
+            ranks: replicas to step; None for all.
+        """
         ...
 
     def add_up(self) -> None:
@@ -93,11 +110,22 @@ class World(Protocol):
         ...
 
     def use(self, rank: int, piece: Payload | None, kept: Any) -> None:
-        """Replace a piece of the weights of replica `rank` by that of the copy `kept`."""
+        """Replace the weights of one replica by those of a copy.
+
+        Args:
+            rank: number of the replica.
+            piece: part of the model; None for all.
+            kept: copy of the weights of all replicas, a result of `keep`.
+        """
         ...
 
     def shift(self, piece: Payload, kept: Any) -> None:
-        """Add `mean(kept) - kept` to a piece of the weights. `kept` is a copy of all replicas."""
+        """Add `mean(kept) - kept` to the weights.
+
+        Args:
+            piece: part of the model.
+            kept: copy of the weights of all replicas, a result of `keep`.
+        """
         ...
 
     def change(self, piece: Payload | None, rule: Callable[..., Any], *kept: Any) -> None:
@@ -319,7 +347,11 @@ class Outer:
 
     def start(self, world: World) -> None:
         """Store the initial parameters of the replicas as the common parameters, at the first
-        call."""
+        call.
+
+        Args:
+            world: replicas.
+        """
         if self._common is None:
             self._common, self._velocity = world.keep(), 0 * world.keep()
 
@@ -328,7 +360,13 @@ class Outer:
         world.change(piece, self._outer_step, self._common, self._velocity)
 
     def land(self, world: World, piece: Payload, kept: Any) -> None:
-        """Step on the average of the snapshots `kept`, and merge the result with the weights."""
+        """Step on the average of snapshots, and merge the result with the weights.
+
+        Args:
+            world: replicas.
+            piece: part of the model.
+            kept: snapshots of the weights of all replicas.
+        """
 
         def add_outer_step(w: Array, snapshot: Array, common: Array, velocity: Array) -> Array:
             new = self._outer_step(snapshot, common, velocity)
@@ -449,15 +487,27 @@ class Changes:
     weight: float = 1.0
 
     def change(self, norms: Sequence[float]) -> float:
-        """Return the smoothed relative change of the last of `norms`; nan for the first norm."""
+        """Return the smoothed relative change of the last norm.
+
+        Args:
+            norms: squared norms of all iterations so far.
+
+        Returns:
+            Relative change; nan for the first norm.
+        """
         if self.smooth == "norm":
             now, before = self.mean(norms), self.mean(norms[:-1])
             return abs(now - before) / before
         return self.mean([abs(b - a) / a for a, b in pairwise(norms)])
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j` over the last `window`
-        values."""
+        """Return the weighted mean of the last `window` values.
+
+        The mean is `sum_j (1 - weight)^j v_(i-j) / sum_j (1 - weight)^j`.
+
+        Args:
+            values: values v_0 to v_i.
+        """
         recent = np.array(values[::-1][: self.window])
         shares = (1 - self.weight) ** np.arange(len(recent))
         return float(shares @ recent / shares.sum()) if len(recent) else float("nan")
@@ -534,7 +584,11 @@ def layer_sets(plan: Plan, buffer: str = "param") -> list[list[Payload]]:
 
 
 def closing(plan: Plan) -> Callable[[int], bool]:
-    """Return a function of an iteration that returns whether it closes a window of the plan."""
+    """Return a function of an iteration that returns whether it closes a window of the plan.
+
+    Args:
+        plan: plan with accumulation windows.
+    """
     phases = {p for apply in plan.applies if effects.is_window_end(apply) for p in apply.phases}
     return lambda iteration: plan.phase(iteration) in phases
 
@@ -559,7 +613,13 @@ Optimizer = Callable[[Array, Array, Array], None]
 
 
 def momentum(weights: Array, state: Array, gradients: Array) -> None:
-    """Step of SGD with learning rate 0.1 and momentum 0.9."""
+    """Step of SGD with learning rate 0.1 and momentum 0.9.
+
+    Args:
+        weights: weights, changed in place.
+        state: state of the optimizer, changed in place.
+        gradients: gradients.
+    """
     state *= 0.9
     state += gradients
     weights -= 0.1 * state
@@ -567,7 +627,13 @@ def momentum(weights: Array, state: Array, gradients: Array) -> None:
 
 def rmsprop(weights: Array, state: Array, gradients: Array) -> None:
     """Step of RMSprop, which is not linear in the gradients: two small steps differ from a large
-    one."""
+    one.
+
+    Args:
+        weights: weights, changed in place.
+        state: state of the optimizer, changed in place.
+        gradients: gradients.
+    """
     state *= 0.9
     state += 0.1 * gradients * gradients
     weights -= 0.05 * gradients / (np.sqrt(state) + 1e-3)
@@ -575,7 +641,12 @@ def rmsprop(weights: Array, state: Array, gradients: Array) -> None:
 
 class Task:
     """Training problem: one quadratic function per element, different in each rank and
-    iteration."""
+    iteration.
+
+    Args:
+        sizes: number of elements of each bucket.
+        seed: seed of the functions and of the initial weights.
+    """
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         self.sizes, self.seed = list(sizes), seed
@@ -584,6 +655,17 @@ class Task:
         self._known: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def gradient(self, rank: int, iteration: int, buckets: range, weights: Array) -> Array:
+        """Return the gradient of some buckets.
+
+        Args:
+            rank: number of the rank.
+            iteration: number of the iteration.
+            buckets: run of buckets.
+            weights: weights of these buckets, [elements].
+
+        Returns:
+            Gradient, [elements].
+        """
         if (rank, iteration) not in self._known:
             rng, size = np.random.default_rng((self.seed, rank, iteration)), self.offsets[-1]
             self._known[rank, iteration] = rng.uniform(0.5, 1.5, size), rng.normal(size=size)
@@ -592,9 +674,19 @@ class Task:
         return slope[span] * (weights - center[span])
 
     def span(self, buckets: range) -> slice:
+        """Return the elements of a run of buckets as a slice of all elements.
+
+        Args:
+            buckets: run of buckets.
+        """
         return slice(self.offsets[buckets.start], self.offsets[buckets.stop])
 
     def slice_of(self, piece: Payload | None) -> slice:
+        """Return the elements of a piece as a slice of all elements.
+
+        Args:
+            piece: part of the model; None for all.
+        """
         if piece is None:
             return slice(0, self.offsets[-1])
         whole = self.span(piece.buckets)
@@ -602,8 +694,14 @@ class Task:
         return slice(whole.start + part.start, whole.start + part.stop)
 
 
-class NumpyWorld:
-    """World of replicas that are the rows of NumPy arrays."""
+class NumpyWorld(World):
+    """World of replicas that are the rows of NumPy arrays.
+
+    Args:
+        task: training problem.
+        ranks: number of replicas.
+        optimizer: update rule of all replicas.
+    """
 
     def __init__(self, task: Task, ranks: int, optimizer: Optimizer = momentum) -> None:
         self.task, self.optimizer = task, optimizer
@@ -619,6 +717,7 @@ class NumpyWorld:
 
     @property
     def weights(self) -> Array:
+        """Return the weights of all replicas, [replicas, elements]."""
         return self.arrays["param"]
 
     def gradients(self, iteration: int) -> None:
