@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from _lanes import LEGEND, gossip_svg, iterations_svg, legend_kinds, workers_svg
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
@@ -33,13 +34,6 @@ from offbeat import cli
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.parsing import parse
-from offbeat.experiments.report.lanes import (
-    LEGEND,
-    gossip_svg,
-    iterations_svg,
-    legend_kinds,
-    workers_svg,
-)
 from offbeat.experiments.report.page import asset
 from offbeat.profile import Link, Profile
 from offbeat.server.simulation import run_served, spans_of

@@ -1,6 +1,5 @@
 """What the documents show is what the code says: the site builds, examples run."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from support.docs import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from support.scripts import docs_script
 from support.strategy_lists import ALL
 from support.worlds import run_world
 
@@ -118,12 +118,7 @@ def test_the_page_of_a_strategy(name, site):
 @pytest.fixture(scope="module")
 def hooks():
     pytest.importorskip("mkdocs", reason="needs mkdocs (extra docs)")
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "_hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("_hooks")
 
 
 class Page:

@@ -4,21 +4,14 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+from support.scripts import docs_script
 
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report.lanes import (
-    LEFT,
-    LEGEND,
-    RIGHT,
-    WIDTH,
-    gossip_svg,
-    iterations_svg,
-    legend_kinds,
-    workers_svg,
-)
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import BSP, P3, A2CiD2, Cyclic
+
+lanes = docs_script("_lanes")
 
 PROFILE = Profile(
     tuple(Bucket(f"b{i}", 0.01, 0.02, 50_000) for i in range(3)),
@@ -47,7 +40,7 @@ def shown(strategy, iterations, **options):
     """A strategy's iterations, drawn."""
     last = iterations.stop + 2
     trace = simulate(strategy.plan(PROFILE), PROFILE, iterations=last, record=last)
-    return trace, iterations_svg(trace, str(strategy), iterations, **options)
+    return trace, lanes.iterations_svg(trace, str(strategy), iterations, **options)
 
 
 def test_two_iterations_of_bsp():
@@ -55,7 +48,7 @@ def test_two_iterations_of_bsp():
     drawn = [kind for kind, *_ in boxes(picture)]
     counts = {"forward": 6, "backward": 6, "wait": 2, "update": 6, "grad": 2}
     assert {kind: drawn.count(kind) for kind in drawn} == counts
-    assert legend_kinds(picture) == [kind for kind in LEGEND if kind in counts]
+    assert lanes.legend_kinds(picture) == [kind for kind in lanes.LEGEND if kind in counts]
     texts = words(picture)
     assert {"one", "<two>", "compute", "net"} <= set(texts)
     assert texts.count("0-2") == 2  # the messages; updates are too short for theirs
@@ -63,15 +56,19 @@ def test_two_iterations_of_bsp():
     length_s = 2 * trace.iteration_s()
     assert texts[-1] == f"{1e3 * length_s:.3g} ms"
     _, left, right = next(box for box in boxes(picture) if box[0] == "grad")
-    assert right - left == pytest.approx(0.151 / length_s * (WIDTH - LEFT - RIGHT), abs=1)
+    assert right - left == pytest.approx(
+        0.151 / length_s * (lanes.WIDTH - lanes.LEFT - lanes.RIGHT), abs=1
+    )
 
 
 def test_what_lies_outside_is_cut():
     trace, picture = shown(P3(slice_elements=5000), range(5, 7))
     reaching = [s for s in trace.spans if s.start_s < trace.ends_s[0][4] < s.end_s]
     assert any(span.lane != COMPUTE for span in reaching)  # messages of iterations before
-    assert all(LEFT <= left < right <= WIDTH - RIGHT for _, left, right in boxes(picture))
-    assert {"g0"} < {kind for kind in legend_kinds(picture) if kind.startswith("g")}
+    assert all(
+        lanes.LEFT <= left < right <= lanes.WIDTH - lanes.RIGHT for _, left, right in boxes(picture)
+    )
+    assert {"g0"} < {kind for kind in lanes.legend_kinds(picture) if kind.startswith("g")}
 
 
 def test_ranks_that_differ_have_rows_of_their_own():
@@ -79,7 +76,7 @@ def test_ranks_that_differ_have_rows_of_their_own():
     texts = words(picture)
     assert [text for text in texts if text.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
     assert texts.count("sends") == 3
-    assert "send" in legend_kinds(picture)
+    assert "send" in lanes.legend_kinds(picture)
     root = ElementTree.fromstring(picture)
     rows: dict[str, list[tuple[float, float]]] = {}
     for rect in root.iter(f"{SVG}rect"):
@@ -97,16 +94,16 @@ def test_workers_at_their_own_pace():
         Span(0, COMPUTE, "backward", 1, 0.5, 0.9),
         Span(1, COMPUTE, "backward", 0, 0.0, 0.5),
     ]
-    picture = workers_svg(spans, "two", until_s=0.8)
+    picture = lanes.workers_svg(spans, "two", until_s=0.8)
     assert [kind for kind, *_ in boxes(picture)] == ["computes", "wait", "computes", "computes"]
     ends = [right for _, _, right in boxes(picture)]
-    assert ends[2] == pytest.approx(WIDTH - RIGHT, abs=1)  # goes on
+    assert ends[2] == pytest.approx(lanes.WIDTH - lanes.RIGHT, abs=1)  # goes on
     assert {"worker 0", "worker 1", "800 ms"} <= set(words(picture))
 
 
 def test_gossip_joins_partners():
     trace = predict(A2CiD2(), PROFILE, ranks=Ranks(scale=(1, 1, 2))).trace
-    picture = gossip_svg(trace, "gossip", units=10)
+    picture = lanes.gossip_svg(trace, "gossip", units=10)
     root = ElementTree.fromstring(picture)
     ties = [line for line in root.iter(f"{SVG}line") if line.get("class") == "tie"]
     assert ties
