@@ -14,7 +14,7 @@ from offbeat.strategies import PSBSP, SSP, SelSync, create, strategy_names
 def test_bsp_over_servers_is_ssp_without_staleness():
     strategy = create("ps-bsp", {"silent_s": 5.0})
     assert (strategy.s, strategy.apply, strategy.accumulate) == (0, "clock", 1)
-    assert strategy.server_settings == SSP(s=0, silent_s=5.0).server_settings
+    assert SSP(s=0, **strategy.settings()) == SSP(s=0, silent_s=5.0)
     assert "s" not in strategy.settings()
     assert PSBSP(**strategy.settings()) == strategy
     with pytest.raises(ValueError, match=r"setting of ps-bsp \('s'\) must be one of"):

@@ -19,7 +19,7 @@ from offbeat.server.optimizers import require_elementwise
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.store import Store
-from offbeat.server.strategies import ServedStrategy, ServerSettings
+from offbeat.server.strategies import SSP
 
 BEATS = 4  # heartbeats of a worker per `silent_s`
 
@@ -27,36 +27,36 @@ BEATS = 4  # heartbeats of a worker per `silent_s`
 def serve(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: ServedStrategy,
+    strategy: SSP,
     ranks: RankRoles,
     cluster: Cluster,
 ) -> None:
     """Serve this rank's shards until every worker has left. The model loses its memory."""
-    layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
+    layout = layout_of(optimizer, strategy, ranks)
     number = cluster.control.rank - ranks.servers.start
-    store = Store(layout, number, optimizer, settings.apply, ranks.workers)
-    snapshots = _snapshots(settings, number)
+    store = Store(layout, number, optimizer, strategy.apply, ranks.workers)
+    snapshots = None
+    if strategy.snapshot is not None:
+        snapshots = Snapshots(strategy.snapshot, number, strategy.snapshot_every)
     clock = _common_snapshot(snapshots, ranks, cluster.control)
-    if clock is not None:
-        assert snapshots is not None
+    if snapshots is not None and clock is not None:
         snapshots.restore(store, clock)
     _free_model(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
-    Service(store, listener, secret, silent_s=settings.silent_s, snapshots=snapshots).serve()
+    Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots).serve()
 
 
 def client_of(
-    optimizer: torch.optim.Optimizer, strategy: ServedStrategy, ranks: RankRoles, cluster: Cluster
+    optimizer: torch.optim.Optimizer, strategy: SSP, ranks: RankRoles, cluster: Cluster
 ) -> Client:
     """Return a worker's client, connected to all servers."""
-    layout, settings = layout_of(optimizer, strategy, ranks), strategy.server_settings
-    control = cluster.control
+    layout, control = layout_of(optimizer, strategy, ranks), cluster.control
     resumed = _common_snapshot(None, ranks, control)
     if resumed is not None and control.rank == 0:
         iteration = strategy.iterations_at(resumed)
         print(
-            f"offbeat: servers resume from the snapshot of clock {resumed} in {settings.snapshot}; "
+            f"offbeat: servers resume from the snapshot of clock {resumed} in {strategy.snapshot}; "
             f"training goes on from iteration {iteration}, and later iterations are lost",
             file=sys.stderr,
             flush=True,
@@ -72,20 +72,18 @@ def client_of(
         control.rank,
         secret,
         timeout_s=cluster.timeout_s,
-        beat_s=settings.silent_s / BEATS,
-        gone=_remedy(settings),
+        beat_s=strategy.silent_s / BEATS,
+        gone=_remedy(strategy),
         resumed=resumed or 0,
     )
 
 
-def layout_of(
-    optimizer: torch.optim.Optimizer, strategy: ServedStrategy, ranks: RankRoles
-) -> Layout:
+def layout_of(optimizer: torch.optim.Optimizer, strategy: SSP, ranks: RankRoles) -> Layout:
     """Return the layout of the trained parameters on the servers.
 
     Raises ValueError for an optimizer that servers cannot step in pieces.
     """
-    require_elementwise(optimizer, strategy.server_settings.apply)
+    require_elementwise(optimizer, strategy.apply)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     return Layout(groups, len(ranks.servers))
 
@@ -101,12 +99,6 @@ def _exchange_addresses(
 # ---- snapshots ------------------------------------------------------------------------------
 
 
-def _snapshots(settings: ServerSettings, number: int) -> Snapshots | None:
-    if settings.snapshot is None:
-        return None
-    return Snapshots(settings.snapshot, number, settings.snapshot_every)
-
-
 def _common_snapshot(snapshots: Snapshots | None, ranks: RankRoles, control: Control) -> int | None:
     """Return the newest clock of which every server has a snapshot, or None."""
     everyone = control.gather(snapshots.clocks() if snapshots is not None else [])
@@ -114,11 +106,11 @@ def _common_snapshot(snapshots: Snapshots | None, ranks: RankRoles, control: Con
     return max(common, default=None)
 
 
-def _remedy(settings: ServerSettings) -> str:
-    if settings.snapshot is None:
+def _remedy(strategy: SSP) -> str:
+    if strategy.snapshot is None:
         return "start the job again (with snapshot=DIRECTORY it would go on where it was saved)"
     return (
-        f"start the job again: it goes on from the last snapshot in {settings.snapshot}, and later "
+        f"start the job again: it goes on from the last snapshot in {strategy.snapshot}, and later "
         "iterations are lost"
     )
 

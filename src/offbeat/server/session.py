@@ -1,90 +1,121 @@
-"""Base class of the sessions of workers with a parameter server."""
+"""Session of a worker with strategy SSP or PS-BSP."""
 
 from __future__ import annotations
 
-import sys
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from offbeat.core.guards.finite import OnNonfinite, all_finite
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.attached import UncopiedHook
+from offbeat.core.runtime.iteration import MomentTimes
+from offbeat.core.runtime.loop_session import LoopSession
+from offbeat.core.runtime.prepared import Position
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.transport.cluster import Cluster
 from offbeat.server.client import Client
+from offbeat.server.optimizers import put_state, settings_of
 from offbeat.server.serving import client_of, serve
-from offbeat.server.strategies import NO_CHECKPOINT, ServedStrategy
+from offbeat.server.strategies import NO_CHECKPOINT, SSP
 
 if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
-
-@dataclass(frozen=True)
-class Worker:
-    """The user's model and optimizer, and the worker's cluster, client, recorder and pace."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    cluster: Cluster
-    client: Client
-    recorder: Recorder | None
-    on_nonfinite: OnNonfinite
-    pace: Pace | None = None
+NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+BEFORE = (
+    "load it before offbeat.prepare on every rank: afterwards the servers hold parameters and "
+    "optimizer state"
+)
 
 
-class ServedSession(Session):
-    """Session that counts, times and records iterations.
+class SSPSession(LoopSession):
+    """Session that trains on a copy of the servers' parameters.
 
-    Subclasses exchange gradients and parameters with the servers in `_begin` and `_end`.
+    The copy is refreshed between iterations, never within one. `state_dict()` between two
+    iterations returns the servers' newest parameters.
     """
 
     elsewhere = NO_CHECKPOINT
+    receivers = "the servers"
 
-    def __init__(self, worker: Worker):
-        self._pace = worker.pace
-        if self._pace is not None:
-            self._pace.attach_backward_hooks(worker.model)
-        self._model, self._optimizer = worker.model, worker.optimizer
-        self._cluster, self._client = worker.cluster, worker.client
-        self._recorder = worker.recorder
-        self._on_nonfinite: OnNonfinite = worker.on_nonfinite
-        layout = worker.client.layout
-        self._held: Sequence[Tensor] = layout.parameters
-        self._outgoing = layout.views(worker.client.outgoing)
-        self._incoming = layout.views(worker.client.incoming)
-        self._handles: list[Any] = []
-        self._listener: Callable[[Iteration], None] | None = None
-        self._parameters = ParameterWatch(worker.model)
-        self._parameters.attach(p for p in worker.model.parameters() if p.requires_grad)
-        self._done = Iteration(0, self._new_marks(), [])
-        self._before = 0  # iterations of earlier jobs, up to the servers' snapshot
+    def __init__(self, strategy: SSP, job: TrainingJob, client: Client, pace: Pace | None):
+        watch = ParameterWatch(job.model)
+        watch.attach(p for p in job.model.parameters() if p.requires_grad)
+        super().__init__(job, pace, watch)
+        self._strategy, self._client, layout = strategy, client, client.layout
+        self._held = layout.parameters
+        self._outgoing = layout.views(client.outgoing)
+        self._incoming = layout.views(client.incoming)
+        self._before = strategy.iterations_at(client.resumed + client.clock)
+        # Names of the settings that the servers' optimizers have.
+        self._known = [frozenset(g) for g in settings_of(self._optimizer)]
+        self._low = 0  # the local parameters include all pushes of lower clocks
+        self._collected = 0  # iterations whose gradients are in `outgoing`
+        self._waiting = 0  # iterations of this clock so far
+        self._absent = [0] * len(self._held)  # per parameter: iterations without gradient
+        self._open = False  # an iteration has begun
+        self._fresh = False  # no push since the local parameters were pulled
+        refuse, flush = UncopiedHook(self._refuse_load), UncopiedHook(self.flush)
+        model, optimizer = self._model, self._optimizer
+        begin = UncopiedHook(self._on_forward)
+        self._handles.append(model.register_forward_pre_hook(begin))
+        self._handles.append(model.register_load_state_dict_pre_hook(refuse))
+        self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
+        self._handles.append(
+            optimizer.register_state_dict_pre_hook(UncopiedHook(self._fetch_state))
+        )
+        self.flush()
 
-    # ---- implemented by subclasses ----------------------------------------------------------
+    # ---- called by the user -----------------------------------------------------------------
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Called before each forward in training mode, also a repeated one in an iteration."""
+    def _update(self, skip_update: bool) -> None:
+        for p in self._held:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()  # pushes are flat tensors
+        self._optimizer._opt_called = True  # type: ignore[attr-defined] # read by schedulers
+        if not skip_update:
+            self._collect()
+        self._waiting += 1
+        if self._waiting == self._strategy.accumulate:
+            self._push()
+        self._done.marks.stepped = self._cluster.device.mark()
+        self._open = self._fresh = False
+        if not self._waiting:
+            self._refresh()
 
-    @abstractmethod
-    def _end(self, skip_update: bool) -> None:
-        """Implements `optimizer.step()`: push this iteration's gradients, unless `skip_update`.
+    def note_forward(self, output: object) -> None:
+        self._open = True  # a backward of `output` may follow: keep its parameters until `step`
 
-        Sets the timestamp `stepped`.
+    def flush(self) -> None:
+        """Pull the servers' newest parameters unless an iteration or a clock is incomplete.
+
+        Waits until they are new enough for the next iteration.
         """
+        if not (self._open or self._fresh or self._waiting or self._cluster.closed):
+            self._pull_newest(max(self._needed_clock, 0))
 
-    # ---- checkpoints ------------------------------------------------------------------------
+    def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
+        if self._waiting:
+            self._push()
+        self._client.settle()
+        self._average_buffers()  # returns after the pushes of all workers
+        self._pull_newest(0)  # 0: workers may have different numbers of iterations
+        self._open = False
+        self._client.average(NOTHING)  # a barrier: no push before all workers have pulled
 
-    @property
-    def iteration(self) -> int:
-        return self._before + self._done.number
+    def optimizer_reloaded(self) -> None:
+        self._refuse_load()
+
+    def _average_buffers(self) -> None:
+        """Average the model's buffers over all workers."""
+        buffers = self._buffers()
+        numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
+        means = self._client.average(torch.cat([*numbers, NOTHING]))
+        self._set_buffers(means.split([b.numel() for b in buffers]) if buffers else [])
 
     def capture_position(self) -> Position:
         raise ValueError(NO_CHECKPOINT)
@@ -92,119 +123,143 @@ class ServedSession(Session):
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         raise ValueError(NO_CHECKPOINT)
 
-    # ---- called by the user -----------------------------------------------------------------
-
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._parameters.require_unchanged()
-        training = torch.is_grad_enabled() and self._model.training
-        if training:
-            self._cluster.require_open()
-        pace = self._pace if training else None
-        if pace is not None:
-            pace.on_iteration_begin(self._done.number, self._marks.begin)
-        if training:
-            self._begin()
-        else:
-            self.flush()
-        if pace is not None:
-            pace.on_wait_end()
-        mark = self._cluster.device.mark
-        self._marks.forward = mark()
-        output = call(*args, **kwargs)
-        if pace is not None:
-            pace.forward(-1)
-        self._marks.forward_end = mark()
-        return output
-
-    def step(self, skip_update: bool) -> None:
-        self._cluster.require_open()
-        marks = self._marks
-        marks.backward_end = marks.waited = marks.step = self._cluster.device.mark()
-        marks.ready = [marks.backward_end]
-        self._densify_gradients()
-        self._end(skip_update)
-        marks.end = self._cluster.device.mark()
-        if self._recorder:
-            self._recorder.on_step_begin(self._done.number)
-            self._recorder.add_iteration(self._done)
-        if self._listener is not None:
-            self._listener(self._done)
-        self._done = Iteration(self._done.number + 1, self._new_marks(), [])
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._model.zero_grad(set_to_none)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()  # backward does not communicate
-
     def traffic(self) -> dict[str, int]:
         return {next(iter(self._cluster.links)): self._client.bytes_sent}
 
-    def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self._listener = listener
+    def _leave(self) -> None:
+        self._open = False
+        with suppress(RuntimeError):  # lost servers have been reported already
+            self.flush()
 
-    def close(self) -> None:
-        if self._cluster.closed:
-            return
-        if getattr(sys, "last_value", None) is None:  # no uncaught exception
-            with suppress(RuntimeError):  # lost servers have been reported already
-                self._leave()
+    def _disconnect(self) -> None:
         with suppress(RuntimeError):
             self._client.close()
-        self._parameters.close()
-        for handle in self._handles:
-            handle.remove()
-        if self._recorder:
-            self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write(self.traffic())
-        self._cluster.close()
 
-    def _leave(self) -> None:
-        """Called by `close` while the client is still connected, unless this rank has failed."""
+    # ---- gradients to the servers -----------------------------------------------------------
 
-    # ---- used by subclasses -----------------------------------------------------------------
+    def _collect(self) -> None:
+        """Add this iteration's gradients to `outgoing`, once the last push is acknowledged."""
+        if not self._collected:
+            self._client.settle()
+            self._absent = [0] * len(self._held)
+        if not self._has_acceptable_gradients(self._held):
+            return
+        views, gradients = [], []
+        for number, (p, view) in enumerate(zip(self._held, self._outgoing, strict=True)):
+            if p.grad is not None:
+                views.append(view)
+                gradients.append(p.grad.detach())
+                continue
+            self._absent[number] += 1
+            if not self._collected:
+                view.zero_()
+        if views:
+            act = torch._foreach_add_ if self._collected else torch._foreach_copy_
+            act(views, gradients)
+        self._collected += 1
+
+    def _push(self) -> None:
+        """Push the average gradient of this clock, or skip the clock without gradients."""
+        count, self._collected, self._waiting = self._collected, 0, 0
+        if count == 0:
+            self._client.settle()
+            self._client.push([], skip=True)
+            return
+        if count > 1:
+            for flat in self._client.outgoing.values():
+                flat /= count
+        absent = [number for number, times in enumerate(self._absent) if times == count]
+        settings = [
+            {name: value for name, value in group.items() if name in known}
+            for group, known in zip(settings_of(self._optimizer), self._known, strict=True)
+        ]
+        self._client.push(settings, absent)
+
+    # ---- parameters from the servers --------------------------------------------------------
 
     @property
-    def _marks(self) -> Timestamps:
-        return self._done.marks
+    def _needed_clock(self) -> int:
+        return self._client.clock - self._strategy.s
 
-    def _new_marks(self) -> Timestamps:
-        return Timestamps(begin=self._cluster.device.mark())
+    def _refresh(self) -> None:
+        """Load pulled parameters that have arrived, and start the next pull."""
+        if self._client.arrived_clock() is not None:
+            self._load_pulled()
+        if not self._client.pulling:
+            self._client.pull(max(self._needed_clock, 0))
 
-    def _densify_gradients(self) -> None:
-        """Convert sparse gradients to dense ones: pushes are flat tensors."""
-        for t in self._held:
-            if t.grad is not None and t.grad.is_sparse:
-                t.grad = t.grad.to_dense()
+    def _begin_iteration(self) -> None:
+        self._await_parameters()
+        if self._pace is not None:
+            self._pace.on_wait_end()
 
-    def _can_push(self) -> bool:
-        """Return whether to push the gradients, by `on_nonfinite`: "raise", "skip", "ignore"."""
-        if self._on_nonfinite == "ignore":
-            return True
-        if all_finite(t.grad for t in self._held if t.grad is not None):
-            return True
-        if self._on_nonfinite == "skip":
-            return False
-        raise RuntimeError(
-            f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in "
-            f"iteration {self._done.number}; lower the learning rate, or on_nonfinite='skip'"
-        )
+    def _await_parameters(self) -> None:
+        """Wait for parameters that are at most `s` clocks old, if an iteration begins."""
+        if self._open:
+            return
+        self._open = True
+        if self._waiting:  # parameters do not change within a clock
+            return
+        begin = time.perf_counter()
+        self._refresh()
+        while self._low < self._needed_clock:
+            self._load_pulled()
+            self._refresh_if_old()
+        waited = time.perf_counter()
+        if self._recorder:
+            self._done.marks.acted.append(MomentTimes(0, begin, waited, waited))
 
-    def _average_buffers(self) -> None:
-        """Average the model's buffers over all workers; round averages of integers."""
-        buffers = [b for b in self._model.buffers() if b.numel()]
-        numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
-        means = self._client.average(
-            torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.float64, device="cpu")
-        )
-        parts = means.split([b.numel() for b in buffers]) if buffers else []
-        for buffer, mean in zip(buffers, parts, strict=True):
-            exact = mean if buffer.is_floating_point() else mean.round()
-            buffer.copy_(exact.view(buffer.shape))
+    def _on_forward(self) -> None:
+        """Forward hook: the user may call the module instead of the prepared model."""
+        if torch.is_grad_enabled() and self._model.training and not self._cluster.closed:
+            self._await_parameters()
+
+    def _refresh_if_old(self) -> None:
+        if self._low < self._needed_clock and not self._client.pulling:
+            self._client.pull(self._needed_clock)
+
+    def _pull_newest(self, need: int) -> None:
+        """Pull and load parameters that include all pushes of clocks below `need`."""
+        self._client.settle()
+        if self._client.pulling:  # started earlier, so its parameters may be older
+            if need == 0:
+                self._client.expedite_pull()
+            self._client.await_arrival()
+            self._client.release_incoming()
+        self._client.pull(need)
+        self._load_pulled()
+        self._fresh = True
+
+    def _load_pulled(self) -> None:
+        """Wait for the pull and copy its parameters into the model."""
+        self._client.await_arrival()
+        low = self._client.arrived_clock()
+        assert low is not None
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._held), self._incoming)
+        self._low = max(self._low, low)
+        self._client.release_incoming()
+
+    # ---- optimizer state --------------------------------------------------------------------
+
+    def _fetch_state(self) -> None:
+        """Copy the servers' optimizer state into the user's optimizer."""
+        if self._cluster.closed:
+            return
+        self._client.settle()
+        for number, values in self._client.state():
+            spec = self._client.layout.shards[number]
+            for place, name, value in values:
+                piece = spec.pieces[place]
+                p = self._held[piece.parameter]
+                put_state(self._optimizer.state[p], p.detach(), piece, name, value)
+
+    def _refuse_load(self) -> None:
+        if not self._cluster.closed:
+            raise ValueError(f"a checkpoint cannot be loaded now; {BEFORE}")
 
 
-def open_served_session(strategy: ServedStrategy, job: TrainingJob) -> ServedSession:
+def open_served_session(strategy: SSP, job: TrainingJob) -> SSPSession:
     """Return the session of a worker.
 
     On a rank of a server, serve until all workers have left, then raise SystemExit(0).
@@ -216,6 +271,4 @@ def open_served_session(strategy: ServedStrategy, job: TrainingJob) -> ServedSes
     if job.recorder:
         job.recorder.start(str(strategy), None, observed=0)
     client = client_of(job.optimizer, strategy, job.ranks, job.cluster)
-    policy = job.watch.on_nonfinite
-    worker = Worker(job.model, job.optimizer, job.cluster, client, job.recorder, policy, pace)
-    return strategy.open_worker(worker)
+    return SSPSession(strategy, job, client, pace)

@@ -26,7 +26,7 @@ from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.server.pipe import Pipe
 
 if TYPE_CHECKING:
-    from offbeat.server.ssp import SSP
+    from offbeat.server.strategies import SSP
 
 CLOCKS = 200  # simulated clocks if compute times have no jitter
 

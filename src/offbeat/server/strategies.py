@@ -1,21 +1,20 @@
-"""Base class of strategies with a parameter server, and settings of the servers."""
+"""Strategies with a parameter server: SSP and PS-BSP."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Needs, Strategy
+from offbeat.core.strategy.interface import Needs, Strategy, require_count
 
 if TYPE_CHECKING:
+    from offbeat.core.plan import Plan
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
-    from offbeat.server.session import ServedSession, Worker
+    from offbeat.core.sim.prediction import Conditions, Prediction
 
 NO_CHECKPOINT = (
     "offbeat.save and offbeat.load are not for strategies with servers, as the newest parameters "
@@ -25,39 +24,50 @@ NO_CHECKPOINT = (
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Settings of the servers.
+class SSP(Strategy):
+    """Stale-synchronous parallel: a worker may be at most `s` clocks ahead of the slowest one.
 
-    `silent_s`: seconds without a frame after which a server removes a worker. `apply`: the user's
-    optimizer steps with the average gradient of a clock ("clock"), or with each push ("push").
-    `snapshot`: directory of the snapshots, or None. `snapshot_every`: clocks between snapshots.
+    Dedicated servers hold the parameters and step them with the user's optimizer. Workers push
+    gradients and pull parameters in the background. A worker's clock is the number of its pushes so
+    far. SSP with `s=0` and `apply="clock"` is BSP over a server.
     """
 
-    silent_s: float
+    s: int = 2
+    """Largest number of clocks by which a worker may be ahead of the slowest; 0: synchronous."""
     apply: Literal["clock", "push"] = "clock"
+    """`clock`: servers step with the average gradient of a clock once every worker has pushed it.
+    `push`: servers step with each push, with the learning rate divided by the number of workers."""
+    accumulate: int = 1
+    """Iterations per clock. The worker averages their gradients before the push."""
+    silent_s: float = 30.0
+    """Servers stop waiting for a worker from which no frame has come for `silent_s` seconds."""
     snapshot: str | None = None
+    """Directory in which each server saves its parameters and optimizer state. A job resumes from
+    the newest snapshot that all servers have. None: servers save nothing."""
     snapshot_every: int = 100
+    """Clocks between two snapshots."""
 
-
-class ServedStrategy(Strategy):
-    """Base class of strategies whose workers are not synchronous, so that no plan describes them.
-
-    Subclasses define `server_settings` and `open_worker`.
-    """
-
+    name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
     )
+    citation: ClassVar[str] = (
+        "Ho et al., More effective distributed ML via a stale synchronous parallel parameter "
+        "server, NIPS 2013; servers: Li et al., OSDI 2014"
+    )
 
-    @property
-    @abstractmethod
-    def server_settings(self) -> ServerSettings:
-        """Settings of the servers."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("s", self.s, least=0, remedy="0 is synchronous")
+        require_count("accumulate", self.accumulate)
+        require_count("snapshot_every", self.snapshot_every)
+        if not isinstance(self.silent_s, (int, float)) or not 0 < self.silent_s < math.inf:
+            raise ValueError(f"silent_s ({self.silent_s!r}) must be a number of seconds above 0")
 
     def iterations_at(self, clock: int) -> int:
         """Return the number of iterations before a clock."""
-        return clock
+        return clock * self.accumulate
 
     def schedule(self, profile: Profile) -> Plan:
         raise ValueError(
@@ -65,20 +75,54 @@ class ServedStrategy(Strategy):
             "predicts it"
         )
 
+    def bound_s(self, profile: Profile) -> float:
+        """Return the seconds per iteration of the slowest rank without any communication.
+
+        They include forward, backward and the rest of the loop, but not the optimizer's step, which
+        runs on the servers. No worker is faster for long, as `s` bounds the difference of clocks.
+        """
+        slowest = profile.slowest()
+        return slowest.other_s + slowest.forward_s + slowest.backward_s
+
     def open(self, job: TrainingJob) -> Session:
         from offbeat.server.session import open_served_session
 
         return open_served_session(self, job)
 
-    @abstractmethod
-    def open_worker(self, worker: Worker) -> ServedSession:
-        """Return the session of a worker."""
+    def predict(
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
+    ) -> Prediction:
+        from offbeat.server.simulation import predict_served
+
+        if conditions.votes:
+            raise ValueError(f"votes ({conditions.votes}) must be left out: {self} has none")
+        return predict_served(
+            self,
+            profile,
+            servers=conditions.servers,
+            iterations=conditions.iterations,
+            seed=conditions.seed,
+            ranks=conditions.ranks,
+        )
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         return ()
 
 
-def require_silence(silent_s: float) -> None:
-    """Raise ValueError unless `silent_s` is positive and finite."""
-    if not isinstance(silent_s, (int, float)) or not 0 < silent_s < math.inf:
-        raise ValueError(f"silent_s ({silent_s!r}) must be a number of seconds above 0")
+@dataclass(frozen=True)
+class PSBSP(SSP):
+    """Bulk-synchronous training over parameter servers: `SSP(s=0)`.
+
+    Every worker pushes its gradients. The servers step with the average once all workers have
+    pushed. Every worker pulls the parameters before its next iteration. All settings of SSP but `s`
+    and `apply` remain.
+    """
+
+    s: ClassVar[int] = 0  # type: ignore[misc] # a constant, not a setting
+    apply: ClassVar[Literal["clock", "push"]] = "clock"  # type: ignore[misc]
+
+    name: ClassVar[str] = "ps-bsp"
+    synchronous: ClassVar[bool] = True
+    citation: ClassVar[str] = (
+        "Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014"
+    )

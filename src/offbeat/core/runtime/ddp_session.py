@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.core.guards.replicas import average_replicas, repair, require_equal
 from offbeat.core.plan import Plan
-from offbeat.core.profile import Profile
-from offbeat.core.runtime.iteration import BackwardSplit, Iteration, Timestamps
-from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.iteration import BackwardSplit, Iteration
+from offbeat.core.runtime.loop_session import LoopSession
+from offbeat.core.runtime.prepared import Position
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
-from offbeat.core.transport.cluster import Cluster
 
 if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
-    from offbeat.lab.pace import Pace
 
 queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -57,72 +55,52 @@ class BackwardClock:
         return sent * 1e-9, max(0, sent - hidden) * 1e-9
 
 
-class DDPSession(Session):
+class DDPSession(LoopSession):
     """Session that passes all calls to DDP and marks the begin and end of iterations."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        bucket_cap_mb: float | None,
-        cluster: Cluster,
-        recorder: Recorder | None,
-        pace: Pace | None,
-        backward_s: float | None = None,
-        *,
-        broadcast_buffers: bool,
-    ):
-        self._model, self._optimizer = model, optimizer
-        self._cluster, self._recorder = cluster, recorder
+    def __init__(self, job: TrainingJob, bucket_cap_mb: float | None):
+        profile, rank, model = job.profile, job.cluster.control.rank, job.model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._bytes_per_iteration = sum(p.nbytes for p in trained)
+        super().__init__(job, open_pace(profile, rank))
         self.module = DistributedDataParallel(
             model,
-            process_group=cluster.everyone,
+            process_group=job.cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
-            broadcast_buffers=broadcast_buffers,
+            broadcast_buffers=job.watch.broadcast_buffers,
         )
-        set_wait = cluster.control.set_wait_in_torch
-        trained = [p for p in model.parameters() if p.requires_grad]
+        set_wait = job.cluster.control.set_wait_in_torch
         self._handles = [
             model.register_forward_pre_hook(lambda *_: set_wait(None), prepend=True),
             trained[-1].register_hook(lambda _: queue(self._wait_in_backward)),
         ]
-        self._pace = pace
-        if pace is not None:
-            pace.attach_backward_hooks(model)
-        self._iteration = self._before = 0
         self._forward_seen = False  # whether DDP has seen a forward in this iteration
-        self._marks = Timestamps(begin=cluster.device.mark())
-        gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._bytes_per_iteration = gradients
-        self._backward_s = backward_s  # seconds of compute in the profile
-        self._clock = BackwardClock(self.module) if recorder else None
-        self._split = self._new_split()
+        self._backward_s: float | None = None  # seconds of compute in the profile
+        if profile is not None:
+            scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+            self._backward_s = profile.backward_s * scale
+        self._clock = BackwardClock(self.module) if job.recorder else None
         self._pending: Iteration | None = None  # waits for its split until the next forward
 
     def begin(self) -> None:
-        """Start the time of the next iteration."""
-        self._marks = Timestamps(begin=self._cluster.device.mark())
+        """Start the time of the first iteration."""
+        self._done = self._new_iteration(0)
 
-    @property
-    def iteration(self) -> int:
-        return self._before + self._iteration
+    def _new_iteration(self, number: int) -> Iteration:
+        new = super()._new_iteration(number)
+        new.split = BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
+        return new
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        """Ignore the listener, because the waiting times of iterations are unknown."""
 
     def capture_position(self) -> Position:
         self._cluster.require_open()
         return Position(self.iteration, alike=True)
 
-    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        self._cluster.require_open()
-        self._before = iteration - self._iteration
-
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+    def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._cluster.closed:
             return call(*args, **kwargs)
-        self._cluster.require_open()
-        pace = self._pace if torch.is_grad_enabled() and self._model.training else None
-        if pace is not None:
-            pace.on_iteration_begin(self._iteration, self._marks.begin)
-        self._marks.forward = self._cluster.device.mark()
         if call is self._model:
             output = self._call_ddp(*args, **kwargs)
         else:
@@ -130,9 +108,6 @@ class DDPSession(Session):
         if self._clock is not None and torch.is_grad_enabled():
             self._take_split(self._clock)
         self._forward_seen = True
-        if pace is not None:
-            pace.forward(-1)
-        self._marks.forward_end = self._cluster.device.mark()
         return output
 
     def drive(
@@ -188,30 +163,20 @@ class DDPSession(Session):
         set_wait("in backward, waiting for DDP's gradients")
         queue(lambda: set_wait(None))
 
-    def step(self, skip_update: bool) -> None:
-        self._cluster.require_open()
-        mark, marks = self._cluster.device.mark, self._marks
-        # DDP waits for its messages within backward, so the end of the wait is the end of backward.
-        marks.backward_end = marks.waited = marks.step = mark()
+    def _update(self, skip_update: bool) -> None:
+        # DDP has waited for its messages within backward.
         if self._pace is not None:
-            self._pace.on_wait_end()  # DDP has waited within backward
+            self._pace.on_wait_end()
         if not skip_update:
             self._require_forward()
             self._optimizer.step()
             if self._pace is not None:
                 self._pace.on_model_update()
-        marks.stepped = marks.end = mark()
-        self._cluster.control.set_iteration(self._iteration + 1)
-        if self._recorder:
-            self._recorder.on_step_begin(self._iteration)
-            self._report()
-            self._pending = Iteration(self._iteration, marks, [], split=self._split)
-            self._split = self._new_split()
-        self._iteration += 1
-        self._marks = Timestamps(begin=mark())
+        self._cluster.control.set_iteration(self._done.number + 1)
 
-    def _new_split(self) -> BackwardSplit:
-        return BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
+    def _record(self, done: Iteration, recorder: Recorder) -> None:
+        self._report()
+        self._pending = done
 
     def _take_split(self, clock: BackwardClock) -> None:
         """Add the times of the last backward to its iteration: the pending one, if this is the
@@ -219,7 +184,7 @@ class DDPSession(Session):
         times = clock.new_times()
         if times is None:
             return
-        split = self._split if self._pending is None else self._pending.split
+        split = (self._pending or self._done).split
         assert split is not None
         split.sent_s += times[0]
         split.waited_s += times[1]
@@ -239,9 +204,6 @@ class DDPSession(Session):
                 done.split.waited_s = done.split.sent_s = max(0.0, took_s - self._backward_s)
         self._recorder.add_iteration(done)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        self._model.zero_grad(set_to_none)
-
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
 
@@ -256,19 +218,12 @@ class DDPSession(Session):
 
     def traffic(self) -> dict[str, int]:
         # DDP averages every gradient in every iteration.
-        return {next(iter(self._cluster.links)): self._bytes_per_iteration * self._iteration}
+        sent = self._bytes_per_iteration * self._done.number
+        return {next(iter(self._cluster.links)): sent}
 
-    def close(self) -> None:
-        if self._cluster.closed:
-            return
-        if self._recorder:
-            self._report()
-            self._recorder.pace = self._pace.record() if self._pace else None
-            self._recorder.write(self.traffic())
-        for handle in self._handles:
-            handle.remove()
+    def _disconnect(self) -> None:
+        self._report()
         del self.module
-        self._cluster.close()
 
 
 def open_ddp_session(
@@ -282,25 +237,9 @@ def open_ddp_session(
         strategy: name and settings for the record.
         plan: description of DDP for the record.
     """
-    profile, rank = job.profile, job.cluster.control.rank
-    session = DDPSession(
-        job.model,
-        job.optimizer,
-        bucket_cap_mb,
-        job.cluster,
-        job.recorder,
-        open_pace(profile, rank),
-        _backward_s(profile, rank) if profile else None,
-        broadcast_buffers=job.watch.broadcast_buffers,
-    )
+    session = DDPSession(job, bucket_cap_mb)
     if job.recorder:
         job.recorder.start(strategy, plan, observed=0)
     job.open_connections()
     session.begin()
     return session
-
-
-def _backward_s(profile: Profile, rank: int) -> float:
-    """Return a rank's profiled seconds of backward."""
-    scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
-    return profile.backward_s * scale

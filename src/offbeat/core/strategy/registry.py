@@ -30,8 +30,8 @@ BUILT_IN = {
     "local-sgd": "offbeat.strategies.local_sgd:LocalSGD",
     "partial-sync": "offbeat.strategies.partial_sync:PartialSync",
     "selsync": "offbeat.strategies.selsync:SelSync",
-    "ps-bsp": "offbeat.server.ps_bsp:PSBSP",
-    "ssp": "offbeat.server.ssp:SSP",
+    "ps-bsp": "offbeat.server.strategies:PSBSP",
+    "ssp": "offbeat.server.strategies:SSP",
     "a2cid2": "offbeat.gossip.a2cid2:A2CiD2",
     "ad-psgd": "offbeat.gossip.ad_psgd:ADPSGD",
 }
