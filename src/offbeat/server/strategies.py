@@ -66,7 +66,11 @@ class SSP(Strategy):
             raise ValueError(f"silent_s ({self.silent_s!r}) must be a number of seconds above 0")
 
     def iterations_at(self, clock: int) -> int:
-        """Return the number of iterations before a clock."""
+        """Return the number of iterations before a clock.
+
+        Args:
+            clock: number of a push of a worker.
+        """
         return clock * self.accumulate
 
     def schedule(self, profile: Profile) -> Plan:
