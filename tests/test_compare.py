@@ -673,18 +673,18 @@ def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -> None:
     """One that fails is the repetition's failure; after Ctrl-C the first one counts again."""
-    real, launches = compare._launch, []
+    real, launches = compare._Launcher.launch, []
 
-    def launch(*args):
+    def launch(*args, **fields):
         launches.append(args)
         if len(launches) < 3:
-            return real(*args)
-        args[3].mkdir()
+            return real(*args, **fields)
+        args[2].mkdir()
         if how == "fails":
             return "rank 1 exited with code 1", []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "_launch", launch)
+    monkeypatch.setattr(compare._Launcher, "launch", launch)
     disturbed = Repetition(0, (), load={"disturbed": 1.0, "foreign": 0.5})
     monkeypatch.setattr(compare, "load_repetition", lambda *_: disturbed)
     monkeypatch.setattr(compare, "load_in", lambda _: None)

@@ -30,7 +30,7 @@ from offbeat.core.sim.trace import Trace, whole_periods
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
 from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for, with_network
-from offbeat.experiments.progress import OnLine, Progress
+from offbeat.experiments.progress import Count, Progress
 from offbeat.experiments.record import record_file as blocks
 from offbeat.experiments.record.disturbed import disturbance_of
 from offbeat.experiments.record.record_file import records_in
@@ -297,11 +297,12 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
-        record = _describe_run(comparison, lab) | {"probed": _probe_links(lab, progress)}
+        outcome = Outcome(run_dir, notes=list(comparison.notes))
+        run = _ComparisonRun(comparison, lab, outcome, progress)
+        record = _describe_run(comparison, lab) | {"probed": run.probe_links()}
         record["profile"] = None if given is None else given.record()
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
-        outcome = Outcome(run_dir, notes=list(comparison.notes))
         for note in comparison.notes:
             progress.print_error(f"note: {note}")
         if lab.note:
@@ -310,11 +311,11 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         try:
             if given is not None:
                 progress.print_line(given.text)
-            _run_contestants(comparison, lab, given and given.profile, outcome, progress)
+            run.run_contestants(given and given.profile)
         except KeyboardInterrupt:
             outcome.interrupted = True
         except LabError as error:
-            _report_failure(f"the lab: {error}", outcome, progress)
+            run.report_failure(f"the lab: {error}")
     if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
         record |= {"emulated": _has_emulated_record(run_dir), "changed": outcome.changed}
         record |= {"contestants": _contestant_entries(outcome.contestants), "notes": outcome.notes}
@@ -357,8 +358,9 @@ def measure_profile(setup: Setup, path: Path, progress: Progress | None = None) 
     )
     try:
         with setup.lab() as lab:
-            _probe_links(lab, progress)
-            outcome.measured = _measure(setup, lab, path, outcome.run_dir, outcome, progress)
+            launcher = _Launcher(setup, lab, outcome, progress)
+            launcher.probe_links()
+            outcome.measured = launcher.measure(path, outcome.run_dir)
     except KeyboardInterrupt:
         outcome.interrupted = True
     finally:
@@ -404,324 +406,127 @@ def predict(
     return prediction.iteration_s
 
 
-# --- steps of a comparison -----------------------------------------------------------------------
+# --- launches ------------------------------------------------------------------------------------
 
 
-def _run_contestants(
-    comparison: Comparison,
-    lab: Lab | NoLab,
-    given: Profile | None,
-    outcome: Outcome,
-    progress: Progress,
-) -> None:
-    path = outcome.run_dir / "profile.json"
-    if given is not None:
-        given.save(path)
-    else:
-        again = comparison.repeat_disturbed
-        logs = outcome.run_dir / PROFILING
-        setup = comparison.setup
-        counts = [c.strategy.least_buckets(setup.workers) for c in comparison.contestants or ()]
-        more = {"again": again, "least_buckets": max(counts, default=1)}
-        if not _measure(setup, lab, path, logs, outcome, progress, **more):
-            return
-    profile = Profile.load(path)
-    if profile.pace:
-        busy = min(1.0, profile.world_size / processors() / profile.pace)
-        progress.print_line(
-            f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which is "
-            f"{busy:.0%} busy with it"
+class _Launcher:
+    """Launches of a setup in a running lab. Failures are added to `outcome`."""
+
+    def __init__(
+        self, setup: Setup, lab: Lab | NoLab, outcome: Outcome, progress: Progress
+    ) -> None:
+        self.setup, self.lab, self.outcome, self.progress = setup, lab, outcome, progress
+
+    def report_failure(self, words: str) -> None:
+        self.outcome.failures.append(words)
+        self.progress.print_error(words)
+
+    def probe_links(self) -> list[dict[str, Any]]:
+        """Measure the links, and print the values; LabError on a slow machine."""
+        found = self.lab.probe()
+        for line in asked.lines(found):
+            self.progress.print_line(line)
+        records = [measured.record() for measured in found if measured.has_values]
+        carried = self.lab.verify()
+        if carried is None:
+            return records
+        self.progress.print_line(carried.text)
+        return [*records, carried.record()]
+
+    def measure(
+        self, path: Path, logs: Path, *, again: bool = False, least_buckets: int = 1
+    ) -> bool:
+        """Run the script until its profile is measured and saved to `path`.
+
+        With `again`, a disturbed profile is measured once more. Report a failure and return False.
+        """
+        setup = self.setup
+        draft = logs / "profile.json"  # becomes the profile only if the launch succeeds
+        problem, _ = self.launch(
+            "measuring the profile",
+            logs,
+            BSP(),
+            save_profile=str(draft.absolute()),
+            save_strategy=str((logs / "strategy.json").absolute()),
+            stop_after_profile=True,
+            least_buckets=least_buckets,
+            pace=setup.measured_pace,
+            turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
         )
-    contestants = _contestants(comparison, lab, outcome, progress)
-    outcome.contestants = contestants
-    _note_unused_strategy(outcome, progress)
-    ready = [c for c in contestants if _predict(c, comparison, profile, outcome, progress)]
-    if comparison.device is not None:
-        outcome.device = _device_record(ready, comparison.device, profile, comparison.setup.servers)
-    for repetition in range(comparison.repetitions):
-        for contestant in ready:
-            _run_repetition(comparison, lab, contestant, repetition, outcome, progress)
-    if given is not None:  # the first launch has written the strategy that the script names
-        _note_unused_strategy(outcome, progress)
-    for contestant in ready:
-        _adopt_executed_plan(contestant, profile, outcome, progress)
-
-
-def _device_record(
-    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
-) -> dict[str, Any]:
-    """Return the record of the user's device with predicted seconds per iteration by label.
-
-    Each contestant is planned anew for the device. The prediction is None without such a plan.
-    """
-    there, seconds = device.apply(profile), dict[str, float | None]()
-    for contestant in contestants:
-        try:
-            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
-        except ValueError:
-            seconds[contestant.label] = None
-        else:
-            seconds[contestant.label] = found.iteration_s
-    return {**Compute.of(profile, device).record(), "seconds": seconds}
-
-
-def _contestants(
-    comparison: Comparison, lab: Lab | NoLab, outcome: Outcome, progress: Progress
-) -> tuple[Contestant, ...]:
-    """Return the contestants, or the strategy that the script names; empty on failure."""
-    if comparison.contestants is not None:
-        return comparison.contestants
-    path = _named_path(outcome.run_dir)
-    if not path.exists():  # the profile was given
-        job = _job(
-            comparison.setup, None, save_strategy=str(path.absolute()), stop_after_strategy=True
-        )
-        with progress.step("reading the strategy of the script") as on_line:
-            problem, _ = _launch(comparison.setup, lab, job, path.parent, on_line)
+        if problem is None and not draft.exists():
+            script = script_name(setup.script)
+            problem = f"{script} ended before a profile was measured; {MUST_PREPARE}"
         if problem is not None:
-            _report_failure(f"reading the strategy of the script: {problem}", outcome, progress)
-            return ()
-    named = NamedStrategy.load(path)
-    try:
-        if named is None:
-            raise ValueError(f"{script_name(comparison.setup.script)} names none; {MUST_PREPARE}")
-        chosen = (Contestant(named.strategy.name, named.strategy),)
-        replace(comparison, contestants=chosen)  # checks servers and checkpoints
-    except ValueError as error:
-        _report_failure(str(error), outcome, progress)
-        return ()
-    origin = "the default" if named.text is None else "as the script names it"
-    if os.environ.get(STRATEGY_VARIABLE):
-        origin = f"as {STRATEGY_VARIABLE} names it"
-    progress.print_line(f"strategy: {named.strategy}, {origin}")
-    return chosen
-
-
-def _named_path(run_dir: Path) -> Path:
-    """Return the file of the strategy that the script names."""
-    measured = run_dir / PROFILING / "strategy.json"
-    return measured if measured.exists() else run_dir / "reading" / "strategy.json"
-
-
-def _note_unused_strategy(outcome: Outcome, progress: Progress) -> None:
-    """Add a note if the script names a strategy that is not among the contestants."""
-    named = NamedStrategy.load(_named_path(outcome.run_dir))
-    if named is None or named.text is None:
-        return
-    ran = [str(contestant.strategy) for contestant in outcome.contestants]
-    if ran and named.text not in ran:
-        note = f"{named.text}, which the script names, is not used; {', '.join(ran)} runs instead"
-        outcome.notes.append(note)
-        progress.print_error(f"note: {note}")
-
-
-def _measure(
-    setup: Setup,
-    lab: Lab | NoLab,
-    path: Path,
-    logs: Path,
-    outcome: Outcome,
-    progress: Progress,
-    *,
-    again: bool = False,
-    least_buckets: int = 1,
-) -> bool:
-    """Run the script until its profile is measured and saved to `path`.
-
-    With `again`, a disturbed profile is measured once more. Report a failure and return False.
-    """
-    draft = logs / "profile.json"  # becomes the profile only if the launch succeeds
-    job = _job(
-        setup,
-        BSP(),
-        save_profile=str(draft.absolute()),
-        save_strategy=str((logs / "strategy.json").absolute()),
-        stop_after_profile=True,
-        least_buckets=least_buckets,
-        pace=setup.measured_pace,
-        turns=str((logs / "turns").absolute()) if setup.measured_pace else None,
-    )
-    with progress.step("measuring the profile") as on_line:
-        problem, _ = _launch(setup, lab, job, logs, on_line)
-    if problem is None and not draft.exists():
-        problem = f"{script_name(setup.script)} ended before a profile was measured; {MUST_PREPARE}"
-    if problem is not None:
-        _report_failure(f"measuring the profile: {problem}", outcome, progress)
-        return False
-    profile = Profile.load(draft)
-    profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
-    profile.save(path)
-    if disturbance := disturbance_of(0, load_in(logs), {}):
-        once_more = "; it is measured once more" if again else ""
-        progress.print_line(f"the profile was disturbed: {disturbance.text}{once_more}")
-        if again:
-            logs.rename(logs.with_name(BEFORE + logs.name))
-            return _measure(setup, lab, path, logs, outcome, progress, least_buckets=least_buckets)
-    return True
-
-
-def _predict(
-    contestant: Contestant,
-    comparison: Comparison,
-    profile: Profile,
-    outcome: Outcome,
-    progress: Progress,
-) -> bool:
-    """Predict one contestant. Report a failure and return False without a plan for the profile."""
-    if isinstance(contestant.strategy, ScriptStrategy):
-        progress.print_line(f"{contestant.label}: predicted after its run, from the plan that runs")
+            self.report_failure(f"measuring the profile: {problem}")
+            return False
+        profile = Profile.load(draft)
+        profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
+        profile.save(path)
+        if disturbance := disturbance_of(0, load_in(logs), {}):
+            once_more = "; it is measured once more" if again else ""
+            self.progress.print_line(f"the profile was disturbed: {disturbance.text}{once_more}")
+            if again:
+                logs.rename(logs.with_name(BEFORE + logs.name))
+                return self.measure(path, logs, least_buckets=least_buckets)
         return True
-    try:
-        seconds = predict(
-            contestant.strategy,
-            profile,
-            outcome.run_dir / contestant.label,
-            servers=comparison.setup.servers,
-        )
-    except ValueError as error:
-        _report_failure(f"{contestant.label}: {error}", outcome, progress)
-        return False
-    if_yes = " if every vote is a yes" if contestant.strategy.vote_names(profile) else ""
-    progress.print_line(f"{contestant.label}: predicted {seconds:.4g} s per iteration{if_yes}")
-    return True
 
+    def launch(
+        self,
+        step: str,
+        directory: Path,
+        strategy: Strategy | None = None,
+        *,
+        seed: int | None = None,
+        count: Count | None = None,
+        **rest: Any,
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """Launch all ranks of a job.
 
-def _run_repetition(
-    comparison: Comparison,
-    lab: Lab | NoLab,
-    contestant: Contestant,
-    repetition: int,
-    outcome: Outcome,
-    progress: Progress,
-) -> None:
-    """Run one repetition; with `repeat_disturbed`, run a disturbed one once more."""
-    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
-    changed = list(outcome.changed)
-    if not _launch_repetition(comparison, lab, contestant, repetition, outcome, progress):
-        return
-    outcome.measured += 1
-    disturbance = load_repetition(directory, repetition).disturbance
-    if disturbance is None:
-        return
-    again = "; it is repeated once" if comparison.repeat_disturbed else ""
-    progress.print_line(
-        f"{_describe(comparison, contestant, repetition)} was disturbed: {disturbance.text}{again}"
-    )
-    if not comparison.repeat_disturbed:
-        return
-    kept = directory.with_name(BEFORE + directory.name)
-    directory.rename(kept)
-    outcome.changed, before = changed, outcome.changed
-    try:
-        if not _launch_repetition(comparison, lab, contestant, repetition, outcome, progress):
-            outcome.measured -= 1
-    except KeyboardInterrupt:
-        shutil.rmtree(directory, ignore_errors=True)
-        kept.rename(directory)
-        outcome.changed = before
-        raise
+        The lab makes no changes while a profile is measured, as the profile describes the initial
+        cluster.
 
+        Args:
+            step: name of the step for the display.
+            directory: folder of the logs and of the job file.
+            strategy: strategy of the job; None leaves it to the script.
+            seed: seed of the script; None: that of the setup.
+            count: returns the number of finished iterations.
+            rest: other fields of the job file.
 
-def _describe(comparison: Comparison, contestant: Contestant, repetition: int) -> str:
-    return f"{contestant.label}, repetition {repetition + 1} of {comparison.repetitions}"
-
-
-def _launch_repetition(
-    comparison: Comparison,
-    lab: Lab | NoLab,
-    contestant: Contestant,
-    repetition: int,
-    outcome: Outcome,
-    progress: Progress,
-) -> bool:
-    """Launch one repetition of one contestant. Report a failure and return False."""
-    what = _describe(comparison, contestant, repetition)
-    directory = outcome.run_dir / contestant.label / f"rep{repetition}"
-    path = outcome.run_dir / "profile.json"
-    job = _job(
-        comparison.setup,
-        contestant.strategy,
-        profile=str(path.absolute()),
-        pace=Profile.load(path).pace or None,
-        record_dir=str(directory.absolute()),
-        save_strategy=str(_named_path(outcome.run_dir).absolute()),
-        **(comparison.keeping.job if comparison.keeping is not None else {}),
-    )
-    so_far = partial(blocks.iterations_so_far, blocks.path_of(directory, 0))
-    setup = replace(comparison.setup, seed=comparison.seeds[repetition])
-    with progress.step(what, so_far) as on_line:
-        problem, changes = _launch(setup, lab, job, directory, on_line, contestant.strategy)
-    where = {"strategy": contestant.label, "repetition": repetition}
-    outcome.changed += [{**where, **change} for change in changes]
-    if problem is None and not records_in(directory):
-        script = script_name(comparison.setup.script)
-        problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
-    if problem is None:
-        progress.print_line(f"{what}: {_seconds_in_words(directory)}")
-        return True
-    # The record up to the failure is kept; the report marks it as cut short.
-    write_text(directory / PROBLEM, problem.partition("; the end of")[0])
-    _report_failure(f"{what}: {problem}", outcome, progress)
-    return False
-
-
-def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
-    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
-    by_vote = record.get("votes", {}).get("by_vote", {})
-    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
-
-
-def _adopt_executed_plan(
-    contestant: Contestant, profile: Profile, outcome: Outcome, progress: Progress
-) -> None:
-    """Save the executed plan and its prediction with the recorded vote outcomes.
-
-    They replace the expected plan and its prediction in the run directory.
-    """
-    directory, strategy = outcome.run_dir / contestant.label, contestant.strategy
-    if not strategy.needs.profile:
-        return
-    ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
-    if ran is None:
-        return
-    plan, votes = Plan.from_dict(json.loads(ran.read_text())), _vote_outcomes(ran.parent)
-    planned = directory / "plan.json"
-    if not planned.exists():
-        seconds = predict(contestant.strategy, profile, directory, plan, votes)
-        progress.print_line(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
-        return
-    expected = Plan.from_dict(json.loads(planned.read_text()))
-    if votes or plan.digest != expected.digest:
-        predict(strategy, profile, directory, plan, votes)
-
-
-def _vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
-    """Return the vote outcomes of a repetition from the record of rank 0."""
-    records = records_in(repetition)
-    with suppress(ValueError):  # killed before its first block
-        return outcomes_of(blocks.read(records[0])) if records else {}
-    return {}
-
-
-def _report_failure(words: str, outcome: Outcome, progress: Progress) -> None:
-    outcome.failures.append(words)
-    progress.print_error(words)
-
-
-# --- one launch ----------------------------------------------------------------------------------
-
-
-def _probe_links(lab: Lab | NoLab, progress: Progress) -> list[dict[str, Any]]:
-    """Measure the links and print configured and measured values; LabError on a slow machine."""
-    found = lab.probe()
-    for line in asked.lines(found):
-        progress.print_line(line)
-    records = [measured.record() for measured in found if measured.has_values]
-    carried = lab.verify()
-    if carried is None:
-        return records
-    progress.print_line(carried.text)
-    return [*records, carried.record()]
+        Returns:
+            (problem, changes): a message, None if all ranks succeeded, and the lab's changes.
+        """
+        setup = self.setup
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "job.json"
+        job = _job(setup, strategy, **rest)
+        _write_json(path, job)
+        seed = setup.seed if seed is None else seed
+        env = {"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(seed)}
+        if setup.links:
+            env["OFFBEAT_LINKS"] = ",".join(setup.links)
+        with (
+            self.progress.step(step, count) as on_line,
+            LoadSampler(self.lab.process.pid) as sampler,
+        ):
+            result = launch(
+                self.lab,
+                [sys.executable, *setup.script],
+                env=env,
+                log_dir=directory,
+                timeout_s=setup.timeout_s,
+                on_line=lambda rank, line: on_line(line) if rank == 0 else None,
+                changes=not (job["stop_after_profile"] or job.get("stop_after_strategy")),
+                workers=setup.workers,
+                servers=setup.servers if strategy and strategy.needs.servers else 0,
+                survive=bool(strategy and strategy.needs.survives_ranks),
+            )
+        if (load := sampler.load()) is not None:
+            _write_json(directory / LOAD, load.record())
+        changes = setup.cluster.changes
+        return result.problem, [
+            {"at_s": at_s, "change": changes[number].text} for at_s, number in result.changes
+        ]
 
 
 def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
@@ -744,47 +549,229 @@ def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]
     return job | rest
 
 
-def _launch(
-    setup: Setup,
-    lab: Lab | NoLab,
-    job: dict[str, Any],
-    directory: Path,
-    on_line: OnLine,
-    strategy: Strategy | None = None,
-) -> tuple[str | None, list[dict[str, Any]]]:
-    """Launch all ranks of a job.
+# --- steps of a comparison -----------------------------------------------------------------------
 
-    The lab makes no changes while a profile is measured, as the profile describes the initial
-    cluster.
 
-    Returns:
-        (problem, changes): a message, None if all ranks succeeded, and the lab's changes.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "job.json"
-    _write_json(path, job)
-    env = {"OFFBEAT_JOB": str(path.absolute()), "OFFBEAT_SEED": str(setup.seed)}
-    if setup.links:
-        env["OFFBEAT_LINKS"] = ",".join(setup.links)
-    with LoadSampler(lab.process.pid) as sampler:
-        result = launch(
-            lab,
-            [sys.executable, *setup.script],
-            env=env,
-            log_dir=directory,
-            timeout_s=setup.timeout_s,
-            on_line=lambda rank, line: on_line(line) if rank == 0 else None,
-            changes=not (job["stop_after_profile"] or job.get("stop_after_strategy")),
-            workers=setup.workers,
-            servers=setup.servers if strategy and strategy.needs.servers else 0,
-            survive=bool(strategy and strategy.needs.survives_ranks),
+class _ComparisonRun(_Launcher):
+    """Steps of a comparison in a running lab."""
+
+    def __init__(
+        self, comparison: Comparison, lab: Lab | NoLab, outcome: Outcome, progress: Progress
+    ) -> None:
+        super().__init__(comparison.setup, lab, outcome, progress)
+        self.comparison, self.run_dir = comparison, outcome.run_dir
+
+    def run_contestants(self, given: Profile | None) -> None:
+        """Measure the profile unless it is given; predict all contestants and run them in turns."""
+        comparison, outcome = self.comparison, self.outcome
+        path = self.run_dir / "profile.json"
+        if given is not None:
+            given.save(path)
+        else:
+            workers = self.setup.workers
+            counts = [c.strategy.least_buckets(workers) for c in comparison.contestants or ()]
+            if not self.measure(
+                path,
+                self.run_dir / PROFILING,
+                again=comparison.repeat_disturbed,
+                least_buckets=max(counts, default=1),
+            ):
+                return
+        profile = Profile.load(path)
+        if profile.pace:
+            busy = min(1.0, profile.world_size / processors() / profile.pace)
+            self.progress.print_line(
+                f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which "
+                f"is {busy:.0%} busy with it"
+            )
+        outcome.contestants = self._contestants()
+        self._note_unused_strategy()
+        ready = [c for c in outcome.contestants if self._predict(c, profile)]
+        if comparison.device is not None:
+            outcome.device = _device_record(ready, comparison.device, profile, self.setup.servers)
+        for repetition in range(comparison.repetitions):
+            for contestant in ready:
+                self._run_repetition(contestant, repetition)
+        if given is not None:  # the first launch has written the strategy that the script names
+            self._note_unused_strategy()
+        for contestant in ready:
+            self._adopt_executed_plan(contestant, profile)
+
+    def _contestants(self) -> tuple[Contestant, ...]:
+        """Return the contestants, or the strategy that the script names; empty on failure."""
+        if self.comparison.contestants is not None:
+            return self.comparison.contestants
+        path = _named_path(self.run_dir)
+        step = "reading the strategy of the script"
+        if not path.exists():  # the profile was given
+            wanted = {"save_strategy": str(path.absolute()), "stop_after_strategy": True}
+            problem, _ = self.launch(step, path.parent, **wanted)
+            if problem is not None:
+                self.report_failure(f"{step}: {problem}")
+                return ()
+        named = NamedStrategy.load(path)
+        try:
+            if named is None:
+                raise ValueError(f"{script_name(self.setup.script)} names none; {MUST_PREPARE}")
+            chosen = (Contestant(named.strategy.name, named.strategy),)
+            replace(self.comparison, contestants=chosen)  # checks servers and checkpoints
+        except ValueError as error:
+            self.report_failure(str(error))
+            return ()
+        origin = "the default" if named.text is None else "as the script names it"
+        if os.environ.get(STRATEGY_VARIABLE):
+            origin = f"as {STRATEGY_VARIABLE} names it"
+        self.progress.print_line(f"strategy: {named.strategy}, {origin}")
+        return chosen
+
+    def _note_unused_strategy(self) -> None:
+        """Add a note if the script names a strategy that is not among the contestants."""
+        named = NamedStrategy.load(_named_path(self.run_dir))
+        if named is None or named.text is None:
+            return
+        ran = [str(contestant.strategy) for contestant in self.outcome.contestants]
+        if ran and named.text not in ran:
+            used = ", ".join(ran)
+            note = f"{named.text}, which the script names, is not used; {used} runs instead"
+            self.outcome.notes.append(note)
+            self.progress.print_error(f"note: {note}")
+
+    def _predict(self, contestant: Contestant, profile: Profile) -> bool:
+        """Predict one contestant. Report a failure and return False without a plan."""
+        label, strategy = contestant.label, contestant.strategy
+        if isinstance(strategy, ScriptStrategy):
+            self.progress.print_line(f"{label}: predicted after its run, from the plan that runs")
+            return True
+        servers = self.setup.servers
+        try:
+            seconds = predict(strategy, profile, self.run_dir / label, servers=servers)
+        except ValueError as error:
+            self.report_failure(f"{label}: {error}")
+            return False
+        if_yes = " if every vote is a yes" if strategy.vote_names(profile) else ""
+        self.progress.print_line(f"{label}: predicted {seconds:.4g} s per iteration{if_yes}")
+        return True
+
+    def _run_repetition(self, contestant: Contestant, repetition: int) -> None:
+        """Run one repetition; with `repeat_disturbed`, run a disturbed one once more."""
+        outcome = self.outcome
+        directory = self.run_dir / contestant.label / f"rep{repetition}"
+        changed = list(outcome.changed)
+        if not self._launch_repetition(contestant, repetition):
+            return
+        outcome.measured += 1
+        disturbance = load_repetition(directory, repetition).disturbance
+        if disturbance is None:
+            return
+        again = "; it is repeated once" if self.comparison.repeat_disturbed else ""
+        what = self._describe(contestant, repetition)
+        self.progress.print_line(f"{what} was disturbed: {disturbance.text}{again}")
+        if not self.comparison.repeat_disturbed:
+            return
+        kept = directory.with_name(BEFORE + directory.name)
+        directory.rename(kept)
+        outcome.changed, before = changed, outcome.changed
+        try:
+            if not self._launch_repetition(contestant, repetition):
+                outcome.measured -= 1
+        except KeyboardInterrupt:
+            shutil.rmtree(directory, ignore_errors=True)
+            kept.rename(directory)
+            outcome.changed = before
+            raise
+
+    def _describe(self, contestant: Contestant, repetition: int) -> str:
+        count = self.comparison.repetitions
+        return f"{contestant.label}, repetition {repetition + 1} of {count}"
+
+    def _launch_repetition(self, contestant: Contestant, repetition: int) -> bool:
+        """Launch one repetition of one contestant. Report a failure and return False."""
+        comparison, what = self.comparison, self._describe(contestant, repetition)
+        directory = self.run_dir / contestant.label / f"rep{repetition}"
+        path = self.run_dir / "profile.json"
+        problem, changes = self.launch(
+            what,
+            directory,
+            contestant.strategy,
+            seed=comparison.seeds[repetition],
+            count=partial(blocks.iterations_so_far, blocks.path_of(directory, 0)),
+            profile=str(path.absolute()),
+            pace=Profile.load(path).pace or None,
+            record_dir=str(directory.absolute()),
+            save_strategy=str(_named_path(self.run_dir).absolute()),
+            **(comparison.keeping.job if comparison.keeping is not None else {}),
         )
-    if (load := sampler.load()) is not None:
-        _write_json(directory / LOAD, load.record())
-    changes = setup.cluster.changes
-    return result.problem, [
-        {"at_s": at_s, "change": changes[number].text} for at_s, number in result.changes
-    ]
+        where = {"strategy": contestant.label, "repetition": repetition}
+        self.outcome.changed += [{**where, **change} for change in changes]
+        if problem is None and not records_in(directory):
+            script = script_name(self.setup.script)
+            problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
+        if problem is None:
+            self.progress.print_line(f"{what}: {_seconds_in_words(directory)}")
+            return True
+        # The record up to the failure is kept; the report marks it as cut short.
+        write_text(directory / PROBLEM, problem.partition("; the end of")[0])
+        self.report_failure(f"{what}: {problem}")
+        return False
+
+    def _adopt_executed_plan(self, contestant: Contestant, profile: Profile) -> None:
+        """Save the executed plan and its prediction with the recorded vote outcomes.
+
+        They replace the expected plan and its prediction in the run directory.
+        """
+        directory, strategy = self.run_dir / contestant.label, contestant.strategy
+        if not strategy.needs.profile:
+            return
+        ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
+        if ran is None:
+            return
+        plan, votes = Plan.from_dict(json.loads(ran.read_text())), _vote_outcomes(ran.parent)
+        planned = directory / "plan.json"
+        if not planned.exists():
+            seconds = predict(strategy, profile, directory, plan, votes)
+            self.progress.print_line(f"{contestant.label}: predicted {seconds:.4g} s per iteration")
+            return
+        expected = Plan.from_dict(json.loads(planned.read_text()))
+        if votes or plan.digest != expected.digest:
+            predict(strategy, profile, directory, plan, votes)
+
+
+def _device_record(
+    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
+) -> dict[str, Any]:
+    """Return the record of the user's device with predicted seconds per iteration by label.
+
+    Each contestant is planned anew for the device. The prediction is None without such a plan.
+    """
+    there, seconds = device.apply(profile), dict[str, float | None]()
+    for contestant in contestants:
+        try:
+            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
+        except ValueError:
+            seconds[contestant.label] = None
+        else:
+            seconds[contestant.label] = found.iteration_s
+    return {**Compute.of(profile, device).record(), "seconds": seconds}
+
+
+def _named_path(run_dir: Path) -> Path:
+    """Return the file of the strategy that the script names."""
+    measured = run_dir / PROFILING / "strategy.json"
+    return measured if measured.exists() else run_dir / "reading" / "strategy.json"
+
+
+def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
+    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
+    by_vote = record.get("votes", {}).get("by_vote", {})
+    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
+
+
+def _vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
+    """Return the vote outcomes of a repetition from the record of rank 0."""
+    records = records_in(repetition)
+    with suppress(ValueError):  # killed before its first block
+        return outcomes_of(blocks.read(records[0])) if records else {}
+    return {}
 
 
 # --- the run directory ---------------------------------------------------------------------------

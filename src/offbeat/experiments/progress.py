@@ -23,10 +23,6 @@ OnLine = Callable[[str], None]
 Count = Callable[[], int]
 
 
-def _unknown_count() -> int:
-    return 0
-
-
 class Progress:
     """Display of the current step: one live line on a terminal, else plain lines.
 
@@ -38,15 +34,15 @@ class Progress:
     def __init__(self, *, stderr: bool = False, first_s: float = FIRST_WORD_S) -> None:
         self._console, self._first_s = Console(stderr=stderr), first_s
         self._what, self._line, self._start_s = "", "", 0.0
-        self._count: Count = _unknown_count
+        self._count: Count | None = None
 
     @contextmanager
-    def step(self, what: str, count: Count = _unknown_count) -> Iterator[OnLine]:
+    def step(self, what: str, count: Count | None = None) -> Iterator[OnLine]:
         """Display a step while the body runs.
 
         Args:
             what: name of the step.
-            count: returns the number of finished iterations, 0 if unknown.
+            count: returns the number of finished iterations; None if unknown.
 
         Yields:
             Callable that displays a line of rank 0's log.
@@ -80,10 +76,9 @@ class Progress:
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _progress_text(self) -> str:
-        elapsed_s, iterations = time.monotonic() - self._start_s, self._count()
-        return (
-            f"{iterations:,} iterations, {elapsed_s:.0f} s" if iterations else f"{elapsed_s:.0f} s"
-        )
+        elapsed = f"{time.monotonic() - self._start_s:.0f} s"
+        iterations = self._count() if self._count is not None else 0
+        return f"{iterations:,} iterations, {elapsed}" if iterations else elapsed
 
     def _print_periodically(self, over: threading.Event) -> None:
         """Print plain lines at doubling intervals, so that the log of a long run stays short."""
