@@ -225,6 +225,10 @@ def test_long_phases_cost_nothing():
         ({"schema": 1}, r"schema \(1\) of the plan must be 2; write the plan again with"),
         ({"period": None}, r"the plan lacks the field 'period'"),
         ({"applies": None}, r"the plan lacks the field 'applies'"),
+        ({"applies": 3}, r"field 'applies' of the plan \(3\) is malformed"),
+        ({"applies": [3]}, r"is malformed"),
+        ({"groups": [1]}, r"field 'groups' of the plan \(\[1\]\) is malformed"),
+        ({"facts": [["a", 1, "b", "c"]]}, r"field 'facts' of the plan .* is malformed"),
     ],
 )
 def test_malformed_plans(change, text):
@@ -243,6 +247,15 @@ def test_malformed_plans(change, text):
         ("buffers", {"start": "one"}, r"start \('one'\) must be one of zero, param"),
         ("applies", {"at": "updated"}, r"moment \('updated'\) must be one of forward, grad, step"),
         ("votes", {"due": None}, r"the plan lacks the field 'due'"),
+        ("votes", {"due": 3}, r"field 'due' of the plan \(3\) is malformed"),
+        ("transfers", {"buckets": 3}, r"field 'buckets' of the plan \(3\) is malformed"),
+        (
+            "transfers",
+            {"wire": {"name": "topk", "args": 1}},
+            r"field 'wire' of the plan .* is malf",
+        ),
+        ("applies", {"phases": 3}, r"field 'phases' of the plan \(3\) is malformed"),
+        ("applies", {"args": [1]}, r"is malformed"),
     ],
 )
 def test_malformed_rules(where, change, text):

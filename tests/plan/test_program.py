@@ -143,7 +143,7 @@ def test_long_plans_have_short_tables():
     )
     program = Program(plan)
     iterations = [*range(20), *range(10**9 - 10, 10**9 + 20), 10**12 + 7]
-    assert len({program.key(i) for i in iterations}) <= 2 * len(program.shape()[1])
+    assert len({program.key(i) for i in iterations}) <= 2 * len(program.bounds)
 
 
 # ---- coalesced ------------------------------------------------------------------------------

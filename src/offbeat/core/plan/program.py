@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.types import Apply, Moment, Plan, Transfer, Vote
 
 
@@ -153,9 +154,11 @@ class Program:
         applies = self._applies(self.key(iteration))
         return [(lag, apply) for lag, apply in applies if has_moment_per_bucket(apply)]
 
-    def shape(self) -> tuple[int, list[int]]:
-        """Return the length of the prologue, and the phases at which the rules change."""
-        return self.plan.prologue, self._edges
+    @property
+    def bounds(self) -> list[int]:
+        """Return the phases at which the rules change, and the number of phases."""
+        stop = len(self.plan.phases)
+        return [edge for edge in self._edges if edge < stop] + [stop]
 
     # ---- tables -----------------------------------------------------------------------------
 
@@ -242,6 +245,24 @@ class Program:
                 for b in apply.buckets
             ]
         return self._narrow[id(apply)]
+
+
+def move_bounds(plan: Plan, starts: Mapping[int, int]) -> Plan:
+    """Return the plan with each of `Program.bounds` moved to its phase in `starts`."""
+
+    def moved(rule: Any) -> Any:
+        runs = ((starts[a], starts[z]) for a, z in rule.phases.runs)
+        return replace(rule, phases=Phases.of_runs(runs))
+
+    prologue = starts[plan.prologue]
+    return replace(
+        plan,
+        transfers=tuple(map(moved, plan.transfers)),
+        applies=tuple(map(moved, plan.applies)),
+        votes=tuple(map(moved, plan.votes)),
+        prologue=prologue,
+        period=starts[len(plan.phases)] - prologue,
+    )
 
 
 def has_moment_per_bucket(apply: Apply) -> bool:

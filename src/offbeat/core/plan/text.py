@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar, get_args
 
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.types import (
@@ -25,6 +26,7 @@ from offbeat.core.plan.types import (
 )
 
 SCHEMA = 2
+T = TypeVar("T")
 
 
 def text_of(plan: Plan, mark: Iterable[Any] = ()) -> str:
@@ -71,12 +73,9 @@ def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:
         who = f"rank {','.join(map(str, rule.ranks))}" if rule.ranks is not None else ""
         extra = " ".join(filter(None, (who, when)))
         return f"{rule.id}{_format_args(rule.args)}", f"at {each}{rule.at}", "", phases, extra
-    verb = "" if rule.verb == "all_reduce" else f"{rule.verb} "
-    ranks = "" if rule.ranks is None else f" {rule.ranks[0]}->{rule.ranks[1]}"
-    into = "" if rule.into is None else f" into {rule.into}"
     wire = f"as {rule.wire.name}{_format_args(rule.wire.args)}" if rule.wire else ""
     on = " ".join(filter(None, (f"on {rule.link}", wire, when)))
-    what = f"{verb}{rule.payload}{ranks}{into}"
+    what = rule.id.removesuffix(f"@{rule.link}")
     return what, f"after {rule.after}", f"before {rule.before}", phases, on
 
 
@@ -96,29 +95,19 @@ def digest_of(plan: Plan) -> str:
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON types, with the schema version. Fields with default values are
     left out."""
+    source = {} if plan.source is None else {"source": plan.source}
     return {
         "schema": SCHEMA,
         "strategy": plan.strategy,
         "buckets": plan.buckets,
         "period": plan.period,
         "prologue": plan.prologue,
-        **_compact(plan, "source"),
-        "buffers": [_compact(b, "name", "kind", "start", "copies", "kept") for b in plan.buffers],
+        **source,
+        "buffers": [_record_to_dict(buffer) for buffer in plan.buffers],
         "groups": {link: [list(g) for g in groups] for link, groups in plan.groups.items()},
         "transfers": [_transfer_to_dict(t) for t in plan.transfers],
-        "votes": [
-            {
-                "name": v.name,
-                "rule": v.rule,
-                "at": str(v.at),
-                "due": str(v.due),
-                "phases": str(v.phases),
-                "args": dict(v.args),
-                **({"buckets": _pair(v.buckets)} if v.buckets is not None else {}),
-            }
-            for v in plan.votes
-        ],
-        "applies": [_apply_to_dict(a) for a in plan.applies],
+        "votes": [{"args": {}} | _record_to_dict(vote) for vote in plan.votes],
+        "applies": [_record_to_dict(apply) for apply in plan.applies],
         "bound_s": plan.bound_s,
         "facts": [[f.name, f.value, f.meaning] for f in plan.facts],
     }
@@ -130,42 +119,15 @@ def plan_from_dict(data: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: the schema differs, or a field is missing or malformed.
     """
+    if not isinstance(data, Mapping):
+        raise ValueError("a plan must be a JSON object; write it with `offbeat plan`")
     if data.get("schema") != SCHEMA:
         raise ValueError(
             f"schema ({data.get('schema')!r}) of the plan must be {SCHEMA}; "
             "write the plan again with `offbeat plan`"
         )
-    try:
-        return Plan(
-            strategy=data["strategy"],
-            buckets=int(data["buckets"]),
-            transfers=tuple(_transfer_from_dict(t) for t in data["transfers"]),
-            applies=tuple(_apply_from_dict(a) for a in data["applies"]),
-            votes=tuple(
-                Vote(
-                    v["name"],
-                    v["rule"],
-                    parse_moment(v["at"]),
-                    parse_moment(v["due"]),
-                    Phases.parse(v["phases"]),
-                    v["args"],
-                    _range(v["buckets"]) if "buckets" in v else None,
-                )
-                for v in data["votes"]
-            ),
-            buffers=tuple(_buffer_from_dict(b) for b in data["buffers"]),
-            groups={
-                link: tuple(tuple(map(int, group)) for group in groups)
-                for link, groups in data["groups"].items()
-            },
-            period=int(data["period"]),
-            prologue=int(data["prologue"]),
-            source=None if "source" not in data else int(data["source"]),
-            bound_s=data["bound_s"],
-            facts=tuple(Fact(*fact) for fact in data["facts"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"the plan lacks the field {error.args[0]!r}") from None
+    required = [f.name for f in fields(Plan) if f.name != "source"]
+    return _record_from_dict(Plan, data, _PLAN_FIELDS, required)
 
 
 def parse_moment(text: str) -> Moment:
@@ -184,103 +146,89 @@ def parse_moment(text: str) -> Moment:
     )
 
 
+def compact(record: Any) -> dict[str, Any]:
+    """Return the fields of a record whose values are not the default."""
+    values = {f: getattr(record, f.name) for f in fields(record)}
+    return {f.name: value for f, value in values.items() if value != _default_value(f)}
+
+
+def _default_value(f: Field[Any]) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+def _record_to_dict(record: Any) -> dict[str, Any]:
+    """Return the fields of a record whose values are not the default, as JSON types."""
+    return {name: _field_to_json(name, value) for name, value in compact(record).items()}
+
+
+def _field_to_json(name: str, value: Any) -> Any:
+    if name == "args":
+        return dict(value)
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, (Moment, Phases)) else value
+
+
 def _transfer_to_dict(t: Transfer) -> dict[str, Any]:
-    wire = None
+    data = _record_to_dict(t.payload) | _record_to_dict(t)
+    del data["payload"]
     if t.wire is not None:
-        wire = {"name": t.wire.name, "args": dict(t.wire.args), "error": t.wire.error}
-        wire |= _compact(t.wire, "anchor")
-    optional = {
-        "verb": None if t.verb == "all_reduce" else t.verb,
-        "ranks": None if t.ranks is None else list(t.ranks),
-        "into": t.into,
-        "wire": wire,
-        "when": t.when,
-    }
-    return {
-        "buffer": t.payload.buffer,
-        "buckets": _pair(t.payload.buckets),
-        **_compact(t.payload, "part", "parts", "width", "age"),
-        "after": str(t.after),
-        "before": str(t.before),
-        "phases": str(t.phases),
-        "link": t.link,
-        **_compact(t, "ago"),
-        **{name: value for name, value in optional.items() if value is not None},
-    }
+        data["wire"] = {"args": {}, "error": None} | _record_to_dict(t.wire)
+    return data
+
+
+def _record_from_dict(
+    cls: type[T],
+    data: Mapping[str, Any],
+    parsers: Mapping[str, Callable[[Any], Any]],
+    required: Iterable[str] = (),
+    **known: Any,
+) -> T:
+    """Return a record from its fields as JSON types.
+
+    Args:
+        cls: class of the record.
+        data: fields by name; others are ignored.
+        parsers: function from the JSON value of a field to its value, by name; others are kept.
+        required: names of fields that must be in `data` in addition to those without a default.
+        known: values of fields that are not in `data`.
+
+    Raises:
+        ValueError: a field is missing or malformed.
+    """
+    values = dict(known)
+    for f in fields(cls):  # type: ignore[arg-type]
+        if f.name in known:
+            continue
+        if f.name not in data:
+            if f.name in required or _default_value(f) is MISSING:
+                raise ValueError(f"the plan lacks the field {f.name!r}")
+            continue
+        value = data[f.name]
+        try:
+            values[f.name] = parsers[f.name](value) if f.name in parsers else value
+        except (TypeError, AttributeError):
+            raise ValueError(f"field {f.name!r} of the plan ({value!r}) is malformed") from None
+    return cls(**values)
 
 
 def _transfer_from_dict(data: Mapping[str, Any]) -> Transfer:
-    slice_ = {f: int(data[f]) for f in ("part", "parts", "width", "age") if f in data}
-    wire = data.get("wire")
-    return Transfer(
-        payload=Payload(data["buffer"], _range(data["buckets"]), **slice_),
-        after=parse_moment(data["after"]),
-        before=parse_moment(data["before"]),
-        phases=Phases.parse(data["phases"]),
-        link=data["link"],
-        verb=_choice("verb", data.get("verb", "all_reduce"), VERBS),
-        ranks=_ranks(data),  # type: ignore[arg-type]
-        into=data.get("into"),
-        wire=Wire(**wire) if wire else None,
-        when=data.get("when"),
-        ago=int(data.get("ago", 0)),
-    )
+    payload = _record_from_dict(Payload, data, _FIELDS)
+    return _record_from_dict(Transfer, data, _FIELDS, payload=payload)
 
 
-def _apply_to_dict(a: Apply) -> dict[str, Any]:
-    optional = {
-        "ranks": None if a.ranks is None else list(a.ranks),
-        "when": a.when,
-        "args": dict(a.args) or None,
-    }
-    return {
-        "rule": a.rule,
-        "buckets": _pair(a.buckets),
-        "at": str(a.at),
-        "phases": str(a.phases),
-        **_compact(a, "ago"),
-        **{name: value for name, value in optional.items() if value is not None},
-    }
+def _records(cls: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the parser of a list of records."""
+    return lambda rows: tuple(_record_from_dict(cls, row, _FIELDS) for row in rows)
 
 
-def _apply_from_dict(data: Mapping[str, Any]) -> Apply:
-    return Apply(
-        data["rule"],
-        _range(data["buckets"]),
-        parse_moment(data["at"]),
-        Phases.parse(data["phases"]),
-        ranks=_ranks(data),
-        when=data.get("when"),
-        args=data.get("args", {}),
-        ago=int(data.get("ago", 0)),
-    )
+def _ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(int, ranks))
 
 
-def _buffer_from_dict(data: Mapping[str, Any]) -> Buffer:
-    return Buffer(
-        data["name"],
-        _choice("kind", data.get("kind", "param"), get_args(Kind)),
-        _choice("start", data.get("start", "zero"), get_args(Start)),
-        int(data.get("copies", 1)),
-        bool(data.get("kept", True)),
-    )
-
-
-def _compact(record: Any, *names: str) -> dict[str, Any]:
-    """Return the fields `names` of a record whose values are not the default."""
-    defaults = {f.name: f.default for f in record.__dataclass_fields__.values()}
-    return {n: getattr(record, n) for n in names if getattr(record, n) != defaults[n]}
-
-
-def _ranks(data: Mapping[str, Any]) -> tuple[int, ...] | None:
-    return tuple(map(int, data["ranks"])) if "ranks" in data else None
-
-
-def _pair(buckets: range) -> list[int]:
-    return [buckets.start, buckets.stop]
-
-
-def _range(pair: Sequence[int]) -> range:
+def _range(pair: Sequence[Any]) -> range:
     start, stop = pair
     return range(int(start), int(stop))
 
@@ -294,3 +242,27 @@ def _choice(name: str, value: Any, allowed: Iterable[str]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
     return value
+
+
+# Parsers of the fields of rules, payloads, wires and buffers.
+_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    "buckets": _range,
+    "ranks": _ranks,
+    "phases": Phases.parse,
+    "kept": bool,
+    "wire": lambda data: data and _record_from_dict(Wire, data, {}),
+    "verb": lambda verb: _choice("verb", verb, VERBS),
+    "kind": lambda kind: _choice("kind", kind, get_args(Kind)),
+    "start": lambda start: _choice("start", start, get_args(Start)),
+    **dict.fromkeys(("after", "before", "at", "due"), parse_moment),
+    **dict.fromkeys(("part", "parts", "width", "age", "ago", "copies"), int),
+}
+_PLAN_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("buckets", "period", "prologue", "source"), int),
+    "transfers": lambda rows: tuple(map(_transfer_from_dict, rows)),
+    "applies": _records(Apply),
+    "votes": _records(Vote),
+    "buffers": _records(Buffer),
+    "groups": lambda groups: {link: tuple(map(_ranks, parts)) for link, parts in groups.items()},
+    "facts": lambda rows: tuple(Fact(*row) for row in rows),
+}

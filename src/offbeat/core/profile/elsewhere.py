@@ -78,17 +78,8 @@ def with_device_speed(profile: Profile, speed: float) -> Profile:
     """
     if not 0 < speed < math.inf:
         raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
-    return replace(
-        profile,
-        buckets=tuple(
-            replace(b, forward_s=b.forward_s / speed, backward_s=b.backward_s / speed)
-            for b in profile.buckets
-        ),
-        update_s=profile.update_s / speed,
-        step_s=profile.step_s / speed,
-        other_s=profile.other_s / speed,
-        pace=0.0,
-    )
+    times = profile.compute_times(1 / speed)
+    return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
 
 
 def with_slower_links(profile: Profile, times: float) -> Profile:

@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.files import write_text
 from offbeat.core.plan import BUFFERS, BUILT_IN, Kind, Payload, Verb, base_link
+from offbeat.core.plan.text import compact
 from offbeat.core.profile.validation import validate
 
 SCHEMA = 1
@@ -118,8 +119,8 @@ class Link:
         """Return the seconds of one message, or of several as arrays.
 
         The result is the time of the fitted line, but at least the measured time of that size. A
-        send that was not measured counts as one step of a ring all_reduce, which has 2 (K - 1)
-        steps of one K-th of the bytes for K ranks. A broadcast is a tree of sends.
+        send counts as one step of a ring all_reduce, which has 2 (K - 1) steps of one K-th of the
+        bytes for K ranks. A broadcast is a tree of sends.
 
         Args:
             latency_s: latency of an all_reduce of the payload.
@@ -134,9 +135,7 @@ class Link:
         least_s = _curve(self.small_halves.get(verb) or self.small, size_bytes)
         if verb == "send":
             steps = 2 * max(ranks - 1, 1)
-            sent_s, rate = self.halves.get("send", (self.latency_s / steps, 0.0))
-            rate = rate or self.bytes_per_s * steps / max(ranks, 2)
-            latency_s, transfer_s = sent_s, transfer_s * (self.bytes_per_s / rate)
+            latency_s, transfer_s = self.latency_s / steps, transfer_s * (max(ranks, 2) / steps)
             least_s = least_s / steps
         elif verb != "all_reduce":
             half_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
@@ -210,6 +209,14 @@ SIMULTANEOUS_SPEED = 2 / 3
 
 The link then carries 4/3 of its rate. Source: ASC-WFBP.
 """
+
+# Fields of a profile that are lists of records, with the name of a record in messages.
+RECORDS = (
+    ("buckets", "bucket", Bucket),
+    ("links", "link", Link),
+    ("contention", "contention", Contention),
+    ("codecs", "codec", CodecSpeed),
+)
 
 FORMER_METHODS = {
     "alone_s": "bucket_message_s",
@@ -566,17 +573,12 @@ class Profile:
             changed["rank_jitter"] = () if alike else tuple(jitters)
         return replace(
             self,
-            buckets=tuple(
-                replace(b, forward_s=b.forward_s * by, backward_s=b.backward_s * by)
-                for b in self.buckets
-            ),
             links=tuple(
                 replace(link, cpu_s_per_message=0.0, cpu_s_per_byte=0.0) for link in self.links
             ),
-            update_s=self.update_s * by,
-            step_s=self.step_s * by,
             other_s=self.other_s * again,
             pace=pace,
+            **self.compute_times(by),
             **changed,
         )
 
@@ -585,45 +587,23 @@ class Profile:
         scale = max(self.rank_scale, default=1.0)
         if scale == 1.0:
             return self
-        buckets = tuple(
-            replace(b, forward_s=b.forward_s * scale, backward_s=b.backward_s * scale)
-            for b in self.buckets
-        )
-        times = {"update_s": self.update_s * scale, "step_s": self.step_s * scale}
-        return replace(self, buckets=buckets, rank_scale=(), **times)
+        return replace(self, rank_scale=(), **self.compute_times(scale))
+
+    def compute_times(self, factor: float) -> dict[str, Any]:
+        """Return the fields with times of forward, backward and updates, multiplied by `factor`."""
+        return {
+            "buckets": tuple(
+                replace(b, forward_s=b.forward_s * factor, backward_s=b.backward_s * factor)
+                for b in self.buckets
+            ),
+            "update_s": self.update_s * factor,
+            "step_s": self.step_s * factor,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON types. Optional fields with default values are left out."""
-        data: dict[str, Any] = {
-            "schema": SCHEMA,
-            "world_size": self.world_size,
-            "update_s": self.update_s,
-            "links": [_compact(link) for link in self.links],
-            "buckets": [_compact(bucket) for bucket in self.buckets],
-        }
-        if self.other_s:
-            data["other_s"] = self.other_s
-        if self.rank_scale:
-            data["rank_scale"] = list(self.rank_scale)
-        if self.step_s:
-            data["step_s"] = self.step_s
-        if self.jitter:
-            data["jitter"] = self.jitter
-        if self.pace:
-            data["pace"] = self.pace
-        if self.rank_jitter:
-            data["rank_jitter"] = list(self.rank_jitter)
-        if self.model:
-            data["model"] = self.model
-        if self.contention:
-            data["contention"] = [_compact(contention) for contention in self.contention]
-        if self.noise is not None:
-            data["noise"] = _compact(self.noise)
-        if self.codecs:
-            data["codecs"] = [_compact(codec) for codec in self.codecs]
-        if self.broadcast_bytes:
-            data["broadcast_bytes"] = self.broadcast_bytes
-        return data
+        head = {"schema": SCHEMA, "world_size": self.world_size, "update_s": self.update_s}
+        return head | {name: _as_json(value) for name, value in compact(self).items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
@@ -647,25 +627,12 @@ class Profile:
         for key in ("world_size", "links", "buckets"):
             if key not in data:
                 raise ValueError(f"the profile lacks {key!r}")
-        return cls(
-            buckets=tuple(_record(Bucket, "bucket", b) for b in data["buckets"]),
-            links=tuple(_record(Link, "link", link) for link in data["links"]),
-            world_size=data["world_size"],
-            update_s=data.get("update_s", 0.0),
-            other_s=data.get("other_s", 0.0),
-            rank_scale=tuple(data.get("rank_scale", ())),
-            step_s=data.get("step_s", 0.0),
-            jitter=data.get("jitter", 0.0),
-            rank_jitter=tuple(data.get("rank_jitter", ())),
-            model=data.get("model", ""),
-            contention=tuple(
-                _record(Contention, "contention", c) for c in data.get("contention", ())
-            ),
-            noise=_record(GradientNoise, "noise", data["noise"]) if data.get("noise") else None,
-            pace=data.get("pace", 0.0),
-            codecs=tuple(_record(CodecSpeed, "codec", c) for c in data.get("codecs", ())),
-            broadcast_bytes=data.get("broadcast_bytes", 0),
-        )
+        values = {name: _as_tuples(value) for name, value in data.items() if name != "schema"}
+        for name, what, record in RECORDS:
+            values[name] = tuple(_record(record, what, one) for one in data.get(name, ()))
+        noise = data.get("noise")
+        values["noise"] = _record(GradientNoise, "noise", noise) if noise else None
+        return cls(**values)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON.
@@ -755,14 +722,11 @@ def _monotone_times(small: tuple[tuple[int, float], ...]) -> tuple[list[float], 
     return [float(size) for size in sizes], list(accumulate(times_s, max))
 
 
-def _compact(record: Any) -> dict[str, Any]:
-    """Return the fields of a record whose values are not the default."""
-    values = {f: getattr(record, f.name) for f in fields(record)}
-    return {f.name: value for f, value in values.items() if value != _default_value(f)}
-
-
-def _default_value(f: Field[Any]) -> Any:
-    return f.default if f.default_factory is MISSING else f.default_factory()
+def _as_json(value: Any) -> Any:
+    """Return the value of a field as JSON types."""
+    if isinstance(value, tuple):
+        return [_as_json(one) for one in value]
+    return compact(value) if is_dataclass(value) else value
 
 
 def _reject_unknown(what: str, data: Mapping[str, Any], known: set[str]) -> None:

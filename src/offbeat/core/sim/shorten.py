@@ -9,12 +9,12 @@ exact if the timeline repeats within the sample.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
-from offbeat.core.plan import Phases, Plan
-from offbeat.core.plan.program import Program
+from offbeat.core.plan import Plan
+from offbeat.core.plan.program import Program, move_bounds
 
 LONG = 512  # a stretch of more iterations is shortened
 SHOWN = 32  # iterations kept at the end of a stretch without messages
@@ -64,8 +64,7 @@ class ShortPlan:
 def shorten(plan: Plan) -> ShortPlan:
     """Shorten every long stretch of a plan. A plan without one is returned unchanged."""
     program = Program(plan)
-    _, edges = program.shape()
-    bounds = [edge for edge in edges if edge < len(plan.phases)] + [len(plan.phases)]
+    bounds = program.bounds
     starts, pieces = {0: 0}, [(0, 0)]
     repeats: dict[int, int] = {}
     weights: dict[int, float] = {}
@@ -85,7 +84,9 @@ def shorten(plan: Plan) -> ShortPlan:
         starts[z] = here + head + kept
     if starts[bounds[-1]] == len(plan.phases):
         return ShortPlan(plan, plan, {}, {}, (), ((0, 0),))
-    return ShortPlan(_cut_plan(plan, starts), plan, repeats, weights, tuple(samples), tuple(pieces))
+    return ShortPlan(
+        move_bounds(plan, starts), plan, repeats, weights, tuple(samples), tuple(pieces)
+    )
 
 
 def _split_stretch(plan: Plan, program: Program, start: int, length: int) -> tuple[int, int, int]:
@@ -97,21 +98,3 @@ def _split_stretch(plan: Plan, program: Program, start: int, length: int) -> tup
         return program.lag, length - program.lag - SHOWN - 1, SHOWN
     skipped = (length - LONG) // SAMPLE * SAMPLE
     return length - skipped - SAMPLE, skipped, SAMPLE
-
-
-def _cut_plan(plan: Plan, starts: Mapping[int, int]) -> Plan:
-    def cut(phases: Phases) -> Phases:
-        return Phases.of_runs(_runs(phases))
-
-    def _runs(phases: Phases) -> Iterator[tuple[int, int]]:
-        return ((starts[a], starts[z]) for a, z in phases.runs)
-
-    prologue = starts[plan.prologue]
-    return replace(
-        plan,
-        transfers=tuple(replace(t, phases=cut(t.phases)) for t in plan.transfers),
-        applies=tuple(replace(a, phases=cut(a.phases)) for a in plan.applies),
-        votes=tuple(replace(v, phases=cut(v.phases)) for v in plan.votes),
-        prologue=prologue,
-        period=starts[len(plan.phases)] - prologue,
-    )

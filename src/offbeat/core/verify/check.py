@@ -21,8 +21,7 @@ import numpy as np
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.fit import Rule
-from offbeat.core.plan.phases import Phases
-from offbeat.core.plan.program import Program
+from offbeat.core.plan.program import Program, move_bounds
 from offbeat.core.plan.types import Apply, Plan, Vote
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
@@ -350,27 +349,14 @@ def _speed_up_blends(plan: Plan) -> Plan:
 def shorten_phases(plan: Plan) -> Plan:
     """Return the plan with each long run of equal iterations cut to `3 lag + 4` iterations."""
     program = Program(plan)
-    _, edges = program.shape()
     keep = 3 * program.lag + 4
-    bounds = [*edges, len(plan.phases)] if edges[-1] < len(plan.phases) else edges
+    bounds = program.bounds
     starts = {bounds[0]: 0}
     for a, z in pairwise(bounds):
         starts[z] = starts[a] + min(z - a, keep)
     if starts[bounds[-1]] == len(plan.phases):
         return plan
-
-    def cut(phases: Phases) -> Phases:
-        return Phases.of_runs((starts[a], starts[z]) for a, z in phases.runs)
-
-    prologue = starts[plan.prologue]
-    return replace(
-        plan,
-        transfers=tuple(replace(t, phases=cut(t.phases)) for t in plan.transfers),
-        applies=tuple(replace(a, phases=cut(a.phases)) for a in plan.applies),
-        votes=tuple(replace(v, phases=cut(v.phases)) for v in plan.votes),
-        prologue=prologue,
-        period=starts[len(plan.phases)] - prologue,
-    )
+    return move_bounds(plan, starts)
 
 
 def _all_rules(plan: Plan) -> list[Rule]:
