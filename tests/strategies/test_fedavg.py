@@ -120,6 +120,18 @@ def test_a_worker_that_is_not_drawn_cannot_spoil_the_average():
     assert np.isfinite(found[1]).all()
 
 
+def test_drawn_workers_without_samples_count_equally():
+    plan = FedAvg(local_steps=1, fraction=0.5, samples=(1, 2, 3, 4)).plan(PROFILE)
+    applies = [
+        replace(a, args={**dict(a.args), "samples": (0.0,) * 4}) if a.rule == "select" else a
+        for a in plan.applies
+    ]
+    plan = replace(plan, applies=tuple(applies))
+    weights = np.array(interpret_plan(plan, TASK, 4, 9, momentum))
+    assert np.isfinite(weights).all()
+    assert np.ptp(weights, axis=1).max() < 1e-12
+
+
 def test_the_length_of_a_round():
     assert FedAvg().plan(PROFILE).period == 5
     assert FedAvg(epoch_share=0.25, steps_per_epoch=100).plan(PROFILE).period == 25

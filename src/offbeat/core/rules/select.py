@@ -58,6 +58,8 @@ def _anchor_pairs(context: Context, apply: Apply) -> Iterator[tuple[Any, Any]]:
 def draw_samples(samples: Sequence[float], fraction: float, seed: int, done: int) -> list[float]:
     """Return the samples of each worker, or 0 if the worker is not drawn.
 
+    If no drawn worker has samples, return 1 for each of them: they count equally.
+
     Args:
         samples: number of samples of each worker.
         fraction: share of the workers to draw.
@@ -66,4 +68,6 @@ def draw_samples(samples: Sequence[float], fraction: float, seed: int, done: int
     """
     count = max(1, round(fraction * len(samples)))
     chosen = set(Random(f"{seed} {done}").sample(range(len(samples)), count))
+    if not any(samples[rank] for rank in chosen):
+        samples = [1.0] * len(samples)
     return [number if rank in chosen else 0 for rank, number in enumerate(samples)]
