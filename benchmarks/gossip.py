@@ -2,8 +2,7 @@
 
     python benchmarks/gossip.py [constants decay mean complexity rings workers links speed]
 
-Everything is seeded; only `speed` depends on the machine. Tables are printed as they stand in
-docs/benchmarks.md.
+Everything is seeded; only `speed` depends on the machine. Prints Markdown tables.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 DreamDDP, local SGD, equal-number partition (period 5), WFBP and DDP on 4 ranks: the digits network
 (width 128, SGD with momentum) and a small GPT (AdamW). Losses come from real training in threads.
 Seconds come from the simulator: compute is measured here, alone, with the library's own observer,
-and slowed down until the GPT has the ratio of compute to communication of section 13 of
-docs/benchmarks.md; links are those of the lab as section 1 has measured them. DreamDDP also with
-bubbles filled and not: how far replicas are apart, and the loss.
+and slowed down until the GPT has the ratio of compute to communication of the result `paced`; links
+are those of the lab as the result `emulated` has measured them. DreamDDP also with bubbles filled
+and not: how far replicas are apart, and the loss.
 
 Runs are kept in a file; a second start goes on. About 10 minutes of one core.
 """
@@ -39,8 +39,9 @@ from offbeat.strategies import BSP, DDP, WFBP, DreamDDP, LocalSGD, PartialSync, 
 RANKS, WIDTH, PERIOD = 4, 128, 5
 STEPS = {"GPT": 200, "digits": 150}
 OBSERVE = 20  # iterations in which compute is measured
-LATENCY_S, BYTES_PER_S = 0.5e-3, 7.84e4  # of an all-reduce over 4 hosts, per Mbit/s (section 1)
-RATIO = 2.7  # compute over the communication of the whole GPT at 100 Mbit/s (section 13)
+# Of an all-reduce over 4 hosts, per Mbit/s (result `emulated`).
+LATENCY_S, BYTES_PER_S = 0.5e-3, 7.84e4
+RATIO = 2.7  # compute over the communication of the whole GPT at 100 Mbit/s (result `paced`)
 RATES = (25, 50, 100, 200)  # Mbit/s
 FILLED_AT = (25, 50, 200)
 

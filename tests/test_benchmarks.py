@@ -1,0 +1,85 @@
+"""Results of benchmarks: the page, the index and the scripts agree with the files."""
+
+import json
+import re
+from pathlib import Path
+
+from support.scripts import BENCHMARKS, benchmark
+
+tables = benchmark("tables")
+ROOT = BENCHMARKS.parent
+INDEX = (BENCHMARKS / "README.md").read_text()
+KEYS = {"title", "what", "how", "date", "machine", "command", "tables", "misses", "notes"}
+TABLE_KEYS = {"name", "title", "columns", "rows"}
+
+
+def paths_in(command: str) -> list[Path]:
+    return [ROOT / word for word in re.split(r"[\s;]+", command) if "/" in word]
+
+
+def test_the_page_equals_what_the_command_makes() -> None:
+    page = tables.PAGE.read_text()
+    assert tables.page_text(page) == page, "run `make tables`"
+
+
+def test_every_result_is_complete() -> None:
+    for name in tables.names():
+        result = tables.load(name)  # compares the length of every row with the columns
+        assert result.keys() in (KEYS, KEYS | {"commit"}), name
+        assert result["how"], name
+        for table in (result, *result["tables"]):
+            hows = set(table.get("how", ()))
+            assert hows <= {"measured", "emulated", "simulated", "predicted"}, name
+        for table in result["tables"]:
+            assert table.keys() >= TABLE_KEYS, name
+            assert table.keys() <= TABLE_KEYS | {"spread", "how", "date", "page"}, name
+        found = [table["name"] for table in result["tables"]]
+        assert len(found) == len({*found}), name
+
+
+def test_every_result_names_a_script_that_exists() -> None:
+    for name in tables.names():
+        scripts = paths_in(tables.load(name)["command"])
+        assert scripts, name
+        assert all(path.exists() for path in scripts), name
+
+
+def test_every_script_and_result_is_in_the_index() -> None:
+    scripts = {path.name for path in BENCHMARKS.glob("*.py")}
+    assert scripts == {*re.findall(r"`(\w+\.py)`", INDEX)}
+    rows = dict(re.findall(r"^\| `(\w+\.py)` \|[^|]*\|([^|]*)\|", INDEX, re.MULTILINE))
+    for name in tables.names():
+        scripts = paths_in(tables.load(name)["command"])
+        for path in scripts:
+            if path.parent == BENCHMARKS and name != "published":
+                assert f"`{name}`" in rows[path.name], (name, path.name)
+        assert f"`{name}`" in INDEX, name
+    results = {name for row in rows.values() for name in re.findall(r"`(\w+)`", row)}
+    assert results <= {*tables.names()}
+
+
+def test_a_result_is_written_as_it_is_read(tmp_path, monkeypatch) -> None:
+    """Digits, spreads and missing cells survive; a row takes one line."""
+    text = (tables.RESULTS / "demo.json").read_text()
+    result = tables.load("demo")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.save("demo", result)
+    assert (tmp_path / "demo.json").read_text() == text
+    assert json.loads(text)["tables"][0]["rows"][0] == ["DDP", 2.138, 2.137, 2.144]
+
+
+def test_a_table_selects_rows_and_columns() -> None:
+    table = {
+        "name": "a",
+        "title": "Seconds",
+        "spread": "median [least, greatest]",
+        "columns": ["strategy", "s", "loss"],
+        "rows": [["ddp", [2, 1, 3], None], ["wfbp", 1, 0.5]],
+        "page": {"rows": ["ddp"], "columns": ["strategy", "s"]},
+    }
+    result = {"how": ["emulated"], "date": "2026-11-24"}
+    caption = "Seconds (*emulated*; median [least, greatest]; 2026-11-24):\n\n"
+    whole = "| strategy | s | loss |\n|---|---|---|\n| ddp | 2 [1, 3] | – |\n| wfbp | 1 | 0.5 |\n"
+    assert tables.table_text(result, table, selected=False) == caption + whole
+    part = "| strategy | s |\n|---|---|\n| ddp | 2 [1, 3] |\n"
+    assert tables.table_text(result, table, selected=True) == caption + part
