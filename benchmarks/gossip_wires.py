@@ -55,8 +55,8 @@ def course(
         one, other = ends[i], ends[j]
         coded, number = one.anchor_number(j) > 0, one.next_number(j)
         begun = [
-            one.begin(j, number, t, states[i].mixing_at(t), coded=coded),
-            other.begin(i, number, t, states[j].mixing_at(t), coded=coded),
+            one.begin(j, number, t, states[i].course.mixing_at(t), coded=coded),
+            other.begin(i, number, t, states[j].course.mixing_at(t), coded=coded),
         ]
         sent += one.bytes
         for chunk in range(len(one.wire.chunks)):

@@ -190,8 +190,8 @@ def server_role(folder: str, ways: str, mb: str, optimizer: str) -> None:
 def _serve(folder: Path, opt: Any, layout: Any) -> None:
     import torch
 
+    from offbeat.server.parameters import Store
     from offbeat.server.service import Service
-    from offbeat.server.store import Store
 
     for _ in range(2):  # what the first steps of an optimizer import is no model's
         trial = torch.nn.Parameter(torch.zeros(4))
@@ -269,8 +269,8 @@ def counting_server_role(folder: str) -> None:
 
     warnings.simplefilter("ignore")
     _, opt, layout = _model(WORKERS * 1000, "SGD", lr=float(WORKERS))
+    from offbeat.server.parameters import Store
     from offbeat.server.service import Service
-    from offbeat.server.store import Store
 
     store = Store(layout, 0, opt, "push", range(WORKERS))
     listener = socket.create_server((_address(), 0))

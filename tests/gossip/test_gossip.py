@@ -100,10 +100,10 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         warm(workers)
         until(lambda: all(worker.count() for worker in workers))
         dead, living = workers[3], [workers[n] for n in (0, 1, 2)]
-        before = living[0].state.mixing
+        before = living[0].state.course.last
         kill(dead)
         until(lambda: all(worker.gossip.view.dead_workers() == [3] for worker in living))
-        until(lambda: living[1].state.mixing.eta != before.eta)
+        until(lambda: living[1].state.course.last.eta != before.eta)
         words = [word for worker in living for word in worker.gossip.take_notices()]
         assert sum("worker 3 could not be reached" in word for word in words) == 2
         counts = [worker.count() for worker in living]
@@ -111,7 +111,7 @@ def test_a_worker_that_disappears_is_given_up() -> None:
         assert together([worker.consolidate for worker in living]) == [None] * 3
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[2])
-        until(lambda: len({worker.state.mixing for worker in living}) == 1)
+        until(lambda: len({worker.state.course.last for worker in living}) == 1)
 
 
 def in_long_units(workers: list[Worker]) -> None:
@@ -179,7 +179,7 @@ def test_a_neighbour_that_was_given_up_is_taken_again() -> None:
             lambda: all(w.gossip.view.edges(State.UP) == [(0, 1), (0, 2), (1, 2)] for w in workers)
         )
         until(lambda: set(workers[0].gossip._rates) == {1, 2})
-        until(lambda: len({worker.state.mixing for worker in workers}) == 1)
+        until(lambda: len({worker.state.course.last for worker in workers}) == 1)
         assert any("can be reached again" in word for word in workers[0].gossip.take_notices())
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         assert torch.equal(x[0], x[1])

@@ -36,14 +36,14 @@ def test_a_worker_joins_with_the_state_of_another() -> None:
     with job(nx.cycle_graph(3), x[:3]) as workers:
         warm(workers)
         until(lambda: all(worker.count() > 3 for worker in workers))
-        before = workers[0].state.mixing
+        before = workers[0].state.course.last
         newcomer = come(workers, x[3], through=1)
         assert newcomer.gossip.me == 4
         warm([newcomer])
         edges = [(0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 4)]
         for worker in workers:
             until(lambda worker=worker: worker.gossip._agreement.edges == edges)
-        until(lambda: len({worker.state.mixing for worker in workers} | {before}) == 2)
+        until(lambda: len({worker.state.course.last for worker in workers} | {before}) == 2)
         count = newcomer.count()
         until(lambda: newcomer.count() > count + 5)
         assert together([worker.consolidate for worker in workers]) == [None] * 4
@@ -246,6 +246,8 @@ def test_a_place_travels_as_it_is() -> None:
     assert Place.unpack(json.loads(json.dumps(place.pack()))) == place
     with pytest.raises(WireError, match="must be pairs of workers"):
         Place.unpack({**place.pack(), "first": 3})
+    with pytest.raises(WireError, match="cannot be"):
+        Place.unpack({**place.pack(), "near": 3})
 
 
 SCRIPT = """

@@ -58,8 +58,8 @@ def exchange(a: State, b: State, t: float, wire: Wire, between: object = None) -
     if callable(between):
         between()
     for number in range(len(wire.chunks)):
-        a.apply(number, buffers[0], buffers[1], t, a.mixing_at(t))
-        b.apply(number, buffers[1], buffers[0], t, b.mixing_at(t))
+        a.apply(number, buffers[0], buffers[1], t, a.course.mixing_at(t))
+        b.apply(number, buffers[1], buffers[0], t, b.course.mixing_at(t))
 
 
 def assert_same(flat: Tensor, slow: Slow) -> None:
@@ -148,9 +148,9 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     buffers = [wire.buffers() for _ in range(2)]
     for state, buffer in zip((a, b), buffers, strict=True):
         state.snapshot(1.0, buffer)
-    a.apply(0, *buffers, 1.0, a.mixing)
+    a.apply(0, *buffers, 1.0, a.course.last)
     a.step(1.6, lambda: None)
-    a.apply(0, *buffers, 1.0, a.mixing, undo=True)
+    a.apply(0, *buffers, 1.0, a.course.last, undo=True)
     a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)
@@ -181,8 +181,8 @@ def test_constants_change_at_a_label_wherever_the_word_arrives_when() -> None:
         Wire([x], chunk_bytes=32),
         lambda: (b.change_mixing(2.0, later), b.step(3.0, int)),
     )
-    assert a.mixing_at(1.9) == MOMENTUM
-    assert a.mixing_at(2.0) == later
+    assert a.course.mixing_at(1.9) == MOMENTUM
+    assert a.course.mixing_at(2.0) == later
     Slow.exchange(i, j, 1.0, True)
     for state, slow in ((a, i), (b, j)):
         state.mix_until(4.0)

@@ -121,6 +121,21 @@ def test_who_has_said_goodbye_is_not_dead() -> None:
     assert view.members() == [0, 2]
 
 
+def test_a_failed_worker_whose_neighbour_has_left_is_dead() -> None:
+    view = View(0, [(0, 1), (1, 2), (0, 3), (2, 3)])
+    view.merge([(1, 2, 1, int(State.LEFT), 0.0), (2, 3, 1, int(State.GONE), 0.0)])
+    view.set_edge(1, State.LEFT)
+    assert view.members() == [0, 3]
+    assert view.dead_workers() == [2]
+
+
+def test_an_invalid_edge_merges_no_other_edge() -> None:
+    view = View(0, [(0, 1)])
+    with pytest.raises(ValueError, match="cannot be"):
+        view.merge([(0, 1, 1, int(State.GONE), 0.0), (9, 0, 1, 0, 0.0)])
+    assert view.changed_edges() == []
+
+
 def test_words_that_cannot_be_are_refused() -> None:
     for bad in (
         [(9, 0, 1, 0, 0.0)],

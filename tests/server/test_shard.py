@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import require_elementwise, settings_of
-from offbeat.server.store import Store
+from offbeat.server.parameters import Store
 
 SHAPES = [(3, 4), (5,), (2, 2, 2)]
 WORKERS, CLOCKS = 3, 6

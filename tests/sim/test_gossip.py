@@ -256,6 +256,10 @@ def test_the_same_seed_is_the_same_timeline():
             "hosts (1 values)",
         ),
         (
+            lambda: simulate(PAIR, Workers([1.0] * 2), Network(hosts=[-1, 0]), units=1),
+            "hosts (-1) must be at least 0",
+        ),
+        (
             lambda: simulate(PAIR, Workers([1.0] * 2), Network(nic_bytes_s=[1.0]), units=1),
             "nic_bytes_s (1 values)",
         ),

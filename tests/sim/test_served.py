@@ -8,8 +8,7 @@ import pytest
 from offbeat import SSP, Profile
 from offbeat.core.sim.separate_workers import Server, server_of
 from offbeat.profile import Bucket, Link
-from offbeat.server.pipe import fair_shares
-from offbeat.server.simulation import run_served
+from offbeat.server.simulation import fair_shares, run_served
 from offbeat.sim import Ranks, predict
 
 CLOCKS = 60

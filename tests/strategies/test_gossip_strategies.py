@@ -108,3 +108,9 @@ def test_exchanges_are_predicted_with_their_wire() -> None:
         assert seconds == pytest.approx(size * byte_s)
     slow = (CodecSpeed("int4", 1e-6, 2e-6),)
     assert exchanged("int4", slow)[1] == pytest.approx(520 * byte_s + 4000 * 5e-6)
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    found = sim.predict(A2CiD2(), replace(PROFILE, world_size=1, rank_scale=()))
+    assert found.bytes_per_iteration == {"net": 0.0}
+    assert found.busy_s == {"net": 0.0}

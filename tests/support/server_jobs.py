@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import settings_of
+from offbeat.server.parameters import Store
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
-from offbeat.server.store import Store
 
 SECRET = b"among us"
 

@@ -80,7 +80,7 @@ class Place:
                 Agreement(**{**agreed, "edges": parse_edges(agreed["edges"])}),
                 {int(channel): int(count) for channel, count in data["held"]},
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WireError(f"the place that was given cannot be: {error}") from None
 
 

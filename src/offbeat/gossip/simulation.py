@@ -484,6 +484,8 @@ def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
     hosts = list(network.hosts) or list(range(n))
     if len(hosts) != n:
         raise ValueError(f"hosts ({len(hosts)} values) must have one value per worker ({n})")
+    if min(hosts) < 0:
+        raise ValueError(f"hosts ({min(hosts)}) must be at least 0; number hosts from 0")
     cards, count = network.nic_bytes_s, max(hosts) + 1
     rates: list[float] = [*cards] if isinstance(cards, Sequence) else [cards] * count
     if len(rates) < count:

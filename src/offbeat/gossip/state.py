@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,43 +57,46 @@ class Change(NamedTuple):
     alpha: float
     alpha_tilde: float
 
+    @property
+    def mixing(self) -> Mixing:
+        """Return the constants without the label."""
+        return Mixing(self.eta, self.alpha, self.alpha_tilde)
+
 
 class Course:
     """History of the mixing constants. All workers must change them at the same labels, otherwise
     the average over workers changes.
+
+    Attributes:
+        changes: the last `REMEMBERED` changes, in order of labels.
     """
 
     def __init__(self, mixing: Mixing):
-        self._changes = [(0.0, mixing)]  # (label, constants), in order of labels
+        self.changes: list[Change] = []
+        self.change(0.0, mixing)
 
     def change(self, label: float, mixing: Mixing) -> None:
         """Use other constants from a label on. Later changes that were planned are removed."""
-        kept = [change for change in self._changes if change[0] < label]
-        self._changes = [*kept, (label, mixing)][-REMEMBERED:]
-
-    @property
-    def changes(self) -> list[Change]:
-        """Return all stored changes."""
-        return [Change(since, m.eta, m.alpha, m.alpha_tilde) for since, m in self._changes]
-
-    def follow(self, changes: Sequence[Change]) -> None:
-        """Replace the history with that of another worker."""
-        self._changes = [(since, Mixing(*constants)) for since, *constants in changes]
+        kept = [change for change in self.changes if change.since < label]
+        new = Change(label, mixing.eta, mixing.alpha, mixing.alpha_tilde)
+        self.changes = [*kept, new][-REMEMBERED:]
 
     def mixing_at(self, label: float) -> Mixing:
         """Return the constants at a label."""
-        return next((m for since, m in reversed(self._changes) if since <= label), self.last)
+        past = [change for change in self.changes if change.since <= label]
+        return past[-1].mixing if past else self.last
 
     @property
     def last(self) -> Mixing:
         """Return the constants of the last change."""
-        return self._changes[-1][1]
+        return self.changes[-1].mixing
 
     def mixing_integral(self, start: float, end: float) -> float:
         """Return the integral of eta between two labels."""
         total = 0.0
-        for (since, mixing), (until, _) in pairwise([*self._changes, (math.inf, AVERAGING)]):
-            total += mixing.eta * max(min(end, until) - max(start, since), 0.0)
+        ends = [*(change.since for change in self.changes[1:]), math.inf]
+        for change, until in zip(self.changes, ends, strict=True):
+            total += change.eta * max(min(end, until) - max(start, change.since), 0.0)
         return total
 
 
@@ -118,6 +120,7 @@ class State:
         mixed: whether an exchange sends x after mixing; otherwise x before mixing.
 
     Attributes:
+        course: history of the mixing constants.
         t: label of the last event.
     """
 
@@ -132,7 +135,7 @@ class State:
         mixed: bool = True,
     ):
         self._weights = [flat.detach() for flat in weights]
-        self._wire, self._course = wire, Course(mixing)
+        self._wire, self.course = wire, Course(mixing)
         self._snapshot, self._mixed = snapshot, mixed
         self._tilde = [w.clone() for w in self._weights] if momentum else None
         beside = momentum or snapshot
@@ -193,9 +196,9 @@ class State:
         change at different times but must mix equally, otherwise the average changes.
         """
         with self._lock:
-            wrong = self._course.mixing_integral(t, self.t)
-            self._course.change(t, mixing)
-            self._mix(max(self._course.mixing_integral(t, self.t) - wrong, MOST_BACK))
+            wrong = self.course.mixing_integral(t, self.t)
+            self.course.change(t, mixing)
+            self._mix(max(self.course.mixing_integral(t, self.t) - wrong, MOST_BACK))
 
     # ---- gossip thread ----------------------------------------------------------------------
 
@@ -205,24 +208,6 @@ class State:
         with self._lock:
             self._advance(t)
             yield self._x
-
-    @property
-    def course(self) -> list[Change]:
-        """Return all changes of the constants."""
-        return self._course.changes
-
-    def follow(self, course: Sequence[Change]) -> None:
-        """Use the constants of another worker."""
-        self._course.follow(course)
-
-    @property
-    def mixing(self) -> Mixing:
-        """Return the newest constants."""
-        return self._course.last
-
-    def mixing_at(self, t: float) -> Mixing:
-        """Return the constants of an exchange at label `t`."""
-        return self._course.mixing_at(t)
 
     def snapshot(self, t: float, into: Sequence[Tensor]) -> None:
         """Copy x at label `t` into the buffers of an exchange.
@@ -263,7 +248,7 @@ class State:
             x = self._x[chunk.flat][chunk.span]
             tilde = None if self._tilde is None else self._tilde[chunk.flat][chunk.span]
             sign = -1.0 if undo else 1.0
-            since = self._course.mixing_integral(t, self.t)
+            since = self.course.mixing_integral(t, self.t)
             a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
             for piece in pieces(x):
                 m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
@@ -280,7 +265,7 @@ class State:
 
     def _advance(self, t: float) -> None:
         """Mix up to `t`. Labels never decrease."""
-        eta_dt = self._course.mixing_integral(self.t, t)
+        eta_dt = self.course.mixing_integral(self.t, t)
         self.t = max(t, self.t)
         self._mix(eta_dt)
 

@@ -1,4 +1,4 @@
-"""Base class of gossip strategies, which have no plan and no servers."""
+"""Gossip strategies, which have no plan and no servers: AD-PSGD and A2CiD2."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Gossip(Strategy):
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
         """Return the predicted timeline. `offbeat graph` predicts the agreement between workers."""
-        from offbeat.gossip.spread_prediction import predict_gossip
+        from offbeat.gossip.prediction import predict_gossip
 
         return predict_gossip(
             self,
@@ -117,6 +117,44 @@ class Gossip(Strategy):
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         return ()
+
+
+@dataclass(frozen=True)
+class A2CiD2(Gossip):
+    """Gossip with a second copy of the parameters: agreement about sqrt(n) times faster on a ring.
+
+    An exchange moves the copy further than the parameters. Between two exchanges both mix at a rate
+    that follows from the graph. The other settings are those of `Gossip`.
+
+    Source: Nabli, Belilovsky, Oyallon, A2CiD2, NeurIPS 2023.
+    """
+
+    exchange: Literal["after_mixing", "before_mixing"] = "after_mixing"  # type: ignore[misc]
+    """Whether parameters and copy mix before each exchange (`after_mixing`) or after it
+    (`before_mixing`, Algorithm 1 of the paper, which reaches agreement more slowly)."""
+
+    name: ClassVar[str] = "a2cid2"
+    momentum: ClassVar[bool] = True
+    citation: ClassVar[str] = (
+        "Nabli, Belilovsky, Oyallon, A2CiD2: Accelerating asynchronous communication in "
+        "decentralized deep learning, NeurIPS 2023"
+    )
+
+
+@dataclass(frozen=True)
+class ADPSGD(Gossip):
+    """Asynchronous decentralized parallel SGD: after an exchange both partners hold the average.
+
+    The settings are those of `Gossip`.
+
+    Source: Lian et al., ICML 2018.
+    """
+
+    name: ClassVar[str] = "ad-psgd"
+    momentum: ClassVar[bool] = False
+    citation: ClassVar[str] = (
+        "Lian et al., Asynchronous decentralized parallel stochastic gradient descent, ICML 2018"
+    )
 
 
 def _topology_text(topology: object) -> str:

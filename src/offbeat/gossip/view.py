@@ -9,13 +9,14 @@ messages.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-Edge = tuple[int, int]  # the smaller id first
+import networkx as nx
+
+from offbeat.gossip.graphs import Edge, parts
 
 
 class State(IntEnum):
@@ -86,12 +87,9 @@ class View:
         """Return the connected parts of the members, the largest first; of equal ones, that with
         the smallest id.
         """
-        found, left = [], set(self.members())
-        while left:
-            part = set(self._spanning_tree(min(left), self.edges()))
-            found.append(sorted(part))
-            left -= part
-        return sorted(found, key=lambda part: (-len(part), part))
+        graph = nx.Graph(self.edges())
+        graph.add_node(self.me)
+        return [[*part] for part in parts(graph)]
 
     def is_surviving_majority(self, part: Sequence[int]) -> bool:
         """Return whether a part contains most members, and each other member has lost an edge to
@@ -105,11 +103,23 @@ class View:
         return 2 * len(mine) > len(members) and set(members) <= near
 
     def dead_workers(self) -> list[int]:
-        """Return the workers that are no longer members and have no edge with state LEFT."""
-        members = self.members()
-        left = [edge for edge, (_, state, _) in self._edges.items() if state is State.LEFT]
-        said = {end for edge in left for end in edge}
-        return [worker for worker in self.workers if worker not in members and worker not in said]
+        """Return the workers that are no longer members, without those that have left.
+
+        Edges do not tell which end has left. A worker has left if an edge to a member is LEFT. If
+        only edges to other former members are, it has left unless a member has lost it.
+        """
+        members = {*self.members()}
+        dead = []
+        for worker in {*self.workers} - members:
+            edges = [
+                (state, sum(edge) - worker in members)
+                for edge, (_, state, _) in self._edges.items()
+                if worker in edge
+            ]
+            lost = (State.GONE, True) in edges
+            has_left = (State.LEFT, True) in edges or ((State.LEFT, False) in edges and not lost)
+            dead += [] if has_left else [worker]
+        return sorted(dead)
 
     def has_leavers(self) -> bool:
         """Return whether any worker has left the job."""
@@ -192,16 +202,14 @@ class View:
         """Merge the edges received from a neighbour. Return the edges that were new or newer.
 
         Raises:
-            ValueError: an edge is invalid.
+            ValueError: an edge is invalid. No edge is merged then.
         """
         new: list[Known] = []
-        for i, j, version, state, label in told:
-            if not (type(i) is type(j) is type(version) is int and 0 <= i < j):
-                raise ValueError(f"edge ({i}-{j}), version {version}, cannot be")
-            here = self._edges.get((i, j), (0, State.UP, 0.0))
-            if (version, State(state), label) > here:
-                self._store_edge((i, j), version, State(state), label)
-                new.append((i, j, version, state, label))
+        for edge, now in [_parse_known(one) for one in told]:
+            if now > self._edges.get(edge, (0, State.UP, 0.0)):
+                self._store_edge(edge, *now)
+                version, state, label = now
+                new.append((*edge, version, int(state), label))
         return new
 
     def _store_edge(self, edge: Edge, version: int, state: State, label: float) -> None:
@@ -210,19 +218,18 @@ class View:
 
     def _spanning_tree(self, root: int, edges: Iterable[Edge]) -> dict[int, int | None]:
         """Return the parent of each worker that the root reaches, in breadth-first order."""
-        around: dict[int, list[int]] = {}
-        for i, j in edges:
-            around.setdefault(i, []).append(j)
-            around.setdefault(j, []).append(i)
-        parents: dict[int, int | None] = {root: None}
-        todo = deque([root])
-        while todo:
-            here = todo.popleft()
-            for other in sorted(around.get(here, [])):
-                if other not in parents:
-                    parents[other] = here
-                    todo.append(other)
-        return parents
+        graph = nx.Graph(edges)
+        graph.add_node(root)
+        return {root: None, **dict(nx.bfs_predecessors(graph, root, sort_neighbors=sorted))}
+
+
+def _parse_known(known: Sequence[Any]) -> tuple[Edge, tuple[int, State, float]]:
+    """Return an edge of a neighbour's view, and its version, state and label."""
+    i, j, version, state, label = known
+    whole = type(i) is type(j) is type(version) is int and isinstance(label, (int, float))
+    if not (whole and 0 <= i < j):
+        raise ValueError(f"edge ({i}-{j}), version {version}, label {label!r}, cannot be")
+    return (i, j), (version, State(state), label)
 
 
 def _edge(i: int, j: int) -> Edge:

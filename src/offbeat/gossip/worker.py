@@ -28,8 +28,7 @@ from offbeat.gossip.agreement import Agreement, planned_rates
 from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
-from offbeat.gossip.counts import Counts, ExchangeRecord
-from offbeat.gossip.exchange import Exchanges
+from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
 from offbeat.gossip.joining import Address, Place
 from offbeat.gossip.pairing import Action, Begin, Pairing, Signal
 from offbeat.gossip.peers import NOTHING, Listener, Peers
@@ -142,7 +141,7 @@ class Gossip(Listener):
         self._ended = False
         if place:
             self.view.merge(place.known)
-            shared.follow(place.course)
+            shared.course.changes = place.course
         else:
             self._update_rates()
             shared.change_mixing(0.0, self._constants())
@@ -413,7 +412,9 @@ class Gossip(Listener):
             if isinstance(act, Begin):
                 if act.accepted:
                     t, number, coded = self._accepted.pop(act.partner)
-                    self._exchange(act.partner, number, t, self._shared.mixing_at(t), coded=coded)
+                    self._exchange(
+                        act.partner, number, t, self._shared.course.mixing_at(t), coded=coded
+                    )
                 continue
             about: dict[str, Any] = {}
             if act.word is Signal.ASK:
@@ -423,7 +424,7 @@ class Gossip(Listener):
                 }
             elif act.word is Signal.YES:
                 t, about["clock"], coded = self._accepted[act.to]
-                mixing = self._shared.mixing_at(t)
+                mixing = self._shared.course.mixing_at(t)
                 alphas = {"alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
                 about["meta"] = {"t": t, "coded": coded, **alphas}
             self._peers.send(act.to, KINDS[act.word], **about)
@@ -766,7 +767,7 @@ class Gossip(Listener):
             self._first_edges,
             self.view.changed_edges(),
             {peer: self._addresses[peer] for peer in around},
-            self._shared.course,
+            self._shared.course.changes,
             self.clock.line,
             self._agreement,
             self._reductions.held,

@@ -20,10 +20,9 @@ from offbeat.frames import secret as secrets
 from offbeat.frames.connection import Connection, Views
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
-from offbeat.server.parameters import Shard
+from offbeat.server.parameters import Shard, Store
 from offbeat.server.protocol import Kind
 from offbeat.server.snapshots import Snapshots
-from offbeat.server.store import Store
 
 GREETING_S = 10.0  # a connection without handshake and HELLO for this time is closed
 MOST_STRANGERS = 64  # open connections before their handshake; the oldest one is closed

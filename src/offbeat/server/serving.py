@@ -16,9 +16,9 @@ from offbeat.frames.job_secret import common_secret, own_address
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import require_elementwise
+from offbeat.server.parameters import Store
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
-from offbeat.server.store import Store
 from offbeat.server.strategies import SSP
 
 BEATS = 4  # heartbeats of a worker per `silent_s`

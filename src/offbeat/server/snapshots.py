@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offbeat.server.store import Store
+from offbeat.server.parameters import Store
 
 KEEP = 2  # files per server; servers resume from the newest clock that all of them have saved
 

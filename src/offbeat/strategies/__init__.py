@@ -25,8 +25,7 @@ from offbeat.core.strategy.registry import (
 )
 
 if TYPE_CHECKING:
-    from offbeat.gossip.a2cid2 import A2CiD2
-    from offbeat.gossip.ad_psgd import ADPSGD
+    from offbeat.gossip.strategies import ADPSGD, A2CiD2
     from offbeat.server.strategies import PSBSP, SSP
     from offbeat.strategies.asc_wfbp import ASCWFBP
     from offbeat.strategies.bsp import BSP

@@ -32,8 +32,8 @@ BUILT_IN = {
     "selsync": "offbeat.strategies.selsync:SelSync",
     "ps-bsp": "offbeat.server.strategies:PSBSP",
     "ssp": "offbeat.server.strategies:SSP",
-    "a2cid2": "offbeat.gossip.a2cid2:A2CiD2",
-    "ad-psgd": "offbeat.gossip.ad_psgd:ADPSGD",
+    "a2cid2": "offbeat.gossip.strategies:A2CiD2",
+    "ad-psgd": "offbeat.gossip.strategies:ADPSGD",
 }
 
 
