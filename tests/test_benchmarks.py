@@ -4,10 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from support.scripts import BENCHMARKS, benchmark
+from support.scripts import ROOT, benchmark
 
 tables = benchmark("tables")
-ROOT = BENCHMARKS.parent
+BENCHMARKS = ROOT / "benchmarks"
 INDEX = (BENCHMARKS / "README.md").read_text()
 KEYS = {"title", "what", "how", "date", "machine", "command", "tables", "misses", "notes"}
 TABLE_KEYS = {"name", "title", "columns", "rows"}
