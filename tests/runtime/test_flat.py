@@ -296,6 +296,17 @@ def shared() -> nn.Module:
     return model
 
 
+def slices(a: Tensor, b: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight, model[1].weight = nn.Parameter(a.view(2, 2)), nn.Parameter(b.view(2, 2))
+    return model
+
+
+def overlapping() -> nn.Module:
+    whole = torch.zeros(6)
+    return slices(whole[:4], whole[2:])
+
+
 def frozen() -> nn.Module:
     return nn.Linear(2, 2).requires_grad_(False)
 
@@ -308,6 +319,7 @@ def frozen() -> nn.Module:
         (lazy, "parameter '0.weight' is lazy; run one forward pass before prepare"),
         (complex_, "'weight' has dtype torch.complex64; only real floats are supported"),
         (shared, "'0.weight' and '1.weight' share memory but are two objects; tie them by"),
+        (overlapping, "'0.weight' and '1.weight' share memory but are two objects; tie them by"),
         (frozen, "the model has no parameter that requires a gradient; nothing to train"),
     ],
 )
@@ -321,6 +333,9 @@ def test_supported_models() -> None:
     for name in ("mlp", "conv", "tied"):
         require_supported(build_model(Case(name)))
     require_supported(Odd())
+    whole = torch.zeros(8)
+    require_supported(slices(whole[:4], whole[4:]))  # neighbours
+    require_supported(slices(whole.view(2, 4)[:, :2], whole.view(2, 4)[:, 2:]))  # columns
 
 
 # ---- checksums ------------------------------------------------------------------------------

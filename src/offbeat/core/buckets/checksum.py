@@ -22,7 +22,7 @@ def checksum(*tensors: Tensor) -> int:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(_bytes(tensor))
+            by_device.setdefault(tensor.device, []).append(bytes_of(tensor))
     total = 0
     for pieces in by_device.values():
         total = (total * _GROWTH + _fold_chunks(pieces)) % _WORD
@@ -61,5 +61,6 @@ def _words(pieces: list[Tensor]) -> Tensor:
     return (pieces[0] if aligned else torch.cat(pieces)).view(torch.int64)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a flat tensor; a copy if the tensor is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

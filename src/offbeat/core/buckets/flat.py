@@ -8,6 +8,7 @@ user code has changed one. Parameters and buffers have their own storages over t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,11 @@ class Flat:
     """A model's trainable tensors, moved into one flat tensor per dtype and device, and buffers of
     the same layout.
 
+    Attributes:
+        parameters: all parameters, bucket by bucket.
+        bucket_of: bucket of each parameter.
+        starts: index of the first parameter of each bucket.
+
     Args:
         model: the model, whose parameters and buffers become views of the flat tensors.
         specs: the buckets.
@@ -56,6 +62,10 @@ class Flat:
     def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = [[parameters[n] for n in spec.parameters] for spec in specs]
+        self.parameters = [p for own in trained for p in own]
+        self.bucket_of = [b for b, own in enumerate(trained) for _ in own]
+        self.starts = [self.bucket_of.index(b) for b in range(len(trained))]
+        self._elements = [sum(p.numel() for p in own) for own in trained]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
         self.keys = [key_of(own[0]) for own in trained]
@@ -93,9 +103,7 @@ class Flat:
 
     def take_gradients(self) -> None:
         """Move the gradients into a new flat tensor. Existing values are kept, others are zero."""
-        sizes: dict[Key, int] = {}
-        for key, span in zip(self.keys, self._spans, strict=True):
-            sizes[key] = span[3]
+        sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
         grads = {key: _empty(key, size).zero_() for key, size in sizes.items()}
         self._stores["grad"], self._newest["grad"] = [grads], 0
         with torch.no_grad():
@@ -185,11 +193,8 @@ class Flat:
 
     def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
         """Return the newest copy of a buffer for each bucket, without module buffers."""
-        slices, copy = [], self.copy_index(buffer)
-        for b in run:
-            count = sum(p.numel() for p in self.buckets[b].parameters)
-            slices.append(self._bucket(buffer, b, copy)[:count])
-        return slices
+        copy = self.copy_index(buffer)
+        return [self._bucket(buffer, b, copy)[: self._elements[b]] for b in run]
 
     def _bucket(self, buffer: str, b: int, copy: int) -> Tensor:
         """Return one copy of a buffer of one bucket, also of a bucket without elements."""
@@ -213,8 +218,11 @@ class Flat:
         whole = self.tensors(buffer, payload.buckets, copy)
         if payload.parts == 1:
             return whole
-        behind = self._trailing_elements(buffer, payload.buckets.start)
-        return tuple(t[self._slice(payload, t.numel() - behind, behind)] for t in whole)
+        is_grad = self._kinds[buffer] == "grad"
+        counts = len(self.buckets[payload.buckets.start].parameters) if is_grad else 0
+        appended = counts if payload.part + payload.width == payload.parts else 0
+        parts = [payload.slice_of(t.numel() - counts) for t in whole]
+        return tuple(t[s.start : s.stop + appended] for t, s in zip(whole, parts, strict=True))
 
     def split_payload(
         self, payload: Payload, copy: int, buffer: str
@@ -229,26 +237,17 @@ class Flat:
         last = payload.part + payload.width == payload.parts
         for b in payload.buckets:
             whole = self._bucket(buffer, b, copy)
-            numbers = sum(p.numel() for p in self.buckets[b].parameters)
+            numbers = self._elements[b]
             pieces = by_key.setdefault(self.keys[b], ([], []))
             pieces[0].append(whole[payload.slice_of(numbers)])
             if last:
                 pieces[1].append(whole[numbers:])
         return list(by_key.values())
 
-    def _trailing_elements(self, buffer: str, b: int) -> int:
-        return len(self.buckets[b].parameters) if self._kinds[buffer] == "grad" else 0
-
-    @staticmethod
-    def _slice(payload: Payload, numbers: int, behind: int) -> slice:
-        part = payload.slice_of(numbers)
-        last = payload.part + payload.width == payload.parts
-        return slice(part.start, part.stop + (behind if last else 0))
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters, bucket by bucket."""
-        return [p for bucket in self.buckets for p in bucket.parameters]
+    def indices(self, run: range) -> range:
+        """Return the indices into `parameters` of a run of buckets."""
+        stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
+        return range(self.starts[run.start], stop)
 
     def parameter_tensors(self) -> list[Tensor]:
         """Return all flat parameter tensors, one per dtype and device."""
@@ -294,18 +293,14 @@ class Flat:
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:
         """Return one bucket's flat gradients, without absence counts."""
-        _, _, start, stop = self._spans[bucket]
-        count = len(self.buckets[bucket].parameters)
-        return self._stores["grad"][copy][self.keys[bucket]].data[start : stop - count]
+        return self._bucket("grad", bucket, copy)[: self._elements[bucket]]
 
     def absence_counts(self, bucket: int, copy: int = 0) -> Tensor:
         """Return, per parameter of a bucket, in how many iterations it had no gradient.
 
         The counts are of this rank before a message of the bucket, and averages over ranks after.
         """
-        _, _, _, stop = self._spans[bucket]
-        count = len(self.buckets[bucket].parameters)
-        return self._stores["grad"][copy][self.keys[bucket]].data[stop - count : stop]
+        return self._bucket("grad", bucket, copy)[self._elements[bucket] :]
 
     def zero_grads(self, copy: int, run: range | None = None) -> None:
         """Zero a copy of the gradients in place, for all buckets or for `run`."""
@@ -324,7 +319,6 @@ def require_supported(model: nn.Module) -> None:
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no parameter that requires a gradient; nothing to train")
-    seen: dict[tuple[int, torch.device], str] = {}
     for name, p in trainable:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
@@ -338,13 +332,23 @@ def require_supported(model: nn.Module) -> None:
                 "each rank holds a part; offbeat needs the whole parameter on every rank, so "
                 "prepare the model without sharding it"
             )
-        place = (p.data_ptr(), p.device)
-        if p.numel() and place in seen:
+    _require_own_memory(trainable)
+
+
+def _require_own_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if parameters overlap. Of a parameter with gaps only the start is checked,
+    because the elements of another parameter may be in its gaps."""
+    places: list[tuple[str, int, int, str]] = []
+    for name, p in named:
+        size = p.nbytes if _is_dense(p) else p.element_size()
+        if p.numel():
+            places.append((str(p.device), p.data_ptr(), p.data_ptr() + size, name))
+    for (device, _, end, one), (other_device, start, _, other) in pairwise(sorted(places)):
+        if device == other_device and start < end:
             raise ValueError(
-                f"parameters {seen[place]!r} and {name!r} share memory but are two objects; "
+                f"parameters {one!r} and {other!r} share memory but are two objects; "
                 "tie them by assigning the same Parameter"
             )
-        seen[place] = name
 
 
 def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:

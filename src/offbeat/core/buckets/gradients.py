@@ -24,9 +24,7 @@ class Gradients:
 
     def __init__(self, flat: Flat, world_size: int):
         self.flat, self._world_size = flat, world_size
-        self.parameters = [p for bucket in flat.buckets for p in bucket.parameters]
-        self.bucket_of = [b for b, bucket in enumerate(flat.buckets) for _ in bucket.parameters]
-        self.starts = [self.bucket_of.index(b) for b in range(len(flat.buckets))]
+        self.parameters, self.bucket_of, self.starts = flat.parameters, flat.bucket_of, flat.starts
         self._stale = bytearray(len(flat.buckets))
         self._awaited = bytearray(len(flat.buckets))  # buckets with a delayed update
         self._zero_then = bytearray(len(flat.buckets))  # buckets to zero after a delayed update
@@ -207,9 +205,9 @@ class Gradients:
         momentum do not change it. A parameter that other ranks have used gets their average.
         """
         views = self._views[copy]
-        for index in self._indices(run):
+        for index in self.flat.indices(run):
             self.parameters[index].grad = views[index]
-        self._hidden.difference_update(self._indices(run))
+        self._hidden.difference_update(self.flat.indices(run))
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absence_counts(b, copy).tolist()
             # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
@@ -262,13 +260,9 @@ class Gradients:
             self._added[copy][b] = 0
             self._absentees[copy].pop(b, None)
         if not self.late:
-            for index in self._indices(run):
+            for index in self.flat.indices(run):
                 if self.parameters[index].grad is not self.views[index]:
                     self.parameters[index].grad = self.views[index]
-
-    def _indices(self, run: range) -> range:
-        stop = self.starts[run.stop] if run.stop < len(self.starts) else len(self.parameters)
-        return range(self.starts[run.start], stop)
 
     def is_intact(self) -> bool:
         """Whether user code has neither replaced nor removed a gradient."""
@@ -282,7 +276,7 @@ class Gradients:
 
     def removed_gradients(self, run: range) -> list[Tensor]:
         """Return the views of gradients in `run` that user code has removed (`p.grad = None`)."""
-        return [self.views[i] for i in self._indices(run) if self.parameters[i].grad is None]
+        return [self.views[i] for i in self.flat.indices(run) if self.parameters[i].grad is None]
 
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
         """Return the flat gradients of each bucket, without absence counts."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -132,12 +133,12 @@ def _title(tensors: dict[str, nn.Parameter], names: Iterable[str]) -> str:
 
 
 def _unique_names(specs: list[BucketSpec]) -> list[BucketSpec]:
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     unique: list[BucketSpec] = []
     for spec in specs:
-        counts[spec.name] = seen = counts.get(spec.name, 0) + 1
-        name = spec.name if seen == 1 else f"{spec.name}#{seen}"
-        unique.append(BucketSpec(name, spec.parameters, spec.buffers))
+        counts[spec.name] += 1
+        seen = counts[spec.name]
+        unique.append(spec if seen == 1 else replace(spec, name=f"{spec.name}#{seen}"))
     return unique
 
 

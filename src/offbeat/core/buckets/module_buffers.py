@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.checksum import checksum
+from offbeat.core.buckets.checksum import bytes_of, checksum
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ModuleBuffers:
             for place in self._places:
                 _ = place.tensor  # raises if the shape differs from rank 0's
             return (torch.empty(self.size_bytes, dtype=torch.uint8, device=self._where),)
-        parts = [_bytes(place.tensor).to(self._where) for place in self._places]
+        parts = [bytes_of(place.tensor).to(self._where) for place in self._places]
         return (torch.cat(parts),)
 
     def unpack(self, tensors: Sequence[Tensor]) -> None:
@@ -123,10 +123,6 @@ class ModuleBuffers:
             for place in self._places:
                 part = packed[place.begin : place.end]
                 place.tensor.copy_(part.view(place.dtype).view(place.shape))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
