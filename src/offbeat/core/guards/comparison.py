@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.guards.replicas import (
     REPAIR,
-    Difference,
+    digest_of,
     dissenters,
     find_difference,
     hash_text,
     optimizer_state,
     weights,
 )
+from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.transport.control import Control
 
 EVERY = 100  # iterations; a comparison reads weights and state once, less work than one step
@@ -85,14 +86,9 @@ class ReplicaGuard(Comparison):
         super().__init__(control, model, optimizer, every)
         self._settle = settle
         self.skipped = 0  # updates that the script has skipped
-        self._asked = False
-
-    def request_comparison(self) -> None:
-        """Compare before the next update. All ranks must call it in the same iteration."""
-        self._asked = True
 
     def step(self) -> None:
-        if self._asked or self._steps % self._every == 0:
+        if self._steps % self._every == 0:
             self.compare()
         self._steps += 1
 
@@ -102,7 +98,6 @@ class ReplicaGuard(Comparison):
         Raises:
             RuntimeError: on every rank, if replicas differ; names rank and setting or tensor.
         """
-        self._asked = False
         if self._control.world_size == 1:
             return
         self._settle()
@@ -111,7 +106,7 @@ class ReplicaGuard(Comparison):
         digests = (
             hash_text(repr(settings)) >> 2,
             checksum(*weights(self._model).values()) >> 2,
-            (checksum(*state.values()) ^ hash_text("\n".join(state))) >> 2,
+            digest_of(state),
             self.skipped,
         )
         if not self._control.is_same(digests):
@@ -119,15 +114,10 @@ class ReplicaGuard(Comparison):
 
     def _require_rounding_only(self, settings: Settings, state: dict[str, Tensor]) -> None:
         """Raise RuntimeError with the causes, unless replicas differ by rounding only."""
-        everyone = self._control.gather(settings)
-        causes: list[str | None] = [self._describe_skips(), _difference_of(everyone)]
-        causes += [
-            f"{what} {found}" if found is not None else None
-            for what, found in (
-                ("weight", self._find(weights(self._model))),
-                ("optimizer state", self._find(state)),
-            )
-        ]
+        causes = [self._describe_skips(), _difference_of(self._control.gather(settings))]
+        for what, tensors in (("weight", weights(self._model)), ("optimizer state", state)):
+            found = find_difference(tensors, self._control)
+            causes.append(None if found is None else f"{what} {found}")
         named = [cause for cause in causes if cause]
         if named:
             raise RuntimeError(
@@ -144,9 +134,6 @@ class ReplicaGuard(Comparison):
                 "skip_step() on all ranks or on none"
             )
         return None
-
-    def _find(self, tensors: dict[str, Tensor]) -> Difference | None:
-        return find_difference(tensors, self._control)
 
 
 class SettingsGuard(Comparison):
@@ -176,7 +163,9 @@ class SettingsGuard(Comparison):
     ):
         super().__init__(control, model, optimizer, every)
         self._averages, self._warn = averages, warn
-        self._edits = Edits(model)
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._changes, self._written = WeightChanges(named), dict[str, None]()
+        self._changes.forget()
         self._warned = False
         self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
@@ -190,20 +179,22 @@ class SettingsGuard(Comparison):
 
     def note_step(self, *, landed: bool) -> None:
         rare = self._steps < FIRST or self._steps % self._every == 0
-        self._edits.note(contents=landed and rare)
+        self._changes.note(contents=landed and rare)
         self._steps += 1
 
     def forward_begins(self) -> None:
-        self._edits.collect()
+        self._written |= dict.fromkeys(self._changes.changed_names())
+        self._changes.forget()
 
     def forget(self) -> None:
-        self._edits.forget()
+        self._changes.forget()
 
     def _compare(self) -> None:
-        settings, edited = settings_of(self._optimizer, self._model), self._edits.take()
-        if self._control.is_same([hash_text(repr(settings)) >> 2, bool(edited)]):
+        settings, written = settings_of(self._optimizer, self._model), [*self._written]
+        self._written = {}
+        if self._control.is_same([hash_text(repr(settings)) >> 2, bool(written)]):
             return
-        everyone = self._control.gather((settings, edited))
+        everyone = self._control.gather((settings, written))
         found = _difference_of([other_settings for other_settings, _ in everyone])
         if found is not None:
             raise RuntimeError(
@@ -223,49 +214,6 @@ class SettingsGuard(Comparison):
             )
 
 
-class Edits:
-    """Names of trained parameters that user code has written between a step and the next forward.
-
-    Version counters show in-place writes, except those through `parameter.data`. Checksums show all
-    changes. With checksums, weights that are written and then restored do not count, such as those
-    of an evaluation with averaged weights.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._noted: list[int] = []  # version or checksum of each parameter
-        self._contents = False  # whether `_noted` holds checksums
-        self._names: dict[str, None] = {}
-
-    def note(self, *, contents: bool) -> None:
-        """Record versions, or checksums if `contents`. Later changes count until `collect`."""
-        self._contents = contents
-        self._noted = self._values()
-
-    def forget(self) -> None:
-        """Ignore changes until the next `note`."""
-        self._noted = []
-
-    def collect(self) -> None:
-        """Add the names of parameters that have changed since `note`, and drop its records."""
-        if not self._noted:
-            return
-        for (name, _), before, now in zip(self._named, self._noted, self._values(), strict=True):
-            if now != before:
-                self._names[name] = None
-        self._noted = []
-
-    def take(self) -> list[str]:
-        """Return the collected names, and drop them."""
-        names, self._names = list(self._names), {}
-        return names
-
-    def _values(self) -> list[int]:
-        if self._contents:
-            return [checksum(p) for _, p in self._named]
-        return [p._version for _, p in self._named]
-
-
 def agree_on_optimizer(
     control: Control, optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> None:
@@ -274,8 +222,7 @@ def agree_on_optimizer(
     Raises:
         ValueError: on every rank, if optimizers differ; names rank and setting.
     """
-    plain = (bool, int, float, str, tuple, type(None))
-    defaults = {k: v for k, v in sorted(optimizer.defaults.items()) if isinstance(v, plain)}
+    defaults = {k: v for k, v in sorted(optimizer.defaults.items()) if _is_plain(v)}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     setup = f"{type(optimizer).__name__} {defaults} for groups of {sizes} parameters"
     control.agree("the optimizer", setup, "build the same one everywhere")

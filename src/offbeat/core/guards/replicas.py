@@ -178,9 +178,7 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
     tensors = _replica_tensors(model)
     if cluster.control.is_same([checksum(*tensors) >> 2]):
         return
-    with cluster.control.collective("taking rank 0's weights"):
-        for tensor in tensors:
-            _from_rank(0, tensor, cluster)
+    _copy_from(0, tensors, cluster)
 
 
 def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
@@ -210,9 +208,7 @@ def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     """Copy the model of one rank to all ranks, and compare checksums."""
     tensors = _replica_tensors(model)
-    with cluster.control.collective(f"taking the weights of rank {source}"):
-        for tensor in tensors:
-            _from_rank(source, tensor, cluster)
+    _copy_from(source, tensors, cluster)
     _require_same(tensors, cluster)
 
 
@@ -256,6 +252,12 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
             f"optimizer states cannot be averaged: {found}; load the same checkpoint on all ranks"
         )
     average_replicas(model, cluster, state.values())
+
+
+def _copy_from(source: int, tensors: Iterable[Tensor], cluster: Cluster) -> None:
+    with cluster.control.collective(f"taking the weights of rank {source}"):
+        for tensor in tensors:
+            _from_rank(source, tensor, cluster)
 
 
 def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ A strategy that applies gradients at other times than in `optimizer.step()` depe
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import Plan
@@ -40,17 +40,7 @@ class ScriptUsage:
     @classmethod
     def combine(cls, usage: ScriptUsage, control: Control) -> ScriptUsage:
         """Return the union of the usage of all ranks. Every rank must call it."""
-        seen = [cls(**fields) for fields in control.gather(asdict(usage))]
-        return cls(
-            any(one.changes for one in seen),
-            any(one.reads for one in seen),
-            any(one.scales for one in seen),
-            any(one.skips for one in seen),
-            max(one.backwards for one in seen),
-            any(one.alters for one in seen),
-            any(one.drives for one in seen),
-            any(one.hooks for one in seen),
-        )
+        return cls(*map(max, zip(*control.gather(astuple(usage)), strict=True)))
 
     def conflict_with(self, plan: Plan) -> str | None:
         """Return why the script cannot run with a plan; None if it can."""
