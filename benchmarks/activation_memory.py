@@ -99,12 +99,12 @@ class Traced(Activations):
         super().__init__(lambda: held)
         self.seen: list[tuple[float, float]] = []
 
-    def begins(self, key: int, size_bytes: int) -> None:
-        super().begins(key, size_bytes)
+    def on_storage_saved(self, key: int, size_bytes: int) -> None:
+        super().on_storage_saved(key, size_bytes)
         self.seen.append((time.process_time(), self.live_bytes))
 
-    def ends(self, key: int) -> None:
-        super().ends(key)
+    def on_storage_freed(self, key: int) -> None:
+        super().on_storage_freed(key)
         self.seen.append((time.process_time(), self.live_bytes))
 
 

@@ -19,7 +19,7 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.links import SMALL_SIZES
-from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
+from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.profile import Link, Profile
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
@@ -92,7 +92,7 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
 
 
 def measure_extra(
-    probe: Prober, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
+    probe: Probe, mean: Collective, link: Link, total: int, profile: Profile, budget: Budget
 ) -> Extra:
     """Return (size, additional seconds) of an all-reduce beside compute, for the sizes of
     `sizes_of`.

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from offbeat.core.measuring.timing import Budget
-from offbeat.core.measuring.volley import release_messages, wait_for_messages
+from offbeat.core.measuring.volley import send_volley
 from offbeat.core.plan import base_link, channel
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
@@ -45,7 +45,8 @@ def measure_contention(
         start, sent = time.perf_counter(), 0
         cluster.open([b])
         loads.setdefault(b, loads[a])
-        for name in (base_link(a), base_link(b)):
+        one, other = base_link(a), base_link(b)
+        for name in (one, other):
             if name not in alone:
                 spans = _measure_spans(cluster, {name: loads[name]})[name]
                 sent += loads[name].nbytes * COUNT
@@ -53,7 +54,8 @@ def measure_contention(
                 alone[name] = 1 / float(np.median([end - start for start, end in spans]))
         together = _measure_spans(cluster, {name: loads[name] for name in (a, b)})
         sent += (loads[a].nbytes + loads[b].nbytes) * COUNT
-        measured.append(_contention(cluster, a, b, together, alone))
+        speeds = _speeds(cluster, together[a], together[b], alone[one], alone[other])
+        measured.append(Contention((one, other), speeds))
         spent_s = cluster.control.gather(time.perf_counter() - start)
         budget.pay(max(spent_s), sent)
     return tuple(measured)
@@ -66,23 +68,11 @@ def load_bytes(link: Link, pairs: int, budget: Budget) -> int:
     return max(0, int(min(seconds * link.bytes_per_s, budget.size_bytes / messages)))
 
 
-def _contention(
-    cluster: Cluster, a: str, b: str, together: Mapping[str, Spans], alone: Mapping[str, float]
-) -> Contention:
-    one, other = base_link(a), base_link(b)
-    speeds = _speeds(cluster, together[a], together[b], alone[one], alone[other])
-    return Contention((one, other), speeds)
-
-
 def _measure_spans(cluster: Cluster, loads: Mapping[str, Tensor]) -> dict[str, Spans]:
     """Send messages back to back on several links at once. Return their (start, end) seconds."""
     cluster.control.gather(None)  # all ranks begin at the same time
-    messages = release_messages(cluster, loads, COUNT)
-    wait_for_messages(cluster, messages)
-    seconds = cluster.device.seconds
-    return {
-        name: [(seconds(m.start), seconds(m.end)) for m in sent] for name, sent in messages.items()
-    }
+    sent, seconds = send_volley(cluster, loads, COUNT), cluster.device.seconds
+    return {name: [(seconds(m.start), seconds(m.end)) for m in sent[name]] for name in loads}
 
 
 def _rate(spans: Spans, begin: float, end: float) -> float:

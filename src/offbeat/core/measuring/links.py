@@ -15,7 +15,7 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.contention import measure_contention
 from offbeat.core.measuring.jitter import spread_of
 from offbeat.core.measuring.sending import measure_sending
-from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
+from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.plan import Verb
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
@@ -122,7 +122,7 @@ def _budget(total: int) -> Budget:
 
 def measure_link(
     name: str,
-    probe: Prober,
+    probe: Probe,
     verbs: Mapping[Verb, Collective],
     smallest: int,
     total: int,
@@ -183,7 +183,7 @@ def measure_link(
     )
 
 
-def explore(probe: Prober, collective: Collective, most: int, budget: Budget) -> Points:
+def explore(probe: Probe, collective: Collective, most: int, budget: Budget) -> Points:
     """Return approximate seconds of messages of 4 KiB, 16 KiB, and so on, up to `most` bytes.
 
     Two sizes are sent regardless of the budget, because nothing is known of the link. A further
@@ -229,7 +229,7 @@ def least_times(points: Points) -> Points:
 
 
 def measure_small(
-    probe: Prober, collective: Collective, total: int, curve: Points, budget: Budget
+    probe: Probe, collective: Collective, total: int, curve: Points, budget: Budget
 ) -> Points:
     """Return the mean seconds of `SMALL_SIZES` in non-decreasing order, within the budget.
 
@@ -263,7 +263,7 @@ def never_falling(points: Points) -> Points:
 
 
 def measure_vote(
-    probe: Prober, collective: Collective, curve: Points, budget: Budget
+    probe: Probe, collective: Collective, curve: Points, budget: Budget
 ) -> float | None:
     """Return the median seconds of an all-reduce of one number per rank, as in a vote.
 
@@ -278,7 +278,7 @@ def measure_vote(
 
 
 def measure_series(
-    probe: Prober,
+    probe: Probe,
     collective: Collective,
     smallest: int,
     total: int,
@@ -305,7 +305,7 @@ def measure_series(
 
 
 def measure_larger(
-    probe: Prober,
+    probe: Probe,
     collective: Collective,
     least_s: float,
     line: Points,

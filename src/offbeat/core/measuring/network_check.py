@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offbeat.core.measuring.timing import Budget, Probe, Prober, measure_messages
+from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.profile import Link, Profile
 from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.transport.cluster import Cluster
@@ -36,7 +36,7 @@ def compare_network(cluster: Cluster, profile: Profile) -> str | None:
     return None
 
 
-def compare_link(probe: Prober, collective: Collective, link: Link, profile: Profile) -> str | None:
+def compare_link(probe: Probe, collective: Collective, link: Link, profile: Profile) -> str | None:
     """Return a description of the difference on one link, or None.
 
     Message sizes grow until a message takes `LONG_S` seconds or is as large as all gradients.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
     from offbeat.core.runtime.iteration import Iteration, Timestamps
 
-OTHER, UPDATE = "other", "update"
-
 
 def observing_plan(buckets: int, link: str, *, broadcasts: bool = False) -> Plan:
     """Return a plan with one message of all gradients, sent when all of them are ready.
@@ -182,11 +180,11 @@ class Observer:
             )
         buffers = self._engine.module_buffers.names
         order = control.gather(self._ready_order())[0]
-        specs = group_parameters(self._model, order, min_bytes, buffers)
-        while len(specs) < least_buckets and min_bytes > 1:
-            min_bytes //= 2
+        while True:
             specs = group_parameters(self._model, order, min_bytes, buffers)
-        return specs
+            if len(specs) >= least_buckets or min_bytes <= 1:
+                return specs
+            min_bytes //= 2
 
     def profile(
         self,

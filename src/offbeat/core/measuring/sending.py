@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget
-from offbeat.core.measuring.volley import release_messages, wait_for_messages
+from offbeat.core.measuring.volley import send_volley
 from offbeat.core.profile import Link
 from offbeat.core.transport.cluster import Cluster
 
@@ -111,7 +111,7 @@ def _processor_s(cluster: Cluster, link: Link, like: Tensor, size: int, budget: 
     for _ in range(VOLLEYS):
         cluster.control.gather(None)  # all ranks begin at the same time
         begin_s = time.process_time()
-        wait_for_messages(cluster, release_messages(cluster, {link.name: load}, COUNT))
+        send_volley(cluster, {link.name: load}, COUNT)
         busy_s.append((time.process_time() - begin_s) / COUNT)
     everyone = cluster.control.gather((median(busy_s), time.perf_counter() - start_s))
     budget.pay(max(spent_s for _, spent_s in everyone), VOLLEYS * COUNT * load.nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,34 +14,12 @@ from offbeat.core.transport.collectives import Collective
 from offbeat.core.transport.device import Device
 
 
-class Prober(Protocol):
-    """Interface of a group for measurements. Tests implement it with a simulated clock.
-
-    `agreement_s` is the seconds of agreements on this rank that no budget has paid yet.
-    """
-
-    agreement_s: float
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks in the group."""
-        ...
-
-    def read_clock(self) -> float:
-        """Return the seconds of this rank's clock."""
-        ...
-
-    def send(self, collective: Collective, size_bytes: int) -> float:
-        """Send one message and return its seconds on this rank."""
-        ...
-
-    def agree(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's values, by rank."""
-        ...
-
-
 class Probe:
-    """Sends messages in one group, as tensors of the dtype and device that training uses."""
+    """Sends messages in one group, as tensors of the dtype and device that training uses.
+
+    `agreement_s` is the seconds of agreements on this rank that no budget has paid yet. Tests
+    replace a probe by an object with the same methods and a simulated clock.
+    """
 
     def __init__(self, group: dist.ProcessGroup, like: Tensor, device: Device):
         self._group, self._like, self._device = group, like, device
@@ -51,12 +28,15 @@ class Probe:
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks in the group."""
         return self._group.size()
 
     def read_clock(self) -> float:
+        """Return the seconds of this rank's clock."""
         return time.perf_counter()
 
     def send(self, collective: Collective, size_bytes: int) -> float:
+        """Send one message and return its seconds on this rank."""
         count = max(1, size_bytes // self._like.element_size())
         if count > self._buffer.numel():
             self._buffer = self._like.new_ones(count)
@@ -67,6 +47,7 @@ class Probe:
         return self.read_clock() - start
 
     def agree(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's values, by rank."""
         start = self.read_clock()
         rows = torch.zeros(self._group.size(), len(values), dtype=torch.float64, device="cpu")
         rows[self._group.rank()] = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -119,7 +100,7 @@ class Budget:
 
 
 def measure_messages(
-    probe: Prober, collective: Collective, sizes: Sequence[int], budget: Budget
+    probe: Probe, collective: Collective, sizes: Sequence[int], budget: Budget
 ) -> list[float]:
     """Return the seconds of one message of each size, as means over ranks.
 

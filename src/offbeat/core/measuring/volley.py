@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -10,13 +10,17 @@ from offbeat.core.plan import Moment, transfer
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.link import Message
 
-Volley = Mapping[str, Sequence[Message]]
 
+def send_volley(
+    cluster: Cluster, loads: Mapping[str, Tensor], count: int
+) -> dict[str, list[Message]]:
+    """Send `count` messages of each link's load, back to back on several links at once.
 
-def release_messages(cluster: Cluster, loads: Mapping[str, Tensor], count: int) -> Volley:
-    """Release `count` messages of each link's load, back to back on several links at once.
+    Return the messages after all have arrived. They do not count in `Link.bytes_sent`. Every rank
+    must call it.
 
-    They do not count in `Link.bytes_sent`. Every rank must call it, and then `wait_for_messages`.
+    Raises:
+        RuntimeError: a message has failed or has timed out; names its link.
     """
     messages: dict[str, list[Message]] = {}
     for name in loads:
@@ -27,15 +31,6 @@ def release_messages(cluster: Cluster, loads: Mapping[str, Tensor], count: int) 
     for name, mine in messages.items():
         for message in mine:
             cluster.links[name].release(message, (loads[name],))
-    return messages
-
-
-def wait_for_messages(cluster: Cluster, messages: Volley) -> None:
-    """Wait until all messages have arrived.
-
-    Raises:
-        RuntimeError: a message has failed or has timed out; names its link.
-    """
     for name, mine in messages.items():
         for message in mine:
             with cluster.control.waiting("measuring links"):
@@ -46,3 +41,4 @@ def wait_for_messages(cluster: Cluster, messages: Volley) -> None:
                     f"{cluster.control.report_failure()}"
                 )
             cluster.links[name].bytes_sent -= message.sent_bytes
+    return messages
