@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, Pair
-from offbeat.lab.saturation import Throughput, needs_check, ring_ways
+from offbeat.lab.probe_report import Throughput, needs_check, ring_ways
 
 MBIT = 10**6
 

@@ -3,10 +3,10 @@
 import pytest
 
 from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
-from offbeat.lab.changes import Schedule
 from offbeat.lab.description import Way
 from offbeat.lab.probe import rate_bps
 from offbeat.lab.probe_report import MOST_WAYS, ProbeResult, ProbeTarget, lines, probe_targets
+from offbeat.lab.supervisor import Schedule
 from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
 from offbeat.lab.templates import change_messages, link_plan
 
@@ -119,6 +119,16 @@ def test_everything_that_is_asked_is_probed_and_every_host():
     assert {h for a in probe_targets(Cluster.simple(8)) for h in a.hosts} == set(range(8))
     assert len(probe_targets(Cluster.simple(250))) == MOST_WAYS
     assert probe_targets(Cluster.simple(1)) == []
+
+
+def test_every_link_and_every_different_way_is_probed():
+    links = tuple(Link(name=f"l{i}", rate="10mbit") for i in range(12))
+    asked = probe_targets(Cluster(hosts=2, links=links))
+    assert [a.link for a in asked] == [link.name for link in links]
+    rates = [{"net": f"{i + 1}mbit"} for i in range(10)]
+    pairs = tuple(Pair(hosts=(0, i + 1), rates=rate) for i, rate in enumerate(rates))
+    asked = probe_targets(Cluster(hosts=11, links=(Link(rate="50mbit"),), pairs=pairs))
+    assert {a.way.rate_bps for a in asked} == {MBIT * rate for rate in (*range(1, 11), 50)}
 
 
 def test_more_than_ten_percent_off_is_a_warning():

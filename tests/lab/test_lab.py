@@ -279,6 +279,7 @@ def test_no_lab_says_loudly_that_it_is_unshaped():
         assert "UNSHAPED" in lab.note
         assert lab.record()["note"] == lab.note
         assert lab.counters() == {}
+        assert lab.verify(limit_s=0.1) is None
         assert (lab.interface(0), lab.address(1)) == ("lo", "127.0.0.1")
         with pytest.raises(LabError, match="--lab none is unshaped; use a Lab"):
             lab.set_rate(0, "net", "5mbit")

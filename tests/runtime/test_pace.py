@@ -219,3 +219,5 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     third.on_iteration_begin(0, 0.0)  # what dies or leaves gives its turn away
     assert third.holds
     third.close()
+    assert third.on_iteration_begin(1, 0.0) == 0.0  # without turns after the end
+    third.on_backward_end()

@@ -1,5 +1,7 @@
 """Description of a cluster: hosts, links, rates and changes, in Python, TOML and JSON."""
 
+import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from offbeat.core.files import write_text
 from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
-from offbeat.lab.toml_text import toml_text
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
-from offbeat.lab.validation_errors import describe_errors
 
 MAX_HOSTS = 250  # limited by the last byte of an address in the lab
 MAX_LINKS = 16
@@ -116,11 +116,13 @@ class Cluster(Part):
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"not valid TOML: {error}") from None
         except ValidationError as error:
-            raise ValueError(describe_errors(error, _known_keys())) from None
+            known = _known_keys()
+            texts = [_describe_error(item, known) for item in error.errors()]
+            raise ValueError("\n".join(texts)) from None
 
     def to_toml(self) -> str:
         """Return TOML text from which `from_toml` reads an equal cluster."""
-        return toml_text(self.record())
+        return _toml_text(self.record())
 
     def save(self, path: str | Path) -> None:
         """Write the TOML file.
@@ -308,3 +310,47 @@ def _known_keys() -> Mapping[str, list[str]]:
     }
     known = {name: list(table.model_fields) for name, table in tables.items()}
     return known | {"": [*Cluster.model_fields, *_SHORT_FORM]}
+
+
+# --- messages for errors in a cluster file: location, value and expected value ---
+
+
+def _describe_error(item: Mapping[str, Any], known: Mapping[str, list[str]]) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        *table, key = map(str, item["loc"])
+        keys = known.get(table[0] if table else "", known[""])
+        guess = difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {guess[0]!r}?" if guess else f"known: {list(keys)}"
+        return f"{where}: unknown key; {hint}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] != "value_error":
+        message = f"({item['input']!r}) {message[:1].lower()}{message[1:]}"
+    return f"{where}: {message}" if where else message
+
+
+# --- TOML text of flat tables and lists of flat tables, as tomllib only reads TOML ---
+
+
+def _toml_text(record: dict[str, Any]) -> str:
+    """Return plain data as TOML without None and empty tables."""
+    tables = {k: v for k, v in record.items() if isinstance(v, list)}
+    lines = _toml_pairs({k: v for k, v in record.items() if k not in tables})
+    for name, items in tables.items():
+        for item in items:
+            lines += ["", f"[[{name}]]", *_toml_pairs(item)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_pairs(table: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} = {_toml_value(value)}" for key, value in table.items() if value not in (None, {})
+    ]
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items())
+        return "{ " + ", ".join(pairs) + " }"
+    # JSON and TOML have the same syntax for strings, numbers and lists.
+    return json.dumps(value)

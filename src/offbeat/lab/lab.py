@@ -5,14 +5,21 @@ import platform
 import socket
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from offbeat.lab.addressing import address, interface_name
 from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
-from offbeat.lab.probe_report import ProbeResult, probe_targets
+from offbeat.lab.probe_report import (
+    LEAST_SHARE,
+    TRIES,
+    ProbeResult,
+    Throughput,
+    needs_check,
+    probe_targets,
+    ring_ways,
+)
 from offbeat.lab.process import LabProcess
-from offbeat.lab.saturation import LEAST_SHARE, TRIES, Throughput, needs_check, ring_ways
 from offbeat.lab.templates import change_messages, network_message
 from offbeat.lab.units import parse_rate_bps
 
@@ -35,7 +42,79 @@ class Traffic:
     received_bytes: int
 
 
-class Lab:
+class _RunningLab:
+    """Supervisor process of a lab, which exists during the `with` block."""
+
+    note: str | None = None
+    _kind: ClassVar[str]
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.congestion_control = "default"
+        self.setup_s = 0.0
+        self.switched: tuple[str, ...] = ()
+        self._process: LabProcess | None = None
+
+    def __enter__(self) -> Self:
+        start_s = time.perf_counter()
+        if self._process is not None:
+            raise LabError("the lab is running already; make a second Lab for a second one")
+        process = LabProcess()
+        try:
+            self._build(process)
+        except BaseException:
+            process.close()
+            raise
+        self._process = process
+        self.setup_s = time.perf_counter() - start_s
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _build(self, process: LabProcess) -> None:
+        """Build the network in a new supervisor process."""
+
+    def close(self) -> None:
+        """End all processes in the lab and remove it. Further calls have no effect."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    @property
+    def process(self) -> LabProcess:
+        """Supervisor process that starts ranks; raises LabError outside of the `with` block."""
+        if self._process is None:
+            raise LabError(
+                "the lab is not running; use it as a context manager: with Lab(cluster):"
+            )
+        return self._process
+
+    def counters(self) -> dict[int, dict[str, Traffic]]:
+        """Return the traffic so far, by host and link name; empty on the loopback."""
+        return {}
+
+    def record(self) -> dict[str, Any]:
+        """Return plain data on the lab for the JSON record of a run; times in seconds."""
+        return {
+            "kind": self._kind,
+            "name": self.name,
+            "note": self.note,
+            "cluster": self.cluster.record(),
+            "congestion_control": self.congestion_control,
+            "setup_s": self.setup_s,
+            "switched": list(self.switched),
+            "kernel": platform.release(),
+            "cpus": os.cpu_count(),
+            "traffic": {
+                str(host): {name: asdict(traffic) for name, traffic in links.items()}
+                for host, links in self.counters().items()
+            },
+        }
+
+
+class Lab(_RunningLab):
     """Cluster of network namespaces with shaped links that exists during the `with` block.
 
     It is not visible outside, so labs side by side do not collide. When this process ends for any
@@ -55,47 +134,19 @@ class Lab:
         LabError: on entering, the machine refuses namespaces, shaping or latency.
     """
 
-    note: str | None = None
+    _kind = "namespaces"
 
     def __init__(self, cluster: Cluster, name: str = "lab") -> None:
-        self.cluster = cluster
-        self.name = name
+        super().__init__(cluster, name)
         self.congestion_control = cluster.congestion_control
-        self.setup_s = 0.0
-        self.switched: tuple[str, ...] = ()  # links that use the switch in user space
-        self._process: LabProcess | None = None
         self._inodes: list[int] = []
         self._launches = 0
 
-    def __enter__(self) -> Self:
-        start_s = time.perf_counter()
-        _check_not_entered(self._process)
-        process = LabProcess()
-        try:
-            built = process.request("build", plan=network_message(self.cluster, self.name))
-        except BaseException:
-            process.close()
-            raise
-        self._process = process
+    def _build(self, process: LabProcess) -> None:
+        built = process.request("build", plan=network_message(self.cluster, self.name))
         self.congestion_control = built["congestion_control"]
         self._inodes = built["inodes"]
         self.switched = tuple(self.cluster.links[link].name for link in built["switched"])
-        self.setup_s = time.perf_counter() - start_s
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes in the lab and remove it. Further calls have no effect."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-
-    @property
-    def process(self) -> LabProcess:
-        """Supervisor process of the lab; raises LabError outside of the `with` block."""
-        return _require_entered(self._process)
 
     def interface(self, link: int) -> str:
         """Return the name of the interface to a link, which is the same in every host.
@@ -159,9 +210,11 @@ class Lab:
         permits.
 
         Args:
-            budget_s: approximate limit of the time, in seconds.
+            budget_s: approximate limit of the time for eight ways, in seconds. More ways extend it
+                in proportion.
         """
         asked = probe_targets(self.cluster)
+        budget_s *= max(1.0, len(asked) / MOST_WAYS)
         ways = [way.message() for way in asked]
         found = self.process.request("probe", ways=ways, budget_s=budget_s)
         return [ProbeResult(way, **values) for way, values in zip(asked, found, strict=True)]
@@ -205,12 +258,8 @@ class Lab:
         """Return the identities of the lab's namespaces, as in /proc/PID/ns/net."""
         return list(self._inodes)
 
-    def record(self) -> dict[str, Any]:
-        """Return plain data on the lab for the JSON record of a run; times in seconds."""
-        return _record(self, "namespaces")
 
-
-class NoLab:
+class NoLab(_RunningLab):
     """Replacement for `Lab` on the unshaped loopback. Every report contains its `note`.
 
     Args:
@@ -229,34 +278,10 @@ class NoLab:
         "latencies are not in force, so times say nothing about a slow network"
     )
 
+    _kind = "none"
+
     def __init__(self, cluster: Cluster, name: str = "nolab") -> None:
-        self.cluster = cluster
-        self.name = name
-        self.congestion_control = "default"
-        self.setup_s = 0.0
-        self.switched: tuple[str, ...] = ()
-        self._process: LabProcess | None = None
-
-    def __enter__(self) -> Self:
-        start_s = time.perf_counter()
-        _check_not_entered(self._process)
-        self._process = LabProcess()
-        self.setup_s = time.perf_counter() - start_s
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all started processes. Further calls have no effect."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-
-    @property
-    def process(self) -> LabProcess:
-        """Supervisor process that starts ranks; raises LabError outside of the `with` block."""
-        return _require_entered(self._process)
+        super().__init__(cluster, name)
 
     def interface(self, link: int) -> str:
         """Return the loopback for every link.
@@ -321,16 +346,12 @@ class NoLab:
         """
         return []
 
-    def verify(self) -> None:
-        """Return None: the loopback has no configured rates."""
+    def verify(self, limit_s: float = 0.6) -> None:
+        """Return None: the loopback has no configured rates.
 
-    def counters(self) -> dict[int, dict[str, Traffic]]:
-        """Return an empty dict: the loopback does not count bytes per host."""
-        return {}
-
-    def record(self) -> dict[str, Any]:
-        """Return plain data on the run's environment for its JSON record; times in seconds."""
-        return _record(self, "none")
+        Args:
+            limit_s: has no effect.
+        """
 
 
 def check_support(cluster: Cluster) -> None:
@@ -345,35 +366,6 @@ def check_support(cluster: Cluster) -> None:
     alone = {"hosts": 1, "overrides": (), "pairs": (), "changes": ()}
     with Lab(cluster.model_copy(update=alone), "support check"):
         return
-
-
-def _record(lab: Lab | NoLab, kind: str) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "name": lab.name,
-        "note": lab.note,
-        "cluster": lab.cluster.record(),
-        "congestion_control": lab.congestion_control,
-        "setup_s": lab.setup_s,
-        "switched": list(lab.switched),
-        "kernel": platform.release(),
-        "cpus": os.cpu_count(),
-        "traffic": {
-            str(host): {name: asdict(traffic) for name, traffic in links.items()}
-            for host, links in lab.counters().items()
-        },
-    }
-
-
-def _require_entered(process: LabProcess | None) -> LabProcess:
-    if process is None:
-        raise LabError("the lab is not running; use it as a context manager: with Lab(cluster):")
-    return process
-
-
-def _check_not_entered(process: LabProcess | None) -> None:
-    if process is not None:
-        raise LabError("the lab is running already; make a second Lab for a second one")
 
 
 def _check_index(what: str, value: int, count: int) -> None:

@@ -8,7 +8,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
 
@@ -32,6 +31,39 @@ def _rate(value: Any) -> str:
 
 def _latency(value: Any) -> str:
     return format_time(parse_time_s(value))
+
+
+def _nonzero_latency(value: Any) -> str | None:
+    latency_s = 0.0 if value is None else parse_time_s(value)
+    return format_time(latency_s) if latency_s else None
+
+
+def _moment(value: Any) -> str:
+    return format_time(parse_moment_s(value))
+
+
+def _speed(value: Any) -> float:
+    return parse_number(value, "speed", 0.01, 100, "1 is this machine's pace, 0.5 half as fast")
+
+
+def _jitter(value: Any) -> float:
+    return parse_number(value, "jitter", 0, 2, "0.1 makes compute vary by about 10 %")
+
+
+def _optional(convert: Callable[[Any], Any]) -> BeforeValidator:
+    """Return a validator that leaves None as it is."""
+    return BeforeValidator(lambda value: None if value is None else convert(value))
+
+
+def _two_hosts(what: str) -> Callable[[Any], Any]:
+    """Return a check for a pair of different hosts."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != 2 or value[0] == value[1]:
+            raise ValueError(f"{what} ({value!r}) must be two different hosts, as in [0, 3]")
+        return value
+
+    return check
 
 
 def _link_map(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValidator:
@@ -70,25 +102,9 @@ class Link(Part):
     """
 
     name: str = Field(default="net", pattern=_NAME)
-    rate: str | float | None = UNLIMITED
-    latency: str | float | None = None
-    loss: str | float = 0.0
-
-    @field_validator("rate", mode="before")
-    @classmethod
-    def _canonical_rate(cls, value: Any) -> str:
-        return _rate(value)
-
-    @field_validator("latency", mode="before")
-    @classmethod
-    def _canonical_latency(cls, value: Any) -> str | None:
-        latency_s = 0.0 if value is None else parse_time_s(value)
-        return format_time(latency_s) if latency_s else None
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _canonical_loss(cls, value: Any) -> float:
-        return parse_loss(value)
+    rate: Annotated[str | float | None, BeforeValidator(_rate)] = UNLIMITED
+    latency: Annotated[str | float | None, BeforeValidator(_nonzero_latency)] = None
+    loss: Annotated[str | float, BeforeValidator(parse_loss)] = 0.0
 
     @property
     def rate_bps(self) -> int | None:
@@ -99,11 +115,6 @@ class Link(Part):
     def latency_s(self) -> float:
         """One-way delay in seconds."""
         return 0.0 if self.latency is None else parse_time_s(self.latency)
-
-    @property
-    def loss_share(self) -> float:
-        """Share of packets that are lost."""
-        return parse_loss(self.loss)
 
 
 class HostOverride(Part):
@@ -127,26 +138,8 @@ class HostOverride(Part):
     latencies: Latencies = Field(default_factory=dict)
     losses: Losses = Field(default_factory=dict)
     threads: int | None = Field(default=None, ge=1)
-    speed: float = 1.0
-    jitter: float = 0.0
-
-    @field_validator("speed", mode="before")
-    @classmethod
-    def _validate_speed(cls, value: Any) -> float:
-        help_ = "1 is this machine's pace, 0.5 half as fast"
-        speed = parse_number(value, "speed", help_)
-        if not 0.01 <= speed <= 100:
-            raise ValueError(f"speed ({value!r}) must be from 0.01 to 100; {help_}")
-        return speed
-
-    @field_validator("jitter", mode="before")
-    @classmethod
-    def _validate_jitter(cls, value: Any) -> float:
-        help_ = "0.1 makes compute vary by about 10 %"
-        jitter = parse_number(value, "jitter", help_)
-        if not 0 <= jitter <= 2:
-            raise ValueError(f"jitter ({value!r}) must be from 0 to 2; {help_}")
-        return jitter
+    speed: Annotated[float, BeforeValidator(_speed)] = 1.0
+    jitter: Annotated[float, BeforeValidator(_jitter)] = 0.0
 
 
 class Pair(Part):
@@ -159,15 +152,10 @@ class Pair(Part):
         losses: shares of lost packets by link name, in place of those of the hosts.
     """
 
-    hosts: tuple[int, int]
+    hosts: Annotated[tuple[int, int], BeforeValidator(_two_hosts("hosts"))]
     rates: Rates = Field(default_factory=dict)
     latencies: Latencies = Field(default_factory=dict)
     losses: Losses = Field(default_factory=dict)
-
-    @field_validator("hosts", mode="before")
-    @classmethod
-    def _validate_host_pair(cls, value: Any) -> Any:
-        return _require_two_hosts("hosts", value)
 
 
 class Change(Part):
@@ -185,38 +173,13 @@ class Change(Part):
         pair: the two hosts between which values change; excludes `hosts`.
     """
 
-    at: str | float
-    rate: str | float | None = None
-    latency: str | float | None = None
-    loss: str | float | None = None
+    at: Annotated[str | float, BeforeValidator(_moment)]
+    rate: Annotated[str | float | None, _optional(_rate)] = None
+    latency: Annotated[str | float | None, _optional(_latency)] = None
+    loss: Annotated[str | float | None, _optional(parse_loss)] = None
     link: str | None = None
     hosts: tuple[int, ...] | None = None
-    pair: tuple[int, int] | None = None
-
-    @field_validator("at", mode="before")
-    @classmethod
-    def _canonical_at(cls, value: Any) -> str:
-        return format_time(parse_moment_s(value))
-
-    @field_validator("rate", mode="before")
-    @classmethod
-    def _canonical_rate(cls, value: Any) -> str | None:
-        return None if value is None else _rate(value)
-
-    @field_validator("latency", mode="before")
-    @classmethod
-    def _canonical_latency(cls, value: Any) -> str | None:
-        return None if value is None else _latency(value)
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _canonical_loss(cls, value: Any) -> float | None:
-        return None if value is None else parse_loss(value)
-
-    @field_validator("pair", mode="before")
-    @classmethod
-    def _validate_host_pair(cls, value: Any) -> Any:
-        return None if value is None else _require_two_hosts("pair", value)
+    pair: Annotated[tuple[int, int] | None, _optional(_two_hosts("pair"))] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -248,9 +211,3 @@ class Change(Part):
             return f"{what} for all hosts{where}"
         hosts = ", ".join(map(str, self.hosts))
         return f"{what} for host{'s' * (len(self.hosts) > 1)} {hosts}{where}"
-
-
-def _require_two_hosts(what: str, value: Any) -> Any:
-    if not isinstance(value, list | tuple) or len(value) != 2 or value[0] == value[1]:
-        raise ValueError(f"{what} ({value!r}) must be two different hosts, as in [0, 3]")
-    return value

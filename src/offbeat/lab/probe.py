@@ -1,14 +1,15 @@
-"""Measurement of the ways of a built network: round trips and a bulk transfer between hosts, over
-TCP.
+"""Measurement of the ways of a built network, one after the other or all at once, over TCP.
 
 It runs in the supervisor process. A socket belongs to the namespace in which it was created, so one
 process can hold both ends.
 """
 
 import select
+import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,9 @@ LEAST_S, LEAST_TRIPS = 0.25, 20
 _CONNECT_S = 3.0
 _PINGS = 9
 _PING_SHARE = 0.25  # share of the time of a way
-_CHUNK = bytes(65536)
+_CHUNK, _LARGE_CHUNK = bytes(65536), bytes(1 << 20)  # of one way, of several at once
+# share of the time of several ways at once, in which TCP windows open and bursts end
+_SETTLING_SHARE = 1 / 3
 _LEAST_BYTES = 32 * 1024  # minimum number of bytes from which a rate is computed
 WIRE = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet
 NOTHING: dict[str, float | None] = {"rate_bps": None, "latency_s": None}
@@ -138,3 +141,42 @@ def _send_bulk(here: socket.socket, there: socket.socket, end_s: float) -> list[
 def reset_at_close(sending: socket.socket) -> None:
     """Close with a reset: data still in flight is discarded without waiting."""
     sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+# --- all ways at once ---
+
+
+def measure_at_once(enter: Enter, ways: Sequence[Mapping[str, Any]], limit_s: float) -> list[float]:
+    """Return the bits per second on the wire of every way while all ways are saturated."""
+    with ExitStack() as sockets, selectors.DefaultSelector() as selector:
+        for number, way in enumerate(ways):
+            here, there = connect(enter, way["hosts"], way["address"])
+            for end, event in (
+                (here, selectors.EVENT_WRITE),
+                (there, selectors.EVENT_READ),
+            ):
+                sockets.enter_context(end)
+                end.setblocking(False)
+                selector.register(end, event, number)
+            reset_at_close(here)
+        start_s = time.monotonic()
+        _receive_bytes(selector, len(ways), start_s + limit_s * _SETTLING_SHARE)
+        settled_s = time.monotonic()
+        received = _receive_bytes(selector, len(ways), start_s + limit_s)
+        took_s = time.monotonic() - settled_s
+    return [total * 8 * WIRE / took_s for total in received]
+
+
+def _receive_bytes(selector: selectors.BaseSelector, count: int, end_s: float) -> list[int]:
+    """Keep all ways saturated until `end_s` and return the bytes received by each."""
+    totals, nowhere = [0] * count, bytearray(len(_LARGE_CHUNK))
+    while (left_s := end_s - time.monotonic()) > 0:
+        for key, event in selector.select(left_s):
+            end = key.fileobj
+            assert isinstance(end, socket.socket)
+            if event & selectors.EVENT_WRITE:
+                end.send(_LARGE_CHUNK)
+            # MSG_TRUNC discards the data without a copy, as copies are not part of the link's cost
+            else:
+                totals[key.data] += end.recv_into(nowhere, 0, socket.MSG_TRUNC)
+    return totals

@@ -1,15 +1,23 @@
 """Configured and measured values of a cluster's links, and the deviations between them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import combinations
+from typing import Any, Self
 
 from offbeat.lab.addressing import address
 from offbeat.lab.description import Cluster, Way
+from offbeat.lab.errors import LabError
 from offbeat.lab.units import format_rate, format_time
 
-MOST_WAYS = 8
+MOST_WAYS = 8  # ways of a cluster whose hosts and links are alike
+MOST_DISTINCT = 64
 TOLERANCE = 0.1  # accepted deviation as a share of the configured value
+
+LEAST_SHARE = 0.9  # required share of the configured total rate
+# total rate in bit/s up to which no check is needed: two cores can forward it
+UNCHECKED_BPS = 800_000_000
+TRIES = 3  # other load of the machine varies, so use the best of several tries
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,12 @@ class ProbeTarget:
     hosts: tuple[int, int]
     to_address: str
     way: Way
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster, link: str, one: int, other: int) -> Self:
+        """Return the way between two hosts of a cluster."""
+        to_address = address(other, cluster.link_index(link))
+        return cls(link, (one, other), to_address, cluster.way(one, other, link))
 
     def message(self) -> dict[str, Any]:
         """Return the request for the supervisor. An unshaped way has no rate to measure."""
@@ -107,28 +121,26 @@ class ProbeResult:
         }
 
 
-def probe_targets(cluster: Cluster, most: int = MOST_WAYS) -> list[ProbeTarget]:
-    """Return the most informative ways, at most `most`.
+def probe_targets(cluster: Cluster) -> list[ProbeTarget]:
+    """Return the most informative ways.
 
-    The first ways cover each configured rate and delay. Further ways reach hosts that are not part
-    of an earlier way.
+    The first ways cover each configured rate and delay of each link, at most `MOST_DISTINCT` ways.
+    Up to a total of `MOST_WAYS`, further ways reach hosts that are not part of an earlier way.
     """
-    chosen: list[ProbeTarget] = []
-    for index, link in enumerate(cluster.links):
-        seen: set[Way] = set()
-        for one, other in _pairs(cluster.hosts):
-            way = cluster.way(one, other, link.name)
-            if way not in seen:
-                seen.add(way)
-                chosen.append(ProbeTarget(link.name, (one, other), address(other, index), way))
+    ways = [
+        ProbeTarget.from_cluster(cluster, link.name, one, other)
+        for link in cluster.links
+        for one, other in combinations(range(cluster.hosts), 2)
+    ]
+    distinct = {(asked.link, asked.way): asked for asked in reversed(ways)}
+    chosen = [asked for asked in ways if distinct[asked.link, asked.way] is asked][:MOST_DISTINCT]
     reached = {(asked.link, host) for asked in chosen for host in asked.hosts}
-    for index, link in enumerate(cluster.links):
-        for one, other in _pairs(cluster.hosts):
-            if (link.name, one) not in reached and (link.name, other) not in reached:
-                way = cluster.way(one, other, link.name)
-                chosen.append(ProbeTarget(link.name, (one, other), address(other, index), way))
-                reached |= {(link.name, one), (link.name, other)}
-    return chosen[:most]
+    for asked in ways:
+        ends = {(asked.link, host) for host in asked.hosts}
+        if len(chosen) < MOST_WAYS and not ends & reached:
+            chosen.append(asked)
+            reached |= ends
+    return chosen
 
 
 def lines(results: Sequence[ProbeResult]) -> list[str]:
@@ -144,10 +156,6 @@ def lines(results: Sequence[ProbeResult]) -> list[str]:
     return texts
 
 
-def _pairs(hosts: int) -> Iterator[tuple[int, int]]:
-    return ((one, other) for one in range(hosts) for other in range(one + 1, hosts))
-
-
 def _deviation(what: str, ratio: float) -> list[str]:
     if abs(ratio - 1) <= TOLERANCE:
         return []
@@ -161,3 +169,99 @@ def _rate(rate_bps: float) -> str:
 
 def _time(time_s: float) -> str:
     return format_time(float(f"{time_s:.3g}"))
+
+
+# --- all hosts at once ---
+#
+# The hosts share the processors of one machine. Each link alone may reach its rate while all links
+# together do not.
+
+
+def ring_ways(cluster: Cluster) -> list[ProbeTarget]:
+    """Return the ways from every host to the next one on every link with a configured rate.
+
+    A link with delay or loss is omitted, because TCP may not reach the rate on it.
+    """
+    ways: list[ProbeTarget] = []
+    hosts = cluster.hosts if cluster.hosts > 1 else 0
+    for link in cluster.links:
+        ring = [
+            ProbeTarget.from_cluster(cluster, link.name, host, (host + 1) % hosts)
+            for host in range(hosts)
+        ]
+        if not any(asked.way.latency_s or asked.way.loss for asked in ring):
+            ways += [asked for asked in ring if asked.way.rate_bps is not None]
+    return ways
+
+
+def needs_check(ways: Sequence[ProbeTarget]) -> bool:
+    """Return whether the total configured rate is high enough to require a measurement."""
+    return _sum_bps(ways) > UNCHECKED_BPS
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Throughput of ways that were all in use at once.
+
+    Attributes:
+        ways: measured ways.
+        rates_bps: measured bits per second of each way, with all headers.
+    """
+
+    ways: Sequence[ProbeTarget]
+    rates_bps: Sequence[float]
+
+    @property
+    def share(self) -> float:
+        """Measured share of the total configured rate."""
+        return sum(self.rates_bps) / _sum_bps(self.ways)
+
+    @property
+    def text(self) -> str:
+        """Configured and measured total rate in one line."""
+        return f"all hosts at once: asked {self._configured_text}, measured {self._measured_text}"
+
+    def check(self) -> None:
+        """Raise LabError if the machine reaches less than 90 % of the total configured rate."""
+        if self.share >= LEAST_SHARE:
+            return
+        fastest = max(asked.way.rate_bps or 0 for asked in self.ways)
+        raise LabError(
+            f"a rate of {format_rate(fastest)} for {self._host_count} hosts "
+            f"({self._configured_text} when all send at once) is more than this "
+            f"machine's processors carry: {self._measured_text} ({self.share:.0%}, at "
+            f"least {LEAST_SHARE:.0%} is needed); ask for at most "
+            f"{_format_rounded(fastest * self.share * LEAST_SHARE)} or for fewer hosts, or stop "
+            "what else runs on this machine"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return plain data for the JSON record of a run."""
+        return {
+            "link": ", ".join(dict.fromkeys(asked.link for asked in self.ways)),
+            "hosts": "all at once",
+            "asked": self._configured_text,
+            "measured": self._measured_text,
+            "asked_rate_bps": _sum_bps(self.ways),
+            "rate_bps": sum(self.rates_bps),
+        }
+
+    @property
+    def _host_count(self) -> int:
+        return len({host for asked in self.ways for host in asked.hosts})
+
+    @property
+    def _configured_text(self) -> str:
+        return f"{_format_rounded(_sum_bps(self.ways))} in all"
+
+    @property
+    def _measured_text(self) -> str:
+        return f"{_format_rounded(sum(self.rates_bps))} in all"
+
+
+def _sum_bps(ways: Sequence[ProbeTarget]) -> int:
+    return sum(asked.way.rate_bps or 0 for asked in ways)
+
+
+def _format_rounded(rate_bps: float) -> str:
+    return format_rate(round(float(f"{rate_bps:.2g}")))

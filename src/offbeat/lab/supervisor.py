@@ -14,12 +14,12 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.lab import syscalls
-from offbeat.lab.changes import Schedule
 from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
 from offbeat.lab.switch.link_state import ChangePlan, LinkPlan
@@ -42,6 +42,29 @@ def main(control_fd: int, events_fd: int, owner: int) -> None:
         pass
     finally:
         supervisor.end()
+
+
+class Schedule:
+    """Pending changes of one launch; times are seconds of the caller's clock."""
+
+    def __init__(self, start_s: float, changes: Sequence[ChangePlan]) -> None:
+        self._start_s = start_s
+        # stable sort: equal times keep their order
+        self._left = sorted(changes, key=lambda change: change.at_s)
+
+    def wait_s(self, now_s: float) -> float | None:
+        """Return the seconds until the next change; None without one."""
+        return max(0.0, self._start_s + self._left[0].at_s - now_s) if self._left else None
+
+    def pop_due(self, now_s: float) -> list[ChangePlan]:
+        """Remove and return the changes that are due."""
+        count = sum(self._start_s + change.at_s <= now_s for change in self._left)
+        due, self._left = self._left[:count], self._left[count:]
+        return due
+
+    def since_start_s(self, now_s: float) -> float:
+        """Return the seconds since the start of the launch."""
+        return now_s - self._start_s
 
 
 class _Supervisor:
@@ -174,7 +197,7 @@ class _Supervisor:
         return measure(self._require_network().enter, message["ways"], message["budget_s"])
 
     def _flood(self, message: dict[str, Any]) -> list[float]:
-        from offbeat.lab.flood import measure_at_once
+        from offbeat.lab.probe import measure_at_once
 
         return measure_at_once(self._require_network().enter, message["ways"], message["limit_s"])
 

@@ -37,9 +37,9 @@ class Turns(ComputeObserver):
         self._release()
 
     def close(self) -> None:
-        """Release the lock permanently."""
+        """Release the lock permanently. Further turns do not wait."""
         self._file.close()
-        self.holds = False
+        self.holds, self._given_up = False, True
 
     def _acquire(self) -> float:
         if self.holds or self._given_up:

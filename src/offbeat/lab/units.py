@@ -61,17 +61,13 @@ def parse_time_s(value: str | float) -> float:
     """Return the seconds of "20ms", "300us", "1s" or a number of seconds; otherwise raise
     ValueError."""
     time_s = _number(value, "latency", _TIME_UNITS, "s", _TIME_HELP)
-    if not 0 <= time_s <= MAX_LATENCY_S:
-        raise ValueError(f"latency ({value!r}) must be from 0 to {MAX_LATENCY_S} s; {_TIME_HELP}")
-    return time_s
+    return _bounded(time_s, value, "latency", 0, MAX_LATENCY_S, " s", _TIME_HELP)
 
 
 def parse_moment_s(value: str | float) -> float:
     """Return the seconds of "30s", "2 min" or a number of seconds; otherwise raise ValueError."""
     time_s = _number(value, "at", _MOMENT_UNITS, "s", _MOMENT_HELP)
-    if not 0 <= time_s <= MAX_MOMENT_S:
-        raise ValueError(f"at ({value!r}) must be from 0 to {MAX_MOMENT_S} s; {_MOMENT_HELP}")
-    return time_s
+    return _bounded(time_s, value, "at", 0, MAX_MOMENT_S, " s", _MOMENT_HELP)
 
 
 def parse_loss(value: str | float) -> float:
@@ -82,11 +78,12 @@ def parse_loss(value: str | float) -> float:
     return share
 
 
-def parse_number(value: Any, name: str, help_: str) -> float:
-    """Return a finite number; raise ValueError for any other value."""
+def parse_number(value: Any, name: str, least: float, most: float, help_: str) -> float:
+    """Return a number from `least` to `most`; raise ValueError for any other value."""
     if isinstance(value, str):
         raise ValueError(f"{name} ({value!r}) must be a number; {help_}")
-    return _number(value, name, _SHARE_UNITS, "", help_)
+    number = _number(value, name, _SHARE_UNITS, "", help_)
+    return _bounded(number, value, name, least, most, "", help_)
 
 
 def format_time(time_s: float) -> str:
@@ -95,6 +92,14 @@ def format_time(time_s: float) -> str:
         if time_s >= _TIME_UNITS[unit]:
             return f"{time_s / _TIME_UNITS[unit]:.12g}{unit}"
     return f"{time_s * 1e6:.12g}us"
+
+
+def _bounded(
+    number: float, value: Any, name: str, least: float, most: float, unit: str, help_: str
+) -> float:
+    if not least <= number <= most:
+        raise ValueError(f"{name} ({value!r}) must be from {least} to {most}{unit}; {help_}")
+    return number
 
 
 def _number(value: Any, name: str, units: Mapping[str, float], plain: str, help_: str) -> float:
