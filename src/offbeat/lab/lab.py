@@ -12,6 +12,7 @@ from offbeat.lab.description import Cluster
 from offbeat.lab.errors import LabError
 from offbeat.lab.probe_report import (
     LEAST_SHARE,
+    MOST_WAYS,
     TRIES,
     ProbeResult,
     Throughput,

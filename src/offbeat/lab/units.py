@@ -61,13 +61,13 @@ def parse_time_s(value: str | float) -> float:
     """Return the seconds of "20ms", "300us", "1s" or a number of seconds; otherwise raise
     ValueError."""
     time_s = _number(value, "latency", _TIME_UNITS, "s", _TIME_HELP)
-    return _bounded(time_s, value, "latency", 0, MAX_LATENCY_S, " s", _TIME_HELP)
+    return _require_range(time_s, value, "latency", 0, MAX_LATENCY_S, " s", _TIME_HELP)
 
 
 def parse_moment_s(value: str | float) -> float:
     """Return the seconds of "30s", "2 min" or a number of seconds; otherwise raise ValueError."""
     time_s = _number(value, "at", _MOMENT_UNITS, "s", _MOMENT_HELP)
-    return _bounded(time_s, value, "at", 0, MAX_MOMENT_S, " s", _MOMENT_HELP)
+    return _require_range(time_s, value, "at", 0, MAX_MOMENT_S, " s", _MOMENT_HELP)
 
 
 def parse_loss(value: str | float) -> float:
@@ -83,7 +83,7 @@ def parse_number(value: Any, name: str, least: float, most: float, help_: str) -
     if isinstance(value, str):
         raise ValueError(f"{name} ({value!r}) must be a number; {help_}")
     number = _number(value, name, _SHARE_UNITS, "", help_)
-    return _bounded(number, value, name, least, most, "", help_)
+    return _require_range(number, value, name, least, most, "", help_)
 
 
 def format_time(time_s: float) -> str:
@@ -94,7 +94,7 @@ def format_time(time_s: float) -> str:
     return f"{time_s * 1e6:.12g}us"
 
 
-def _bounded(
+def _require_range(
     number: float, value: Any, name: str, least: float, most: float, unit: str, help_: str
 ) -> float:
     if not least <= number <= most:
