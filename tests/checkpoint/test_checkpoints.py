@@ -21,8 +21,7 @@ from support.worlds import run_world, watch_world
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import offbeat
-from offbeat.core.checkpoint import requested as automatic
-from offbeat.core.checkpoint import shard
+from offbeat.core.checkpoint import checkpoints, shard
 from offbeat.core.checkpoint.checkpoints import _extra_state, _freeze_all, _load_extra
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
@@ -148,6 +147,11 @@ def test_of_another_time(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
     with pytest.raises(ValueError, match="schema 2, not 1"):
         shard.read_manifest(path.parent)
+    fields = json.loads(path.read_text()) | {"schema": 1}
+    for changed, name in ((fields | {"host": "a"}, "host"), ({"schema": 1}, "alike")):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=f"field '{name}' is missing or unknown in schema 1"):
+            shard.read_manifest(path.parent)
 
 
 def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +198,18 @@ def test_folder(tmp_path: Path) -> None:
     left = ["000012-iteration-5", "000013-iteration-9", "notes"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert Folder(tmp_path / "000013-iteration-9").names() == ["000013-iteration-9"]
+
+
+def test_folder_of_a_million_checkpoints(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for number in (999999, 1000000, 1000001):
+        written(folder.shard(f"{number:06d}-iteration-5", 0), number)
+    assert [*folder.manifests(0)] == folder.names()
+    assert folder.names()[0] == "1000001-iteration-5"
+    assert folder.next_number() == 1000002
+    folder.prune(2)
+    assert len(folder.names()) == 2
+    assert folder.names()[-1] == "1000000-iteration-5"
 
 
 def test_killed_at_any_time(tmp_path: Path) -> None:
@@ -283,13 +299,13 @@ def test_which_extra_is_loaded(tmp_path: Path) -> None:
 
 def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """After every so many iterations, but for those that are observed: there is no plan yet."""
-    monkeypatch.setattr(automatic, "save", lambda *_: saved.append(session.iteration))
+    monkeypatch.setattr(checkpoints, "save", lambda *_: saved.append(session.iteration))
     saved: list[int] = []
     session, acts = SimpleNamespace(iteration=0, observing=True), list[Any]()
     job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
     model: Any = SimpleNamespace(_session=session)
     optimizer: Any = SimpleNamespace(after_step=acts.append)
-    automatic.enable_checkpoints(job, model, optimizer)
+    checkpoints.enable_checkpoints(job, model, optimizer)
     for session.iteration in range(1, 7):
         session.observing = session.iteration < 3
         acts[0]()
@@ -433,7 +449,7 @@ def require_sound(folder: str) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     for at, said in run_world(jobs.reloads, 2, folder):
         assert at == 6
-        assert any(f"{newest} is not whole on every rank; {before} is loaded" in s for s in said)
+        assert any(f"{newest} is not complete on every rank; {before} is loaded" in s for s in said)
     [file] = Folder(folder).shard(before, 1).glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     for at, said in run_world(jobs.reloads, 2, folder):

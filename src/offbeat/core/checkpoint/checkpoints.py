@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,8 @@ from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.launch_request import LaunchRequest
+    from offbeat.core.runtime.prepared import Model, Optimizer, Session
 
 KEEP = 2
 
@@ -125,13 +127,10 @@ def load(
     name, manifest = _choose_checkpoint(folder, session, company)
     directory = folder.shard(name, session.worker)
     exact = _same_job(manifest, session, company)
-    if exact:
-        found = _require_read(_read_shard(directory), company, session.worker)
-    else:
-        source = _read_shard(directory) if session.worker == 0 else None
-        whole = _require_read(source, company, session.worker)
+    found = _read(directory if exact or session.worker == 0 else None, company, session.worker)
+    if not exact:
         common = ("model", "buffers", "optimizer", "extra")
-        found = company.share(whole and {name: whole[name] for name in common})
+        found = company.share(found and {name: found[name] for name in common})
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
     for buffer, value in found["buffers"].items():
@@ -161,6 +160,32 @@ def iteration(model: nn.Module) -> int:
         model: model that `prepare` has returned.
     """
     return _session_of(model).iteration
+
+
+def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -> None:
+    """Load the newest checkpoint if the job resumes, and save every `checkpoint_every` iterations.
+
+    Every rank must call it.
+    """
+    path, every, session = job.checkpoint, job.checkpoint_every, model._session
+    if path is None:
+        return
+    if job.resume:
+        try:
+            found = load(path, model, optimizer)
+            words = f"goes on from {found.path}, iteration {found.iteration}"
+        except FileNotFoundError:
+            words = f"begins anew, as {path} has no checkpoint"
+        if session.worker == 0:
+            print(f"offbeat: {words}", file=sys.stderr, flush=True)
+    if every is None:
+        return
+
+    def act() -> None:
+        if session.iteration % every == 0 and not session.observing:
+            save(path, model, optimizer)
+
+    optimizer.after_step(act)
 
 
 # ---- contents -------------------------------------------------------------------------------
@@ -235,10 +260,10 @@ def _choose_checkpoint(
         missing = [rank for rank, by_name in enumerate(everyone) if name not in by_name]
         if manifest.world_size == company.size and missing:
             continue
-        newer = [other for other in company.gather(folder.names())[0] if other > name]
-        if newer:
+        newest = company.gather(folder.names())[0][0]
+        if newest != name:
             warnings.warn(
-                f"{folder.path / newer[0]} is not whole on every rank; {name} is loaded",
+                f"{folder.path / newest} is not complete on every rank; {name} is loaded",
                 stacklevel=3,
             )
         _require_usable(folder.path / name, manifest, session, company)
@@ -252,8 +277,8 @@ def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]
         return f"there is no checkpoint in {folder.path} on any rank; save one with offbeat.save"
     without = next((rank for rank, by_name in enumerate(everyone) if not by_name), 0)
     return (
-        f"there is no checkpoint in {folder.path} that is whole on every rank: rank {here[0]} has "
-        f"{next(iter(everyone[here[0]]))}, rank {without} "
+        f"there is no checkpoint in {folder.path} that is complete on every rank: rank {here[0]} "
+        f"has {next(iter(everyone[here[0]]))}, rank {without} "
         f"{next(iter(everyone[without]), 'none')}; bring every rank's part to its host"
     )
 
@@ -272,21 +297,17 @@ def _require_usable(path: Path, manifest: Manifest, session: Session, company: S
         )
 
 
-def _read_shard(directory: Path) -> Any:
-    """Return the saved value, or the exception that reading it has raised."""
-    try:
-        return shard.read(directory)
-    except Exception as error:
-        return error
-
-
-def _require_read(found: Any, company: SaveGroup, worker: int) -> Any:
-    """Return the value read by `_read_shard`.
+def _read(directory: Path | None, company: SaveGroup, worker: int) -> Any:
+    """Return the value saved in a directory; None without a directory.
 
     Raises:
         RuntimeError: on every rank, if a rank could not read.
     """
-    error = f"rank {worker}: {found}" if isinstance(found, Exception) else None
+    found = error = None
+    try:
+        found = None if directory is None else shard.read(directory)
+    except Exception as failure:
+        error = f"rank {worker}: {failure}"
     failed = [words for words in company.gather(error) if words is not None]
     if failed:
         raise RuntimeError(f"the checkpoint could not be loaded: {'; '.join(failed)}")

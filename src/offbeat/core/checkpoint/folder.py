@@ -15,7 +15,7 @@ from pathlib import Path
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.shard import Manifest
 
-NAME = re.compile(r"(\d{6})-iteration-(\d+)")
+NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
 UNFINISHED = ".unfinished-"
 
 
@@ -35,7 +35,7 @@ class Folder:
         if self.only is not None:
             return [self.only]
         names = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
-        return sorted((name for name in names if NAME.fullmatch(name)), reverse=True)
+        return sorted(filter(NAME.fullmatch, names), key=_number, reverse=True)
 
     def manifests(self, worker: int) -> dict[str, Manifest]:
         """Return the manifests of checkpoints in which the worker's shard is complete, the newest
@@ -44,14 +44,14 @@ class Folder:
         for name in self.names():
             try:
                 manifests[name] = shard.read_manifest(self.shard(name, worker))
-            except (OSError, ValueError, TypeError):  # missing, truncated, or of another schema
+            except (OSError, ValueError):  # missing, truncated, or of another schema
                 continue
         return manifests
 
     def next_number(self) -> int:
         """Return a number greater than those of all checkpoints."""
         names = self.names()
-        return 1 + (int(names[0][:6]) if names else 0)
+        return 1 + (_number(names[0]) if names else 0)
 
     def shard(self, name: str, worker: int) -> Path:
         """Return the directory of a worker's shard of a checkpoint."""
@@ -83,3 +83,8 @@ class Folder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for left in self.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _number(name: str) -> int:
+    """Return the number of a checkpoint, which grows beyond six digits."""
+    return int(name.partition("-")[0])

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,15 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         OSError: the manifest or a file is missing.
-        ValueError: the schema is not `SCHEMA`, or a file has another size.
+        ValueError: the schema is not `SCHEMA`, fields are missing or unknown, or a file has another
+            size.
     """
     data = json.loads((directory / MANIFEST).read_text())
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{directory} has schema {data.get('schema')!r}, not {SCHEMA}")
+    if odd := data.keys() ^ {field.name for field in fields(Manifest)}:
+        path = directory / MANIFEST
+        raise ValueError(f"{path}: field {min(odd)!r} is missing or unknown in schema {SCHEMA}")
     manifest = Manifest(**data)
     for name, (size, _) in manifest.files.items():
         if (directory / name).stat().st_size != size:

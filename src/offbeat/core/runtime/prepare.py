@@ -24,7 +24,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.core.buckets.flat import require_supported
-from offbeat.core.checkpoint.requested import enable_checkpoints
+from offbeat.core.checkpoint.checkpoints import enable_checkpoints
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import EVERY, agree_on_optimizer
 from offbeat.core.guards.finite import OnNonfinite, require_policy
