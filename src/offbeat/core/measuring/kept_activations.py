@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,13 +33,8 @@ class Activations:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def pack(self, tensor: Tensor) -> SavedTensor:
         """Return the object that autograd saves instead of the tensor."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
@@ -44,6 +45,7 @@ TELLING = 2  # messages of this time determine the rate together
 COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
 LARGER = 16  # factor in bytes from a message that does not determine the rate to the next one
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+Timer = Callable[[Sequence[int], Budget], list[float]]  # `measure_messages` of one collective
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
 Series = list[tuple[int, list[float]]]  # (bytes, seconds of several messages)
 
@@ -140,45 +142,38 @@ def measure_link(
         budget: budget of the whole measurement.
         part: share of the budget for this link.
     """
-    mean = verbs["all_reduce"]
-    curve = explore(probe, mean, total, budget.share(EXPLORING * part))
+    timers = {verb: partial(measure_messages, probe, verbs[verb]) for verb in verbs}
+    mean = timers["all_reduce"]
+    curve = explore(probe, verbs["all_reduce"], total, budget.share(EXPLORING * part))
     budget.allow(min(MOST_S, BUDGET_MODELS * message_s(curve, total)))
-    small = measure_small(probe, mean, total, curve, budget.share(SMALL * part))
-    vote_s = measure_vote(probe, mean, curve, budget.share(VOTE * part))
-    small_halves = {
-        verb: measure_small(
-            probe,
-            verbs[verb],
-            total,
-            half_times(curve),
-            budget.share(SMALL_HALVES / len(HALF_VERBS) * part),
-        )
-        for verb in HALF_VERBS
-    }
+    small = measure_small(mean, total, curve, budget.share(SMALL * part))
+    vote_s = measure_vote(mean, NUMBER_BYTES * probe.ranks, curve, budget.share(VOTE * part))
+    small_halves = {}
+    for verb in HALF_VERBS:
+        share = budget.share(SMALL_HALVES / len(HALF_VERBS) * part)
+        small_halves[verb] = measure_small(timers[verb], total, half_times(curve), share)
     lines = budget.share((LINE + HALVES) * part)
     share = lines.share(LINE / (LINE + HALVES))
-    series = measure_series(probe, mean, smallest, total, curve, share)
+    series = measure_series(mean, smallest, total, curve, share)
     line = median_points(series) or curve
-    if larger := measure_larger(probe, mean, curve[0][1], line, total, lines):
+    if larger := measure_larger(mean, curve[0][1], line, total, lines):
         # All other points hardly determine the rate. They count as times of small messages.
         small = least_times(sorted((dict(line) | dict(small)).items()))
         line = least_times([line[-1], *larger])
     halves: dict[str, tuple[float, float]] = {}
     for verb in HALF_VERBS:
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
-        points = median_points(
-            measure_series(probe, verbs[verb], smallest, total, half_times(line), share)
-        )
+        timer = timers[verb]
+        points = median_points(measure_series(timer, smallest, total, half_times(line), share))
         if points and points[-1][0] * COMPARABLE >= line[-1][0]:
             fit = fit_link(name, rate_points(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
-    jitter = spread_of([seconds for _, seconds in series])
     return replace(
         fit_link(name, rate_points(line, small)),
         small=tuple(small),
         halves=halves,
         small_halves={verb: tuple(points) for verb, points in small_halves.items() if points},
-        jitter=jitter,
+        jitter=spread_of([seconds for _, seconds in series]),
         vote_s=vote_s,
     )
 
@@ -228,9 +223,7 @@ def least_times(points: Points) -> Points:
     return [(size, least_s) for (size, _), least_s in zip(points, reversed(seconds), strict=True)]
 
 
-def measure_small(
-    probe: Probe, collective: Collective, total: int, curve: Points, budget: Budget
-) -> Points:
+def measure_small(timer: Timer, total: int, curve: Points, budget: Budget) -> Points:
     """Return the mean seconds of `SMALL_SIZES` in non-decreasing order, within the budget.
 
     Each size gets an equal share of the budget and 3 to 9 repetitions. The mean leaves out the
@@ -245,7 +238,7 @@ def measure_small(
         repeats = max(LEAST_REPEATS, repeats)
         if budget.times(seconds, size) < repeats + 1:
             break
-        _, *times = measure_messages(probe, collective, [size] * (repeats + 1), budget)
+        _, *times = timer([size] * (repeats + 1), budget)
         points.append((size, fmean(sorted(times)[:-1])))
     return never_falling(points)
 
@@ -262,28 +255,20 @@ def never_falling(points: Points) -> Points:
     return [(size, seconds) for sizes, seconds in runs for size in sizes]
 
 
-def measure_vote(
-    probe: Probe, collective: Collective, curve: Points, budget: Budget
-) -> float | None:
-    """Return the median seconds of an all-reduce of one number per rank, as in a vote.
+def measure_vote(timer: Timer, size: int, curve: Points, budget: Budget) -> float | None:
+    """Return the median seconds of a message of one number per rank, `size` bytes, as in a vote.
 
     Return None if the budget does not allow one message. The result may be less than the latency
     of the fit, because gloo splits larger messages into more pieces.
     """
-    size = NUMBER_BYTES * probe.ranks
     repeats = min(LEAST_REPEATS, budget.times(curve[0][1], size))
     if repeats < 1:
         return None
-    return median(measure_messages(probe, collective, [size] * repeats, budget))
+    return median(timer([size] * repeats, budget))
 
 
 def measure_series(
-    probe: Probe,
-    collective: Collective,
-    smallest: int,
-    total: int,
-    curve: Points,
-    budget: Budget,
+    timer: Timer, smallest: int, total: int, curve: Points, budget: Budget
 ) -> Series:
     """Return the seconds of messages of the sizes of `line_sizes`.
 
@@ -300,17 +285,12 @@ def measure_series(
         return []  # times are mostly latency; leave the budget to `measure_larger`
     if each == 0:
         return []
-    _, *times = measure_messages(probe, collective, series_sizes(sizes, each), budget)
+    _, *times = timer(series_sizes(sizes, each), budget)
     return [(size, times[i * each :][:each]) for i, size in enumerate(sizes)]
 
 
 def measure_larger(
-    probe: Probe,
-    collective: Collective,
-    least_s: float,
-    line: Points,
-    total: int,
-    budget: Budget,
+    timer: Timer, least_s: float, line: Points, total: int, budget: Budget
 ) -> Points:
     """Return the seconds of larger messages, one of each size.
 
@@ -325,7 +305,7 @@ def measure_larger(
             size = size * 9 // 10
         if size < 2 * last[0]:
             break
-        (seconds,) = measure_messages(probe, collective, [size], budget)
+        (seconds,) = timer([size], budget)
         larger.append((size, seconds))
     return larger
 
