@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 from support.plan_families import FAMILIES, H, N, dear_plan, deft_plan, dreamddp_plan, selsync_plan
-from support.random_plans import random_plan, ranks_of
+from support.random_plans import moment_at, random_plan, ranks_of
 
 from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.windows import Windows
-from offbeat.core.plan.program import Program, moment_at, position
+from offbeat.core.plan.program import Program, position
 from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
 
 STEP, END = Moment("step"), Moment("end")

@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.core.codecs import WIRES
 from offbeat.core.derive.windows import Windows
-from offbeat.core.plan.program import moment_at, position
+from offbeat.core.plan.program import position
 from offbeat.plan import (
     Apply,
     Buffer,
@@ -35,6 +35,15 @@ CODECS: tuple[tuple[Any, ...], ...] = (
     *(("bf16",), ("fp16",), ("int8",), ("int4",), ("sign",), ("topk", ("fraction", 0.5))),
     *(("randomk", ("fraction", 0.5)), ("powersgd", ("rank", 1))),
 )
+
+
+def moment_at(place: int, buckets: int) -> Moment:
+    """Return the moment at a position. It is the inverse of `position`."""
+    if place >= 2 * buckets:
+        return Moment("step" if place == 2 * buckets else "end")
+    if place >= buckets:
+        return Moment("grad", place - buckets)
+    return Moment("forward", buckets - 1 - place)
 
 
 def random_plan(rng: Random, *, broken: float = 0.5) -> Plan:

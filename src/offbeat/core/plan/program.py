@@ -34,15 +34,6 @@ def position(moment: Moment, buckets: int) -> int:
     return buckets + (buckets - 1 if moment.bucket is None else moment.bucket)
 
 
-def moment_at(place: int, buckets: int) -> Moment:
-    """Return the moment at a position. It is the inverse of `position`."""
-    if place >= 2 * buckets:
-        return Moment("step" if place == 2 * buckets else "end")
-    if place >= buckets:
-        return Moment("grad", place - buckets)
-    return Moment("forward", buckets - 1 - place)
-
-
 class Due(NamedTuple):
     """Message to wait for: transfer `number` of this rank in the iteration `lag` iterations
     earlier."""

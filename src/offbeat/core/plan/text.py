@@ -237,8 +237,7 @@ def _count_text(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("s" if number != 1 else "")
 
 
-def _choice(name: str, value: Any, allowed: Iterable[str]) -> Any:
-    allowed = tuple(allowed)
+def _choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
     return value

@@ -6,11 +6,9 @@ implements the rule `local`, the user's optimizer.
 """
 
 from offbeat.core.rules import (  # noqa: F401  # importing a module registers its rules
-    blend,
     changed,
     clip,
-    close,
-    delta,
+    merge_average,
     moves,
     optimizer,
     outer,

@@ -1,4 +1,4 @@
-"""Rules of the user's optimizer."""
+"""Rules of the user's optimizer and of the windows of gradients that it steps on."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ def local(context: Context, apply: Apply) -> None:
 def reset(context: Context, apply: Apply) -> None:
     """Reset the optimizer's state of these buckets to its initial values."""
     context.reset(apply.buckets)
+
+
+@rule(writes=("grad",), role="close", conserves=True, by_bucket=False)
+def close(context: Context, apply: Apply) -> None:  # noqa: ARG001
+    """Turn the newest copy of the gradients into the previous one, and continue with an empty
+    copy."""
+    context.rotate("grad")

@@ -181,9 +181,7 @@ def local_sgd(
             if outer is not None and iteration + 1 == warmup:
                 world.average("param")
             return
-        if outer is not None:
-            outer.start(world)
-        world.gradients(iteration)
+        _compute_gradients(world, iteration, None, outer)
         world.step()
         if (iteration - warmup + 1) % period == 0:
             _average_piece(world, None, state)
@@ -221,11 +219,7 @@ def partial(
                 outer(world, piece)
 
     def advance(world: World, iteration: int) -> None:
-        if outer is not None:
-            outer.start(world)
-        world.gradients(iteration)
-        if clip is not None:
-            clip(world)
+        _compute_gradients(world, iteration, clip, outer)
         if average == "before_update":
             averages(world, iteration)
         world.step()
@@ -264,11 +258,7 @@ def delayed(
         return sets[(iteration - first) % len(sets)] if iteration >= 0 else ()
 
     def advance(world: World, iteration: int) -> None:
-        if outer is not None:
-            outer.start(world)
-        world.gradients(iteration)
-        if clip is not None:
-            clip(world)
+        _compute_gradients(world, iteration, clip, outer)
         if average == "before_update":
             taken.append(world.keep())
         world.step()
@@ -591,6 +581,16 @@ def closing(plan: Plan) -> Callable[[int], bool]:
     """
     phases = {p for apply in plan.applies if effects.is_window_end(apply) for p in apply.phases}
     return lambda iteration: plan.phase(iteration) in phases
+
+
+def _compute_gradients(
+    world: World, iteration: int, clip: Clip | None, outer: Outer | None
+) -> None:
+    if outer is not None:
+        outer.start(world)
+    world.gradients(iteration)
+    if clip is not None:
+        clip(world)
 
 
 def _average_piece(
