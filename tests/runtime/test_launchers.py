@@ -11,6 +11,7 @@ import torch
 from support.worlds import run_world
 
 import offbeat
+from offbeat.core.runtime.launch_request import current_place, parse_address
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
 
 SRUN = {
@@ -52,6 +53,8 @@ def test_mpirun_on_one_host_and_on_several() -> None:
 def test_pmi() -> None:
     found = torchrun_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("0", "2", LOOPBACK)
+    numbered = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_ID": "1"}
+    assert torchrun_variables(numbered)["MASTER_PORT"] == found["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +72,32 @@ def test_alone_or_started_by_torchrun(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,07]x,y", "n03x"), ("n-1-[2-4]", "n-1-2")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[3-5]", "n3"),
+        ("n[03,07]x,y", "n03x"),
+        ("n-1-[2-4]", "n-1-2"),
+        ("rack[1-2]node[3-4],z", "rack1node3"),
+    ],
 )
 def test_first_host(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def test_place_of_a_process_with_variables_of_offbeat_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OFFBEAT_RANK", "3")
+    monkeypatch.setenv("OFFBEAT_WORLD_SIZE", "4")
+    assert current_place() == (3, 4)
+
+
+def test_address_of_ipv6() -> None:
+    assert parse_address("[::1]:4000") == ("::1", 4000)
+    assert parse_address("10.0.0.1:4000") == ("10.0.0.1", 4000)
 
 
 def lines_of_prepare(local_world_sizes: list[str]) -> list[list[str]]:

@@ -120,6 +120,24 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
     meter.close()
 
 
+def test_a_closed_meter_keeps_no_iterations() -> None:
+    session = Mock(traffic=dict[str, int])
+    meter = Meter(Metrics(print), session, CPU(), None, 0, [])
+    listener = session.listen.call_args.args[0]
+    listener(Mock())
+    assert len(meter._marks) == 1
+    meter.close()
+    listener(Mock())
+    assert not meter._marks
+
+
+@pytest.mark.parametrize("name", ["every", "divergence_every"])
+@pytest.mark.parametrize("value", [2.5, True, -1])
+def test_periods_are_integers(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be an integer of at least"):
+        Metrics(print, **{name: value})  # type: ignore[arg-type]
+
+
 # ---- adapters -------------------------------------------------------------------------------
 
 
@@ -156,3 +174,5 @@ def test_prometheus() -> None:
     assert registry.get_sample_value("offbeat_iteration") == 7
     sent = registry.get_sample_value("offbeat_bytes_per_iteration", {"link": "eth1"})
     assert sent == 2.0
+    Prometheus(registry)({"loss": 3.0}, 8)  # as for a second model
+    assert registry.get_sample_value("offbeat_loss") == 3.0

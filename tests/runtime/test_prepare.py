@@ -67,7 +67,9 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
     ("build", "options", "text"),
     [
         (mlp, {"min_bucket_bytes": -5}, "min_bucket_bytes (-5) must be an integer of at least 1"),
-        (mlp, {"observe": 0}, "observe (0) must be at least 1 iteration; pass a profile for none"),
+        (mlp, {"observe": 0}, "observe (0) must be an integer of at least 1; pass a profile"),
+        (mlp, {"observe": True}, "observe (True) must be an integer of at least 1"),
+        (mlp, {"compare_every": -1}, "compare_every (-1) must be an integer of at least 0"),
         (mlp, {"timeout_s": 0}, "timeout_s (0) must be a number of seconds above 0"),
         (mlp, {"timeout_s": float("inf")}, "timeout_s (inf) must be a number of seconds above 0"),
         (mlp, {"links": "eth0"}, "links ('eth0') must be a list of network interfaces"),

@@ -44,21 +44,19 @@ class StorageContext:
         return tuple(self._flat.parameters_of(buffer, buckets))
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
-        if buffer != "grad":
-            tensors = self.read(buffer, buckets)
-        else:  # exclude values that are appended to the gradients
-            copy = self._flat.copy_index(buffer)
-            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
+        tensors = self._values(buffer, buckets)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
-        if buffer != "grad":
-            tensors = self.write(buffer, buckets)
-        else:
-            copy = self._flat.copy_index(buffer)
-            tensors = tuple(self._flat.gradients(b, copy) for b in buckets)
-        for tensor in tensors:
+        for tensor in self._values(buffer, buckets):
             tensor *= factor
+
+    def _values(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
+        """Return the tensors of a buffer without the values that are appended to gradients."""
+        if buffer != "grad":
+            return self.read(buffer, buckets)
+        copy = self._flat.copy_index(buffer)
+        return tuple(self._flat.gradients(b, copy) for b in buckets)
 
     def swap(self, a: str, b: str, buckets: range) -> None:
         for one, other in zip(

@@ -13,9 +13,7 @@ from offbeat.core.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
-STRATEGY_VARIABLE = (
-    "OFFBEAT_STRATEGY"  # for example dreamddp:period=8; replaces the script's strategy
-)
+STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # replaces the script's strategy, as dreamddp:period=8
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # number of servers; the last ranks serve
 # Rank and number of ranks including servers. RANK and WORLD_SIZE may count workers only.
 RANK_VARIABLE = "OFFBEAT_RANK"
@@ -109,7 +107,7 @@ def current_place() -> tuple[int, int]:
     A launcher that starts servers sets RANK and WORLD_SIZE to count workers only, because scripts
     split their data by these variables.
     """
-    rank = os.environ.get(RANK_VARIABLE, os.environ["RANK"])
+    rank = os.environ.get(RANK_VARIABLE) or os.environ["RANK"]
     return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -129,4 +127,4 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address ({text!r}) must be HOST:PORT of a worker, as 10.0.0.1:40123")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)  # brackets enclose IPv6 addresses

@@ -19,7 +19,7 @@ class _Variables(NamedTuple):
     step_size: str  # takes precedence over `size` if it is set
     local_rank: str
     local_size: str
-    job: str
+    job: str  # equal on all ranks; "": there is none (PMI_ID is the number of a process)
 
 
 LAUNCHERS = (
@@ -32,7 +32,7 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
     ),
     _Variables(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID",
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "",
     ),
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ def _port(names: _Variables, environment: Mapping[str, str]) -> str:
 
 def first_host(hosts: str) -> str:
     """Return the first host of SLURM's host list: `node01` of `node[01-03,07],login`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", hosts)
+    match = re.match(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", hosts)
     if match is None:
         raise ValueError(f"SLURM's list of hosts ({hosts!r}) must begin with a host")
-    return "".join(part or "" for part in match.groups())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())

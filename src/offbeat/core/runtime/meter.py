@@ -132,13 +132,14 @@ class Meter:
                 )
 
     def close(self) -> None:
-        """Stop recording losses."""
+        """Stop recording losses and iterations."""
         if self._tap is not None:
             self._tap.close()
-            self._tap = None
+            self._tap, self._marks = None, []
 
     def _on_iteration(self, done: Iteration) -> None:
-        self._marks.append(done.marks)
+        if self._tap is not None:  # the session still calls a closed meter
+            self._marks.append(done.marks)
 
     def _sample(self, board: SampleBoard) -> None:
         assert self._chosen is not None

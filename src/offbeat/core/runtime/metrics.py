@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from offbeat.core.strategy.interface import require_count
 
 Log = Callable[[Mapping[str, float], int], object]
 """Callable with the metrics by name and the number of finished iterations."""
@@ -48,13 +51,8 @@ class Metrics:
     def __post_init__(self) -> None:
         if not callable(self.log):
             raise ValueError(f"log ({self.log!r}) must be callable with (numbers, iteration)")
-        if self.every < 1:
-            raise ValueError(f"every ({self.every}) must be at least 1 iteration")
-        if self.divergence_every < 0:
-            raise ValueError(
-                f"divergence_every ({self.divergence_every}) must be a number of iterations, or 0 "
-                "for never"
-            )
+        require_count("every", self.every)
+        require_count("divergence_every", self.divergence_every, least=0, remedy="0 turns it off")
 
 
 class TensorBoard:
@@ -96,12 +94,19 @@ class Prometheus:
     """Log that sets gauges of prometheus_client: `offbeat_loss`, and by link
     `offbeat_bytes_per_iteration`.
 
+    Logs with the same registry share the gauges.
+
     Args:
         registry: registry of the gauges; by default that of prometheus_client.
     """
 
+    _by_registry: ClassVar[WeakKeyDictionary[Any, dict[str, Any]]] = WeakKeyDictionary()
+
     def __init__(self, registry: Any = None):
-        self._of, self._gauges = {"registry": registry} if registry is not None else {}, {}
+        from prometheus_client import REGISTRY
+
+        self._registry = REGISTRY if registry is None else registry
+        self._gauges = self._by_registry.setdefault(self._registry, {})
 
     def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, number in {**numbers, "iteration": iteration}.items():
@@ -112,5 +117,6 @@ class Prometheus:
     def _create_gauge(self, base: str, labels: list[str]) -> Any:
         from prometheus_client import Gauge
 
-        self._gauges[base] = Gauge(f"offbeat_{base}", base.replace("_", " "), labels, **self._of)
-        return self._gauges[base]
+        gauge = Gauge(f"offbeat_{base}", base.replace("_", " "), labels, registry=self._registry)
+        self._gauges[base] = gauge
+        return gauge

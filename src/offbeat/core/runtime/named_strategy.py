@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offbeat.core.files import write_text
@@ -65,8 +65,7 @@ class NamedStrategy:
         """Write the file atomically."""
         draft = Path(path).with_suffix(".part")
         draft.parent.mkdir(parents=True, exist_ok=True)
-        data = {"text": self.text, "name": self.name, "settings": self.settings, "own": self.own}
-        write_text(draft, json.dumps(data))
+        write_text(draft, json.dumps(asdict(self)))
         draft.replace(path)
 
     @classmethod

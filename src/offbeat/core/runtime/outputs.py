@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor
@@ -13,18 +13,18 @@ def tensors_of(output: object) -> Iterator[Tensor]:
 
     For other objects yield the attributes that are tensors or lists of tensors.
     """
+    parts: Iterable[object]
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for part in output.values():
-            yield from tensors_of(part)
+        return
+    if isinstance(output, Mapping):
+        parts = output.values()
     elif isinstance(output, list | tuple):
-        for part in output:
-            yield from tensors_of(part)
+        parts = output
     elif is_dataclass(output):
-        for part in fields(output):
-            yield from tensors_of(getattr(output, part.name, None))
-    elif output is not None:
-        for part in getattr(output, "__dict__", {}).values():
-            if isinstance(part, Tensor | list | tuple):
-                yield from tensors_of(part)
+        parts = (getattr(output, field.name, None) for field in fields(output))
+    else:
+        attributes = getattr(output, "__dict__", {}).values()
+        parts = (value for value in attributes if isinstance(value, Tensor | list | tuple))
+    for part in parts:
+        yield from tensors_of(part)

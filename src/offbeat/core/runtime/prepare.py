@@ -55,7 +55,7 @@ from offbeat.core.runtime.training_job import (
     Watch,
     divide_ranks,
 )
-from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport import rendezvous
@@ -155,34 +155,24 @@ def prepare(
     servers = current_servers()
     timeout_s = _require_positive("timeout_s", job.timeout_s or timeout_s)
     min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
-    if not isinstance(observe, int) or observe < 1:
-        raise ValueError(
-            f"observe ({observe!r}) must be at least 1 iteration; pass a profile for none"
-        )
-    if min_bucket_bytes is not None and not (
-        isinstance(min_bucket_bytes, int) and min_bucket_bytes >= 1
-    ):
-        raise ValueError(
-            f"min_bucket_bytes ({min_bucket_bytes!r}) must be an integer of at least 1, or None: "
-            "then the measured latency of a message sets it"
-        )
-    if not isinstance(compare_every, int) or compare_every < 0:
-        raise ValueError(
-            f"compare_every ({compare_every!r}) must be a number of iterations, or 0 for never"
-        )
+    require_count("observe", observe, remedy="pass a profile to observe no iterations")
+    if min_bucket_bytes is not None:
+        remedy = "use None to derive it from the measured latency of a message"
+        require_count("min_bucket_bytes", min_bucket_bytes, remedy=remedy)
+    require_count("compare_every", compare_every, least=0, remedy="0 turns comparisons off")
     require_policy(on_nonfinite)
     if metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
-    several = isinstance(optimizer, Sequence)
-    for one in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+    several = list(optimizer) if isinstance(optimizer, Sequence) else None
+    for one in [optimizer] if several is None else several:
         if not hasattr(one, "param_groups"):
             raise ValueError(
                 f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
                 "them, each with parameters of its own"
             )
         _require_unprepared(model, one)
-    if isinstance(optimizer, Sequence):
-        optimizer = _join_optimizers(model, optimizer, strategy)
+    if several is not None:
+        optimizer = _join_optimizers(model, several, strategy)
     _require_idle_servers()
     _require_one_model(job)
     if hasattr(model, "_orig_mod"):  # a module that torch.compile has returned
@@ -259,7 +249,7 @@ def prepare(
     except BaseException:
         prepared[0].close()
         raise
-    return (prepared[0], prepared[1].parts()) if several else prepared
+    return prepared if several is None else (prepared[0], prepared[1].parts())
 
 
 def _join_optimizers(
@@ -342,14 +332,9 @@ def _save_strategy(strategy: Strategy | str | None, job: LaunchRequest, path: st
     launcher."""
     chosen, _ = _choose_strategy(strategy, replace(job, strategy=None))
     if "RANK" not in os.environ or current_place()[0] == 0:
-        text = str(parse(strategy) if isinstance(strategy, str) else strategy)
-        own = not is_registered(chosen)
-        named = NamedStrategy(
-            None if strategy is None else text,
-            chosen.name,
-            chosen.settings(),
-            own,
-        )
+        script = parse(strategy) if isinstance(strategy, str) else strategy
+        text = None if script is None else str(script)
+        named = NamedStrategy(text, chosen.name, chosen.settings(), not is_registered(chosen))
         write_or_warn(named.save, path, "strategy", needed=job.stop_after_strategy)
     if job.stop_after_strategy:
         raise SystemExit(0)
@@ -392,22 +377,16 @@ def _require_positive(name: str, value: float) -> float:
 _prepared: WeakKeyDictionary[nn.Module, ref[Cluster]] = WeakKeyDictionary()
 
 
-def _open_clusters() -> list[Cluster]:
-    """Return the clusters of prepared models that are not closed."""
-    clusters = (known() for known in _prepared.values())
-    return [cluster for cluster in clusters if cluster is not None and not cluster.closed]
-
-
-def _is_open(model: nn.Module) -> bool:
-    known = _prepared.get(model)
-    cluster = None if known is None else known()
-    return cluster is not None and not cluster.closed
+def _open_clusters() -> dict[nn.Module, Cluster]:
+    """Return the clusters of prepared models that are not closed, by model."""
+    clusters = ((model, known()) for model, known in _prepared.items())
+    return {m: cluster for m, cluster in clusters if cluster is not None and not cluster.closed}
 
 
 def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Optimizer):
         raise ValueError("the optimizer is prepared already; call prepare once")
-    if isinstance(model, Model) or _is_open(model):
+    if isinstance(model, Model) or model in _open_clusters():
         raise ValueError(
             "the model is prepared already; call prepare once, or model.close() before"
         )
@@ -439,7 +418,7 @@ def _require_whole_job(mesh: object, process_group: object) -> None:
 
 
 def _require_idle_servers() -> None:
-    if any(cluster.served for cluster in _open_clusters()):
+    if any(cluster.served for cluster in _open_clusters().values()):
         raise ValueError(
             "another model is prepared with servers, which serve that one alone; train both as one "
             "module with one optimizer, or use strategies without servers"
