@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +119,60 @@ def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) ->
         train(recorder, 10)
     train(recorder, 40, 10)  # a second warning would be an error
     recorder.write({})
+
+
+def test_a_record_goes_on_after_a_full_disk(recorder: Recorder, tmp_path: Path) -> None:
+    """With the blocks that could not be written, and none of them torn."""
+    recorder.start("x", None, observed=0)
+    path = path_of(tmp_path, 3)
+    path.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="No space left on device"):
+        train(recorder, 20)
+    path.unlink()
+    train(recorder, 10, 20)
+    recorder.write({"net": 7})
+    found = read(path)
+    assert (found["cut"], len(found["trace"]["ends_s"][0])) == (None, 30)
+
+
+def test_blocks_of_a_disk_that_stays_full_are_dropped(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the limit on, so that the record has no gap."""
+    monkeypatch.setattr(blocks, "MOST_UNWRITTEN_BYTES", 0)
+    recorder.start("x", None, observed=0)
+    path = path_of(tmp_path, 3)
+    path.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match="No space left on device"):
+        train(recorder, 20)
+    path.unlink()
+    train(recorder, 10, 20)
+    recorder.write({"net": 7})
+    found = read(path)
+    assert "ends after 10 iterations" in found["cut"]
+
+
+def test_a_write_that_ends_early_leaves_whole_blocks(tmp_path: Path) -> None:
+    """A limit on the size of a file ends writes as a full disk does."""
+    script = f"""
+import resource, signal
+from pathlib import Path
+from offbeat.experiments.record.record_file import RecordWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = RecordWriter(Path({str(tmp_path / "rank0.jsonl")!r}))
+head = {{"rank": 0, "strategy": "x", "period": 1, "uneven": False}}
+writer.append({{**head, "first": 0, "ends_s": [1.0]}})
+size, most = writer.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, most[1]))
+try:
+    writer.append({{**head, "first": 1, "ends_s": [2.0]}})
+except OSError:
+    assert writer.path.stat().st_size == size
+resource.setrlimit(resource.RLIMIT_FSIZE, most)
+writer.append({{**head, "first": 2, "ends_s": [3.0]}})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert read(tmp_path / "rank0.jsonl")["trace"]["ends_s"] == [[1.0, 2.0, 3.0]]
 
 
 def test_a_plan_on_a_full_disk_is_a_warning_that_names_it(tmp_path: Path) -> None:

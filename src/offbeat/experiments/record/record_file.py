@@ -7,7 +7,9 @@ read up to its last complete block, and the memory for an unwritten block is bou
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +18,7 @@ from weakref import WeakValueDictionary
 SCHEMA = 2
 SUFFIX = ".jsonl"
 COLUMNS = ("ends_s", "losses", "without_update", "warnings", "decisions")
+MOST_UNWRITTEN_BYTES = 1 << 26  # blocks that are kept while the file cannot be written
 MOST_LOSSES = 20_000  # losses kept of a record; longer records are averaged over neighbours
 
 
@@ -41,15 +44,31 @@ class RecordWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = False
+        self._unwritten = b""  # blocks whose write has failed
+        self._is_full = False  # whether blocks have been dropped
 
     def append(self, block: Mapping[str, Any]) -> None:
-        """Append one block in a single write; OSError if the file cannot be written."""
+        """Append one block, after the blocks whose write has failed, in a single write.
+
+        The record ends after the block that exceeds `MOST_UNWRITTEN_BYTES` of unwritten blocks.
+
+        Raises:
+            OSError: the file cannot be written. It ends with the last complete block.
+        """
         if self._begun and self._last.get(self.path) is not self:
             return
-        line = json.dumps({"schema": SCHEMA, **block}, separators=(",", ":")) + "\n"
+        if not self._is_full:
+            line = json.dumps({"schema": SCHEMA, **block}, separators=(",", ":"))
+            self._unwritten += f"{line}\n".encode()
+            self._is_full = len(self._unwritten) > MOST_UNWRITTEN_BYTES
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a" if self._begun else "w") as file:
-            file.write(line)
+        with self.path.open("ab" if self._begun else "wb", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            written = file.write(self._unwritten)
+            if written < len(self._unwritten):
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._unwritten = b""
         self._begun, self._last[self.path] = True, self
 
 

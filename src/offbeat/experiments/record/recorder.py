@@ -7,13 +7,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from offbeat.core.derive.windows import Windows
-from offbeat.core.files import write_text
+from offbeat.core.files import write_or_warn, write_text
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import BUILT_IN, Plan, Transfer
@@ -96,11 +97,7 @@ class Recorder:
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
             path = self._blocks.path.with_name("plan.json")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(plan.to_dict()))
-            except OSError as error:
-                self._warn_lost(f"plan ({path}) cannot be written", error)
+            write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
 
     def on_step_begin(self, iteration: int) -> None:
         """Take the loss of an iteration, at the beginning of `optimizer.step()`."""
@@ -188,25 +185,22 @@ class Recorder:
         self._losses = [(i, loss) for i, loss in self._losses if i >= done]
         self._ends, self._without_update = [], []
         self.warnings, self.decisions = [], []
-        if self._failed:
-            return
         try:
             self._blocks.append(block)
         except OSError as error:
+            if not self._failed:
+                warnings.warn(
+                    f"record ({self._blocks.path}) cannot be written from iteration "
+                    f"{block['first']} on: {error.strerror or error}; training goes on, and the "
+                    "write is repeated with each block. Make room there, or give another --out",
+                    stacklevel=2,
+                )
             self._failed = True
-            self._warn_lost(
-                f"record ({self._blocks.path}) cannot be written from iteration {block['first']} "
-                "on",
-                error,
-            )
 
-    @staticmethod
-    def _warn_lost(what: str, error: OSError) -> None:
-        warnings.warn(
-            f"{what}: {error.strerror or error}; training goes on without it. Make room there, or "
-            "give another --out",
-            stacklevel=3,
-        )
+
+def _write_plan(plan: Plan, path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(plan.to_dict()))
 
 
 def _round_loss(loss: float) -> float:
