@@ -19,7 +19,6 @@ from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.protocol import Kind
-from offbeat.server.service import _Peer
 from offbeat.server.serving import common_secret
 from offbeat.server.upstream import RefusedError
 
@@ -201,6 +200,14 @@ def test_a_wrong_message_changes_nothing(what: str) -> None:
         sock.close()
 
 
+def test_the_reason_of_a_refusal_arrives_after_all_queued_frames() -> None:
+    with job(2_000_000, 1, 2, shard_bytes=1 << 20) as j:  # more than sockets buffer
+        sock = _inside(j)
+        sock.sendall(pack(Kind.PULL, 0) + pack(Kind.WELCOME, 0))
+        assert b"WELCOME is not expected now" in drained(sock)
+        sock.close()
+
+
 def test_random_messages_change_nothing_but_by_whole_pushes() -> None:
     """Somebody with the secret sends valid frames with random bytes changed."""
     choose = random.Random(4)
@@ -364,9 +371,9 @@ def test_training_goes_on_if_a_snapshot_cannot_be_written(tmp_path: Path, failed
 
 def test_an_answer_holds_the_parameters_of_its_moment() -> None:
     """A push that the server applies while an answer waits to be sent does not change it."""
-    with job(5, 1, 2, rule="push", lr=2.0) as j, socket.socket() as sock:
+    with job(5, 1, 2, rule="push", lr=2.0) as j:
         (shard,) = j.services[0].store.shards.values()
-        head, body = j.services[0]._parameters(_Peer(sock, 0.0), shard, 0)
+        head, body = j.services[0]._parameters(shard, 0)
         before = bytes(body)
         client = j.client(0)
         j.push(client, 1.0)
@@ -381,9 +388,8 @@ def test_strangers_are_forgotten_after_a_while() -> None:
         sock = socket.create_connection(j.addresses[0])
         until(lambda: len(j.services[0]._peers) == 1)
         (peer,) = j.services[0]._peers
-        assert isinstance(peer, _Peer)
-        peer.came_s -= 100
         assert len(sock.recv(100)) == secrets.NONCE_BYTES
+        peer.connection.sent_s -= 100
         assert sock.recv(100) == b""
         sock.close()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import socket
 import struct
 from typing import Any
 
 import pytest
 
+from offbeat.frames.connection import NOTHING, Connection
 from offbeat.frames.frames import HEADER_BYTES, Frame, Header, Reader, WireError, pack, unpack
 from offbeat.server.protocol import Kind
 
@@ -106,3 +108,32 @@ def test_sizes_are_judged_before_memory_is_taken() -> None:
         feed(Reader(Kind, room), data, random.Random(3))
     assert asked == [1 << 60]
     assert struct.calcsize("!4sBBHIqIQ") == HEADER_BYTES
+
+
+class SlowSocket(socket.socket):
+    """A socket that sends one byte at a time."""
+
+    def send(self, data: bytes | memoryview, flags: int = 0) -> int:
+        return super().send(data[:1], flags)
+
+
+def test_connections_prove_the_secret_byte_by_byte() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socks = socket.create_connection(server.getsockname()), server.accept()[0]
+    slow = [SlowSocket(fileno=sock.detach()) for sock in socks]
+    ends = [
+        Connection(sock, Kind, lambda _: (None, NOTHING), b"x", connects=connects)
+        for sock, connects in zip(slow, (True, False), strict=True)
+    ]
+    one, other = ends
+    one.send(pack(Kind.BEAT, 3))
+    frames: list[Frame[Kind]] = []
+    while not frames:
+        for end in ends:
+            end.flush()
+            frames += end.receive()
+    assert (frames[0].header.kind, frames[0].header.rank) == (Kind.BEAT, 3)
+    assert one.is_proved
+    assert other.is_proved
+    for end in ends:
+        end.close()

@@ -33,11 +33,18 @@ class Greeting:
         return self._due - len(self._got)
 
     def feed(self, data: bytes) -> None:
-        """Process received bytes, at most `missing_bytes`.
+        """Process received bytes, at most `missing_bytes`; none if the other end has closed.
 
         Raises:
-            GreetingError: the other end has not proved the secret.
+            GreetingError: the other end has not proved the secret, or rejects the own one.
+            ConnectionResetError: the other end has closed the connection before any proof.
         """
+        if not data and self._peer_nonce:
+            raise GreetingError(
+                f"the other end does not accept this {secrets.VARIABLE}; {secrets.REMEDY}"
+            )
+        if not data:
+            raise ConnectionResetError("the other end has closed the connection")
         self._got += data
         self.outgoing = b""
         if self.missing_bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.frames.frames import Frame, Header, Reader, WireError, pack
-from offbeat.frames.greeting import Greeting
+from offbeat.frames.connection import Connection
+from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import VARIABLE as SECRET
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.clock import Line, RoundTrip, offset_s
@@ -115,11 +114,10 @@ def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: f
     end, where = time.monotonic() + limit_s, f"{address[0]}:{address[1]}"
     try:
         with socket.create_connection(address, timeout=min(limit_s, GREETING_S)) as sock:
-            client = _JoinClient(sock, secret)
-            sock.settimeout(limit_s)
-            trips = [client.round_trip() for _ in range(TRIPS)]
+            connection = Connection(sock, Kind, _room, secret, connects=True)
+            trips = [_round_trip(connection, min(limit_s, GREETING_S)) for _ in range(TRIPS)]
             while True:
-                answer = client.request(Kind.JOIN, about)
+                answer = _request(connection, Kind.JOIN, about, limit_s)
                 if answer.header.kind is not Kind.LATER:
                     break
                 if time.monotonic() > end:
@@ -138,38 +136,19 @@ def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: f
     return Welcome(Place.unpack(answer.meta), offset_s(trips), answer.body)
 
 
-class _JoinClient:
-    """Requests and answers over a blocking socket, after the proof of the secret."""
+def _round_trip(connection: Connection[Kind], limit_s: float) -> RoundTrip:
+    left_s = time.perf_counter()
+    frame = _request(connection, Kind.TIME, {}, limit_s)
+    if frame.header.kind is not Kind.TIME:
+        raise WireError(str(frame.meta.get("why")))
+    return RoundTrip(left_s, float(frame.meta["now_s"]), time.perf_counter())
 
-    def __init__(self, sock: socket.socket, secret: bytes):
-        self._sock, self._reader = sock, Reader(Kind, _room)
-        greeting, proved = Greeting(secret, connects=True), False
-        while greeting.missing_bytes:
-            data = sock.recv(greeting.missing_bytes)
-            if not data:
-                why = f"does not accept this {SECRET}" if proved else "has closed the connection"
-                raise ConnectionResetError(f"it {why}")
-            greeting.feed(data)
-            sock.sendall(greeting.outgoing)
-            proved = proved or bool(greeting.outgoing)
 
-    def round_trip(self) -> RoundTrip:
-        left_s = time.perf_counter()
-        frame = self.request(Kind.TIME, {})
-        if frame.header.kind is not Kind.TIME:
-            raise WireError(str(frame.meta.get("why")))
-        return RoundTrip(left_s, float(frame.meta["now_s"]), time.perf_counter())
-
-    def request(self, kind: Kind, about: dict[str, Any]) -> Frame[Kind]:
-        self._sock.sendall(pack(kind, NO_ID, meta=about))
-        while True:
-            frame = self._reader.read(self._receive)
-            if frame is not None:
-                return frame
-
-    @property
-    def _receive(self) -> Callable[[memoryview], int]:
-        return self._sock.recv_into
+def _request(
+    connection: Connection[Kind], kind: Kind, about: dict[str, Any], limit_s: float
+) -> Frame[Kind]:
+    connection.send(pack(kind, NO_ID, meta=about))
+    return connection.await_frame(limit_s)
 
 
 def _room(header: Header[Kind]) -> tuple[Any, memoryview]:

@@ -8,25 +8,23 @@ is HELLO.
 from __future__ import annotations
 
 import errno
-import selectors
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from offbeat.frames.connection import Connection
+from offbeat.frames.connection import NOTHING, Connection
+from offbeat.frames.connection_loop import ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
-from offbeat.frames.greeting import Greeting
 from offbeat.gossip.protocol import Kind
 
 RETRY_S = 0.3  # seconds between two attempts to connect; grows with each attempt
 MAX_RETRY_S = 5.0
 MAX_PENDING = 64
 HEARTBEATS = 4  # heartbeats per `silent_s` seconds
-NOTHING = memoryview(b"")
 STRANGER_KINDS = (Kind.TIME, Kind.JOIN)  # requests of workers that are not neighbours
 
 Address = tuple[str, int]
@@ -64,26 +62,18 @@ class Listener(ABC):
 
 @dataclass(eq=False)
 class _Peer:
-    """One connection, in three phases: proof of the secret, HELLO, frames.
+    """One connection: proof of the secret, HELLO, frames.
 
     Attributes:
-        sock: socket of the connection.
-        greeting: proof of the secret.
+        connection: the connection.
         peer: id of the neighbour; None until known.
-        connecting: whether the socket is still connecting.
-        connection: frames of the connection; None before the proof is complete.
-        came_s: local monotonic time of the creation.
     """
 
-    sock: socket.socket
-    greeting: Greeting
+    connection: Connection[Kind]
     peer: int | None = None
-    connecting: bool = False
-    connection: Connection[Kind] | None = None
-    came_s: float = field(default_factory=time.monotonic)
 
 
-class Peers:
+class Peers(ConnectionLoop[_Peer]):
     """Connections of worker `me` to its neighbours.
 
     Args:
@@ -108,45 +98,28 @@ class Peers:
         *,
         joins: bool = False,
     ):
-        self.me, self._secret, self._silent_s = me, secret, silent_s
-        self._addresses, self._listener = dict(neighbours), listener
+        super().__init__(me, door)
+        self._secret, self._silent_s = secret, silent_s
+        self._addresses, self._handler = dict(neighbours), listener
         self._connections: dict[int, _Peer] = {}  # connections of neighbours, by id
         self._pending: set[_Peer] = set()  # connections without a HELLO
         self._tries = dict.fromkeys(neighbours, 0)
         self._retry_at_s = dict.fromkeys((n for n in neighbours if n < me or joins), 0.0)
         self._sent_before = 0
-        self._selector = selectors.DefaultSelector()
-        self._wake_sender, self._wake_receiver = socket.socketpair()
-        for sock in (door, self._wake_receiver):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
-        self._door = door
 
     # ---- called from any thread -------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Wake the thread that waits in `process_events`."""
-        with suppress(BlockingIOError, OSError):
-            self._wake_sender.send(b"!")
 
     @property
     def bytes_sent(self) -> int:
         """Return the bytes sent over all connections."""
         lines = list(self._connections.values())
-        return self._sent_before + sum(n.connection.bytes_sent for n in lines if n.connection)
+        return self._sent_before + sum(line.connection.bytes_sent for line in lines)
 
     # ---- called from the gossip thread ------------------------------------------------------
 
     def process_events(self, wait_s: float) -> None:
         """Wait for at most `wait_s` seconds for events of the sockets, and process them."""
-        for key, events in self._selector.select(max(0.0, min(wait_s, self._due_s()))):
-            if key.fileobj is self._wake_receiver:
-                with suppress(BlockingIOError):
-                    self._wake_receiver.recv(4096)
-            elif key.fileobj is self._door:
-                self._accept()
-            else:
-                self._handle(key.data, events)
+        self._process_sockets(min(wait_s, self._due_s()))
         self._check_connections()
 
     def send(self, peer: int, kind: Kind, body: memoryview | None = None, **header: Any) -> None:
@@ -154,11 +127,9 @@ class Peers:
         connected.
         """
         line = self._connections.get(peer)
-        if line is None or line.connection is None:
-            return
-        size = 0 if body is None else len(body)
-        line.connection.send(pack(kind, self.me, body_bytes=size, **header), body)
-        self._update_events(line)
+        if line is not None:
+            self._queue(line, kind, body, **header)
+            self._update_events(line)
 
     def reachable(self) -> list[int]:
         """Return the connected neighbours."""
@@ -183,7 +154,7 @@ class Peers:
         """Write queued frames to the sockets for at most `limit_s` seconds."""
         end = time.monotonic() + limit_s
         while time.monotonic() < end and not all(
-            line.connection is None or line.connection.idle for line in self._connections.values()
+            line.connection.idle for line in self._connections.values()
         ):
             self.process_events(end - time.monotonic())
 
@@ -200,19 +171,16 @@ class Peers:
     def close(self) -> None:
         """Close all sockets."""
         for line in [*self._connections.values(), *self._pending]:
-            line.sock.close()
-        self._selector.close()
-        for sock in (self._door, self._wake_sender, self._wake_receiver):
-            sock.close()
+            line.connection.close()
+        self._close_sockets()
 
     # ---- new connections --------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            sock, _ = self._door.accept()
-            self._register(_Peer(sock, Greeting(self._secret, connects=False)))
+    def _on_accept(self, sock: socket.socket) -> None:
+        self._add(sock, None)
         if len(self._pending) > MAX_PENDING:
-            self._disconnect(min(self._pending, key=lambda line: line.came_s), "too many strangers")
+            oldest = min(self._pending, key=lambda line: line.connection.sent_s)
+            self._disconnect(oldest, "too many strangers")
 
     def _connect(self, peer: int) -> None:
         self._tries[peer] += 1
@@ -220,110 +188,72 @@ class Peers:
         self._retry_at_s[peer] = time.monotonic() + wait_s
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
+        # If the connection fails later, reading from the socket raises the error.
         if sock.connect_ex(self._addresses[peer]) not in (0, errno.EINPROGRESS):
             sock.close()
             return
-        self._register(_Peer(sock, Greeting(self._secret, connects=True), peer, connecting=True))
+        line = self._add(sock, peer)
+        # created once the neighbour has proved the secret
+        line.connection.send_later(lambda: [memoryview(self._hello(peer))])
 
-    def _register(self, line: _Peer) -> None:
-        line.sock.setblocking(False)
+    def _add(self, sock: socket.socket, peer: int | None) -> _Peer:
+        """Add a connection to a neighbour, or one from an unknown process (None)."""
+        connection = Connection(
+            sock,
+            Kind,
+            lambda header: self._buffer(line, header),
+            self._secret,
+            connects=peer is not None,
+        )
+        line = _Peer(connection, peer)
         self._pending.add(line)
-        events = selectors.EVENT_WRITE if line.connecting else selectors.EVENT_READ
-        self._selector.register(line.sock, events, line)
-        if not line.connecting:
-            self._call_guarded(line, self._reply)
+        self._register(line)
+        return line
 
-    def _handle(self, line: _Peer, events: int) -> None:
-        if line.connecting:
-            self._call_guarded(line, self._finish_connecting)
-            return
-        if events & selectors.EVENT_READ:
-            self._call_guarded(line, self._read)
-        if events & selectors.EVENT_WRITE:
-            self._call_guarded(line, self._write)
+    def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
+        with suppress(OSError):
+            peer.connection.sock.send(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
+        self._disconnect(peer, str(error))
 
-    def _call_guarded(self, line: _Peer, act: Callable[[_Peer], None]) -> None:
-        """Call `act` on an open connection. Close the connection on an error, and send REFUSED on a
-        WireError.
-        """
-        try:
-            if self._is_open(line):
-                act(line)
-        except WireError as error:
-            with suppress(OSError):
-                line.sock.send(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
-            self._disconnect(line, str(error))
-        except OSError as error:
-            self._disconnect(line, str(error) or "the connection broke")
+    def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
+        self._disconnect(peer, str(error) or "the connection broke")
 
-    def _is_open(self, line: _Peer) -> bool:
-        return line in self._pending or self._is_identified(line)
+    def _is_open(self, peer: _Peer) -> bool:
+        return peer in self._pending or self._is_identified(peer)
 
     def _is_identified(self, line: _Peer) -> bool:
         return line.peer is not None and self._connections.get(line.peer) is line
 
-    def _finish_connecting(self, line: _Peer) -> None:
-        failed = line.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, "no connection")
-        line.connecting = False
-        self._selector.modify(line.sock, selectors.EVENT_READ, line)
+    def _on_frame(self, peer: _Peer, frame: Frame[Kind]) -> None:
+        if frame.header.kind is Kind.REFUSED:
+            raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
+        if peer in self._pending:
+            self._introduce(peer, frame)
+        else:
+            self._handler.on_frame(frame.header.rank, frame)
 
-    def _read(self, line: _Peer) -> None:
-        while line.connection is None:
-            try:
-                data = line.sock.recv(line.greeting.missing_bytes)
-            except BlockingIOError:
-                return
-            if not data:
-                raise ConnectionResetError("the other end has closed the connection")
-            line.greeting.feed(data)
-            self._reply(line)
-        for frame in line.connection.receive():
-            if not self._is_open(line):
-                return
-            if line in self._pending:
-                self._introduce(line, frame)
-            elif frame.header.kind is Kind.REFUSED:
-                raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
-            else:
-                self._listener.on_frame(frame.header.rank, frame)
-
-    def _reply(self, line: _Peer) -> None:
-        """Send the next part of the proof. Send HELLO once the proof is complete."""
-        if line.greeting.outgoing:
-            line.sock.send(line.greeting.outgoing)
-        if line.greeting.missing_bytes == 0:
-            line.connection = Connection(line.sock, Kind, lambda header: self._buffer(line, header))
-            if line.peer is not None:
-                self._say_hello(line, line.peer)
-
-    def _say_hello(self, line: _Peer, peer: int) -> None:
-        assert line.connection is not None
-        line.connection.send(pack(Kind.HELLO, self.me, meta=self._listener.hello(peer)))
-        self._write(line)
+    def _hello(self, peer: int) -> bytes:
+        return pack(Kind.HELLO, self.me, meta=self._handler.hello(peer))
 
     def _introduce(self, line: _Peer, frame: Frame[Kind]) -> None:
         """Process the first frame: a HELLO, or the request of a worker that is not a neighbour."""
         peer = frame.header.rank
         if frame.header.kind in STRANGER_KINDS:
-            assert line.connection is not None
-            line.connection.send(*self._listener.answer_stranger(frame))
+            line.connection.send(*self._handler.answer_stranger(frame))
             self._write(line)
             return
-        if frame.header.kind is Kind.REFUSED:
-            raise ConnectionResetError(f"it refuses: {frame.meta.get('why')}")
         if peer in self._connections:
             self._disconnect(self._connections[peer], "it has connected anew")
         if line.peer is None:
-            self._say_hello(line, peer)
+            line.connection.send(self._hello(peer))
+            self._write(line)
         if line not in self._pending:
             return
         self._pending.discard(line)
         line.peer, self._connections[peer], self._tries[peer] = peer, line, 0
         if peer > self.me:
             self._retry_at_s.pop(peer, None)
-        self._listener.on_connect(peer, frame.meta)
+        self._handler.on_connect(peer, frame.meta)
 
     def _buffer(self, line: _Peer, header: Header[Kind]) -> tuple[Any, memoryview]:
         if line in self._pending:
@@ -338,19 +268,7 @@ class Peers:
             raise WireError(f"worker ({header.rank}) must be {line.peer}")
         if header.kind is Kind.HELLO:
             raise WireError("HELLO is not expected now")
-        return self._listener.body_buffer(header.rank, header)
-
-    def _write(self, line: _Peer) -> None:
-        if line.connection is None:
-            return
-        line.connection.flush()
-        self._update_events(line)
-
-    def _update_events(self, line: _Peer) -> None:
-        """Wait for the socket events that the connection needs."""
-        assert line.connection is not None
-        if line.connection.events != self._selector.get_key(line.sock).events:
-            self._selector.modify(line.sock, line.connection.events, line)
+        return self._handler.body_buffer(header.rank, header)
 
     # ---- closed connections -----------------------------------------------------------------
 
@@ -359,14 +277,13 @@ class Peers:
         if not known and line not in self._pending:
             return
         self._pending.discard(line)
-        self._selector.unregister(line.sock)
-        line.sock.close()
-        if line.connection is not None:
-            self._sent_before += line.connection.bytes_sent
+        self._selector.unregister(line.connection.sock)
+        line.connection.close()
+        self._sent_before += line.connection.bytes_sent
         if known:
             assert line.peer is not None
             del self._connections[line.peer]
-            self._listener.on_disconnect(line.peer, why)
+            self._handler.on_disconnect(line.peer, why)
 
     def _due_s(self) -> float:
         """Return the seconds until the next heartbeat, timeout or connection attempt."""
@@ -384,14 +301,12 @@ class Peers:
         now = time.monotonic()
         for peer, line in list(self._connections.items()):
             connection = line.connection
-            assert connection is not None
             if now - connection.received_s > self._silent_s:
                 self._disconnect(line, f"it has been silent for {self._silent_s:g} s")
             elif connection.idle and now - connection.sent_s >= self._silent_s / HEARTBEATS:
                 self.send(peer, Kind.BEAT)
         for line in list(self._pending):
-            spoke_s = line.connection.sent_s if line.connection else 0.0
-            if now - max(line.came_s, spoke_s) > self._silent_s:
+            if now - line.connection.sent_s > self._silent_s:
                 self._disconnect(line, "it has not said who it is")
         for peer, at in list(self._retry_at_s.items()):
             if now >= at and not self._has_connection(peer):

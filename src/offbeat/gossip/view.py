@@ -103,10 +103,10 @@ class View:
         return 2 * len(mine) > len(members) and set(members) <= near
 
     def dead_workers(self) -> list[int]:
-        """Return the workers that are no longer members, without those that have left.
+        """Return the failed workers: former members that have not left.
 
-        Edges do not tell which end has left. A worker has left if an edge to a member is LEFT. If
-        only edges to other former members are, it has left unless a member has lost it.
+        A worker has left if one of its edges to members is LEFT. If only edges to former members
+        are LEFT, the worker has left unless one of its edges to members is GONE.
         """
         members = {*self.members()}
         dead = []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import selectors
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +14,9 @@ from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.transport.heartbeat import mark_peer_error
-from offbeat.frames.frames import Frame, Header, WireError, pack
+from offbeat.frames.connection import NOTHING
+from offbeat.frames.connection_loop import ConnectionLoop
+from offbeat.frames.frames import Frame, Header, WireError
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Settings, unpacked_state
 from offbeat.server.protocol import Kind
@@ -25,7 +24,6 @@ from offbeat.server.upstream import RefusedError, Upstream, WorkerIdentity
 
 ANSWERS_S = 3.0  # longest wait for the workers' clocks while an error message is composed
 MOST_FAILURES = 5  # broken connections to a server without any frame from it in between
-NOTHING = memoryview(b"")
 
 
 class ServerGoneError(RuntimeError):
@@ -34,7 +32,7 @@ class ServerGoneError(RuntimeError):
     is_peer_error = True
 
 
-class Client:
+class Client(ConnectionLoop[Upstream]):
     """Pushes from `outgoing` and pulls into `incoming` while the worker computes.
 
     Both are flat tensors on the host, one per dtype. At most one push and one pull are under way.
@@ -68,10 +66,11 @@ class Client:
         gone: str = "start the job again",
         resumed: int = 0,
     ):
+        super().__init__(rank)
         self.layout, self.resumed = layout, resumed
         self.outgoing, self.incoming = layout.flats(), layout.flats()
         self.clock = 0
-        self._me = WorkerIdentity(rank, secret, layout.digest)
+        self._identity = WorkerIdentity(rank, secret, layout.digest)
         self._timeout_s, self._beat_s, self._retry_s = timeout_s, beat_s, retry_s
         self._gone = gone
         self._ups = [
@@ -90,10 +89,7 @@ class Client:
         self._answer: Any = None
         self._averages = 0  # so far; the server recognises a repeated request by its number
         self._reconnecting = set[Upstream]()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wakes, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._commands: deque[Callable[[], object]] = deque()
         self._closing = False
         try:
             self._begin()
@@ -106,7 +102,8 @@ class Client:
     def _begin(self) -> None:
         """Connect to all servers. Continue from the greatest clock in their welcomes."""
         welcomes = [
-            up.connect(self._me, 0, True, self._body_buffer, self._timeout_s) for up in self._ups
+            up.connect(self._identity, 0, True, self._body_buffer, self._timeout_s)
+            for up in self._ups
         ]
         self.clock = max(clock for clock, _ in welcomes)
         for up in self._ups:
@@ -248,7 +245,7 @@ class Client:
             return f"{self._ups[0]}, which does not answer"
         finally:
             self._timeout_s = timeout_s
-        slow = {rank: at for rank, at in clocks.items() if rank != self._me.rank}
+        slow = {rank: at for rank, at in clocks.items() if rank != self.me}
         if need is not None:
             slow = {rank: at for rank, at in slow.items() if at[0] < need}
         if slow:
@@ -273,9 +270,8 @@ class Client:
 
     def _run_in_thread(self, command: Callable[[], object]) -> None:
         self._check()
-        self._commands.append(lambda: (command(), None)[1])
-        with suppress(OSError):  # the thread has ended, without or with `_error`
-            self._wakes.send(b"!")
+        self._commands.append(command)
+        self.wake()
 
     # ---- the thread -------------------------------------------------------------------------
 
@@ -294,15 +290,7 @@ class Client:
         return all(up.connection is None or up.connection.idle for up in self._ups)
 
     def _handle_events(self) -> None:
-        for key, events in self._selector.select(self._beat_s):
-            if key.data is None:
-                self._woken.recv(4096)
-                continue
-            up: Upstream = key.data
-            if events & selectors.EVENT_READ:
-                self._run_or_reconnect(up, self._read)
-            if events & selectors.EVENT_WRITE:
-                self._run_or_reconnect(up, self._write)
+        self._process_sockets(self._beat_s)
         while self._commands:
             self._commands.popleft()()
         self._send_beats(self._ups)
@@ -314,44 +302,19 @@ class Client:
             if up.connection is not None and now - up.connection.sent_s >= self._beat_s:
                 self._send(up, Kind.BEAT)
 
-    def _run_or_reconnect(self, up: Upstream, act: Callable[[Upstream], None]) -> None:
-        """Call `act` with a connection. If the connection breaks, connect again."""
-        try:
-            if up.connection is not None:
-                act(up)
-        except WireError as error:
-            raise RuntimeError(f"{up} sent an invalid frame: {error}") from error
-        except OSError as error:
-            assert up.connection is not None
-            self._selector.unregister(up.connection.sock)
-            if self._closing:
-                up.close()
-            else:
-                self._reconnect(up, error)
+    def _is_open(self, peer: Upstream) -> bool:
+        return peer.connection is not None
 
-    def _read(self, up: Upstream) -> None:
-        assert up.connection is not None
-        for frame in up.connection.receive():
-            self._handle(up, frame)
+    def _on_invalid_frame(self, peer: Upstream, error: WireError) -> None:
+        raise RuntimeError(f"{peer} sent an invalid frame: {error}") from error
 
-    def _write(self, up: Upstream) -> None:
-        assert up.connection is not None
-        up.connection.flush()
-        if up.connection.events != self._selector.get_key(up.connection.sock).events:
-            self._selector.modify(up.connection.sock, up.connection.events, up)
-
-    def _send(
-        self, up: Upstream, kind: Kind, body: memoryview | None = None, **header: Any
-    ) -> None:
-        self._queue(up, kind, body, **header)
-        self._run_or_reconnect(up, self._write)
-
-    def _queue(
-        self, up: Upstream, kind: Kind, body: memoryview | None = None, **header: Any
-    ) -> None:
-        assert up.connection is not None
-        size = 0 if body is None else len(body)
-        up.connection.send(pack(kind, self._me.rank, body_bytes=size, **header), body)
+    def _on_connection_error(self, peer: Upstream, error: OSError) -> None:
+        assert peer.connection is not None
+        self._selector.unregister(peer.connection.sock)
+        if self._closing:
+            peer.close()
+        else:
+            self._reconnect(peer, error)
 
     def _send_push(self, up: Upstream) -> None:
         for shard in up.shards:
@@ -363,7 +326,7 @@ class Client:
             else:
                 body = memory_of(self.outgoing[shard.dtype][shard.start : shard.stop])
                 self._queue(up, Kind.PUSH, body, meta=self._push, **about)
-        self._run_or_reconnect(up, self._write)
+        self._guard(up, self._write)
 
     def _send_pull(self, up: Upstream) -> None:
         self._send(up, Kind.PULL, clock=self._need)
@@ -371,8 +334,7 @@ class Client:
     def _send_bye(self) -> None:
         self._closing = True
         for up in self._ups:
-            if up.connection is not None:
-                self._send(up, Kind.BYE)
+            self._send(up, Kind.BYE)
 
     # ---- answers ----------------------------------------------------------------------------
 
@@ -392,12 +354,12 @@ class Client:
             return body, memory_of(body)
         return None, NOTHING
 
-    def _handle(self, up: Upstream, frame: Frame) -> None:
+    def _on_frame(self, peer: Upstream, frame: Frame) -> None:
         header = frame.header
         with self._changed:
-            up.failures = 0
+            peer.failures = 0
             if header.kind is Kind.TAKEN:
-                if header.clock == up.push_clock:
+                if header.clock == peer.push_clock:
                     self._pending.discard(header.shard)
             elif header.kind is Kind.PARAMETERS:
                 assert self._missing is not None
@@ -406,7 +368,7 @@ class Client:
                 if not self._missing:
                     self._missing, self._arrived = None, int(self._low)
             elif header.kind is Kind.REFUSED:
-                raise RefusedError(f"{up} refuses this rank: {frame.meta.get('why')}")
+                raise RefusedError(f"{peer} refuses this rank: {frame.meta.get('why')}")
             elif header.kind in self._pending_request:
                 self._answer = _answer(frame)
                 self._pending_request = {}
@@ -454,7 +416,7 @@ class Client:
         def connect() -> None:
             try:
                 welcome.set_result(
-                    up.connect(self._me, clock, False, self._body_buffer, self._retry_s)
+                    up.connect(self._identity, clock, False, self._body_buffer, self._retry_s)
                 )
             except BaseException as error:
                 welcome.set_exception(error)
@@ -467,16 +429,13 @@ class Client:
         return welcome.result()
 
     def _start_pushes(self, up: Upstream, clock: int) -> None:
-        assert up.connection is not None
-        self._selector.register(up.connection.sock, selectors.EVENT_READ, up)
+        self._register(up)
         self._send(up, Kind.START, clock=clock)
 
     def _close_all(self) -> None:
         for up in self._ups:
             up.close()
-        self._selector.close()
-        self._wakes.close()
-        self._woken.close()
+        self._close_sockets()
 
 
 def _answer(frame: Frame) -> Any:

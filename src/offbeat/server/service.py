@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import selectors
 import socket
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.frames import secret as secrets
-from offbeat.frames.connection import Connection, Views
+from offbeat.frames.connection import NOTHING, Connection, Views
+from offbeat.frames.connection_loop import ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
 from offbeat.server.parameters import Shard, Store
@@ -27,27 +25,19 @@ from offbeat.server.snapshots import Snapshots
 GREETING_S = 10.0  # a connection without handshake and HELLO for this time is closed
 MOST_STRANGERS = 64  # open connections before their handshake; the oldest one is closed
 MOST_MEETING_BYTES = 64 << 20
-NOTHING = memoryview(b"")
 
 
 @dataclass(eq=False)
 class _Peer:
-    """State of an accepted socket.
+    """A connected process. `rank` is known after HELLO, and `started` is set by START."""
 
-    `connection` exists after the handshake, `rank` after HELLO, and `started` is set by START.
-    """
-
-    sock: socket.socket
-    came_s: float
-    nonce: bytes = field(default_factory=secrets.nonce)
-    answer: bytearray = field(default_factory=bytearray)
-    connection: Connection | None = None
+    connection: Connection[Kind]
     rank: int | None = None
     started: bool = False
     need: int | None = None  # clock that the waiting pull requires
 
 
-class Service:
+class Service(ConnectionLoop[_Peer]):
     """Serves a store to its workers until all of them have left.
 
     A worker from which no frame arrives for `silent_s` seconds is removed with a warning. It may
@@ -63,8 +53,8 @@ class Service:
         silent_s: float,
         snapshots: Snapshots | None = None,
     ):
-        self.store = store
-        self._listener, self._secret = listener, secret
+        super().__init__(store.server, listener)
+        self.store, self._secret = store, secret
         self._silent_s, self._snapshots = silent_s, snapshots
         self._peers: set[_Peer] = set()
         now = time.monotonic()
@@ -74,9 +64,6 @@ class Service:
             int, tuple[int, Tensor]
         ] = {}  # by rank: number of the average, values
         self._last_averages: dict[int, tuple[int, Tensor]] = {}  # by rank: its last one, result
-        self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
         self._handlers: dict[Kind, Callable[[_Peer, Frame], None]] = {
             Kind.HELLO: self._hello,
             Kind.START: self._start,
@@ -106,108 +93,44 @@ class Service:
 
     def handle_events(self, wait_s: float) -> None:
         """Wait up to `wait_s` for socket events, handle them, and remove silent workers."""
-        for key, events in self._selector.select(wait_s):
-            if key.data is None:
-                self._accept()
-                continue
-            peer: _Peer = key.data
-            if events & selectors.EVENT_READ:
-                self._read(peer)
-            if events & selectors.EVENT_WRITE:
-                self._write(peer)
+        self._process_sockets(wait_s)
         self._remove_silent_workers()
 
     def close(self) -> None:
         """Close every socket."""
         for peer in list(self._peers):
             self._drop(peer)
-        self._selector.close()
-        self._listener.close()
+        self._close_sockets()
 
     # ---- sockets ----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # the peer has closed the connection
-            return
-        sock.setblocking(False)
-        peer = _Peer(sock, time.monotonic())
-        try:
-            sock.send(peer.nonce)
-        except OSError:
-            sock.close()
-            return
-        self._peers.add(peer)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
-        strangers = [p for p in self._peers if p.connection is None]
-        if len(strangers) > MOST_STRANGERS:
-            self._drop(min(strangers, key=lambda p: p.came_s))
+    def _is_open(self, peer: _Peer) -> bool:
+        return peer in self._peers
 
-    def _read(self, peer: _Peer) -> None:
-        try:
-            if peer.connection is None:
-                self._greet(peer)
-                return
-            for frame in peer.connection.receive():
-                if peer not in self._peers:
-                    return
-                self._handle(peer, frame)
-        except WireError as error:
-            self._refuse(peer, str(error))
-        except OSError:
-            self._drop(peer)
-
-    def _greet(self, peer: _Peer) -> None:
-        """Read and check the answer to the nonce, but no byte after it; send the server's proof."""
-        data = peer.sock.recv(secrets.ANSWER_BYTES - len(peer.answer))
-        if not data:
-            raise ConnectionResetError
-        peer.answer += data
-        if len(peer.answer) < secrets.ANSWER_BYTES:
-            return
-        client_nonce = secrets.verified_nonce(self._secret, peer.nonce, bytes(peer.answer))
-        if client_nonce is None:
-            self._drop(peer)
-            return
-        peer.connection = Connection(
-            peer.sock, Kind, lambda header: self._body_buffer(peer, header)
+    def _on_accept(self, sock: socket.socket) -> None:
+        connection = Connection(
+            sock, Kind, lambda header: self._body_buffer(peer, header), self._secret, connects=False
         )
-        peer.connection.send(secrets.proof(self._secret, b"server", client_nonce, peer.nonce))
-        self._write(peer)
+        peer = _Peer(connection)
+        self._peers.add(peer)
+        self._register(peer)
+        strangers = [p for p in self._peers if not p.connection.is_proved]
+        if len(strangers) > MOST_STRANGERS:
+            self._drop(min(strangers, key=lambda p: p.connection.sent_s))
 
-    def _write(self, peer: _Peer) -> None:
-        """Send as much as the socket accepts. Watch it for writing while bytes are left."""
-        if peer not in self._peers or peer.connection is None:
-            return
-        try:
-            peer.connection.flush()
-        except OSError:
-            self._drop(peer)
-            return
-        if peer.connection.events != self._selector.get_key(peer.sock).events:
-            self._selector.modify(peer.sock, peer.connection.events, peer)
+    def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
+        peer.rank, peer.need = None, None  # the connection ends; the worker may connect again
+        peer.connection.end(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
+        self._guard(peer, self._write)
 
-    def _send(self, peer: _Peer, kind: Kind, body: memoryview | None = None, **header: Any) -> None:
-        assert peer.connection is not None
-        size = 0 if body is None else len(body)
-        peer.connection.send(pack(kind, peer.rank or 0, body_bytes=size, **header), body)
-        self._write(peer)
-
-    def _refuse(self, peer: _Peer, why: str) -> None:
-        self._send(peer, Kind.REFUSED, meta={"why": why})
-        # Closing a socket with unread bytes may discard the frame before the worker reads it.
-        with suppress(OSError):
-            peer.sock.shutdown(socket.SHUT_WR)
-            while peer.sock.recv(1 << 20):
-                pass
+    def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
         self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
         if peer in self._peers:
             self._peers.remove(peer)
-            self._selector.unregister(peer.sock)
-            peer.sock.close()
+            self._selector.unregister(peer.connection.sock)
+            peer.connection.close()
 
     # ---- frames -----------------------------------------------------------------------------
 
@@ -251,7 +174,7 @@ class Service:
             return numbers, memory_of(numbers)
         return None, NOTHING
 
-    def _handle(self, peer: _Peer, frame: Frame) -> None:
+    def _on_frame(self, peer: _Peer, frame: Frame) -> None:
         if peer.rank is not None:
             self._last_frame_s[peer.rank] = time.monotonic()
         self._handlers[frame.header.kind](peer, frame)
@@ -323,16 +246,14 @@ class Service:
             return
         clock = peer.need if math.isinf(low) else int(low)
         peer.need = None
-        assert peer.connection is not None
         for shard in self.store.shards.values():
-            peer.connection.send_later(lambda shard=shard: self._parameters(peer, shard, clock))
-        self._write(peer)
+            peer.connection.send_later(lambda shard=shard: self._parameters(shard, clock))
+        self._guard(peer, self._write)
 
-    @staticmethod
-    def _parameters(peer: _Peer, shard: Shard, clock: int) -> Views:
+    def _parameters(self, shard: Shard, clock: int) -> Views:
         head = pack(
             Kind.PARAMETERS,
-            peer.rank or 0,
+            self.me,
             shard=shard.spec.number,
             clock=clock,
             body_bytes=shard.spec.bytes,
@@ -394,7 +315,7 @@ class Service:
     def _remove_silent_workers(self) -> None:
         now = time.monotonic()
         for peer in [p for p in self._peers if p.rank is None]:
-            if now - peer.came_s > GREETING_S:
+            if now - peer.connection.sent_s > GREETING_S:
                 self._drop(peer)
         for rank, clock in self.store.clocks().items():
             if now - self._last_frame_s[rank] <= self._silent_s:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.frames import secret as secrets
-from offbeat.frames.connection import Connection
-from offbeat.frames.frames import Frame, Header, Reader, WireError, pack
+from offbeat.frames.connection import NOTHING, Connection
+from offbeat.frames.frames import Header, WireError, pack
+from offbeat.frames.greeting import GreetingError
 from offbeat.server.layout import ShardSpec
 from offbeat.server.protocol import Kind
 
@@ -64,8 +64,6 @@ class Upstream:
             left = max(end - time.monotonic(), 0.1)
             try:
                 return self._connect(me, clock, fresh, room, left)
-            except RefusedError:
-                raise
             except OSError as error:
                 if time.monotonic() + RETRY_EVERY_S > end:
                     raise ConnectionError(f"{self}: {error}") from error
@@ -76,45 +74,26 @@ class Upstream:
     ) -> tuple[int, dict[int, int]]:
         self.close()
         sock = socket.create_connection(self.address, timeout=limit_s)
+
+        def body_buffer(header: Header) -> tuple[Any, memoryview]:
+            return room(self, header) if self.connection is connection else (None, NOTHING)
+
+        connection = Connection(sock, Kind, body_buffer, me.secret, connects=True)
+        meta = {"fresh": fresh, "layout": me.layout}
+        connection.send(pack(Kind.HELLO, me.rank, clock=clock, meta=meta))
         try:
-            self._prove(sock, me.secret)
-            meta = {"fresh": fresh, "layout": me.layout}
-            sock.sendall(pack(Kind.HELLO, me.rank, clock=clock, meta=meta))
-            frame = self._first_frame(sock)
-        except WireError as error:
-            sock.close()
+            frame = connection.await_frame(limit_s)
+            if frame.header.kind is not Kind.WELCOME:
+                raise RefusedError(f"{self} refuses this rank: {frame.meta.get('why')}")
+        except (GreetingError, WireError) as error:
+            connection.close()
             raise RefusedError(f"{self}: {error}") from None
         except BaseException:
-            sock.close()
+            connection.close()
             raise
-        if frame.header.kind is Kind.REFUSED:
-            sock.close()
-            raise RefusedError(f"{self} refuses this rank: {frame.meta.get('why')}")
-        self.connection = Connection(sock, Kind, lambda header: room(self, header))
+        self.connection = connection
         taken = {int(number): clock for number, clock in frame.meta["taken"].items()}
         return frame.header.clock, taken
-
-    def _prove(self, sock: socket.socket, secret: bytes) -> None:
-        server_nonce, own_nonce = _receive_exactly(sock, secrets.NONCE_BYTES), secrets.nonce()
-        sock.sendall(secrets.answer(secret, server_nonce, own_nonce))
-        try:
-            proof = _receive_exactly(sock, secrets.MAC_BYTES)
-        except ConnectionError:
-            raise RefusedError(f"{self} refuses this rank's secret: {secrets.REMEDY}") from None
-        if not secrets.is_server_proof(secret, own_nonce, server_nonce, proof):
-            raise RefusedError(f"{self} does not know the secret: {secrets.REMEDY}")
-
-    @staticmethod
-    def _first_frame(sock: socket.socket) -> Frame:
-        def room(header: Header) -> tuple[Any, memoryview]:
-            if header.kind not in (Kind.WELCOME, Kind.REFUSED):
-                raise WireError(f"{header.kind.name} is not expected now")
-            return None, memoryview(b"")
-
-        reader = Reader(Kind, room)
-        while (frame := reader.read(sock.recv_into)) is None:
-            pass
-        return frame
 
     def close(self) -> None:
         """Close the connection, if it is open."""
@@ -125,13 +104,3 @@ class Upstream:
 
     def __str__(self) -> str:
         return f"{self.name} at {self.address[0]}:{self.address[1]}"
-
-
-def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        more = sock.recv(count - len(data))
-        if not more:
-            raise ConnectionResetError("the server has closed the connection")
-        data += more
-    return bytes(data)
