@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.cli import texts
 from offbeat.cli.sweep import align_columns
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
+from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.parsing import pairs, parse_value, text_of
 from offbeat.experiments.advice import Advice, Option, advise, describe_change
@@ -24,14 +24,6 @@ SHOWN = 12  # options in the table; the JSON output has all options
 MEGA = 1e6
 DEFAULT_LINK = "net"  # name of the link of a cluster without a file
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
-
-
-def adapt_profile(profile: Profile, rate: str | None, hosts: int | None) -> Profile:
-    """Return the profile for another rate or number of ranks; ValueError for a bad rate."""
-    from offbeat.lab.units import parse_rate_bps
-
-    rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
-    return extrapolate(profile, hosts=hosts, rate_bps=rate_bps)
 
 
 def advice_text(advice: Advice, command: str, compute: str | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
-from offbeat.cli import limits, secrets, texts
+from offbeat.cli import texts
 from offbeat.core.files import write_text
 from offbeat.core.profile import Profile
 from offbeat.experiments.advice import MAX_STALENESS
@@ -51,7 +51,7 @@ def option(help_: str, *names: str) -> Parameter:
 
 def number(help_: str, *names: str) -> Parameter:
     """Return the declaration of an option whose value is a whole number."""
-    return Parameter.combine(option(help_, *names), Parameter(converter=limits.parse_whole_number))
+    return Parameter.combine(option(help_, *names), Parameter(converter=texts.parse_whole_number))
 
 
 Json = Annotated[
@@ -132,7 +132,7 @@ def run(
     profile: ReuseProfile = None,
     where: Where = WHERE,
     checkpoint: Annotated[Path | None, option("Folder of checkpoints.")] = None,
-    every: Annotated[int | None, option("Iterations between two checkpoints.")] = None,
+    every: Annotated[int | None, number("Iterations between two checkpoints.")] = None,
     resume: Annotated[
         bool, option("Resume from the newest checkpoint; see offbeat.iteration for the loop.")
     ] = False,
@@ -182,7 +182,7 @@ def join(
     """
     from offbeat.experiments.joining import run_joined
 
-    secrets.set_secret(secret)
+    texts.set_secret(secret)
     chosen = None if strategy is None else texts.strategy(strategy, set_)
     return run_joined(address, (script, *args), worker, chosen)
 
@@ -225,7 +225,7 @@ def compare(
 
     device = texts.parse_device_speed(device_speed)
     compared = partial(Comparison, repeat_disturbed=not keep_disturbed, device=device)
-    limits.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
+    texts.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
     setup, notes = _setup(where, script, args), _misplaced_option_notes("compare", args)
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.contestants(strategies, set_ or [])
@@ -264,7 +264,7 @@ def profile(
         progress.print_error(f"note: {note}")
     outcome = measure_profile(setup, out, progress)
     if outcome.measured:
-        _print(json_, Profile.load(out).to_dict(), f"measured: {out}")
+        print_result(json_, Profile.load(out).to_dict(), f"measured: {out}")
     return _exit_code(outcome, "no profile was written")
 
 
@@ -290,7 +290,7 @@ def plan(
         + (f" ({f.meaning})" if f.meaning else "")
         for f in made.facts
     ]
-    _print(json_, made.to_dict(), "\n".join([made.text(), *facts]))
+    print_result(json_, made.to_dict(), "\n".join([made.text(), *facts]))
     return 0
 
 
@@ -311,9 +311,9 @@ def simulate(
         str | None, option("Relative deviations of compute instead of the measured one: 0,.1.")
     ] = None,
     period: Annotated[str | None, option("Values of the setting `period`: 5,10.")] = None,
-    iterations: Annotated[int | None, option("Least number of iterations to simulate.")] = None,
+    iterations: Annotated[int | None, number("Least number of iterations to simulate.")] = None,
     csv: Annotated[bool, Parameter("--csv", help="Print a table as CSV.", negative="")] = False,
-    servers: Annotated[int, option("Number of servers, in addition to the profile's ranks.")] = 1,
+    servers: Annotated[int, number("Number of servers, in addition to the profile's ranks.")] = 1,
     votes: Annotated[
         str | None,
         option("Share of accepted votes of the plan, such as .2, or a run's record (rank0.jsonl)."),
@@ -369,10 +369,10 @@ def simulate(
         print(sweep.csv_text(results))
     elif len(results) > 1:
         rows = [{**row, "prediction": row["prediction"].to_dict(), **added} for row in results]
-        _print(json_, rows, sweep.table(results))
+        print_result(json_, rows, sweep.table(results))
     else:
         one = results[0]["prediction"]
-        _print(json_, {**one.to_dict(), **added}, _prediction_text(one))
+        print_result(json_, {**one.to_dict(), **added}, _prediction_text(one))
     if compute.text and not json_:
         print(f"note: {compute.text}", file=sys.stderr if csv else sys.stdout)
     return 0
@@ -396,15 +396,17 @@ def advise(
     """
     from offbeat.cli import advise as advising
     from offbeat.core.profile.device_speed import Compute
+    from offbeat.core.profile.elsewhere import extrapolate
     from offbeat.experiments.advice import advise as advised
+    from offbeat.lab.units import parse_rate_bps
 
     measured, speed = texts.load_profile(profile), texts.parse_device_speed(device_speed)
     compute = Compute.of(measured, speed)
-    facts = advising.adapt_profile(measured, rate, hosts)
+    facts = extrapolate(measured, hosts=hosts, rate_bps=parse_rate_bps(rate, "--rate"))
     advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
     command = advising.compare_command(advice, facts, profile, device_speed)
     data = {**advising.to_dict(advice, command), "compute": compute.record()}
-    _print(json_, data, advising.advice_text(advice, command, compute.text))
+    print_result(json_, data, advising.advice_text(advice, command, compute.text))
     return 0
 
 
@@ -441,7 +443,7 @@ def strategies(*, json_: Json = False) -> int:
         rows.append(row)
         shown = ", ".join(f"{setting}={value}" for setting, value in settings.items())
         lines.append(f"{name}  {shown}\n    {summary}\n    {cls.citation}")
-    _print(json_, rows, "\n".join(lines))
+    print_result(json_, rows, "\n".join(lines))
     return 0
 
 
@@ -454,10 +456,10 @@ def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
     cluster = _cluster(where)
     for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
         if value is not None:
-            limits.require_duration(name, value, NO_LIMIT_S)
+            texts.require_duration(name, value, NO_LIMIT_S)
     if where.min_bucket_bytes is not None:
-        limits.require_range("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
-    secrets.set_secret(where.secret)
+        texts.require_range("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
+    texts.set_secret(where.secret)
     return Setup(
         script=(script, *args),
         cluster=cluster,
@@ -488,7 +490,7 @@ def _misplaced_option_notes(command: str, args: Sequence[str]) -> tuple[str, ...
 
 
 def _cluster(where: Where) -> Cluster:
-    limits.require_range("--servers", where.servers, 0, "leave it out for none")
+    texts.require_range("--servers", where.servers, 0, "leave it out for none")
     cluster = _worker_cluster(where)
     if not where.servers:
         return cluster
@@ -504,7 +506,7 @@ def _worker_cluster(where: Where) -> Cluster:
     if where.cluster is None:
         hosts, rate = where.hosts, where.rate
         if hosts is not None:
-            limits.require_range("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
+            texts.require_range("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
         parse_rate_bps(rate, "--rate")
         # As text of a cluster file, so that errors are the same as there.
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
@@ -535,7 +537,7 @@ def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
     if outcome.report is not None:
         _show_run(run_dir, outcome.report, json_, comparing.logs_of(comparison, run_dir))
     elif json_:
-        _print(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
+        print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
     return _exit_code(outcome, f"{kept} in {run_dir}")
 
@@ -561,7 +563,7 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
-        _print(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
+        print_result(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
         return
     run = reports.load(run_dir)
     rows = reports.summarize(run)
@@ -583,7 +585,8 @@ def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -
     print(page)
 
 
-def _print(json_: bool, data: Any, text: str) -> None:
+def print_result(json_: bool, data: Any, text: str) -> None:
+    """Print the data of a command as JSON, or its text."""
     print(json.dumps(data, indent=1) if json_ else text)
 
 

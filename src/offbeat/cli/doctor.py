@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -12,7 +11,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from offbeat.cli.commands import Json, app
+from offbeat.cli.commands import Json, app, print_result
 from offbeat.core.measuring.processors import processors
 from offbeat.core.transport.interfaces import ipv4_of
 
@@ -40,7 +39,7 @@ def doctor(*, json_: Json = False) -> int:
     for title, entries in facts.items():
         lines.append(title)
         lines += [f"  {name:<22} {value}" for name, value in entries.items()] or ["  none"]
-    print(json.dumps(facts, indent=1) if json_ else "\n".join(lines))
+    print_result(json_, facts, "\n".join(lines))
     return 0
 
 

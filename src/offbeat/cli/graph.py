@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from offbeat.cli.commands import Json, app, option
+from offbeat.cli.commands import Json, app, number, option, print_result
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -35,11 +34,11 @@ def graph(
             "edges as in 0-1,1-2,2-0; measured: the best graph for the links of --cluster."
         ),
     ] = "ring",
-    workers: Annotated[int | None, option("Number of workers.  [default: 4]")] = None,
+    workers: Annotated[int | None, number("Number of workers.  [default: 4]")] = None,
     rate: Annotated[
         float, option("Exchanges of a worker per unit of time (mean time of a gradient).")
     ] = 1.0,
-    seed: Annotated[int, option("Seed of a random graph.")] = 0,
+    seed: Annotated[int, number("Seed of a random graph.")] = 0,
     cluster: Annotated[Path | None, option("Cluster file (TOML) of topology `measured`.")] = None,
     mb: Annotated[float, option("Megabytes per exchange and direction, for `measured`.")] = 4.0,
     json_: Json = False,
@@ -61,10 +60,8 @@ def graph(
     workers = len(made)
     rates = graphs.edge_rates(made, rate)
     gossip_constants = graphs.constants(rates, workers)
-    if json_:
-        print(json.dumps(_data(topology, rate, rates, gossip_constants, workers), indent=1))
-    else:
-        print(_text(topology, rate, rates, gossip_constants, made))
+    data = _data(topology, rate, rates, gossip_constants, workers)
+    print_result(json_, data, _text(topology, rate, rates, gossip_constants, made))
     return 0
 
 

@@ -1,14 +1,16 @@
-"""Parsing of command-line text: strategies, settings, contestants, files."""
+"""Parsing of command-line text: strategies, settings, contestants, files, numbers, the secret."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
@@ -22,6 +24,8 @@ from offbeat.experiments.record.record_file import read
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.experiments.compare import Contestant
+
+_READABLE_BY_OTHERS = 0o077  # bits of the mode of a file
 
 
 def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
@@ -144,3 +148,66 @@ def require_file(path: Path, remedy: str) -> None:
     """Raise ValueError unless the file exists."""
     if not path.is_file():
         raise ValueError(f"file ({path}) must exist; {remedy}")
+
+
+# --- numbers. Errors name the option, its value, its limits and a remedy. ---
+
+
+def parse_whole_number(_: Any, tokens: Sequence[Any]) -> int:
+    """Return an option's text as a whole number. Raise ValueError instead of rounding."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"({text!r}) must be a whole number, as 4") from None
+
+
+def require_range(
+    option: str, value: int, least: int, remedy: str, most: int | None = None
+) -> None:
+    """Raise ValueError unless an option's value is from `least` to `most`."""
+    if least <= value and (most is None or value <= most):
+        return
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{option} ({value}) must be {limits}; {remedy}")
+
+
+def require_duration(option: str, value: float, most_s: float) -> None:
+    """Raise ValueError unless an option's duration is above 0 and at most `most_s` seconds."""
+    if not 0 < value <= most_s:
+        raise ValueError(
+            f"{option} ({value:g}) must be above 0 and at most {most_s:.0f} s; leave it out for "
+            "the default"
+        )
+
+
+# --- the secret, which comes from a file, as every user can read a command line ---
+
+
+def set_secret(path: Path | None) -> None:
+    """Set the secret of this process and its children to the text of a file. None: do nothing.
+
+    Raises ValueError if the file is missing or empty, or if the environment variable holds another
+    secret. Prints a warning to stderr if other users can read the file.
+    """
+    if path is None:
+        return
+    from offbeat.frames.secret import VARIABLE
+
+    if not path.is_file():
+        raise ValueError(
+            f"--secret ({path}) must be a file that holds the secret, as a command line can be "
+            f"read by every user (ps); write one, or set {VARIABLE}"
+        )
+    text = path.read_text().strip()
+    if not text:
+        raise ValueError(f"--secret ({path}) must not be an empty file; put a secret into it")
+    if os.environ.get(VARIABLE, text) != text:
+        raise ValueError(f"--secret ({path}) and {VARIABLE} are two secrets; unset the variable")
+    if path.stat().st_mode & _READABLE_BY_OTHERS:
+        print(
+            f"offbeat: {path} can be read by other users; chmod 600 {path}",
+            file=sys.stderr,
+            flush=True,
+        )
+    os.environ[VARIABLE] = text
