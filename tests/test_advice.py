@@ -22,7 +22,7 @@ from offbeat.experiments.advice import (
 from offbeat.experiments.compare import given_profile
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict
-from offbeat.strategies import DDP, WFBP, DeFT, DreamDDP, LocalSGD, create
+from offbeat.strategies import DDP, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create
 
 STALENESS = 4
 WITHIN = 1.03
@@ -194,7 +194,14 @@ def test_periods_end_with_the_longest():
 
 @pytest.mark.parametrize(
     "strategy",
-    [WFBP(), DreamDDP(), DreamDDP(period=7, fill=False, due="delayed", delay=3), LocalSGD(9)],
+    [
+        WFBP(),
+        DreamDDP(),
+        DreamDDP(period=7, fill=False, due="delayed", delay=3),
+        LocalSGD(9),
+        FedAvg(local_steps=(2, 5), samples=(100.0, 2.5)),
+        Cyclic(split=(3, 2), table=((False, True), (True, True))),
+    ],
     ids=str,
 )
 def test_texts_are_read_again(strategy):

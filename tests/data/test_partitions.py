@@ -211,8 +211,11 @@ def test_bad_input_is_named(make, words):
     assert words in str(caught.value)
 
 
-def test_a_bad_file_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "text", ["{", '{"schema": 1, "shares": 5}', '{"schema": 1, "shares": null}']
+)
+def test_a_bad_file_is_named(tmp_path, text):
     path = tmp_path / "split.json"
-    path.write_text("{")
+    path.write_text(text)
     with pytest.raises(ValueError, match=r"split\.json: "):
         Partition.load(path)

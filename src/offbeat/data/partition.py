@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,10 @@ class Partition:
             raise ValueError(
                 f"a partition must have schema {SCHEMA} and shares; write it with `offbeat data -o`"
             )
-        return cls(tuple(map(np.asarray, data["shares"])), str(data.get("split", "given")))
+        shares = data["shares"]
+        if not isinstance(shares, Sequence):
+            raise ValueError(f"shares ({shares!r}) must be a list with the samples of each worker")
+        return cls(tuple(map(np.asarray, shares)), str(data.get("split", "given")))
 
     def save(self, path: str | Path) -> None:
         """Write the partition to a JSON file.

@@ -24,7 +24,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
-from offbeat.core.runtime.named_strategy import NamedStrategy, ScriptStrategy
+from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.sim import Votes
 from offbeat.core.sim.trace import Trace, whole_periods
 from offbeat.core.strategy.registry import reference_of
@@ -531,7 +531,7 @@ class _Launcher:
 
 def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
     """Return the job file of the runtime; see `offbeat.core.runtime.launch_request`."""
-    if isinstance(strategy, ScriptStrategy):
+    if strategy and strategy.needs.script:
         strategy = None  # the script passes it to `prepare`
     job = {
         "schema": SCHEMA,
@@ -639,7 +639,7 @@ class _ComparisonRun(_Launcher):
     def _predict(self, contestant: Contestant, profile: Profile) -> bool:
         """Predict one contestant. Report a failure and return False without a plan."""
         label, strategy = contestant.label, contestant.strategy
-        if isinstance(strategy, ScriptStrategy):
+        if strategy.needs.script:
             self.progress.print_line(f"{label}: predicted after its run, from the plan that runs")
             return True
         servers = self.setup.servers

@@ -257,7 +257,8 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
     else:
         assert isinstance(codec, PowerSGD)
         if codec.is_dense(x.numel()):
-            mean, flags, tail = reduce_together(x, flags, tail)
+            values, flags, tail = reduce_together(x, flags, tail)
+            mean = part.zeros().copy_(values)
             x.zero_()
         else:
             shape = matrix_shape(x.numel())
@@ -273,7 +274,7 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
                 part.memory["q"] = q
             whole = torch.addmm(whole, p, own.T, alpha=-1)
             part.numbers = whole.view(-1)[: x.numel()]
-            mean = (p @ q.T).view(-1)[: x.numel()]
+            mean = part.zeros().copy_((p @ q.T).view(-1)[: x.numel()])
     part.mean, part.plain = mean, tail.to(part.plain.dtype)
     heads = flags.view(-1, HEAD)
     bad_ones = [rank for rank, share in enumerate(heads[:, 0].tolist()) if share > 0]

@@ -123,6 +123,8 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
         wire: codec and its settings.
         sends: whether the times of sends are exact instead of the times of averages.
     """
+    if not any(b.size_bytes for b in profile.buckets):  # nothing is sent, so nothing is encoded
+        return profile
     used = codec(wire.name, dict(wire.args))
     via = "send" if sends else way(wire.name, dict(wire.args))
     links = [_link_for_wire(profile, link, used, via) for link in profile.links]
@@ -153,8 +155,6 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
 
 def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
-    if not sizes:  # nothing is sent, so nothing is encoded
-        return link
     codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
     share = codes / sum(sizes)
     first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)

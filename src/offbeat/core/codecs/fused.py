@@ -35,9 +35,11 @@ def fuse_kernels(work: Callable[..., None]) -> Callable[..., None]:
         try:
             compiled = compiled or torch.compile(work, dynamic=True)
             compiled(self, x, *others)
-        except torch.OutOfMemoryError:
-            raise  # the kernel has started, so x may have changed
-        except RuntimeError as error:  # compilation failed, so x is unchanged
+        except RuntimeError as error:
+            from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+            if not isinstance(error, TorchDynamoException):
+                raise  # the kernel has started, so x may have changed
             compiled = work
             warnings.warn(f"{work.__qualname__} could not be compiled: {error}", stacklevel=2)
             work(self, x, *others)

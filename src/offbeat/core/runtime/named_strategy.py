@@ -9,7 +9,7 @@ from pathlib import Path
 from offbeat.core.files import write_text
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.interface import Needs, Strategy
 from offbeat.core.strategy.registry import create
 
 
@@ -24,6 +24,7 @@ class ScriptStrategy(Strategy):
     text: str
     values: dict[str, object]
     citation = "the script"
+    needs = Needs(script=True)
 
     def __str__(self) -> str:
         return self.text

@@ -37,6 +37,8 @@ class Needs:
         allows_joining: further processes may join the running job.
         survives_ranks: the launcher lets the other ranks continue when a rank fails.
         one_optimizer: `prepare` refuses a list of optimizers.
+        script: the class exists only in the training script, so other processes can neither
+            import it nor make its plan.
         no_checkpoint: reason why `offbeat.save` is refused, and the remedy; None if it is
             supported.
     """
@@ -46,6 +48,7 @@ class Needs:
     allows_joining: bool = False
     survives_ranks: bool = False
     one_optimizer: bool = False
+    script: bool = False
     no_checkpoint: str | None = None
 
 
@@ -187,11 +190,7 @@ class Strategy(ABC):
         return [vote.name for vote in self.plan(profile).votes]
 
     def __str__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        ]
+        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
         return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
@@ -207,6 +206,12 @@ class Monitor:
     """
 
     fallback: Strategy
+
+
+def changed_settings(strategy: Strategy) -> dict[str, Any]:
+    """Return by name the settings that differ from their defaults."""
+    values = {field: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
+    return {field.name: value for field, value in values.items() if value != field.default}
 
 
 def load_object(path: str) -> Any:

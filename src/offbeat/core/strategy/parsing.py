@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.interface import Strategy, changed_settings, require_choice
 from offbeat.core.strategy.registry import create, maker, reference_of, setting_names
 
 BITS = {"0": False, "1": True}
@@ -46,12 +46,18 @@ def parse(text: str) -> Strategy:
 def text_of(strategy: Strategy) -> str:
     """Return the text of a strategy: its name, and the settings that differ from the defaults.
     Inverse of `parse`."""
-    changed = [
-        f"{field.name}={getattr(strategy, field.name)}"
-        for field in fields(strategy)
-        if getattr(strategy, field.name) != field.default
-    ]
-    return ":".join([reference_of(strategy), *changed])
+    changed = changed_settings(strategy).items()
+    return ":".join([reference_of(strategy), *(f"{k}={_value_text(v)}" for k, v in changed)])
+
+
+def _value_text(value: Any) -> str:
+    """Return the text of a setting. Elements of tuples have / between; rows consist of 0 and 1."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return "/".join(
+        "".join(str(int(bit)) for bit in part) if isinstance(part, tuple) else str(part)
+        for part in value
+    )
 
 
 def parts(text: str) -> list[str]:
