@@ -12,7 +12,7 @@ from reference import simulator as reference
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
 from offbeat.core.sim.outcomes import Outcomes
-from offbeat.core.sim.run import make_job
+from offbeat.core.sim.simulation import make_job
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, simulate

@@ -8,7 +8,7 @@ import pytest
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
 from offbeat.core.sim.job import Spread
-from offbeat.core.sim.run import make_job
+from offbeat.core.sim.simulation import make_job
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, simulate

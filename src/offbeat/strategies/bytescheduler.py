@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Fact, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.slices import (
-    ELEMENT_BYTES,
     Prioritized,
     Update,
     fastest,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Fact, Moment, Payload, Plan, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
@@ -13,7 +14,6 @@ from offbeat.core.verify.equations import Equations, synchronous
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
-ELEMENT_BYTES = 4  # unit of the papers' element counts: 32 bits
 MOST_MESSAGES = 1024  # limit of tuning: more messages are slow to plan and to send
 TIE = 1e-3  # relative precision of predictions: within it the order with fewer messages wins
 

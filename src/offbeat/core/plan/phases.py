@@ -62,8 +62,7 @@ class Phases(Set[int]):
     def __contains__(self, phase: object) -> bool:
         if not isinstance(phase, int):
             return False
-        at = bisect_right(self.runs, (phase, float("inf"))) - 1
-        return at >= 0 and phase < self.runs[at][1]
+        return self._contains_run((phase, phase + 1))
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(range(start, stop) for start, stop in self.runs)

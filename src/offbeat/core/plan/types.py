@@ -204,7 +204,7 @@ class Transfer:
     ago: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", _phases(self.phases))
+        object.__setattr__(self, "phases", Phases(self.phases))
 
     @property
     def target(self) -> str:
@@ -257,7 +257,7 @@ class Apply:
     ago: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", _phases(self.phases))
+        object.__setattr__(self, "phases", Phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
     @cached_property
@@ -302,7 +302,7 @@ class Vote:
     buckets: range | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", _phases(self.phases))
+        object.__setattr__(self, "phases", Phases(self.phases))
         object.__setattr__(self, "args", _pairs(self.args))
 
     def arg(self, name: str, default: Any = None) -> Any:
@@ -486,7 +486,7 @@ def transfer(
         more: further fields of `Transfer`.
     """
     payload = Payload(buffer, buckets, part, parts, width, age)
-    return Transfer(payload, after, before, _phases(phases), link, **more)
+    return Transfer(payload, after, before, Phases(phases), link, **more)
 
 
 def local(buckets: int, at: Moment, phases: Iterable[int], **args: Any) -> Apply:
@@ -549,10 +549,6 @@ def groups_of(name: str, groups: Mapping[str, Groups]) -> Groups:
         groups: groups by link, as in `Plan.groups`.
     """
     return () if is_vote_channel(name) else groups.get(base_link(name), ())
-
-
-def _phases(members: Iterable[int]) -> Phases:
-    return members if isinstance(members, Phases) else Phases(members)
 
 
 def _pairs(args: Mapping[str, Any] | Args) -> Args:

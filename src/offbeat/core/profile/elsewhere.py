@@ -51,9 +51,7 @@ def extrapolate(
         if value < 2:
             raise ValueError(f"{name} ({value}) must be at least 2; one rank alone sends nothing")
     links = tuple(_scale_link(link, ranks, count, rates.get(link.name)) for link in profile.links)
-    pairs = dict(
-        zip((link.name for link in links), zip(profile.links, links, strict=True), strict=True)
-    )
+    pairs = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
     steps, noise = (count - 1) / (ranks - 1), profile.noise
     return replace(
         profile,

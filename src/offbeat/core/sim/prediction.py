@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,12 @@ from offbeat.core.sim.fluid import coupled_links
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.run import make_job, run
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
-from offbeat.core.sim.simulation import recorded_iterations, to_trace
+from offbeat.core.sim.simulation import make_job, recorded_iterations, run, to_trace
 from offbeat.core.sim.trace import Trace
+
+if TYPE_CHECKING:
+    from offbeat.core.strategy.interface import Strategy
 
 SCHEMA = 1
 MOST_ITERATIONS = 2048  # upper limit of simulated iterations before a steady state
@@ -107,18 +109,8 @@ class Conditions:
     skip: int = 0
 
 
-class Predictable(Protocol):
-    """Interface of a strategy that predictions use."""
-
-    def predict(
-        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
-    ) -> Prediction:
-        """Return the prediction of the timeline."""
-        ...
-
-
 def predict(
-    strategy: Predictable,
+    strategy: Strategy,
     profile: Profile,
     *,
     iterations: int | None = None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Payload
 from offbeat.core.profile import Profile
 
-ELEMENT_BYTES = 4
 MOST_PARTS = 256  # slices of a bucket; the time of smaller slices is almost only latency
 ROUNDING = 1e-12
 # Pairs of shares of the largest message that fits: size up to which consecutive buckets are fused,
