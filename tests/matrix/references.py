@@ -10,13 +10,36 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch.autograd import Variable
 
 from offbeat.core.derive.windows import Windows
-from offbeat.core.runtime.hooks import AfterBackward
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.core.verify.equations import Changes, layer_sets
 from offbeat.profile import Profile
+
+
+class AfterBackward:
+    """Hooks that call `act` at the end of each backward pass that reaches one of the parameters,
+    before `backward()` returns."""
+
+    def __init__(self, parameters: Iterable[Tensor], act: Callable[[], None]):
+        self._act, self._pass = act, -1
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_gradient(self, _: Tensor) -> None:
+        current = current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            Variable._execution_engine.queue_callback(self._act)  # type: ignore[attr-defined]
 
 
 def mean_gradients(parameters: Iterable[nn.Parameter]) -> None:

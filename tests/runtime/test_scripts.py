@@ -294,7 +294,7 @@ def test_another_backward_after_weights_have_moved_is_refused(strategy: Strategy
 
 def test_clipping_after_fewer_backwards_is_refused_where_others_are_applied() -> None:
     [outcome] = watch_world(clip_after_one, 1)
-    assert (outcome.kind, "had still to be sent" in outcome.error) == ("ValueError", True)
+    assert (outcome.kind, "passes are sent in the step" in outcome.error) == ("ValueError", True)
 
 
 def clip_after_one() -> None:
@@ -344,7 +344,7 @@ def test_skipping_what_was_applied_is_an_error() -> None:
     args = (CASE, AFTER, range(4), Loop(skipped=ONE), {})
     [outcome] = watch_world(workers.train_with, 1, *args)
     assert outcome.kind == "ValueError"
-    assert "call it in place of backward, or use average='before_update'" in outcome.error
+    assert "call skip_step() in place of backward, or use average='before_update'" in outcome.error
 
 
 def test_a_rank_that_skips_alone_is_named() -> None:

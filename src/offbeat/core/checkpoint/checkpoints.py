@@ -357,7 +357,6 @@ def _saver(session: Session) -> Saver:
     session.cluster.require_open()
     if session.saver is None:
         session.saver = Saver(None if session.alone else session.cluster.control)
-    assert isinstance(session.saver, Saver)
     return session.saver
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -38,12 +39,9 @@ NESTED = (
 )
 
 
-class BackwardHooks:
-    """Observer of the backward passes of an iteration: one that ends it, and others that only
+class BackwardPasses(ABC):
+    """Counter of the backward passes of an iteration: one that ends it, and others that only
     accumulate.
-
-    Bucket b is ready when the gradients of buckets 0..b are complete. Therefore a message of
-    several buckets is always complete, in whatever order autograd computes the gradients.
 
     Attributes:
         accumulating: within `no_sync()`; backward passes only accumulate.
@@ -53,14 +51,47 @@ class BackwardHooks:
         on_parameter: called with each parameter whose gradient is complete, if set.
     """
 
-    def __init__(self, gradients: Gradients, listener: BackwardListener):
-        self._gradients, self._listener = gradients, listener
-        self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
-        self.accumulating = False
-        self.held = 0
-        self.version = 0
-        self.on_parameter: Callable[[nn.Parameter], None] | None = None
+    accumulating = False
+    held = version = 0
+    on_parameter: Callable[[nn.Parameter], None] | None = None
+
+    def __init__(self, listener: BackwardListener):
+        self._listener = listener
+        self.seen = bytearray()
         self.begin()
+
+    def begin(self) -> None:
+        """Reset all counters at the begin of an iteration."""
+        self._left = self.held
+        self.reset_pass()
+
+    @abstractmethod
+    def reset_pass(self) -> None:
+        """Reset the counters of a pass before another backward pass of the same iteration."""
+        self._running = self._finished = False
+
+    @property
+    def added_passes(self) -> int:
+        """Number of backward passes of this iteration that have only accumulated."""
+        return self.held - self._left
+
+    def forget(self) -> None:
+        """Restart the iteration's counters after accumulated gradients were zeroed."""
+        if self.held and not self._finished:
+            self.begin()
+
+
+class BackwardHooks(BackwardPasses):
+    """Observer of backward passes by a hook on every parameter.
+
+    Bucket b is ready when the gradients of buckets 0..b are complete. Therefore a message of
+    several buckets is always complete, in whatever order autograd computes the gradients.
+    """
+
+    def __init__(self, gradients: Gradients, listener: BackwardListener):
+        self._gradients = gradients
+        self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
+        super().__init__(listener)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i))
             for i, p in enumerate(gradients.parameters)
@@ -74,33 +105,20 @@ class BackwardHooks:
         call."""
 
     def begin(self) -> None:
-        """Reset all counters at the begin of an iteration."""
-        count = len(self._gradients.parameters)
-        self.seen = bytearray(count)
-        self._left = self.held
-        self.reset_pass()
+        self.seen = bytearray(len(self._gradients.parameters))
+        super().begin()
 
     def reset_pass(self) -> None:
-        """Reset the counters of a pass before another backward pass of the same iteration."""
+        super().reset_pass()
         self._ready = bytearray(len(self.seen))
         self._missing = list(self._sizes)
         self._next = 0  # buckets before this one are ready
-        self._running = self._queued = self._finished = False
-
-    @property
-    def added_passes(self) -> int:
-        """Number of backward passes of this iteration that have only accumulated."""
-        return self.held - self._left
+        self._queued = False
 
     @property
     def is_broken(self) -> bool:
         """Whether a backward pass has begun and was ended by an exception."""
         return self._queued and not self._finished and current_graph_task_id() < 0
-
-    def forget(self) -> None:
-        """Restart the iteration's counters after accumulated gradients were zeroed."""
-        if self.held and not self._finished:
-            self.begin()
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -169,25 +187,3 @@ def is_nested_backward() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-class AfterBackward:
-    """Hooks that call `act` at the end of each backward pass that reaches one of the parameters,
-    before `backward()` returns."""
-
-    def __init__(self, parameters: Iterable[Tensor], act: Callable[[], None]):
-        self._act, self._pass = act, -1
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._on_gradient) for p in parameters
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _on_gradient(self, _: Tensor) -> None:
-        current = current_graph_task_id()
-        if current != self._pass:
-            self._pass = current
-            Variable._execution_engine.queue_callback(self._act)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,14 +21,9 @@ from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.transport.cluster import Cluster
 
 if TYPE_CHECKING:
+    from offbeat.core.checkpoint.saving import Saver
     from offbeat.core.runtime.iteration import Iteration
-
-
-class CheckpointWriter(Protocol):
-    """Background writer of checkpoints."""
-
-    def finish(self) -> None:
-        """Wait for the checkpoint in progress, and close the connections to other ranks."""
+    from offbeat.core.runtime.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class Session(ABC):
     strategy: str = ""
     elsewhere: ClassVar[str | None] = None
     alone: ClassVar[bool] = False
-    saver: CheckpointWriter | None = None
+    saver: Saver | None = None
 
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,13 +187,6 @@ OF_DDP = {
 }
 
 
-class StepListener(Protocol):
-    """Receiver of the end of every step."""
-
-    def on_step_end(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class Model(nn.Module):
     """The user's module, trained together with its replicas on the other ranks.
 
@@ -208,7 +196,7 @@ class Model(nn.Module):
 
     _is_accelerate_prepared = True  # prevents Accelerator.prepare from wrapping it in DDP
 
-    def __init__(self, module: nn.Module, session: Session, meter: StepListener | None = None):
+    def __init__(self, module: nn.Module, session: Session, meter: Meter | None = None):
         super().__init__()
         self.module = module
         object.__setattr__(self, "_session", session)
@@ -451,9 +439,7 @@ class Optimizer(torch.optim.Optimizer):
     unchanged.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, session: Session, meter: StepListener | None = None
-    ):
+    def __init__(self, inner: torch.optim.Optimizer, session: Session, meter: Meter | None = None):
         self._sealed = False
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
@@ -487,10 +473,7 @@ class Optimizer(torch.optim.Optimizer):
             loss, _ = self._session.drive(self.inner.step, closure)
             self._end_iteration(skip_update=True)
             return loss
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluate(closure)
         self._end_iteration(skip_update=self._unscale_gradients())
         return loss
 
@@ -550,11 +533,9 @@ class Optimizer(torch.optim.Optimizer):
         self._session.on_scaler_step()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
-            gradients = [
-                p.grad for g in self.param_groups for p in g["params"] if p.grad is not None
-            ]
-            for gradient in gradients:
-                gradient.mul_(scale.double().reciprocal().to(gradient.dtype))
+            for p in (p for group in self.param_groups for p in group["params"]):
+                if p.grad is not None:
+                    p.grad.mul_(scale.double().reciprocal().to(p.grad.dtype))
         return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -621,17 +602,13 @@ class OptimizerPart(Optimizer):
         self._whole, self._stepped = whole, stepped  # ids of parts that have stepped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluate(closure)
         if not self._session.awaits_step or id(self) in self._stepped:
             self._stepped.clear()
         if not self._unscale_gradients():
             self._session.drive(self.inner.step)
         self._stepped.add(id(self))
-        assert isinstance(self._whole.inner, JointOptimizer)
-        if len(self._stepped) == len(self._whole.inner.parts):
+        if len(self._stepped) == len(self._whole._parts):
             self._stepped.clear()
             self._whole._end_iteration(skip_update=True)
         return loss
@@ -652,6 +629,13 @@ class OptimizerPart(Optimizer):
             self.inner.zero_grad(set_to_none)
         else:
             self._session.zero_grad(set_to_none)
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:

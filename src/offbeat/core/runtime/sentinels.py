@@ -6,77 +6,57 @@ hook per expected bucket is enough, because a gradient that is not None is compl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.autograd_gradients import AutogradGradients
-from offbeat.core.runtime.hooks import NESTED, BackwardListener, is_nested_backward
+from offbeat.core.runtime.hooks import NESTED, BackwardListener, BackwardPasses, is_nested_backward
 from offbeat.core.runtime.outputs import tensors_of
 
 NO_TASK = -1
 
 
-class Sentinels:
+class Sentinels(BackwardPasses):
     """Observer of backward passes whose gradients only the optimizer reads.
 
     A hook on the outputs of the forward detects the begin of a pass and queues a callback at its
     end. Each expected bucket has a sentinel: a hook on one of its parameters without gradient. When
     this parameter receives its gradient and others of the bucket are missing, the sentinel moves to
     one of those. It ends at the parameter that is last in autograd's order, and stays there.
-
-    The interface is that of `BackwardHooks`.
     """
 
     def __init__(self, gradients: AutogradGradients, listener: BackwardListener):
-        self._gradients, self._listener = gradients, listener
+        self._gradients = gradients
         self._parameters = gradients.parameters
         stops = [*gradients.starts[1:], len(self._parameters)]
         self._stops, self._last = stops, [stop - 1 for stop in stops]
-        self.accumulating = False
-        self.held = 0
-        self.version = 0
-        self.seen = bytearray()
-        self.on_parameter: Callable[[nn.Parameter], None] | None = None
         self._expected: Sequence[int] = ()
         self._everywhere: list[RemovableHandle] = []
         self._posts: dict[int, tuple[int, RemovableHandle]] = {}  # sentinel by bucket
         self._task, self._blind, self._noticed = NO_TASK, False, False
         self._before: list[tuple[Tensor | None, int]] | None = None
         self._usual = 0  # a parameter that had a gradient in the last pass
-        self.begin()
+        super().__init__(listener)
 
     # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Reset all counters at the begin of an iteration."""
-        self._left = self.held
         if self.is_broken:
             self._task = NO_TASK
-        self.reset_pass()
+        super().begin()
 
     def reset_pass(self) -> None:
-        """Reset the counters of a pass before another backward pass of the same iteration."""
+        super().reset_pass()
         self._next = self._complete = 0  # index into `_expected`; complete parameters
-        self._running = self._finished = False
-
-    @property
-    def added_passes(self) -> int:
-        """Number of backward passes of this iteration that have only accumulated."""
-        return self.held - self._left
 
     @property
     def is_broken(self) -> bool:
         """Whether a backward pass has begun and was ended by an exception."""
         return self._task != NO_TASK and current_graph_task_id() == NO_TASK
-
-    def forget(self) -> None:
-        """Restart the iteration's counters after accumulated gradients were zeroed."""
-        if self.held and not self._finished:
-            self.begin()
 
     def expect(self, buckets: Sequence[int]) -> None:
         """Set the buckets that this iteration reports to the listener, each when all buckets up to

@@ -126,11 +126,11 @@ def divide_ranks(servers: int, strategy: Strategy, control: Control) -> RankRole
     if strategy.needs.servers and servers < 1:
         raise ValueError(
             f"servers ({servers}) must be at least 1 for {strategy}; start with `offbeat run "
-            f"--servers 1`, or set {SERVERS_VARIABLE}: so many of the last ranks serve"
+            f"--servers 1`, or set {SERVERS_VARIABLE}, the number of last ranks that serve"
         )
     if servers and not strategy.needs.servers:
         raise ValueError(
-            f"servers ({servers}) must be 0 for {strategy}, which has none to train with; unset "
+            f"servers ({servers}) must be 0 for {strategy}, which does not use servers; unset "
             f"{SERVERS_VARIABLE}, or choose a strategy with servers (see `offbeat strategies`)"
         )
     if servers >= world_size:
