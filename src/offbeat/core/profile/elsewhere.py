@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-from offbeat.core.profile.facts import Bucket, Link, Profile
+from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
 
 Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
@@ -76,7 +76,7 @@ def with_device_speed(profile: Profile, speed: float) -> Profile:
     """
     if not 0 < speed < math.inf:
         raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
-    times = profile.compute_times(1 / speed)
+    times = scaled_compute(profile, 1 / speed)
     return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
 
 

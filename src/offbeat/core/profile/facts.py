@@ -578,7 +578,7 @@ class Profile:
             ),
             other_s=self.other_s * again,
             pace=pace,
-            **self.compute_times(by),
+            **scaled_compute(self, by),
             **changed,
         )
 
@@ -587,18 +587,7 @@ class Profile:
         scale = max(self.rank_scale, default=1.0)
         if scale == 1.0:
             return self
-        return replace(self, rank_scale=(), **self.compute_times(scale))
-
-    def compute_times(self, factor: float) -> dict[str, Any]:
-        """Return the fields with times of forward, backward and updates, multiplied by `factor`."""
-        return {
-            "buckets": tuple(
-                replace(b, forward_s=b.forward_s * factor, backward_s=b.backward_s * factor)
-                for b in self.buckets
-            ),
-            "update_s": self.update_s * factor,
-            "step_s": self.step_s * factor,
-        }
+        return replace(self, rank_scale=(), **scaled_compute(self, scale))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON types. Optional fields with default values are left out."""
@@ -666,6 +655,18 @@ class Profile:
             return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def scaled_compute(profile: Profile, factor: float) -> dict[str, Any]:
+    """Return the fields with times of forward, backward and updates, multiplied by `factor`."""
+    return {
+        "buckets": tuple(
+            replace(b, forward_s=b.forward_s * factor, backward_s=b.backward_s * factor)
+            for b in profile.buckets
+        ),
+        "update_s": profile.update_s * factor,
+        "step_s": profile.step_s * factor,
+    }
 
 
 class _Parts(NamedTuple):
