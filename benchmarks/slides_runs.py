@@ -19,7 +19,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
 from offbeat.experiments.compare import outcomes_of
-from offbeat.experiments.record.vote_log import VoteLog
+from offbeat.experiments.record.recorder import VoteLog
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy

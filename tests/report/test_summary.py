@@ -69,6 +69,11 @@ def test_bytes_from_the_counters(tmp_path):
     assert rows_of(tmp_path, {"a": [ranks]})["a"].sent_bytes == pytest.approx((60 + 100) / 2)
 
 
+def test_bytes_are_medians_over_repetitions_as_times_are(tmp_path):
+    reps = [[record(0, steady(1, 10), bytes={"net": size})] for size in (100, 200, 900)]
+    assert rows_of(tmp_path, {"a": reps})["a"].sent_bytes == pytest.approx(20)
+
+
 def test_how_evenly_links_are_loaded_is_that_of_the_worst_one(tmp_path):
     # Of eight steps of an iteration rank 0 sends in one, rank 1 in two; the first does not count.
     ranks = []

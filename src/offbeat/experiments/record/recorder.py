@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes
 from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import RecordWriter, path_of
-from offbeat.experiments.record.vote_log import VoteLog
 
 BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # a block ends at the first of these limits
 WINDOW_PERIODS = 3  # number of last periods whose spans are kept
@@ -60,6 +59,50 @@ class SplitSums:
             },
             "estimated": list(self._last),
         }
+
+
+class VoteLog:
+    """One entry per iteration with a vote. Bytes exclude the messages of the votes."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, list[str]] = {}  # columns of each vote, as in its first entry
+        self._reset()
+
+    def _reset(self) -> None:
+        self._iterations: list[int] = []
+        self._sent: list[int] = []
+        self._spared: list[int] = []
+        self._votes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def add_iteration(self, done: Iteration, votes: Sequence[str]) -> None:
+        """Add a finished iteration with these votes."""
+        self._iterations.append(done.number)
+        sent = [m for m in done.messages if not m.passed]
+        self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
+        self._spared.append(done.spared_bytes)
+        for name in votes:
+            numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(name, {}).items()}
+            entry = {**numbers, "yes": done.voted.get(name)}
+            self._keys.setdefault(name, [*entry])
+            self._votes[name].append(entry)
+
+    def pop_columns(self) -> dict[str, Any]:
+        """Return the entries since the last call in JSON form, as columns of equal length.
+
+        `yes` lists the ranks that voted yes in an iteration, None if unknown.
+        """
+        by_vote = {
+            name: {key: [entry.get(key) for entry in entries] for key in self._keys[name]}
+            for name, entries in self._votes.items()
+        }
+        columns = {
+            "iterations": self._iterations,
+            "sent_bytes": self._sent,
+            "spared_bytes": self._spared,
+            "by_vote": by_vote,
+        }
+        self._reset()
+        return columns
 
 
 class Recorder:

@@ -17,6 +17,7 @@ from offbeat.experiments.report.timeline import (
     measured_window,
     predicted_window,
 )
+from offbeat.experiments.report.traffic import group_by_message
 
 WORTH_SAYING = 0.03  # least reported error, as a share of the measured iteration
 
@@ -163,16 +164,8 @@ def _transfers(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, lis
 
     A transfer begins when the last of its ranks has reached the message.
     """
-    seen: dict[int, dict[object, int]] = defaultdict(lambda: defaultdict(int))
-    same: dict[object, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if span.lane != COMPUTE:
-            key = (span.lane, span.kind, span.iteration, span.buckets, span.way)
-            number = seen[span.rank][key]  # distinguishes slices of one bucket
-            seen[span.rank][key] += 1
-            same[key, number].append(span)
     transfers: dict[int, list[Interval]] = defaultdict(list)
-    for ends in same.values():
+    for ends in group_by_message(spans):
         begin_s = max(span.start_s - offsets[span.rank] for span in ends)
         for span in ends:
             begun_s = min(begin_s + offsets[span.rank], span.end_s)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from offbeat.core.plan import Fact
-from offbeat.experiments.record.run_directory import Contestant, RankRecord
+from offbeat.core.plan import Fact, Phases
+from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
 from offbeat.experiments.report import words
-from offbeat.experiments.report.places import group_by_text
 
 LONGEST = 300  # characters of a value
 
 Row = tuple[str, str, str]  # name, value, meaning
+Record = tuple[Contestant, Repetition, RankRecord]
 
 
 def decisions(contestant: Contestant) -> dict[str, Any] | None:
@@ -75,3 +75,30 @@ def _decision_text(decision: Any) -> str:
     when = f"iteration {decision['iteration']}: " if "iteration" in decision else ""
     detail = f" ({words.as_text(rest)})" if rest else ""
     return f"{when}{words.as_text(decision.get('what'))}{detail}"
+
+
+def group_by_text(
+    records: Iterable[Record], texts: Callable[[RankRecord], Iterable[str]]
+) -> list[tuple[str, str]]:
+    """Return (text, 'ddp, repetitions 0-1, rank 2; ...') in the order of the records."""
+    found: dict[str, dict[str, dict[int, set[int]]]] = {}
+    for contestant, rep, record in records:
+        for text in texts(record):
+            places = found.setdefault(text, {}).setdefault(contestant.label, {})
+            places.setdefault(rep.index, set()).add(record.rank)
+    return [(text, "; ".join(_places(places))) for text, places in found.items()]
+
+
+def _places(by_label: Mapping[str, Mapping[int, set[int]]]) -> Iterable[str]:
+    for label, reps in by_label.items():
+        everywhere = set.union(*reps.values())
+        if all(ranks == everywhere for ranks in reps.values()):
+            yield f"{label}, {_noun_list('repetition', reps)}, {_noun_list('rank', everywhere)}"
+            continue
+        for index, ranks in reps.items():
+            yield f"{label}, repetition {index}, {_noun_list('rank', ranks)}"
+
+
+def _noun_list(noun: str, numbers: Iterable[int]) -> str:
+    numbers = set(numbers)
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {Phases(numbers)}"

@@ -19,10 +19,8 @@ from offbeat.core.plan import Payload
 from offbeat.experiments.record.run_directory import Contestant, Run, count_skipped
 from offbeat.experiments.report import curves, divergence, gossip, words
 from offbeat.experiments.report.breakdown import describe_split
-from offbeat.experiments.report.decisions import decisions
+from offbeat.experiments.report.decisions import decisions, group_by_text
 from offbeat.experiments.report.pace_notes import describe_pace
-from offbeat.experiments.report.places import group_by_text
-from offbeat.experiments.report.strict_json import dumps, script_safe
 from offbeat.experiments.report.summary import (
     Row,
     disturbances,
@@ -96,7 +94,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "table": _table(run, rows),
         "strategies": _strategies(run, rows, pairs, traces),
         "left_out": left_out,
-        "data": Markup(script_safe(dumps(data))),
+        "data": Markup(words.script_safe(words.dumps(data))),
         "any_curves": any(data["curves"]),
         "thinned": _describe_thinning(run),
         "any_divergence": any(data["divergence"]),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
-from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.disturbed import Disturbance, describe_disturbances
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 from offbeat.experiments.report.breakdown import Split, split_of
@@ -49,7 +49,8 @@ class Row:
         predicted_error: predicted / measured - 1.
         bound_s: lower bound of the seconds per iteration.
         exposed_s: predicted seconds of communication per iteration that compute does not hide.
-        sent_bytes: measured payload bytes per iteration and rank.
+        sent_bytes: measured payload bytes per iteration and rank, median over repetitions, as are
+            the next three.
         unevenness: most bytes that a rank sends over a link in 1/2N of an iteration, over the mean.
         lssr: share of synchronizations that votes omitted: local / (local + synchronous).
         spared_bytes: bytes per rank that votes omitted over the whole run.
@@ -242,17 +243,18 @@ def unevenness(run: Run, rep: Repetition) -> float | None:
 def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     reps = contestant.complete
     measured = [pace for rep in reps if (pace := paces(run, rep)) is not None]
+    voted = [votes for rep in reps if (votes := votes_of(rep)) is not None]
     row = Row(
         label=contestant.label,
         strategy=contestant.text,
         repetitions=len(reps),
         failed=len(contestant.repetitions) - len(reps),
-        iterations_per_s=median([pace[0] for pace in measured]) if measured else None,
-        updates_per_s=median([pace[1] for pace in measured]) if measured else None,
-        sent_bytes=_mean([sent_bytes(run, rep) for rep in reps]),
-        unevenness=_mean([unevenness(run, rep) for rep in reps]),
-        lssr=_mean([v.lssr for rep in reps if (v := votes_of(rep)) is not None]),
-        spared_bytes=_mean([v.spared_bytes for rep in reps if (v := votes_of(rep)) is not None]),
+        iterations_per_s=_median(pace[0] for pace in measured),
+        updates_per_s=_median(pace[1] for pace in measured),
+        sent_bytes=_median(sent_bytes(run, rep) for rep in reps),
+        unevenness=_median(unevenness(run, rep) for rep in reps),
+        lssr=_median(v.lssr for v in voted),
+        spared_bytes=_median(v.spared_bytes for v in voted),
         final_loss=final_loss(contestant),
         target_loss=target,
         emulated=run.emulated,
@@ -331,17 +333,13 @@ def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
     seen = {span.iteration for span in trace.spans if span.iteration >= after}
     whole = len(seen) // trace.period * trace.period
     counted = set(sorted(seen)[:whole])
-    total = sum(span.bytes for span in trace.spans if _is_message(span, counted))
+    total = sum(s.bytes for s in trace.spans if s.lane != COMPUTE and s.iteration in counted)
     return total / whole / len(rep.ranks) if total else None
 
 
-def _is_message(span: Span, iterations: set[int]) -> bool:
-    return span.lane != COMPUTE and span.iteration in iterations
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def _median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the known values; None without one."""
+    return median(known) if (known := [value for value in values if value is not None]) else None
 
 
 def _or_inf(value: float | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offbeat.core.plan import base_link
@@ -62,7 +62,7 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     periods = len(counted) // trace.period
     steps = 2 * world_size * trace.period
     sent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
-    for same in _group_by_message(messages):
+    for same in group_by_message(messages):
         begin_s = max(span.start_s for span in same)
         for span in same:
             if span.way is not None and span.rank != span.way[0]:
@@ -99,13 +99,14 @@ def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:
     return sum(ended) / len(ended) if ended else 0.0
 
 
-def _group_by_message(spans: Sequence[Span]) -> list[list[Span]]:
-    """Group spans by message, with one span for each of its ranks."""
+def group_by_message(spans: Iterable[Span]) -> list[list[Span]]:
+    """Group the spans of messages by message, with one span for each of its ranks."""
     found: dict[tuple, list[Span]] = defaultdict(list)
     seen: Counter[tuple] = Counter()
-    for span in sorted(spans, key=lambda span: span.start_s):
+    messages = (span for span in spans if span.lane != COMPUTE)
+    for span in sorted(messages, key=lambda span: span.start_s):
         key = span.lane, span.iteration, span.kind, span.buckets, span.way
-        number = seen[span.rank, key]
+        number = seen[span.rank, key]  # distinguishes slices of one bucket
         seen[span.rank, key] += 1
         found[*key, number].append(span)
     return [*found.values()]

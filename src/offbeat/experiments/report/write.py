@@ -10,9 +10,8 @@ from typing import Any
 from offbeat.core.files import write_text
 from offbeat.core.profile.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
-from offbeat.experiments.report import gossip
+from offbeat.experiments.report import gossip, words
 from offbeat.experiments.report.page import render
-from offbeat.experiments.report.strict_json import dumps
 from offbeat.experiments.report.summary import Row, summarize
 from offbeat.experiments.report.verdict import winner
 
@@ -36,7 +35,7 @@ def write(run_dir: str | Path) -> Path:
     """
     run = load(run_dir)
     rows = summarize(run)
-    _replace_file(run.path / SUMMARY, dumps(summary(run, rows)))
+    _replace_file(run.path / SUMMARY, words.dumps(summary(run, rows)))
     traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
     report = run.path / REPORT
     _replace_file(report, render(run, rows, traces))
@@ -70,24 +69,20 @@ def _compute_record(run: Run) -> dict[str, Any] | None:
 
 def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
     """Write the Chrome traces of a contestant; return their file names by source."""
-    written = {}
+    found = []
     if contestant.complete:
-        first = contestant.complete[0]
-        data, gossiped = first.trace.to_chrome(), gossip.measured_gossip(first)
+        rep = contestant.complete[0]
+        ahead_s = gossip.clock_differences_s(rep)
+        measured = rep.trace, gossip.measured_gossip(rep), ahead_s
+        found.append(("measured", MEASURED_TRACE, *measured))
+    if (trace := contestant.predicted) is not None:
+        found.append(("predicted", PREDICTED_TRACE, trace, gossip.predicted_gossip(trace), None))
+    for _, name, trace, gossiped, ahead_s in found:
+        data = trace.to_chrome()
         if gossiped is not None:
-            data["traceEvents"] += gossip.trace_events(gossiped, gossip.clock_differences_s(first))
-        _replace_file(folder / MEASURED_TRACE, dumps(data))
-        written["measured"] = MEASURED_TRACE
-    if contestant.predicted is not None:
-        data, gossiped = (
-            contestant.predicted.to_chrome(),
-            gossip.predicted_gossip(contestant.predicted),
-        )
-        if gossiped is not None:
-            data["traceEvents"] += gossip.trace_events(gossiped)
-        _replace_file(folder / PREDICTED_TRACE, dumps(data))
-        written["predicted"] = PREDICTED_TRACE
-    return written
+            data["traceEvents"] += gossip.trace_events(gossiped, ahead_s)
+        _replace_file(folder / name, words.dumps(data))
+    return {source: name for source, name, *_ in found}
 
 
 def _replace_file(path: Path, text: str) -> None:
