@@ -7,6 +7,7 @@ A comment alone on a line stands for it:
     <!-- settings: dreamddp -->             its settings, from its dataclass
     <!-- source: dreamddp -->               what it is called, and where it was published
     <!-- strategies -->                     all of them
+    <!-- names: offbeat.plan -->            a table of a module's public names, with links
     <!-- not run: REASON -->                the example that follows is not executed by the tests
 """
 
@@ -153,12 +154,48 @@ def strategies(_: None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def names(module: str) -> str:
+    """A table of a module's public names, functions first."""
+    loaded = _sources()[module]
+    lines = ["| name | meaning |", "|---|---|"]
+    for name in sorted(loaded.exports, key=lambda name: (name[0].isupper(), name)):
+        member = loaded[name]
+        target = f"{_home(module, name)}.{name}"
+        if member.is_module:  # the function of a module of the same name
+            target, member = f"{target}.{name}", member[name]
+        assert member.docstring is not None, f"{target} has no docstring"
+        first = re.split(r"(?<=[^.]\.)\s|\n\n", member.docstring.value)[0]
+        lines.append(f"| [`{name}`][{target}] | {' '.join(first.split())} |")
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def _sources() -> Any:
+    """The package as griffe reads it, without importing it."""
+    import griffe
+
+    loader = griffe.GriffeLoader(search_paths=[DOCS.parent / "src"])
+    loader.load("offbeat")
+    loader.resolve_aliases()
+    return loader.modules_collection
+
+
+def _home(module: str, name: str) -> str:
+    """The module whose page explains a name: strategies and types have pages of their own."""
+    if module == "offbeat":
+        for other in ("plan", "profile", "strategies"):
+            if name in _sources()[f"offbeat.{other}"].exports:
+                return f"offbeat.{other}"
+    return module
+
+
 VIEWS: dict[str, Callable[[Any], str]] = {
     "output": output,
     "picture": picture,
     "settings": settings,
     "source": source,
     "strategies": strategies,
+    "names": names,
 }
 
 

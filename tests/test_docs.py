@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 from support.docs import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from support.promised import MODULES, promised
 from support.scripts import docs_script
 from support.strategy_lists import ALL
 from support.worlds import run_world
@@ -81,7 +82,8 @@ def test_an_example_that_is_not_run_says_why():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Built with warnings as errors: links, anchors and pages that are in no menu, too."""
-    pytest.importorskip("material", reason="needs mkdocs-material (extra docs)")
+    for tool in ("material", "mkdocstrings"):
+        pytest.importorskip(tool, reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -113,6 +115,17 @@ def test_the_page_of_a_strategy(name, site):
         assert f"<td><code>{field.name}</code></td>" in text
     assert ALL[name].citation.partition(",")[0] in text
     assert f'href="{name}.html"' in (site / "strategies" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_page_of_a_module(module, site):
+    """It explains every promised name, or links to the page that does."""
+    page = {"offbeat": "index"}.get(module) or module.split(".")[1]
+    text = (site / "api" / f"{page}.html").read_text()
+    for name in (name for where, name in promised() if where == module):
+        heading = rf'<h[1-6] id="{module}\.(?:{name}\.)?{name}"'
+        link = rf'href="\w+\.html#offbeat\.\w+\.{name}"'
+        assert re.search(f"{heading}|{link}" if module == "offbeat" else heading, text), name
 
 
 @pytest.fixture(scope="module")

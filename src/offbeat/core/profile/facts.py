@@ -272,7 +272,7 @@ class Profile:
     broadcast_bytes: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Return the method of a former name, with a warning, for one release."""
+        # A method of a former name, with a warning, for one release.
         if name not in FORMER_METHODS:
             raise AttributeError(f"'Profile' object has no attribute {name!r}")
         new = FORMER_METHODS[name]
