@@ -241,16 +241,16 @@ class Program:
 def move_bounds(plan: Plan, starts: Mapping[int, int]) -> Plan:
     """Return the plan with each of `Program.bounds` moved to its phase in `starts`."""
 
-    def moved(rule: Any) -> Any:
+    def move_rule(rule: Any) -> Any:
         runs = ((starts[a], starts[z]) for a, z in rule.phases.runs)
         return replace(rule, phases=Phases.of_runs(runs))
 
     prologue = starts[plan.prologue]
     return replace(
         plan,
-        transfers=tuple(map(moved, plan.transfers)),
-        applies=tuple(map(moved, plan.applies)),
-        votes=tuple(map(moved, plan.votes)),
+        transfers=tuple(map(move_rule, plan.transfers)),
+        applies=tuple(map(move_rule, plan.applies)),
+        votes=tuple(map(move_rule, plan.votes)),
         prologue=prologue,
         period=starts[len(plan.phases)] - prologue,
     )
