@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,32 +23,26 @@ Store = dict[Key, Tensor]
 ALIGNED_BYTES = 16  # alignment of vectorized loads of a GPU
 
 
-class FlatBucket:
-    """One bucket: its parameters, and its slices of the flat tensors.
+class FlatBucket(NamedTuple):
+    """Name and parameters of a bucket."""
 
-    `grad` holds the gradients. `absent` follows it in memory: for each parameter, the number of
-    iterations in which this rank had no gradient for it. Both are averaged in one message. The
-    averages show on every rank which parameters no rank has used.
-    """
-
-    __slots__ = ("absent", "grad", "grad_views", "name", "param", "parameters")
-
-    def __init__(self, name: str, parameters: list[nn.Parameter], param: Tensor):
-        self.name = name
-        self.parameters = parameters
-        self.param = param
-        self.grad_views: list[Tensor] = []
-        self.grad = self.absent = param.new_empty(0)
+    name: str
+    parameters: list[nn.Parameter]
 
 
 class Flat:
     """A model's trainable tensors, moved into one flat tensor per dtype and device, and buffers of
     the same layout.
 
+    A bucket's absence counts follow its gradients in memory: for each parameter, the number of
+    iterations in which this rank had no gradient for it. Both are averaged in one message. The
+    averages show on every rank which parameters no rank has used.
+
     Attributes:
         parameters: all parameters, bucket by bucket.
         bucket_of: bucket of each parameter.
         starts: index of the first parameter of each bucket.
+        sizes_bytes: bytes of the parameters of each bucket, without module buffers.
 
     Args:
         model: the model, whose parameters and buffers become views of the flat tensors.
@@ -66,12 +61,14 @@ class Flat:
         self.bucket_of = [b for b, own in enumerate(trained) for _ in own]
         self.starts = [self.bucket_of.index(b) for b in range(len(trained))]
         self._elements = [sum(p.numel() for p in own) for own in trained]
+        self.sizes_bytes = [sum(p.nbytes for p in own) for own in trained]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
         self.keys = [key_of(own[0]) for own in trained]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
         self._stores: dict[str, list[Store]] = {}
+        self._views: list[Tensor] = []  # of the gradients that `take_gradients` has moved
         # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
         self._spans: list[tuple[int, int, int, int]] = []
         ends: dict[Key, tuple[int, int]] = {}
@@ -91,10 +88,7 @@ class Flat:
                 before.free("param")
         self._stores = {"param": [params], "grad": []}
         self.buckets = [
-            FlatBucket(spec.name, own, params[key][start:stop])
-            for spec, key, own, (start, stop, *_) in zip(
-                specs, self.keys, trained, self._spans, strict=True
-            )
+            FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
         self.take_gradients()
         if before is not None:
@@ -107,22 +101,17 @@ class Flat:
         grads = {key: _empty(key, size).zero_() for key, size in sizes.items()}
         self._stores["grad"], self._newest["grad"] = [grads], 0
         with torch.no_grad():
-            for key, (_, _, start, stop), bucket in zip(
-                self.keys, self._spans, self.buckets, strict=True
-            ):
-                behind = stop - len(bucket.parameters)
-                bucket.grad_views = _move_gradients(grads[key], bucket.parameters, start)
-                bucket.grad, bucket.absent = grads[key][start:behind], grads[key][behind:stop]
+            self._views = self.views()
+            for p, view in zip(self.parameters, self._views, strict=True):
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                p.grad = view
 
     def free(self, buffer: str) -> None:
         """Drop the references to a buffer's tensors, which have moved or are not needed."""
         self._stores[buffer] = []
-        for bucket in self.buckets:
-            if buffer == "param":
-                bucket.param = bucket.param.new_empty(0)
-            else:
-                bucket.grad_views = []
-                bucket.grad, bucket.absent = bucket.grad.new_empty(0), bucket.absent.new_empty(0)
+        if buffer == "grad":
+            self._views = []
 
     # ---- named buffers ----------------------------------------------------------------------
 
@@ -194,9 +183,9 @@ class Flat:
     def parameters_of(self, buffer: str, run: range) -> list[Tensor]:
         """Return the newest copy of a buffer for each bucket, without module buffers."""
         copy = self.copy_index(buffer)
-        return [self._bucket(buffer, b, copy)[: self._elements[b]] for b in run]
+        return [self.bucket(buffer, b, copy)[: self._elements[b]] for b in run]
 
-    def _bucket(self, buffer: str, b: int, copy: int) -> Tensor:
+    def bucket(self, buffer: str, b: int, copy: int = 0) -> Tensor:
         """Return one copy of a buffer of one bucket, also of a bucket without elements."""
         column = 2 if self._kinds[buffer] == "grad" else 0
         start, stop = self._spans[b][column : column + 2]
@@ -236,7 +225,7 @@ class Flat:
         by_key: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
         last = payload.part + payload.width == payload.parts
         for b in payload.buckets:
-            whole = self._bucket(buffer, b, copy)
+            whole = self.bucket(buffer, b, copy)
             numbers = self._elements[b]
             pieces = by_key.setdefault(self.keys[b], ([], []))
             pieces[0].append(whole[payload.slice_of(numbers)])
@@ -281,9 +270,8 @@ class Flat:
 
     def views(self, copy: int = 0) -> list[Tensor]:
         """Return one view of a copy of the gradients per parameter, bucket by bucket."""
-        first = self.buckets[0].grad_views if self.buckets else []
-        if first and first[0]._base is self._stores["grad"][copy][self.keys[0]]:
-            return [view for bucket in self.buckets for view in bucket.grad_views]
+        if self._views and self._views[0]._base is self._stores["grad"][copy][self.keys[0]]:
+            return list(self._views)  # the tensors in `p.grad`
         store, views = self._stores["grad"][copy], []
         for key, (_, _, at, _), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
             for p in bucket.parameters:
@@ -293,14 +281,14 @@ class Flat:
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:
         """Return one bucket's flat gradients, without absence counts."""
-        return self._bucket("grad", bucket, copy)[: self._elements[bucket]]
+        return self.bucket("grad", bucket, copy)[: self._elements[bucket]]
 
     def absence_counts(self, bucket: int, copy: int = 0) -> Tensor:
         """Return, per parameter of a bucket, in how many iterations it had no gradient.
 
         The counts are of this rank before a message of the bucket, and averages over ranks after.
         """
-        return self._bucket("grad", bucket, copy)[self._elements[bucket] :]
+        return self.bucket("grad", bucket, copy)[self._elements[bucket] :]
 
     def zero_grads(self, copy: int, run: range | None = None) -> None:
         """Zero a copy of the gradients in place, for all buckets or for `run`."""
@@ -376,19 +364,6 @@ def _move_tensors(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
         place.copy_(tensor.detach())
         tensor.data = place
         offset += tensor.numel()
-
-
-def _move_gradients(flat: Tensor, parameters: Iterable[nn.Parameter], offset: int) -> list[Tensor]:
-    """Move the gradients of these parameters into a flat tensor, and return their views."""
-    views = []
-    for p in parameters:
-        view = view_like(flat, p, offset)
-        if p.grad is not None:
-            view.copy_(p.grad)
-        p.grad = view
-        views.append(view)
-        offset += p.numel()
-    return views
 
 
 def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:

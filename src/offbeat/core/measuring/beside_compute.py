@@ -80,7 +80,7 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     like = flat.parameter_tensors()[0]
     if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
         return profile
-    total = sum(bucket.grad.nbytes for bucket in flat.buckets)
+    total = sum(flat.sizes_bytes)
     links = []
     for link in profile.links:
         probe = Probe(cluster.groups[link.name], like, cluster.device)

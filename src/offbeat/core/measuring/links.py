@@ -78,7 +78,7 @@ def measure_cluster(
     a second channel of the first link.
     """
     like = flat.parameter_tensors()[0]
-    smallest, total = min(_sizes(flat)), sum(_sizes(flat))
+    smallest, total = min(flat.sizes_bytes), sum(flat.sizes_bytes)
     budget = _budget(total)
     measured: list[Link] = []
     for name in cluster.specs:
@@ -102,17 +102,13 @@ def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> in
     tenth of its time is latency. The size is at most a twentieth of the model, so that at least
     twenty buckets remain to schedule, and at least 64 KiB.
     """
-    total = sum(_sizes(flat))
+    total = sum(flat.sizes_bytes)
     probe = Probe(group, flat.parameter_tensors()[0], device)
     points = explore(
         probe, averaging(group), max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT)
     )
     (_, least_s), (size, seconds) = points[0], points[-1]
     return max(MIN_BUCKET_BYTES, int(min(10 * least_s * size / seconds, total / 20)))
-
-
-def _sizes(flat: Flat) -> list[int]:
-    return [bucket.grad.nbytes for bucket in flat.buckets]
 
 
 def _budget(total: int) -> Budget:

@@ -67,8 +67,7 @@ class Sample:
     @classmethod
     def of(cls, flat: Flat) -> Sample:
         """Return a sample of the parameters of all buckets, without module buffers."""
-        sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
-        return cls([b.param[:n] for b, n in zip(flat.buckets, sizes, strict=True)])
+        return cls(flat.parameters_of("param", range(len(flat.buckets))))
 
     def take(self, iteration: int) -> None:
         """Record the values after an iteration, without waiting for the device."""

@@ -177,7 +177,7 @@ class Updates:
         if not apply.at.lag:
             self.stepper.step(apply.buckets, None, compare=first)
             return
-        with _default_modes(self._flat.buckets[apply.buckets.start].param.device.type):
+        with _default_modes(self._flat.buckets[apply.buckets.start].parameters[0].device.type):
             self.stepper.step(apply.buckets, iteration.settings, compare=first)
 
     def _is_first(self, run: int) -> bool:
