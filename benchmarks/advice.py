@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from offbeat.experiments.advice import WIRES, Option, advise, predict_option, with_settings
+from offbeat.experiments.advice import WIRES, Option, advise, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
 
@@ -55,7 +56,7 @@ def everything(max_staleness: int) -> list[Strategy]:
         delays = range(1, min(period, max_staleness + 2 - period))
         found += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
     wired = [one for one in found if isinstance(one, (WFBP, LocalSGD, DreamDDP))]
-    return found + [with_settings(one, wire=wire) for one in wired for wire in WIRES]
+    return found + [replace(one, wire=wire) for one in wired for wire in WIRES]
 
 
 def best(profile: Profile, max_staleness: int) -> tuple[float, Strategy]:

@@ -17,7 +17,6 @@ from offbeat.experiments.advice import (
     describe_change,
     periods,
     predict_option,
-    with_settings,
 )
 from offbeat.experiments.compare import given_profile
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
@@ -55,7 +54,7 @@ def best_s(profile):
         delays = range(1, min(period, STALENESS + 2 - period))
         tried += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
     wired = [one for one in tried if isinstance(one, (WFBP, LocalSGD, DreamDDP))]
-    tried += [with_settings(one, wire=wire) for one in wired for wire in WIRES]
+    tried += [replace(one, wire=wire) for one in wired for wire in WIRES]
     return min(predict(strategy, profile).iteration_s for strategy in tried)
 
 

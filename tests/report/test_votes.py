@@ -8,6 +8,7 @@ import pytest
 from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.core.sim.trace import Trace
+from offbeat.experiments.compare import outcomes_of
 from offbeat.experiments.report import load, summarize, write
 from offbeat.experiments.report.curves import draw
 from offbeat.experiments.report.table import table
@@ -57,7 +58,8 @@ def test_who_voted_when(tmp_path):
     votes = votes_of(contestant.repetitions[0])
     assert votes_of(plain.repetitions[0]) is None
     assert (votes.yes_iterations(0), votes.yes_iterations(1)) == ([0], [0, 2])
-    assert votes.outcomes == {"sync": (True, False, True, False, False)}
+    logged = contestant.repetitions[0].ranks[0].votes
+    assert outcomes_of({"votes": logged}) == {"sync": [True, False, True, False, False]}
     assert votes.odd == 2 * 2  # two norms on each of two ranks
     run = load(tmp_path)
     curve = draw(run, contestant, summarize(run)[0])

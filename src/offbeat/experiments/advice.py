@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.plan import Plan
@@ -172,7 +172,7 @@ def candidates(max_staleness: int) -> Iterator[Strategy]:
     for strategy in (WFBP(), *lossless):
         for wire in WIRES:
             if "wire" in (field.name for field in fields(strategy)):
-                yield with_settings(strategy, wire=wire)
+                yield replace(strategy, wire=wire)
 
 
 def _averaging_strategies(max_staleness: int) -> Iterator[Strategy]:
@@ -193,11 +193,6 @@ def periods(longest: int) -> list[int]:
         found.append(period)
         period += (period + 1) // 2
     return [*found, longest] if longest > 1 else []
-
-
-def with_settings(strategy: Strategy, **settings: Any) -> Strategy:
-    """Return the strategy with some settings changed."""
-    return type(strategy)(**{**strategy.settings(), **settings})
 
 
 def predict_option(strategy: Strategy, profile: Profile) -> Option | None:

@@ -26,7 +26,7 @@ from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.sim import Votes
-from offbeat.core.sim.trace import Trace, whole_periods
+from offbeat.core.sim.trace import whole_periods
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
 from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for, with_network
@@ -39,6 +39,7 @@ from offbeat.experiments.record.run_directory import (
     LOAD,
     PROBLEM,
     PROFILING,
+    Repetition,
     load_in,
     load_repetition,
 )
@@ -657,11 +658,11 @@ class _ComparisonRun(_Launcher):
         outcome = self.outcome
         directory = self.run_dir / contestant.label / f"rep{repetition}"
         changed = list(outcome.changed)
-        if not self._launch_repetition(contestant, repetition):
+        rep = self._launch_repetition(contestant, repetition)
+        if rep is None:
             return
         outcome.measured += 1
-        disturbance = load_repetition(directory, repetition).disturbance
-        if disturbance is None:
+        if (disturbance := rep.disturbance) is None:
             return
         again = "; it is repeated once" if self.comparison.repeat_disturbed else ""
         what = self._describe(contestant, repetition)
@@ -672,7 +673,7 @@ class _ComparisonRun(_Launcher):
         directory.rename(kept)
         outcome.changed, before = changed, outcome.changed
         try:
-            if not self._launch_repetition(contestant, repetition):
+            if self._launch_repetition(contestant, repetition) is None:
                 outcome.measured -= 1
         except KeyboardInterrupt:
             shutil.rmtree(directory, ignore_errors=True)
@@ -684,8 +685,8 @@ class _ComparisonRun(_Launcher):
         count = self.comparison.repetitions
         return f"{contestant.label}, repetition {repetition + 1} of {count}"
 
-    def _launch_repetition(self, contestant: Contestant, repetition: int) -> bool:
-        """Launch one repetition of one contestant. Report a failure and return False."""
+    def _launch_repetition(self, contestant: Contestant, repetition: int) -> Repetition | None:
+        """Launch one repetition and return its records. Report a failure and return None."""
         comparison, what = self.comparison, self._describe(contestant, repetition)
         directory = self.run_dir / contestant.label / f"rep{repetition}"
         path = self.run_dir / "profile.json"
@@ -707,12 +708,13 @@ class _ComparisonRun(_Launcher):
             script = script_name(self.setup.script)
             problem = f"{script} left no record in {directory}; {MUST_PREPARE}"
         if problem is None:
-            self.progress.print_line(f"{what}: {_seconds_in_words(directory)}")
-            return True
+            rep = load_repetition(directory, repetition)
+            self.progress.print_line(f"{what}: {_seconds_in_words(rep)}")
+            return rep
         # The record up to the failure is kept; the report marks it as cut short.
         write_text(directory / PROBLEM, problem.partition("; the end of")[0])
         self.report_failure(f"{what}: {problem}")
-        return False
+        return None
 
     def _adopt_executed_plan(self, contestant: Contestant, profile: Profile) -> None:
         """Save the executed plan and its prediction with the recorded vote outcomes.
@@ -832,12 +834,13 @@ def _has_emulated_record(run_dir: Path) -> bool:
     return any(blocks.first_block(record).get("emulated") for record in found)
 
 
-def _seconds_in_words(directory: Path) -> str:
+def _seconds_in_words(rep: Repetition) -> str:
     """Return rank 0's seconds per iteration, for display; the report uses all ranks."""
-    record = blocks.read(records_in(directory)[0])
+    if not rep.ranks:
+        return "; ".join(rep.problems)
+    trace, observed = rep.ranks[0].trace, rep.ranks[0].observed
+    skip = whole_periods(SKIP, trace.period, trace.iterations - observed)
     try:
-        trace, observed = Trace.from_dict(record["trace"]), record["observed"]
-        skip = whole_periods(SKIP, trace.period, trace.iterations - observed)
         seconds = trace.iteration_s(observed + skip)
     except ValueError:
         return "too short for a whole period"

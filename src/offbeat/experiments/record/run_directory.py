@@ -289,29 +289,25 @@ def load(run_dir: str | Path) -> Run:
     return Run(
         path=path,
         contestants=tuple(contestants),
-        command=tuple(map(str, data.get("command", ()))),
-        script=tuple(map(str, data.get("script", ()))),
-        cluster=data.get("cluster") or {},
-        probed=tuple(data.get("probed") or ()),
-        changed=tuple(data.get("changed") or ()),
-        lab=str(data.get("lab", "none")),
-        note=data.get("note"),
         emulated=bool(data.get("emulated")) or _has_emulated_record(contestants),
-        versions=data.get("versions") or {},
-        seed=data.get("seed"),
-        cpus=data.get("cpus"),
-        started=str(data.get("started", "")),
         repetitions=repetitions,
-        target_loss=data.get("target_loss"),
-        skip=int(data.get("skip", 0)),
         profile=profile,
         profile_load=load_in(path / PROFILING),
         problems=problems,
         given=data.get("profile"),
-        notes=tuple(map(str, data.get("notes") or ())),
-        seeds=tuple(map(int, data.get("seeds") or ())),
-        device=data.get("device"),
+        **_known_tuples(data, "command", "script", "probed", "changed", "notes", "seeds"),
+        **_known(data, "cluster", "versions", "lab", "note", "device", "started"),
+        **_known(data, "seed", "skip", "cpus", "target_loss"),
     )
+
+
+def _known(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return the fields with these names that have a value."""
+    return {name: data[name] for name in names if data.get(name) is not None}
+
+
+def _known_tuples(data: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(value) for name, value in _known(data, *names).items()}
 
 
 def _read_run_json(path: Path) -> dict[str, Any]:
@@ -427,18 +423,9 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         strategy=str(data["strategy"]),
         trace=trace,
         losses=tuple((int(i), float(s), _parse_loss(x)) for i, s, x in data.get("losses", ())),
-        sent_bytes={str(link): int(n) for link, n in data.get("bytes", {}).items()},
-        observed=int(data.get("observed", 0)),
-        without_update=tuple(map(int, data.get("without_update", ()))),
-        emulated=bool(data.get("emulated", False)),
-        pace=data.get("pace"),
-        sample=data.get("sample"),
-        warnings=tuple(map(str, data.get("warnings", ()))),
-        checks=tuple(map(str, data.get("checks", ()))),
-        decisions=tuple(data.get("decisions") or ()),
-        votes=data.get("votes") or {},
-        losses_of=int(data.get("losses_of", 1)),
-        cut=data.get("cut") or "",
+        sent_bytes=data.get("bytes", {}),
+        **_known_tuples(data, "without_update", "warnings", "checks", "decisions"),
+        **_known(data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"),
     )
 
 

@@ -18,7 +18,6 @@ class Votes:
     Attributes:
         iterations: iterations with votes.
         yes: number of yes votes by rank, for each of `iterations`.
-        outcomes: outcome of each vote in each of `iterations`, by name.
         sent_bytes: bytes sent by one rank.
         spared_bytes: bytes omitted by one rank.
         odd: number of norms of all ranks that were zero or not finite.
@@ -26,7 +25,6 @@ class Votes:
 
     iterations: tuple[int, ...]
     yes: tuple[Mapping[int, int], ...]
-    outcomes: Mapping[str, tuple[bool, ...]]
     sent_bytes: int
     spared_bytes: int
     odd: int
@@ -60,7 +58,6 @@ def votes_of(rep: Repetition) -> Votes | None:
     return Votes(
         iterations,
         tuple(yes),
-        {name: tuple(map(bool, columns["yes"])) for name, columns in by_vote.items()},
         sum(log["sent_bytes"]),
         sum(log["spared_bytes"]),
         sum(map(_count_odd_norms, rep.ranks)),
