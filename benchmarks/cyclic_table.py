@@ -23,11 +23,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timetable_costs import costs
 from timetable_page import Panel, page
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, Record, merge_records, recording
-from offbeat.cyclic.simulation import Run, StageFacts, costs, simulate
+from offbeat.cyclic.simulation import Run, StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
+from timetable_costs import total_activation_curve
 
 from offbeat.cyclic.simulation import MIDDLE, Done, Run, StageFacts
 from offbeat.experiments.report.page import asset
@@ -111,7 +112,7 @@ def _curve(panel: Panel, x: Callable[[float], float], top: float) -> list[str]:
     def y(level: float) -> float:
         return base - CURVE * level / (whole * 1.04)
 
-    curve = run.total_activation_curve(panel.facts)
+    curve = total_activation_curve(run, panel.facts)
     before = [level for at, level in curve if at <= begin]
     level = before[-1] if before else 0.0
     points = [f"{x(begin):.2f},{base:.2f}", f"{x(begin):.2f},{y(level):.2f}"]
@@ -167,7 +168,7 @@ def _window(run: Run) -> tuple[float, float]:
 def _facts(panel: Panel) -> list[tuple[str, str]]:
     begin, end = _window(panel.run)
     levels = [
-        level for at, level in panel.run.total_activation_curve(panel.facts) if begin <= at < end
+        level for at, level in total_activation_curve(panel.run, panel.facts) if begin <= at < end
     ]
     whole = panel.run.table.n * sum(panel.facts.activation_bytes)
     return [

@@ -14,11 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from timetable_costs import costs, unit_time_run
 from timetable_page import Panel, page
 
 from offbeat.cli.sweep import align_columns
 from offbeat.core.files import write_text
-from offbeat.cyclic.simulation import StageFacts, costs, simulate, unit_time_run
+from offbeat.cyclic.simulation import StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Timetable
 
 COLUMNS = (

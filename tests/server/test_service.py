@@ -345,6 +345,21 @@ def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
             snapshots.restore(other.services[0].store, 6)
 
 
+def test_a_resumed_server_removes_the_snapshots_of_lost_clocks(tmp_path: Path) -> None:
+    """Otherwise a later job could resume one server from this job and another from the lost one."""
+    with job(20, 1, 1, directory=tmp_path) as j:
+        client = j.client(0)
+        for _ in range(6):
+            j.push(client, 1.0)
+        client.close()
+        j.end()
+        snapshots = j.services[0]._snapshots
+        assert snapshots is not None
+        assert snapshots.clocks() == [4, 6]
+        snapshots.restore(j.services[0].store, 4)  # another server has no snapshot of clock 6
+        assert snapshots.clocks() == [4]
+
+
 @pytest.mark.parametrize("failed", ["file", "disk"])
 def test_training_goes_on_if_a_snapshot_cannot_be_written(tmp_path: Path, failed: str) -> None:
     """The warning names the file, and the snapshot before stays whole. /dev/full behaves as a full

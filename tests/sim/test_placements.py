@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from support.scripts import benchmark
 
-from offbeat.cyclic.simulation import StageFacts, costs, simulate
+from offbeat.cyclic.simulation import StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 
 SIZES = range(2, 12)
+timetable_costs = benchmark("timetable_costs")
+costs, total_activation_curve = timetable_costs.costs, timetable_costs.total_activation_curve
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -135,15 +138,18 @@ def test_memory_and_load_of_a_run() -> None:
     facts = StageFacts.unit(n)
     run = simulate(Timetable("workers", n), facts)
     assert {
-        max(level for _, level in curve) for curve in run.activation_curves(facts).values()
+        max(level for _, level in curve)
+        for curve in timetable_costs.activation_curves(run, facts).values()
     } == {1.0}
     # All workers together: about half of what all would hold at the same time.
-    middle = [level for at, level in run.total_activation_curve(facts) if 2 * 8 <= at < 3 * 8]
+    middle = [level for at, level in total_activation_curve(run, facts) if 2 * 8 <= at < 3 * 8]
     assert max(middle) <= (n + 1) / 2
     parallel = simulate(Timetable("workers", n, cyclic=False), facts)
-    assert max(level for _, level in parallel.total_activation_curve(facts)) == n
-    for steps in run.link_bytes(1.0).values():
-        assert max(steps) <= 1 / n + 1e-9  # one stage at a time
+    assert max(level for _, level in total_activation_curve(parallel, facts)) == n
+    load: Counter[tuple[int, int, int]] = Counter()
+    for m in run.moved:
+        load[m.source, m.target, int(m.begin_s)] += m.bytes  # type: ignore[assignment]
+    assert max(load.values()) <= 1 / n + 1e-9  # one stage at a time
 
 
 def test_collectives_of_uneven_stages() -> None:

@@ -1,17 +1,15 @@
-"""Simulation of cyclic and parallel timetables, and their costs in unit time.
+"""Simulation of cyclic and parallel timetables with measured stages.
 
-In unit time every forward and backward of a stage takes one time step, and messages take none
-(Cyclic Data Parallelism, Fig. 1 and 2, Table 1). With measured stages a work begins when its device
-is free and its inputs have arrived. A device sends one message at a time and receives one at a
-time.
+A work begins when its device is free and its inputs have arrived. A device sends one message at a
+time and receives one at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from offbeat.cyclic.timetable import Collective, Message, Timetable, Work
@@ -36,18 +34,11 @@ class StageFacts:
     parameter_bytes: Sequence[float]
 
     def __post_init__(self) -> None:
-        counts = {
-            "backward_s": self.backward_s,
-            "activation_bytes": self.activation_bytes,
-            "handed_bytes": self.handed_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "parameter_bytes": self.parameter_bytes,
-        }
-        for name, values in counts.items():
-            if len(values) != len(self.forward_s):
+        for one in fields(self):
+            if len(getattr(self, one.name)) != len(self.forward_s):
                 raise ValueError(
-                    f"{name} ({len(values)}) must have a value for each of the "
-                    f"{len(self.forward_s)} stages, as forward_s has"
+                    f"{one.name} ({len(getattr(self, one.name))}) must have a value for each of "
+                    f"the {len(self.forward_s)} stages, as forward_s has"
                 )
 
     @staticmethod
@@ -112,59 +103,6 @@ class Run:
             raise ValueError(f"a run of {last + 1} iterations must have at least 3")
         return (begins[last] - begins[first]) / (last - first)
 
-    def activation_curves(self, facts: StageFacts) -> dict[int, list[tuple[float, float]]]:
-        """Return by device the (time, bytes) of activations at each change.
-
-        The activations of a stage exist from the begin of its forward to the end of its backward.
-        """
-        changes: dict[int, dict[float, float]] = defaultdict(lambda: defaultdict(float))
-        for done in self.works:
-            size, device = facts.activation_bytes[done.work.stage], done.work.device
-            if done.work.backward:
-                changes[device][done.end_s] -= size
-            else:
-                changes[device][done.begin_s] += size
-        return {device: _cumulative_curve(changes[device]) for device in sorted(changes)}
-
-    def total_activation_curve(self, facts: StageFacts) -> list[tuple[float, float]]:
-        """Return the (time, bytes) of the activations of all devices together at each change."""
-        changes: defaultdict[float, float] = defaultdict(float)
-        for curve in self.activation_curves(facts).values():
-            for (at, now), (_, before) in zip(curve, [(0.0, 0.0), *curve], strict=False):
-                changes[at] += now - before
-        return _cumulative_curve(changes)
-
-    def link_bytes(self, step_s: float) -> dict[tuple[int, int], list[float]]:
-        """Return by link (source, target) the bytes in each `step_s` of the middle iteration."""
-        begin = min(d.begin_s for d in self.works if d.work.batch // self.table.n == MIDDLE)
-        steps = max(round(self.iteration_s / step_s), 1)
-        bytes_by_link: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * steps)
-        for transfer in self.moved:
-            seconds = max(transfer.end_s - transfer.begin_s, 1e-12)
-            for k in range(steps):
-                since, until = begin + k * step_s, begin + (k + 1) * step_s
-                shared = min(transfer.end_s, until) - max(transfer.begin_s, since)
-                bytes_by_link[transfer.source, transfer.target][k] += (
-                    transfer.bytes * max(shared, 0.0) / seconds
-                )
-        return dict(bytes_by_link)
-
-
-def unit_time_run(table: Timetable, iterations: int = ITERATIONS) -> Run:
-    """Return a timetable in unit time, as in the paper's figures.
-
-    Every work takes one time step, and in each step all micro-batches pass one stage, even with one
-    device. Messages take no time.
-    """
-    times = range(table.period * (iterations + 1))
-    works = [
-        Done(work, float(time), time + 1.0)
-        for time in times
-        for work in table.works(time)
-        if work.batch // table.n in range(iterations)
-    ]
-    return Run(table, works, [])
-
 
 def simulate(
     table: Timetable,
@@ -227,7 +165,7 @@ class _Simulation:
         """Return the messages by the time step after which they are sent."""
         found: dict[int, list[Message]] = defaultdict(list)
         for time in range(self.table.period * (self.iterations + 1)):
-            for message in _due_messages(self.table, time, series):
+            for message in due_messages(self.table, time, series):
                 if message.batch // self.table.n in series:
                     found[max(message.sent, 0)].append(message)
         return found
@@ -292,87 +230,7 @@ def ring_volume(one: Collective) -> float:
     return 2 * (count - 1) / count if one.kind == "all_reduce" else 1.0
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Largest costs of a timetable in unit time, within the middle iteration (Table 1).
-
-    Attributes:
-        devices: number of devices.
-        activations: activations of one device, in sets of one micro-batch.
-        parameters: parameters of one device, in models.
-        volume: gradients and stages that all devices send between two time steps, in models.
-        handed: outputs and their gradients that all devices send between two time steps, in sets of
-            one micro-batch.
-        messages: consecutive messages of one device between two time steps.
-
-    Source: Cyclic Data Parallelism, Table 1.
-    """
-
-    devices: int
-    activations: float
-    parameters: float
-    volume: float
-    handed: float
-    messages: int
-
-
-def costs(table: Timetable) -> Costs:
-    """Return the costs of a timetable."""
-    steps = range(MIDDLE * table.period, (MIDDLE + 1) * table.period)
-    volume, handed, count = _traffic(table, steps)
-    return Costs(
-        table.devices,
-        _activations(table, steps) / table.n,
-        _parameters(table, steps),
-        max(volume.values(), default=0.0),
-        max(handed.values(), default=0.0),
-        max(count.values(), default=0),
-    )
-
-
-def _activations(table: Timetable, steps: range) -> int:
-    """Return the largest number of stages with activations on one device in one time step.
-
-    All works of a time step count as simultaneous.
-    """
-    held: Counter[tuple[int, int]] = Counter()
-    for batch in range(table.n * ITERATIONS):
-        for stage in range(table.n):
-            device = table.device(batch, stage)
-            for time in range(table.forward_at(batch, stage), table.backward_at(batch, stage) + 1):
-                held[device, time] += 1
-    return max(count for (_, time), count in held.items() if time in steps)
-
-
-def _traffic(
-    table: Timetable, steps: range
-) -> tuple[dict[int, float], dict[int, float], Counter[tuple[int, int]]]:
-    """Return `volume` and `handed` of `Costs` by time step, and messages by (step, device)."""
-    volume: dict[int, float] = defaultdict(float)
-    handed: dict[int, float] = defaultdict(float)
-    count: Counter[tuple[int, int]] = Counter()
-    for message in _messages_sent_in(table, steps):
-        if message.what in ("activation", "gradient"):
-            handed[message.sent] += 1 / (table.n - 1)
-        else:
-            volume[message.sent] += 1 / table.n
-        count[message.sent, message.source] += 1
-    if not table.cyclic:
-        for one in table.collectives(MIDDLE):
-            volume[one.sent] += ring_volume(one) * len(one.devices) * len(one.stages) / table.n
-            for device in one.devices:
-                count[one.sent, device] += rounds(one)
-    return volume, handed, count
-
-
-def _messages_sent_in(table: Timetable, steps: range) -> Iterator[Message]:
-    """Yield the messages that are sent after these time steps."""
-    for time in range(steps.start, steps.stop + table.period):
-        messages = _due_messages(table, time, range(ITERATIONS))
-        yield from (message for message in messages if message.sent in steps)
-
-
-def _due_messages(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
+def due_messages(table: Timetable, time: int, iterations: range) -> Iterable[Message]:
     """Return the messages between two devices that are due in a time step, in either order.
 
     The collectives of the parallel order are not among them.
@@ -380,26 +238,3 @@ def _due_messages(table: Timetable, time: int, iterations: range) -> Iterable[Me
     if table.cyclic:
         return table.due_messages(time, iterations)
     return filter(None, map(table.input_message, table.works(time)))
-
-
-def _parameters(table: Timetable, steps: range) -> float:
-    """Return the largest share of the model's parameters on one device.
-
-    With `zero` a device has the stages of two consecutive time steps, otherwise its own ones.
-    """
-    if table.placement != "zero":
-        return max(len(table.stages_of(device)) for device in range(table.devices)) / table.n
-    used: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for time in steps:
-        for work in table.works(time):
-            used[work.device, time].add(work.stage)
-            used[work.device, time - 1].add(work.stage)  # arrives during the previous step
-    return max(map(len, used.values())) / table.n
-
-
-def _cumulative_curve(changes: Mapping[float, float]) -> list[tuple[float, float]]:
-    level, curve = 0.0, []
-    for at in sorted(changes):
-        level += changes[at]
-        curve.append((at, level))
-    return curve

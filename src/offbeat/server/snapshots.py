@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,13 @@ class Snapshots:
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
 
     def restore(self, store: Store, clock: int) -> None:
-        """Load the snapshot of a clock; ValueError for another model or number of servers."""
+        """Load the snapshot of a clock, and remove newer ones, whose iterations are lost.
+
+        Otherwise servers could resume a second time from snapshots of two different runs.
+
+        Raises:
+            ValueError: the snapshot is of another model or number of servers.
+        """
         path = self._path(clock)
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         if (saved["layout"], saved["server"]) != (store.layout.digest, store.server):
@@ -45,6 +52,7 @@ class Snapshots:
             )
         store.restore(saved)
         self.base = clock
+        self._remove(newer for newer in self.clocks() if newer > clock)
 
     def save_if_due(self, low: float, store: Store) -> None:
         """Save if `low` has passed a multiple of `every`. A failed write is a warning."""
@@ -76,8 +84,11 @@ class Snapshots:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-        for old in self.clocks()[:-KEEP]:
-            self._path(old).unlink(missing_ok=True)
+        self._remove(self.clocks()[:-KEEP])
+
+    def _remove(self, clocks: Iterable[int]) -> None:
+        for clock in clocks:
+            self._path(clock).unlink(missing_ok=True)
 
     def _path(self, clock: int) -> Path:
         return self._directory / f"server{self._server}-{clock}.pt"
