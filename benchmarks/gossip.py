@@ -20,14 +20,21 @@ import numpy as np
 
 from offbeat.gossip.graphs import Constants, Rates, constants, edge_rates, topology
 from offbeat.gossip.measured_graph import measured
-from offbeat.gossip.simulation import Network, Workers, poisson, simulate
+from offbeat.gossip.simulation import Network, Workers, simulate
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks
 from offbeat.sim import simulate as simulate_plan
 from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from support.consensus import Course, Quadratic, follow  # pyright: ignore[reportMissingImports]
+from support.consensus import (  # pyright: ignore[reportMissingImports]
+    Course,
+    Quadratic,
+    events,
+    exchanging_s,
+    follow,
+    poisson,
+)
 
 SEEDS = range(5)
 
@@ -96,7 +103,7 @@ def show_mean() -> None:
             timeline = simulate(rates, workers, network, units=600)
             common = follow(timeline, c, x, exchange=order).drift.max()
             own = follow(timeline, c, x, exchange=order, unit_s=workers.gradient_s).drift
-            row(order, name, timeline.events, f"{common:.1e}", f"{own.max():.1e}")
+            row(order, name, events(timeline), f"{common:.1e}", f"{own.max():.1e}")
 
 
 # --- complexity ----------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ def show_links() -> None:
                 x = np.random.default_rng(seed).standard_normal((n, 16))
                 course = follow(timeline, c, x)
                 decays.append(course.decay(course.times[-1] / 8))
-                busy.append(float(timeline.exchanging_s().max() / timeline.end_s))
+                busy.append(float(exchanging_s(timeline).max() / timeline.end_s))
             row(name, len(rates), f"{2 * c.eta:.3f}", spread(decays), f"{fmean(busy):.0%}")
 
 
@@ -305,7 +312,7 @@ def show_speed() -> None:
         middle = time.perf_counter()
         follow(timeline, c, np.ones((n, 16)), objective=Quadratic.random(n, 16))
         end = time.perf_counter()
-        row(n, name, timeline.events, f"{middle - begin:.2f}", f"{end - middle:.2f}")
+        row(n, name, events(timeline), f"{middle - begin:.2f}", f"{end - middle:.2f}")
 
 
 SHOWN = {

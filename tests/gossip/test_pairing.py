@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from offbeat.gossip.pairing import Action, Begin, Pairing, Send, Signal
+from offbeat.gossip.pairing import Action, Begin, Pairing, Send
+from offbeat.gossip.protocol import Kind
 
 Edge = tuple[int, int]
 Event = tuple[str, int, int]
@@ -20,7 +21,7 @@ class World:
     workers: dict[int, Pairing]
     wishes: tuple[Edge, ...]  # that come some time: of whom, for whom
     dying: frozenset[int] = frozenset()  # may die some time
-    ways: dict[Edge, list[Signal]] = field(default_factory=dict)
+    ways: dict[Edge, list[Kind]] = field(default_factory=dict)
 
     def copy(self) -> World:
         workers = {
@@ -97,7 +98,7 @@ def check(world: World, ended: bool) -> None:
         other = world.workers.get(worker.partner) if worker.partner is not None else None
         # The partner has begun, too, or will when the YES arrives, and with nobody else.
         if other is not None and other.partner != worker.me:
-            assert Signal.YES in world.ways[worker.me, other.me]
+            assert Kind.YES in world.ways[worker.me, other.me]
             assert other.asked == worker.me
         if ended:
             assert worker.is_idle, "somebody hangs"
@@ -150,25 +151,25 @@ def test_every_course(edges: list[Edge], wishes: list[Edge], dying: list[int]) -
 
 def test_who_was_busy_asks_in_its_turn() -> None:
     a = Pairing(0, {1, 2})
-    assert a.request(2) == [Send(2, Signal.ASK)]
-    assert a.receive(1, Signal.ASK) == [Send(1, Signal.BUSY)]
-    assert a.receive(2, Signal.YES) == [Begin(2, accepted=False)]
+    assert a.request(2) == [Send(2, Kind.ASK)]
+    assert a.receive(1, Kind.ASK) == [Send(1, Kind.BUSY)]
+    assert a.receive(2, Kind.YES) == [Begin(2, accepted=False)]
     assert a.request(2) == []  # not heard
-    assert a.end_exchange() == [Send(1, Signal.ASK)]
-    assert a.receive(1, Signal.BUSY) == []
+    assert a.end_exchange() == [Send(1, Kind.ASK)]
+    assert a.receive(1, Kind.BUSY) == []
     assert a.request(1) == []  # it will ask
-    assert a.receive(1, Signal.ASK) == [Send(1, Signal.YES), Begin(1, accepted=True)]
+    assert a.receive(1, Kind.ASK) == [Send(1, Kind.YES), Begin(1, accepted=True)]
 
 
 def test_a_paused_worker_refuses_and_remembers_whom() -> None:
     a = Pairing(0, {1, 2})
     assert a.pause(paused=True) == []
     assert a.request(2) == []
-    assert a.receive(1, Signal.ASK) == [Send(1, Signal.BUSY)]
-    assert a.pause(paused=False) == [Send(2, Signal.ASK)]
+    assert a.receive(1, Kind.ASK) == [Send(1, Kind.BUSY)]
+    assert a.pause(paused=False) == [Send(2, Kind.ASK)]
     assert a.duties == [1]
 
 
 def test_an_answer_to_no_question_is_refused() -> None:
     with pytest.raises(ValueError, match="answers nothing"):
-        Pairing(0, {1}).receive(1, Signal.YES)
+        Pairing(0, {1}).receive(1, Kind.YES)

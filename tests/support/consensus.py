@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from offbeat.gossip.graphs import Constants, Edge
+from offbeat.gossip.graphs import Constants, Edge, Rates
 from offbeat.gossip.simulation import Timeline
 
 Matrix = NDArray[np.float64]
@@ -22,6 +22,39 @@ Order = Literal["after_mixing", "before_mixing"]
 
 LAND, GRADIENT, AT_ONCE, MEET = range(4)  # in this order where times are the same
 FLOOR = 1e-24  # of the first squared distance; below it there is only rounding
+
+
+def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
+    """Return a timeline of exchanges only, without duration, of `n` workers. A unit is one second.
+
+    Faster than `simulate`, because exchanges are drawn all at once.
+    """
+    rng = np.random.default_rng((seed, 1))
+    edges, each = np.array(list(rates), dtype=np.intp), np.array(list(rates.values()))
+    at_s = np.sort(rng.uniform(0, units, rng.poisson(each.sum() * units)))
+    which = rng.choice(len(edges), size=len(at_s), p=each / each.sum())
+    none = np.empty(0)
+    nobody = none.astype(np.intp)
+    by, zeros = edges[which, 0], np.zeros(n, dtype=np.intp)
+    return Timeline(n, units, 1.0, nobody, none, none, edges[which], by, at_s, at_s, at_s, zeros)
+
+
+def events(timeline: Timeline) -> int:
+    """Return the number of gradients and exchanges."""
+    return len(timeline.gradient_worker) + len(timeline.exchange_edge)
+
+
+def idle_s(timeline: Timeline) -> Matrix:
+    """Return the seconds of each worker outside of its finished gradients, [n]."""
+    seconds = timeline.gradient_end_s - timeline.gradient_start_s
+    return timeline.end_s - np.bincount(timeline.gradient_worker, seconds, timeline.n)
+
+
+def exchanging_s(timeline: Timeline) -> Matrix:
+    """Return the seconds that each worker has spent in exchanges, [n]."""
+    seconds = timeline.exchange_end_s - timeline.exchange_start_s
+    i, j = timeline.exchange_edge.T
+    return np.bincount(i, seconds, timeline.n) + np.bincount(j, seconds, timeline.n)
 
 
 @dataclass(frozen=True)

@@ -15,23 +15,16 @@ begun depends on its two partners only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
-
-class Signal(Enum):
-    """Signal between two neighbours."""
-
-    ASK = "ask"
-    YES = "yes"
-    BUSY = "busy"
+from offbeat.gossip.protocol import Kind
 
 
 @dataclass(frozen=True)
 class Send:
-    """Action: send a signal to a neighbour."""
+    """Action: send a signal (ASK, YES or BUSY) to a neighbour."""
 
     to: int
-    word: Signal
+    word: Kind
 
 
 @dataclass(frozen=True)
@@ -83,18 +76,18 @@ class Pairing:
             self._queue_request(peer)
         return self._send_next_request()
 
-    def receive(self, peer: int, word: Signal) -> list[Action]:
+    def receive(self, peer: int, word: Kind) -> list[Action]:
         """Process a signal of a neighbour.
 
         Raises:
             ValueError: the signal is an answer, but this worker has not sent a request to `peer`.
         """
-        if word is Signal.ASK:
+        if word is Kind.ASK:
             return self._on_request(peer)
         if self.asked != peer:
-            raise ValueError(f"{word.value} of {peer} answers nothing")
+            raise ValueError(f"{word.name} of {peer} answers nothing")
         self.asked = None
-        if word is Signal.BUSY:
+        if word is Kind.BUSY:
             self.waiting.add(peer)
             return self._send_next_request()
         return [self._begin(peer, accepted=False)]
@@ -126,10 +119,10 @@ class Pairing:
             return []  # the request of the smaller id is valid; the peer accepts it
         if self.asked == peer or (self.is_idle and not self.paused):
             self.asked = None
-            return [Send(peer, Signal.YES), self._begin(peer, accepted=True)]
+            return [Send(peer, Kind.YES), self._begin(peer, accepted=True)]
         self.waiting.discard(peer)
         self._queue_request(peer)
-        return [Send(peer, Signal.BUSY)]
+        return [Send(peer, Kind.BUSY)]
 
     def _begin(self, peer: int, *, accepted: bool) -> Begin:
         self.partner = peer
@@ -150,4 +143,4 @@ class Pairing:
         if not self.is_idle or self.paused or not self.duties:
             return []
         self.asked = self.duties.pop(0)
-        return [Send(self.asked, Signal.ASK)]
+        return [Send(self.asked, Kind.ASK)]

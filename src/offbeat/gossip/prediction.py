@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.profile import Profile
-from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Prediction
+from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
@@ -32,23 +32,16 @@ MOST_GRADIENTS = 50_000  # upper bound of simulated gradients, all workers toget
 SHOWN = 20  # units at the end of the simulation whose gradients and exchanges are listed
 
 
-def predict_gossip(
-    strategy: Gossip,
-    profile: Profile,
-    *,
-    iterations: int | None = None,
-    seed: int = 0,
-    ranks: Ranks | None = None,
-) -> Prediction:
+def predict_gossip(strategy: Gossip, profile: Profile, conditions: Conditions) -> Prediction:
     """Predict gossip. The duration of an iteration is the compute time of the slowest worker.
 
     The link carries the bytes of all exchanges at the full rate. If these take longer than an
     iteration, the link is busy for the whole iteration and fewer exchanges happen.
     """
-    ranks = ranks or Ranks()
+    ranks, seed = conditions.ranks or Ranks(), conditions.seed
     ranks.fit(profile)
     least = RANDOM_ITERATIONS if any(ranks.jitters(profile)) else LEAST_ITERATIONS
-    count = max(iterations or 0, least)
+    count = max(conditions.iterations or 0, least)
     scale = np.array(ranks.compute_scale(profile))
     compute_s = compute_seconds(profile, ranks, count, seed) + profile.update_s * scale
     ends_s = compute_s.cumsum(axis=0)

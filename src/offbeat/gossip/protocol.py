@@ -6,7 +6,6 @@ from enum import IntEnum
 from typing import Any
 
 from offbeat.frames.frames import WireError
-from offbeat.gossip.pairing import Signal
 
 
 class Kind(IntEnum):
@@ -37,8 +36,7 @@ class Kind(IntEnum):
     FORGOTTEN = 18  # answer to MISSED: the result is no longer stored
 
 
-SIGNALS = {Kind.ASK: Signal.ASK, Kind.YES: Signal.YES, Kind.BUSY: Signal.BUSY}
-KINDS = {signal: kind for kind, signal in SIGNALS.items()}
+SIGNALS = (Kind.ASK, Kind.YES, Kind.BUSY)
 
 
 def finite(value: Any) -> float:

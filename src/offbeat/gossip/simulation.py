@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from statistics import fmean
@@ -152,10 +152,6 @@ class Timeline:
     exchange_end_s: NDArray[np.float64]
     forgotten: NDArray[np.intp]
 
-    @property
-    def events(self) -> int:
-        return len(self.gradient_worker) + len(self.exchange_edge)
-
     def gradients(self) -> NDArray[np.intp]:
         """Return the number of gradients that each worker has applied, [n]."""
         return np.bincount(self.gradient_worker, minlength=self.n)
@@ -172,22 +168,12 @@ class Timeline:
         units = self.end_s / self.unit_s
         return {(int(i), int(j)): float(counts[i, j] / units) for i, j in np.argwhere(counts)}
 
-    def exchanging_s(self) -> NDArray[np.float64]:
-        """Return the seconds that each worker has spent in exchanges, [n]."""
-        seconds = self.exchange_end_s - self.exchange_start_s
-        i, j = self.exchange_edge.T
-        return _sums(i, seconds, self.n) + _sums(j, seconds, self.n)
-
     def waiting_s(self) -> NDArray[np.float64]:
         """Return the total waiting time of the requests of each worker in seconds, [n]. Gradients
         do not wait.
         """
-        return _sums(self.exchange_by, self.exchange_start_s - self.exchange_wished_s, self.n)
-
-    def idle_s(self) -> NDArray[np.float64]:
-        """Return the seconds of each worker outside of its finished gradients, [n]."""
-        seconds = self.gradient_end_s - self.gradient_start_s
-        return self.end_s - _sums(self.gradient_worker, seconds, self.n)
+        seconds = self.exchange_start_s - self.exchange_wished_s
+        return np.bincount(self.exchange_by, seconds, self.n).astype(np.float64)
 
     def lanes(self) -> Iterator[Stretch]:
         """Yield gradients and exchanges for a drawing. Intervals of the same worker are in order of
@@ -208,13 +194,6 @@ class Timeline:
         ):
             yield Stretch(i, "gossip", "exchange", start, end, j)
             yield Stretch(j, "gossip", "exchange", start, end, i)
-
-
-def _sums(workers: NDArray[np.intp], seconds: NDArray[np.float64], n: int) -> NDArray[np.float64]:
-    """Return the sum of the seconds of each worker."""
-    found = np.zeros(n)
-    np.add.at(found, workers, seconds)
-    return found
 
 
 # --- the simulation ------------------------------------------------------------------------------
@@ -259,34 +238,20 @@ def simulate(
     return run.run(units * workers.unit_s, gradients)
 
 
-def poisson(rates: Rates, n: int, units: float, *, seed: int = 0) -> Timeline:
-    """Return a timeline of exchanges only, without duration, of `n` workers. A unit is one second.
-
-    Faster than `simulate`, because exchanges are drawn all at once.
-    """
-    rng = np.random.default_rng((seed, 1))
-    edges, each = np.array(list(rates), dtype=np.intp), np.array(list(rates.values()))
-    at_s = np.sort(rng.uniform(0, units, rng.poisson(each.sum() * units)))
-    which = rng.choice(len(edges), size=len(at_s), p=each / each.sum())
-    none = np.empty(0)
-    nobody = none.astype(np.intp)
-    by, zeros = edges[which, 0], np.zeros(n, dtype=np.intp)
-    return Timeline(n, units, 1.0, nobody, none, none, edges[which], by, at_s, at_s, at_s, zeros)
-
-
+@dataclass(slots=True, eq=False)
 class _Exchange:
     """Exchange in progress, with its current speed and the bytes that remain."""
 
-    __slots__ = (
-        "by", "edge", "ends", "left_bytes", "nics", "since_s", "speed", "start_s", "version",
-        "wished_s",
-    )  # fmt: skip
-
-    def __init__(self, edge: int, ends: Edge, nics: tuple[int, ...], by: int, wished_s: float):
-        self.edge, self.ends, self.nics = edge, ends, nics
-        self.by, self.wished_s = by, wished_s
-        self.start_s = self.since_s = self.left_bytes = self.speed = 0.0
-        self.version = 0  # number of the planned end; an END event of another version is obsolete
+    edge: int
+    ends: Edge
+    nics: tuple[int, ...]
+    by: int
+    wished_s: float
+    start_s: float
+    since_s: float = 0.0
+    left_bytes: float = 0.0
+    speed: float = 0.0
+    version: int = 0  # number of the planned end; an END event of another version is obsolete
 
 
 class _Run:
@@ -308,9 +273,11 @@ class _Run:
         self.edge_bytes_s = [network.edge_bytes_s.get(edge, math.inf) for edge in self.edges]
         self.delay_s = [network.delay_of(edge) for edge in self.edges]
         # Separate random streams, so that graph and network do not change the gradient times.
-        self._factors = _jitter_factors(np.random.default_rng((seed, 0)), workers.jitter)
-        self._gaps = _exponential_gaps(np.random.default_rng((seed, 1)))
-        self._shares = _uniform_draws(np.random.default_rng((seed, 2)))
+        factors, gaps, shares = (np.random.default_rng((seed, n)) for n in range(3))
+        jitter = workers.jitter
+        self._factors = _draws(lambda: lognormal(factors.standard_normal(DRAWS), jitter))
+        self._gaps = _draws(lambda: gaps.exponential(size=DRAWS))
+        self._shares = _draws(lambda: shares.uniform(size=DRAWS))
         self._events: list[tuple[float, int, int, int, _Exchange | None]] = []
         self._ties = 0
         # neighbours of each worker, with number and rate of the edge
@@ -407,8 +374,7 @@ class _Run:
     def _start(self, by: int, to: int, edge: int, now_s: float) -> None:
         self._busy[by] = self._busy[to] = True
         wished_s = self._requests[by].popleft()
-        exchange = _Exchange(edge, self.edges[edge], self.nics[edge], by, wished_s)
-        exchange.start_s = now_s
+        exchange = _Exchange(edge, self.edges[edge], self.nics[edge], by, wished_s, now_s)
         if self.delay_s[edge] > 0:
             self._push(now_s + self.delay_s[edge], TRANSFER, 0, exchange)
         else:
@@ -495,22 +461,7 @@ def _hosts(network: Network, n: int) -> tuple[list[int], list[float]]:
     return hosts, rates
 
 
-def _jitter_factors(rng: np.random.Generator, jitter: float) -> Iterator[float]:
-    """Yield lognormal factors with mean 1."""
+def _draws(draw: Callable[[], NDArray[np.float64]]) -> Iterator[float]:
+    """Yield random numbers, of which `draw` generates several at a time."""
     while True:
-        if jitter == 0:
-            yield 1.0
-            continue
-        yield from lognormal(rng.standard_normal(DRAWS), jitter).tolist()
-
-
-def _exponential_gaps(rng: np.random.Generator) -> Iterator[float]:
-    """Yield exponential times with mean 1."""
-    while True:
-        yield from rng.exponential(size=DRAWS).tolist()
-
-
-def _uniform_draws(rng: np.random.Generator) -> Iterator[float]:
-    """Yield uniform random numbers from 0 to 1."""
-    while True:
-        yield from rng.uniform(size=DRAWS).tolist()
+        yield from draw().tolist()

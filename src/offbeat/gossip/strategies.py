@@ -107,13 +107,7 @@ class Gossip(Strategy):
         """Return the predicted timeline. `offbeat graph` predicts the agreement between workers."""
         from offbeat.gossip.prediction import predict_gossip
 
-        return predict_gossip(
-            self,
-            profile,
-            iterations=conditions.iterations,
-            seed=conditions.seed,
-            ranks=conditions.ranks,
-        )
+        return predict_gossip(self, profile, conditions)
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         return ()

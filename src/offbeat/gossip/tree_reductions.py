@@ -23,14 +23,6 @@ KEPT = 4  # stored results on the channel USER, as many as one consolidation nee
 
 
 @dataclass
-class _Round:
-    """Reduction in progress, and the callback for its result."""
-
-    meeting: TreeReduction
-    then: Callable[[TreeReduction], None]
-
-
-@dataclass
 class _Fetch:
     """Request of another worker's result, because this worker has a different one.
 
@@ -70,7 +62,8 @@ class TreeReductions:
 
     def __init__(self, view: View, peers: Peers, held: Mapping[int, int] | None = None):
         self._view, self._peers = view, peers
-        self._rounds: dict[int, _Round] = {}  # reductions in progress by channel
+        self._rounds: dict[int, TreeReduction] = {}  # reductions in progress by channel
+        self._callbacks: dict[int, Callable[[TreeReduction], None]] = {}
         self.held = {USER: 0, OWN: 0, **(held or {})}
         # last results by channel and number
         self._results: dict[int, dict[int, TreeReduction]] = {USER: {}, OWN: {}}
@@ -110,10 +103,11 @@ class TreeReductions:
             then: callback for the completed reduction.
             note: callable that returns the note, called on the root.
         """
-        self._rounds[channel] = now = _Round(TreeReduction(numbers, largest, note), then)
+        self._rounds[channel] = now = TreeReduction(numbers, largest, note)
+        self._callbacks[channel] = then
         place = self._view.place()
         if place is not None:
-            self._send(channel, now.meeting.start(place))
+            self._send(channel, now.start(place))
         early, self._early_frames = self._early_frames, []
         for peer, frame in early:
             self.on_frame(peer, frame)
@@ -131,7 +125,7 @@ class TreeReductions:
         self._quiet_at = time.monotonic() + QUIET_S if self._rounds else None
         for channel, now in self._rounds.items():
             if place is not None:
-                self._send(channel, now.meeting.start(place))
+                self._send(channel, now.start(place))
         self._send_results()
         self._finish_rounds()
 
@@ -253,20 +247,20 @@ class TreeReductions:
     def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
         """Process a chunk of a neighbour. Raise WireError if it is invalid."""
         held, channel = divmod(frame.header.clock, 2)
-        now, digest = self._rounds.get(channel), frame.meta.get("digest")
+        reduction, digest = self._rounds.get(channel), frame.meta.get("digest")
         again = self._fetch
         if again is not None and (held, channel, digest) == (again.number, USER, RESULT):
             self._take_fetched_chunk(again, peer, frame)
         if held < self.held[channel]:
             return
-        if now is None or held > self.held[channel]:
+        if reduction is None or held > self.held[channel]:
             if frame.header.kind is Kind.UP:
                 self._early_frames.append((peer, frame))
                 if channel == USER and held > self._peer_counts.get(peer, 0):
                     self._peer_counts[peer] = held
                     self._request_result()
             return
-        reduction, place = now.meeting, now.meeting.place
+        place = reduction.place
         if place is None:
             return  # the sender restarts the reduction after the view has changed
         elsewhere = digest != place.digest
@@ -288,14 +282,14 @@ class TreeReductions:
         disconnected.
         """
         now = self._rounds.get(channel)
-        place = now.meeting.place if now is not None else None
+        place = now.place if now is not None else None
         if now is None or place is None or self._view.place() is None:
             return None
-        behind = now.meeting.incomplete_children()
+        behind = now.incomplete_children()
         return behind or [worker for worker in [place.parent] if worker is not None]
 
     def _apply_frame(self, channel: int, peer: int, frame: Frame[Kind]) -> None:
-        reduction = self._rounds[channel].meeting
+        reduction = self._rounds[channel]
         chunk, largest = frame.header.shard, finite(frame.meta.get("largest"))
         try:
             body = reduction.as_numbers(chunk, frame.body)
@@ -309,7 +303,7 @@ class TreeReductions:
             raise WireError(str(error)) from None
 
     def _send(self, channel: int, outs: Iterable[Output]) -> None:
-        reduction = self._rounds[channel].meeting
+        reduction = self._rounds[channel]
         for out in outs:
             assert reduction.place is not None
             if self._quiet_at is None:
@@ -342,11 +336,11 @@ class TreeReductions:
 
     def _finish_rounds(self) -> None:
         for channel, now in list(self._rounds.items()):
-            if now.meeting.done:
+            if now.done:
                 self._send_postponed_of(channel)
                 del self._rounds[channel]
                 results, number = self._results[channel], self.held[channel]
-                results[number] = now.meeting
+                results[number] = now
                 results.pop(number - (KEPT if channel == USER else 1), None)
                 self.held[channel] += 1
-                now.then(now.meeting)
+                self._callbacks[channel](now)

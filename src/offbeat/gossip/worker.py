@@ -30,9 +30,9 @@ from offbeat.gossip.chunks import CHUNK_BYTES, Wire
 from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
 from offbeat.gossip.joining import Address, Place
-from offbeat.gossip.pairing import Action, Begin, Pairing, Signal
+from offbeat.gossip.pairing import Action, Begin, Pairing
 from offbeat.gossip.peers import NOTHING, Listener, Peers
-from offbeat.gossip.protocol import KINDS, SIGNALS, Kind, finite, parse_agreement
+from offbeat.gossip.protocol import SIGNALS, Kind, finite, parse_agreement
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.tree_reduction import TreeReduction
@@ -417,22 +417,22 @@ class Gossip(Listener):
                     )
                 continue
             about: dict[str, Any] = {}
-            if act.word is Signal.ASK:
+            if act.word is Kind.ASK:
                 about["meta"] = {
                     "t": self.clock.now(),
                     "anchored": self._exchanges.anchor_number(act.to),
                 }
-            elif act.word is Signal.YES:
+            elif act.word is Kind.YES:
                 t, about["clock"], coded = self._accepted[act.to]
                 mixing = self._shared.course.mixing_at(t)
                 alphas = {"alpha": mixing.alpha, "alpha_tilde": mixing.alpha_tilde}
                 about["meta"] = {"t": t, "coded": coded, **alphas}
-            self._peers.send(act.to, KINDS[act.word], **about)
+            self._peers.send(act.to, act.word, **about)
 
     def _on_signal(self, peer: int, frame: Frame[Kind]) -> None:
         """Process a request of an exchange, or an answer to one."""
-        word, meta = SIGNALS[frame.header.kind], frame.meta
-        if word is Signal.ASK:
+        word, meta = frame.header.kind, frame.meta
+        if word is Kind.ASK:
             t = max(finite(meta.get("t")), self.clock.now())
             coded = meta.get("anchored") == self._exchanges.anchor_number(peer) != NEVER
             self._accepted[peer] = t, self._exchanges.next_number(peer), coded
@@ -441,7 +441,7 @@ class Gossip(Listener):
         except ValueError as error:
             raise WireError(str(error)) from None
         self._perform(acts)
-        if word is Signal.YES:
+        if word is Kind.YES:
             alphas = [finite(meta.get(name)) for name in ("alpha", "alpha_tilde")]
             # eta is common to all workers, so only the factors are sent
             mixing = Mixing(0.0, *alphas)

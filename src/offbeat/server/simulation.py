@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.profile import Profile
-from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Prediction
+from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
@@ -281,38 +281,25 @@ def _empty_lists(workers: int) -> list[list[float]]:
 # ---- from a profile -------------------------------------------------------------------------
 
 
-def predict_served(
-    strategy: SSP,
-    profile: Profile,
-    *,
-    servers: int = 1,
-    iterations: int | None = None,
-    seed: int = 0,
-    ranks: Ranks | None = None,
-) -> Prediction:
-    """Predict a job with the profile's workers and `servers` additional hosts.
+def predict_served(strategy: SSP, profile: Profile, conditions: Conditions) -> Prediction:
+    """Predict a job with the profile's workers and additional hosts that serve.
 
     The profile's rate of the default link is that of an all-reduce, which moves 2(N-1)/N of its
     bytes through every host in 2(N-1) hops. A push or pull moves all bytes in one hop. `exposed_s`
     of the result is the waiting time for parameters and for the arrival of the previous push.
     """
-    require_servers(servers, strategy)
-    ranks = ranks or Ranks()
+    ranks, servers = conditions.ranks or Ranks(), conditions.servers
+    if servers < 1:
+        raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
     ranks.fit(profile)
     chance = any(ranks.jitters(profile))
-    most = max(iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
+    most = max(conditions.iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
     clocks = -(-most // strategy.accumulate)
-    compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
+    compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, conditions.seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
     server = server_of(profile, servers, ranks)
     timeline = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
     return _prediction(strategy, profile, timeline, per_clock_s, server)
-
-
-def require_servers(servers: int, strategy: object) -> None:
-    """Raise ValueError unless there is at least one server."""
-    if servers < 1:
-        raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
 
 
 def _prediction(

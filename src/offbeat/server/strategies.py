@@ -100,14 +100,7 @@ class SSP(Strategy):
 
         if conditions.votes:
             raise ValueError(f"votes ({conditions.votes}) must be left out: {self} has none")
-        return predict_served(
-            self,
-            profile,
-            servers=conditions.servers,
-            iterations=conditions.iterations,
-            seed=conditions.seed,
-            ranks=conditions.ranks,
-        )
+        return predict_served(self, profile, conditions)
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         return ()
