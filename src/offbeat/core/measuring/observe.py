@@ -196,20 +196,21 @@ class Observer:
         model: str,
     ) -> Profile:
         """Return the profile: means over ranks of each rank's typical iteration."""
-        # [ranks, 2 * buckets + 2]: forward and backward per bucket, update, other; in seconds.
-        everyone = np.array(control.gather(self._per_bucket(specs)))
-        mean = everyone.mean(axis=0)
         jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
+        spread = jitter_of([times.compute for times in self._times[1:]])
         self._turns.on_step_begin()
         step_s = call_s(self._engine.optimizer, self._device)
         self._turns.on_step_end()
-        jitters, steps_s = zip(*control.gather((jitter, step_s)), strict=True)
+        own = self._per_bucket(specs), jitter, spread, step_s
+        seconds, jitters, spreads, steps_s = zip(*control.gather(own), strict=True)
+        # [ranks, 2 * buckets + 2]: forward and backward per bucket, update, other; in seconds.
+        everyone = np.array(seconds)
+        mean = everyone.mean(axis=0)
         jitter, rank_jitter = cluster_jitter(jitters)
         kept = self._activation_bytes(specs, control)
         count = len(specs)
         compute = everyone[:, : 2 * count].sum(axis=1)
         scale = compute / compute.mean()
-        spreads = control.gather(jitter_of([times.compute for times in self._times[1:]]))
         alike = are_alike(scale.tolist(), spreads, len(self._times) - 1)
         buckets = tuple(
             Bucket(

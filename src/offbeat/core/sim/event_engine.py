@@ -85,13 +85,9 @@ class _World:
 
     # ---- messages ---------------------------------------------------------------------------
 
-    def ranks_of(self, t: Transfer, rank: int) -> tuple[int, ...]:
-        """Return the ranks that take part in a rank's message."""
-        return t.ranks or self._groups[t.link].get(rank, self._everyone)
-
     def flow(self, t: Transfer, iteration: int, rank: int, *, is_on: bool) -> Flow:
         """Return the message of a rank. If a vote skips it (`is_on` is false), it takes no time."""
-        ranks = self.ranks_of(t, rank)
+        ranks = t.ranks or self._groups[t.link].get(rank, self._everyone)
         key = id(t), iteration, ranks[0]
         flow = self._flows.get(key)
         if flow is None:

@@ -274,7 +274,8 @@ def _settings_faults(
         return
     for key in given:
         yield from unknown_name("setting", key, name, allowed)
-    buffers: list[Buffer] = []
+    usable = usable_buffers(plan)
+    kinds = set()
     for key, setting in allowed.items():
         value = given.get(key, setting.default)
         if value is None:
@@ -282,26 +283,21 @@ def _settings_faults(
                 yield f"{key} of {name} must be given"
         else:
             what = f"{key} ({value!r}) of {name}"
-            yield from _setting_faults(what, value, setting, plan, profile, buffers)
-    if len({buffer.kind for buffer in buffers}) > 1:
+            yield from _setting_faults(what, value, setting, usable, profile)
+            if setting.what == "buffer" and value in usable:
+                kinds.add(usable[value].kind)
+    if len(kinds) > 1:
         yield f"{name} must name buffers of one kind"
 
 
 def _setting_faults(
-    what: str,
-    value: Any,
-    setting: Setting,
-    plan: Plan,
-    profile: Profile | None,
-    buffers: list[Buffer],
+    what: str, value: Any, setting: Setting, usable: dict[str, Buffer], profile: Profile | None
 ) -> Iterator[str]:
-    """Yield faults of one setting; add its buffer, if any, to `buffers`."""
+    """Yield faults of one setting."""
     if setting.what == "buffer":
-        if value not in usable_buffers(plan):
-            yield f"{what} must be one of {', '.join(sorted(usable_buffers(plan)))}"
-            return
-        buffers.append(plan.all_buffers[value])
-        if setting.kind not in (None, buffers[-1].kind):
+        if value not in usable:
+            yield f"{what} must be one of {', '.join(sorted(usable))}"
+        elif setting.kind not in (None, usable[value].kind):
             yield f"{what} must be a buffer like {setting.kind}"
     elif setting.what == "word":
         if value not in setting.words:
