@@ -11,8 +11,7 @@ import pytest
 from offbeat import Profile
 from offbeat.lab import pace as pacing
 from offbeat.lab import turns as turning
-from offbeat.lab.pace import Pace
-from offbeat.lab.pacing import BUSY, MessageCost, least_pace
+from offbeat.lab.pace import BUSY, MessageCost, Pace, least_pace
 from offbeat.lab.turns import Turns
 from offbeat.plan import Moment, local
 

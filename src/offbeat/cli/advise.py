@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SHOWN = 12  # options in the table; the JSON output has all options
 MEGA = 1e6
 DEFAULT_LINK = "net"  # name of the link of a cluster without a file
+MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
 
 
@@ -95,10 +96,7 @@ def to_dict(advice: Advice, command: str) -> dict[str, Any]:
         "options": [
             {
                 "strategy": text_of(option.strategy),
-                "change": option.change,
-                "staleness": option.staleness,
-                "iteration_s": option.iteration_s,
-                "update_s": option.update_s,
+                **{name: getattr(option, name) for name in MEASURES},
                 "bytes_per_iteration": option.bytes,
             }
             for option in advice.options

@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyroute2.iproute import IPRoute
@@ -93,10 +93,8 @@ def available_congestion_control() -> str:
 
 def _try_write(path: str, text: str) -> None:
     """Write if possible: a container may mount /proc/sys read-only, and a kernel may lack IPv6."""
-    try:
+    with suppress(OSError):
         _write(path, text)
-    except OSError:
-        return
 
 
 def _write(path: str, text: str) -> None:

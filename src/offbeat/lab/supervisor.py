@@ -246,10 +246,8 @@ class _Supervisor:
         key = self._keys.pop(process, None)
         if key is None:
             return
-        try:
+        with suppress(OSError):  # the owner has ended
             self._events.send({"key": key, "exit_code": exit_code})
-        except OSError:
-            return  # the owner has ended
 
     def _watch_owner(self) -> None:
         # The signal also arrives if only a thread of the owner ends, so `serve` checks the owner.
@@ -295,15 +293,9 @@ def _signal_group(process: int, number: int) -> None:
     try:
         os.killpg(process, number)
     except ProcessLookupError:
-        _signal_process(process, number)
-
-
-def _signal_process(process: int, number: int) -> None:
-    """Signal a rank that has just been forked and has no process group yet."""
-    try:
-        os.kill(process, number)
-    except ProcessLookupError:
-        return
+        # A rank that has just been forked has no process group yet.
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _children() -> list[int]:

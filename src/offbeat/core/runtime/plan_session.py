@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 # Named as text, because the runtime must not import these modules.
 TURNS = "offbeat.lab.turns:Turns"
-PACED_PROFILE = "offbeat.lab.pacing:paced_profile"
+PACED_PROFILE = "offbeat.lab.pace:paced_profile"
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
 
