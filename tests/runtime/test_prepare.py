@@ -141,13 +141,22 @@ def test_a_model_compiled_as_a_whole_is_warned_about() -> None:
         ("profile", "rank 2 has observe=2, min_bucket_bytes=None, profile=given"),
         (
             "shape",
-            "rank 0 has '6.weight' [3, 7] torch.float64 trainable with strides [7, 1]",
+            "rank 0 has '6.weight [3, 7] torch.float64 trainable with strides [7, 1]'",
         ),
-        ("dtype", "rank 2 '0.weight' [6, 5] torch.float32 frozen"),
-        ("frozen", "trainable with strides [8, 1], rank 2 '4.weight' [7, 8] torch.float64 frozen"),
-        ("more", "rank 0 has 10 parameters, rank 2 12"),
-        ("strides", "with strides [6, 1], rank 2 '1.weight' [8, 6] torch.float64 trainable with"),
-        ("buffers", "the model's buffers must be the same on all ranks: rank 0 has [], rank 2 has"),
+        ("dtype", "rank 2 has '0.weight [6, 5] torch.float32 frozen"),
+        (
+            "frozen",
+            "rank 2 has '4.weight [7, 8] torch.float64 frozen with strides [8, 1]' as",
+        ),
+        (
+            "more",
+            "rank 2 has '7.weight [3, 3] torch.float64 trainable with strides [3, 1]' as",
+        ),
+        (
+            "strides",
+            "with strides [1, 8]' as parameter 2, rank 0 has '1.weight [8, 6] torch.",
+        ),
+        ("buffers", "rank 2 has '[2] torch.float32' as buffer 'extra', rank 0 has None; build"),
         ("optimizer", "the optimizer must be the same on all ranks: rank 0 has SGD {"),
         ("rate", "'lr': 0.2"),
     ],

@@ -114,7 +114,7 @@ class ReplicaGuard(Comparison):
 
     def _require_rounding_only(self, settings: Settings, state: dict[str, Tensor]) -> None:
         """Raise RuntimeError with the causes, unless replicas differ by rounding only."""
-        causes = [self._describe_skips(), _difference_of(self._control.gather(settings))]
+        causes = [self._describe_skips(), describe_difference(self._control.gather(settings))]
         for what, tensors in (("weight", weights(self._model)), ("optimizer state", state)):
             found = find_difference(tensors, self._control)
             causes.append(None if found is None else f"{what} {found}")
@@ -195,7 +195,7 @@ class SettingsGuard(Comparison):
         if self._control.is_same([hash_text(repr(settings)) >> 2, bool(written)]):
             return
         everyone = self._control.gather((settings, written))
-        found = _difference_of([other_settings for other_settings, _ in everyone])
+        found = describe_difference([other_settings for other_settings, _ in everyone])
         if found is not None:
             raise RuntimeError(
                 "ranks whose parameters are averaged must train with the same settings: "
@@ -226,7 +226,7 @@ def agree_on_optimizer(
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     setup = f"{type(optimizer).__name__} {defaults} for groups of {sizes} parameters"
     control.agree("the optimizer", setup, "build the same one everywhere")
-    found = _difference_of(control.gather(settings_of(optimizer, model)))
+    found = describe_difference(control.gather(settings_of(optimizer, model)))
     if found is not None:
         raise ValueError(
             f"the optimizer's param groups must be the same on all ranks: {found}; build the same "
@@ -259,7 +259,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None)))
 
 
-def _difference_of(everyone: list[Settings]) -> str | None:
+def describe_difference(everyone: list[Settings]) -> str | None:
     """Return a description of the first setting in which a rank differs from most ranks."""
     for name in dict.fromkeys(name for settings in everyone for name in settings):
         values = [settings.get(name) for settings in everyone]

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.runtime.attached import UncopiedHook
+from offbeat.core.runtime.hooks import calling_code
 
 
 class ForwardHooks:
@@ -186,12 +187,7 @@ class _ReadRecorder(TorchFunctionMode):
 def _has_compiled_caller() -> bool:
     """Return whether the caller of the model was compiled, and the model with it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    frame = sys._getframe() if dynamo is not None else None
-    while frame is not None:
-        if frame.f_code.co_filename == dynamo.__file__:  # type: ignore[union-attr]
-            return True
-        frame = frame.f_back
-    return False
+    return dynamo is not None and any(c.co_filename == dynamo.__file__ for c in calling_code())
 
 
 def _outside_compiled(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -181,9 +182,12 @@ class BackwardHooks(BackwardPasses):
 
 def is_nested_backward() -> bool:
     """Return whether a backward pass runs within another backward pass."""
-    frame = sys._getframe()
+    return any(code is CheckpointFunction.backward.__code__ for code in calling_code())
+
+
+def calling_code() -> Iterator[CodeType]:
+    """Yield the code of all calls in progress, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
-            return True
+        yield frame.f_code
         frame = frame.f_back
-    return False

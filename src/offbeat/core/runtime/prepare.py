@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from offbeat.core.buckets.flat import require_supported
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints
 from offbeat.core.files import write_or_warn
-from offbeat.core.guards.comparison import EVERY, agree_on_optimizer
+from offbeat.core.guards.comparison import EVERY, Settings, agree_on_optimizer, describe_difference
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
@@ -529,30 +529,17 @@ def _agree_on_model(
         (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.stride())
         for name, p in model.named_parameters()
     ]
-    everyone = control.gather(tensors)
-    for rank, parameters in enumerate(everyone):
-        if parameters != everyone[0]:
-            raise ValueError(
-                "the model must be the same on all ranks: "
-                f"{_first_difference(everyone[0], parameters, rank)}; {SAME_MODEL}"
-            )
-    buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    control.agree("the model's buffers", buffers, SAME_MODEL)
+    layout: Settings = {
+        f"parameter {i}": f"{name} {list(shape)} {dtype} {'trainable' if trained else 'frozen'} "
+        f"with strides {list(strides)}"
+        for i, (name, shape, dtype, trained, strides) in enumerate(tensors)
+    }
+    layout |= {f"buffer {n!r}": f"{list(b.shape)} {b.dtype}" for n, b in model.named_buffers()}
+    difference = describe_difference(control.gather(layout))
+    if difference is not None:
+        raise ValueError(f"the model must be the same on all ranks: {difference}; {SAME_MODEL}")
     agree_on_optimizer(control, optimizer, model)
     return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
-
-
-def _first_difference(mine: list[Any], theirs: list[Any], rank: int) -> str:
-    for a, b in zip(mine, theirs, strict=False):
-        if a != b:
-            return f"rank 0 has {_describe_parameter(a)}, rank {rank} {_describe_parameter(b)}"
-    return f"rank 0 has {len(mine)} parameters, rank {rank} {len(theirs)}"
-
-
-def _describe_parameter(tensor: tuple[Any, ...]) -> str:
-    name, shape, dtype, trainable, strides = tensor
-    kind = "trainable" if trainable else "frozen"
-    return f"{name!r} {list(shape)} {dtype} {kind} with strides {list(strides)}"
 
 
 # ---- profiles -------------------------------------------------------------------------------
