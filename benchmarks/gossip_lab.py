@@ -4,9 +4,9 @@
                                     [--only PATTERN]
     python benchmarks/gossip_lab.py --out DIR --table
 
-50 Mbit/s per host; the models and data of `slides.py`; the same number of samples in all. Numerics
-and messages are real, compute time is emulated. Needs the lab and a quiet machine; a minute or two
-per method and seed. What is in DIR/runs.jsonl is not run again.
+50 Mbit/s per host; the models and data of `papers/slides.py`; the same number of samples in all.
+Numerics and messages are real, compute time is emulated. Needs the lab and a quiet machine; a
+minute or two per method and seed. What is in DIR/runs.jsonl is not run again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a host of `gossip_lab.py` runs: one of the tasks of `slides.py`, for so many samples in all.
+"""What a host of `gossip_lab.py` runs: a task of `papers/slides.py`, for so many samples in all.
 
 Where nobody waits for anybody, faster workers take more steps; the sum is the same.
 """

@@ -2,9 +2,9 @@
 
     python benchmarks/schedules.py [--rates 50,67,100,200] [--scale X] [--json FILE]
 
-Buckets as in DeFT's Table II (see `vgg19.py`), 4 hosts, F = 111 ms and B = 279 ms: three times the
-paper's, and as many bytes as make communication as long as compute at 100 Mbit/s. Rates are those
-of the first link; a second one has 0.6 of it. `--scale` multiplies the bytes. Measured as in
+Buckets as in DeFT's Table II (`papers/deft.py`), 4 hosts, F = 111 ms and B = 279 ms: three times
+the paper's, and as many bytes as make communication as long as compute at 100 Mbit/s. Rates are
+those of the first link; a second one has 0.6 of it. `--scale` multiplies the bytes. Measured as in
 `emulated.py`: one launch per rate and repetition, predictions from its own profile, whole periods
 after any prologue. Nothing is learned here, so DeFT's Preserver is off.
 
@@ -14,7 +14,9 @@ user namespaces) and a quiet machine. About 25 minutes.
 """
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, median
 
 from contest import (
@@ -34,12 +36,15 @@ from contest import (
     table,
     verdicts,
 )
-from vgg19 import BUCKETS
 
 from offbeat import BSP, DDP, WFBP, Strategy
 from offbeat.lab import Cluster, Link
 from offbeat.profile import Bucket
 from offbeat.strategies import ASCWFBP, P3, ByteScheduler, DeAR, DeFT, USByte
+
+sys.path.insert(0, str(Path(__file__).parent / "papers"))
+
+from deft import BUCKETS
 
 SLOWER = 3  # than the paper's accelerators
 BYTES_PER_S = 7.8e6  # payload of an all-reduce over 4 hosts at 100 Mbit/s

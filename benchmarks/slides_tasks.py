@@ -1,4 +1,4 @@
-"""What `slides.py` trains and by which methods: the examples' own models, optimizers and data.
+"""Tasks and methods of `papers/slides.py`: the examples' own models, optimizers and data.
 
 Every worker reads all samples, beginning with its own chunk (`SelDP`), whatever the method.
 """

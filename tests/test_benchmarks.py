@@ -45,14 +45,15 @@ def test_every_result_names_a_script_that_exists() -> None:
 
 
 def test_every_script_and_result_is_in_the_index() -> None:
-    scripts = {path.name for path in BENCHMARKS.glob("*.py")}
-    assert scripts == {*re.findall(r"`(\w+\.py)`", INDEX)}
-    rows = dict(re.findall(r"^\| `(\w+\.py)` \|[^|]*\|([^|]*)\|", INDEX, re.MULTILINE))
+    scripts = {path.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.rglob("*.py")}
+    assert scripts == {*re.findall(r"`((?:papers/)?\w+\.py)`", INDEX)}
+    rows = dict(re.findall(r"^\| `([\w/]+\.py)` \|[^|]*\|([^|]*)\|", INDEX, re.MULTILINE))
     for name in tables.names():
         scripts = paths_in(tables.load(name)["command"])
         for path in scripts:
-            if path.parent == BENCHMARKS and name != "published":
-                assert f"`{name}`" in rows[path.name], (name, path.name)
+            script = path.relative_to(ROOT).as_posix().removeprefix("benchmarks/")
+            if path.is_relative_to(BENCHMARKS) and name != "published":
+                assert f"`{name}`" in rows[script], (name, script)
         assert f"`{name}`" in INDEX, name
     results = {name for row in rows.values() for name in re.findall(r"`(\w+)`", row)}
     assert results <= {*tables.names()}

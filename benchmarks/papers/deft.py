@@ -1,6 +1,6 @@
 """VGG-19 on 16 GPUs as DeFT's authors measured it: iteration times, merges and expected loss.
 
-    python benchmarks/vgg19.py [--json FILE]
+    python benchmarks/papers/deft.py [--json FILE]
 
 Table II of the DeFT paper, with bucket 1's communication at 11,968 us (1,968 as printed does not
 add up to the printed total), no latency and no time for updates. Needs no torch.

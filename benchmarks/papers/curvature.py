@@ -1,6 +1,6 @@
 """What SelSync does to weights, and what its change of the gradient norm says about curvature.
 
-    python benchmarks/curvature.py [--out FILE] [--seeds 3] [--steps 150]
+    python benchmarks/papers/curvature.py [--out FILE] [--seeds 3] [--steps 150]
 
 1. Parameters (PA) or gradients (GA) averaged: after equal steps, how weights are
    distributed, how far replicas are from each other and from BSP's weights.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -25,12 +26,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tasks import GPT, Batch, Task, digits_task, held_out_text, pictures
-from threads import Job, Trained, consolidated, remembered, train, untimed
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offbeat.strategies import BSP, SelSync, Strategy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
+
+from tasks import GPT, Batch, Task, digits_task, held_out_text, pictures
+from threads import Job, Trained, consolidated, remembered, train, untimed
 
 RANKS, WIDTH = 4, 64
 DELTAS = (0.3, 0.05)

@@ -1,6 +1,6 @@
 """Table 1 of Cyclic Data Parallelism: from timetables, and measured on processes of this machine.
 
-    python benchmarks/cyclic_table.py [--sizes 2,3,4] [--out DIR]
+    python benchmarks/papers/cyclic_table.py [--sizes 2,3,4] [--out DIR]
 
 N processes (or 1, or N(N+1)/2) train a chain of N stages for some iterations by each placement.
 Compute time is emulated: every stage sleeps 10 ms forward and 20 ms backward, so that more
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,14 +24,17 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from timetable_costs import costs
-from timetable_page import Panel, page
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, Record, merge_records, recording
 from offbeat.cyclic.simulation import Run, StageFacts, simulate
 from offbeat.cyclic.timetable import PLACEMENTS, Placement, Timetable
 from offbeat.strategies import Cyclic
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
+
+from timetable_costs import costs
+from timetable_page import Panel, page
 
 WIDTH, ROWS, LAYERS, ITERATIONS = 128, 64, 4, 6
 FORWARD_S, BACKWARD_S = 0.010, 0.020

@@ -1,8 +1,9 @@
 """What cyclic data parallelism has learnt after equal samples, as in its authors' Table 2.
 
-    python benchmarks/cyclic_quality.py --out DIR [--models cnn,resnet,gpt] [--rules DP/v1/v2]
+    python benchmarks/papers/cyclic_quality.py --out DIR [--models cnn,resnet,gpt]
+                                        [--rules DP/v1/v2]
                                         [--seeds 0,1,2] [--rates 0.01] [--seconds 400]
-    python benchmarks/cyclic_quality.py --out DIR --table
+    python benchmarks/papers/cyclic_quality.py --out DIR --table
 
 Four micro-batches, four stages of even FLOPs, one process: `Interleaved` trains the numbers of four
 workers. `DP` gives all micro-batches the same parameters. All rules of a seed begin with the same
@@ -11,7 +12,7 @@ drops to a fifth after 30, 60 and 90 % of the iterations, as the authors' does. 
 micro-batches end (`finish`), so every update has the rate of its iteration, and the held-out data
 are looked at. Without `--rates` the rate is the one that suits DP best, of a seed of its own:
 
-    python benchmarks/cyclic_quality.py --out DIR --models cnn --rules DP --seeds 9
+    python benchmarks/papers/cyclic_quality.py --out DIR --models cnn --rules DP --seeds 9
                                         --iterations 350 --rates 0.02,0.05,0.1
 
 All 27 runs take about 25 minutes of a core. Each is appended to DIR/runs.jsonl; what is there is
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +35,14 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import torch
-from tasks import digits, gpt
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, split
 from offbeat.strategies import Cyclic
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
+
+from tasks import digits, gpt
 
 N = 4  # stages, micro-batches
 MOMENTUM, DROP, DROPS = 0.9, 0.2, (0.3, 0.6, 0.9)  # of the rate, after these shares

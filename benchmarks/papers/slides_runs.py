@@ -24,7 +24,7 @@ from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support import memory  # pyright: ignore[reportMissingImports]
 from support.memory import (  # pyright: ignore[reportMissingImports]
     MemoryControl,

@@ -1,6 +1,6 @@
 """How data is split: SelDP against DefDP, injection, SelSync against FedAvg.
 
-    python benchmarks/splits.py [--out FILE] [--seeds 5] [--steps 100]
+    python benchmarks/papers/splits.py [--out FILE] [--seeds 5] [--steps 100]
 
 The digits network (width 64) on 8 ranks, threads of one process. Printed: accuracy of the
 averaged model on 360 images that nobody has trained on, mean and range over seeds, and LSSR, the
@@ -10,6 +10,7 @@ share of local steps. Runs are kept in a file; a second start goes on. About 15 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from tasks import Batch, network, picture_loss, pictures, sgd
-from threads import Job, Trained, World, consolidated, remembered, train, untimed
 
 from offbeat.data import Chunks, DefDP, Dirichlet, Injection, LabelSkew, Partition, SelDP
 from offbeat.strategies import BSP, FedAvg, SelSync, Strategy
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
+
+from tasks import Batch, network, picture_loss, pictures, sgd
+from threads import Job, Trained, World, consolidated, remembered, train, untimed
 
 WORKERS, BATCH, WIDTH = 8, 32, 64
 

@@ -1,8 +1,8 @@
 """The comparison of SelSync's authors in shape: BSP, FedAvg, SSP and SelSync, one worker 2x slower.
 
-    python benchmarks/slides.py lab    --out DIR [--model digits|gpt] [--steps N]
-    python benchmarks/slides.py runs   --out DIR [--model ..] [--hosts 4,8] [--seeds 0,1,2]
-    python benchmarks/slides.py tables --out DIR
+    python benchmarks/papers/slides.py lab    --out DIR [--model digits|gpt] [--steps N]
+    python benchmarks/papers/slides.py runs   --out DIR [--model ..] [--hosts 4,8] [--seeds 0,1,2]
+    python benchmarks/papers/slides.py tables --out DIR
 
 In this order. `lab` (needs the lab and a quiet machine, 3 to 5 minutes per model) measures the
 profile of 4 hosts at 100 Mbit/s, one of which computes half as fast, and some methods on them:
@@ -23,18 +23,20 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from slides_runs import train
-from slides_served import train_served
-from slides_tables import iterations_apart, measured, table
-from slides_tasks import Task, measured_methods, methods, servers_of, task_of
-
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.strategies import SSP
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
+
+from slides_runs import train
+from slides_served import train_served
+from slides_tables import iterations_apart, measured, table
+from slides_tasks import Task, measured_methods, methods, servers_of, task_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HOSTS, SLOWER, RATE_BPS = 4, 2.0, 100e6
 CLUSTER = """
 hosts = {hosts}
