@@ -462,9 +462,9 @@ def test_slices_go_in_turn():
 
 def test_a_later_choice_must_gain_enough():
     some = [later.Choice([], (), (), seconds) for seconds in (1.0, 0.95, 0.8)]
-    assert later.fastest(some[:2], lambda choice: choice.closed_s) is some[1]
-    assert later.fastest(some[:2], lambda choice: choice.closed_s, gain=0.1) is some[0]
-    assert later.fastest(some, lambda choice: choice.closed_s, gain=0.1) is some[2]
+    assert later.fastest(some[:2], lambda choice: choice.closed_s)[1] is some[1]
+    assert later.fastest(some[:2], lambda choice: choice.closed_s, gain=0.1)[1] is some[0]
+    assert later.fastest(some, lambda choice: choice.closed_s, gain=0.1)[1] is some[2]
 
 
 def test_moves_keep_every_bucket():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from offbeat.core.plan import Moment, Plan, Transfer, local, transfer
+from offbeat.core.plan import Kind, Moment, Plan, Transfer, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import synchronous_bound_s
 from offbeat.core.verify.equations import Equations, synchronous
@@ -21,8 +22,8 @@ class BSP(Wired):
 
     def schedule(self, profile: Profile) -> Plan:
         size = len(profile.buckets)
-        messages = (all_gradients(profile, phases=[0]),)
-        return Plan(self.name, size, messages, (local(size, Moment("step"), [0]),))
+        messages = all_gradients(profile, phases=[0])
+        return Plan(self.name, size, tuple(messages), (local(size, Moment("step"), [0]),))
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()
@@ -31,14 +32,19 @@ class BSP(Wired):
         return synchronous_bound_s(profile, fused=True)
 
 
-def all_gradients(profile: Profile, phases: list[int] | range) -> Transfer:
+def all_gradients(profile: Profile, phases: Iterable[int]) -> list[Transfer]:
     """Return BSP's transfer of all gradients, active in `phases`."""
     size = len(profile.buckets)
-    return transfer(
-        "grad",
-        range(size),
-        after=Moment("grad", size - 1),
-        before=Moment("step"),
-        phases=phases,
-        link=profile.default_link.name,
+    ready = Moment("grad", size - 1)
+    return averages(
+        profile, ["grad"], range(size), after=ready, before=Moment("step"), phases=phases
     )
+
+
+def averages(
+    profile: Profile, kinds: Iterable[Kind], buckets: range, **fields: Any
+) -> list[Transfer]:
+    """Return the transfers of an average of buckets on the default link, one for each kind of
+    buffer. `fields` are those of `transfer`."""
+    link = profile.default_link.name
+    return [transfer(kind, buckets, link=link, **fields) for kind in kinds]

@@ -239,13 +239,10 @@ def _add_memory(
 def _wire_facts(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> list[Fact]:
     ways = sorted({t.wire.arg("via", t.verb) for t in transfers if t.wire is not None})
     facts = [Fact("wire", f"{wire.name} by {' and '.join(ways)}", "codec, and how codes go round")]
-    plain = []
-    if any(b.buffer_bytes for b in profile.buckets):
-        plain.append("running statistics")
-    if any(t.wire is None and t.payload.buffer == "state" for t in transfers):
-        plain.append("optimizer state")
-    if any(t.wire is None and t.payload.buffer == "param" for t in transfers):
-        plain.append("parameters")
+    sent = {t.payload.buffer for t in transfers if t.wire is None}
+    plain = ["running statistics"] if any(b.buffer_bytes for b in profile.buckets) else []
+    names = {"state": "optimizer state", "param": "parameters"}
+    plain += [name for buffer, name in names.items() if buffer in sent]
     if plain:
         facts.append(Fact("uncompressed", plain, "what is sent as it is"))
     return facts

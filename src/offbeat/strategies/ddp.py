@@ -14,8 +14,8 @@ from offbeat.core.verify.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
     DDP_CAP_BYTES,
-    DDP_FIRST_CAP_BYTES,
     MIB,
+    fuse_as_ddp,
     gradients_when_ready,
     message_seconds,
 )
@@ -51,11 +51,10 @@ class DDP(Strategy):
 
     def schedule(self, profile: Profile) -> Plan:
         cap = self.cap_mb(profile)
-        sizes = [bucket.size_bytes for bucket in profile.buckets]
         if cap is None:
-            groups = cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
+            groups = fuse_as_ddp(profile)
         else:
-            groups = cap_fusion(sizes, int(cap * MIB))
+            groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], int(cap * MIB))
         return gradients_when_ready(self.name, profile, groups)
 
     def cap_mb(self, profile: Profile) -> float | None:

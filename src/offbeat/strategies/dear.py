@@ -60,9 +60,9 @@ class DeAR(Wired):
         groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], cap_bytes)
         link = profile.default_link.name
         if self.update == "at_step":
-            transfers, updated = _all_reduces(groups, link), Moment("step")
+            transfers, updated = _reduces(groups, link, "all_reduce"), Moment("step")
         else:
-            transfers = (*_reduce_scatters(groups, link), *_all_gathers(groups, link))
+            transfers = (*_reduces(groups, link, "reduce_scatter"), *_all_gathers(groups, link))
             updated = Moment("forward", lag=1)
         return Plan(
             self.name,
@@ -121,7 +121,9 @@ def _best_cap_bytes(profile: Profile) -> int:
     return min(caps, key=lambda cap: decoupled_iteration_s(cap_fusion(sizes, cap), profile))
 
 
-def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
+def _reduces(groups: Fusion, link: str, verb: Verb) -> tuple[Transfer, ...]:
+    """Return the messages under backward: reduce-scatters, or all-reduces in place of both
+    halves."""
     return tuple(
         Transfer(
             Payload("grad", group),
@@ -129,15 +131,10 @@ def _reduce_scatters(groups: Fusion, link: str) -> tuple[Transfer, ...]:
             before=Moment("step"),
             phases=Phases([0]),
             link=link,
-            verb="reduce_scatter",
+            verb=verb,
         )
         for group in groups
     )
-
-
-def _all_reduces(groups: Fusion, link: str) -> tuple[Transfer, ...]:
-    """Return one all-reduce per group in place of its two halves."""
-    return tuple(replace(half, verb="all_reduce") for half in _reduce_scatters(groups, link))
 
 
 def _all_gathers(groups: Fusion, link: str) -> tuple[Transfer, ...]:

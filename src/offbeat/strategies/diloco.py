@@ -123,10 +123,7 @@ class DiLoCo(Wired):
         sets = solve.best(*times, self.fragments)
         if not all(sets):  # DreamDDP fills fewer sets if they suffice to hide all messages
             sets = later.even_loads(times[1], self.fragments)
-        spread: list[tuple[int, ...]] = [()] * self.period
-        for n, members in enumerate(sets):
-            spread[(n + 1) * self.period // self.fragments - 1] = members
-        return later.Candidate(whole_buckets(len(profile.buckets)), tuple(spread))
+        return later.Candidate(whole_buckets(len(profile.buckets)), later.spread(sets, self.period))
 
     def at_step(self) -> Strategy | None:
         early = self.average == "after_update" and not self.delay and self.fragments != 1

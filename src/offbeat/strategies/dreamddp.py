@@ -20,12 +20,11 @@ from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import NONE, Wired
 from offbeat.strategies.dreamddp_due import Candidate
-from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
+from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD, kinds_of
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (
     Average,
     Piece,
-    kinds_of,
     layer_set_facts,
     layer_times,
     partial_plan,
@@ -173,10 +172,14 @@ class DreamDDP(Wired):
         """Return the candidate of the paper's variant with the shortest predicted period."""
         layers = self._layer_sets(profile, [frozenset()])
         layers += self._full_sets(profile, min(self._formula_s(one, profile) for one in layers))
-        chosen_s, chosen = self._fastest_candidate(layers, profile)
+
+        def period_s(candidate: Candidate) -> float:
+            return self._period_s(candidate, profile)
+
+        chosen_s, chosen = later.fastest(layers, period_s)
         slices = self._layer_sets(profile, self._cuts(len(profile.buckets)))
         if slices:
-            sliced_s, sliced = self._fastest_candidate(slices, profile)
+            sliced_s, sliced = later.fastest(slices, period_s)
             gain = SLICES_GAIN if self.split == "auto" else ROUNDING
             if sliced_s < chosen_s * (1 - gain):
                 return sliced
@@ -235,21 +238,22 @@ class DreamDDP(Wired):
                 known[id(choice)] = later.steady_s(plan, profile) * self.period
             return known[id(choice)]
 
-        best = later.fastest(choices, seconds, gain)
+        best_s, best = later.fastest(choices, seconds, gain)
         plain = [c for c in choices if all(piece.parts == 1 for piece in c.pieces)]
         if plain and self.split == "auto":
-            other = later.fastest(plain, seconds, gain)
-            faster = seconds(best) < seconds(other) * (1 - SLICES_GAIN)
-            if not faster and seconds(other) <= paper_s * (1 + ROUNDING):
-                best = other
+            other_s, other = later.fastest(plain, seconds, gain)
+            faster = best_s < other_s * (1 - SLICES_GAIN)
+            if not faster and other_s <= paper_s * (1 + ROUNDING):
+                best_s, best = other_s, other
         if self.fill:
             filled = later.with_fill(setting, best)
-            if self.fill is True or seconds(filled) <= seconds(best) * (1 + ROUNDING):
-                best = filled
+            filled_s = seconds(filled)
+            if self.fill is True or filled_s <= best_s * (1 + ROUNDING):
+                best_s, best = filled_s, filled
         plan = later.forward_plan(setting, best)
         if simulated:
             return later.faster_plan(plan, paper_plan, profile)
-        return plan if seconds(best) <= paper_s * (1 + ROUNDING) else later.with_costs(paper_plan)
+        return plan if best_s <= paper_s * (1 + ROUNDING) else later.with_costs(paper_plan)
 
     def _input_side_cuts(self, size: int) -> list[frozenset[int]]:
         """Return cuts to try: the last 1, 2, 4, ... buckets, which the next forward needs first, up
@@ -425,18 +429,6 @@ class DreamDDP(Wired):
             for z in sorted(ends)
         ]
         return list(dict.fromkeys([*some[1:], frozenset(range(size))]))
-
-    def _fastest_candidate(
-        self, candidates: Iterable[Candidate], profile: Profile
-    ) -> tuple[float, Candidate]:
-        """Return the shortest period in seconds and its candidate; ties go to the first."""
-        best_s, best = float("inf"), None
-        for candidate in candidates:
-            seconds = self._period_s(candidate, profile)
-            if best is None or seconds < best_s * (1 - ROUNDING):
-                best_s, best = seconds, candidate
-        assert best is not None
-        return best_s, best
 
     def _period_s(self, candidate: Candidate, profile: Profile) -> float:
         """Return the predicted seconds of one period.

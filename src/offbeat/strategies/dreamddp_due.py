@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan, simulate
 from offbeat.core.strategy.interface import StatePolicy
 from offbeat.strategies.local_sgd import LocalSGD
-from offbeat.strategies.partial_sync import Average, Piece, kinds_of, layer_set_facts, whole_buckets
+from offbeat.strategies.partial_sync import Average, Piece, layer_set_facts, whole_buckets
 from offbeat.strategies.solvers import Sets
 from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_sets, greedy, refill
 from offbeat.strategies.solvers.stages import cut
@@ -29,6 +29,8 @@ MOVES = 24  # sets of a delayed plan that are simulated
 # relative gain required of other sets in a delayed plan, as most have more messages
 WORTH_MORE = 0.005
 ROUNDING = 1e-9
+
+One = TypeVar("One")
 
 
 @dataclass(frozen=True)
@@ -236,21 +238,10 @@ def forward_plan(setting: Setting, choice: Choice) -> Plan:
     transfers, applies = [], []
     for h, order in enumerate(choice.orders):
         for i in order:
-            last = pieces[i].buckets[-1]
-            next_ = Moment("forward", last, 1)
-            transfers += [
-                transfer(
-                    kind,
-                    pieces[i].buckets,
-                    after=Moment("grad", last),
-                    before=next_,
-                    phases=(h,),
-                    link=setting.profile.default_link.name,
-                    part=pieces[i].part,
-                    parts=pieces[i].parts,
-                )
-                for kind in kinds_of(setting.state)
-            ]
+            next_ = Moment("forward", pieces[i].buckets[-1], 1)
+            transfers += pieces[i].averages(
+                setting.profile, setting.state, before=next_, phases=(h,)
+            )
             if setting.state == "reset":
                 at = Moment("end") if early else next_
                 applies.append(Apply("reset", pieces[i].buckets, at, Phases((h,))))
@@ -344,10 +335,15 @@ def neighbours(message_s: Sequence[float], count: int, period: int) -> Candidate
     """Return `count` runs of neighbouring buckets of even size, one message each, spread over the
     period."""
     runs = cut(message_s, count)
-    sets: list[tuple[int, ...]] = [()] * period
-    for n in range(count):
-        sets[(n + 1) * period // count - 1] = (n,)
-    return Candidate([Piece(run) for run in runs], tuple(sets))
+    return Candidate([Piece(run) for run in runs], spread([(n,) for n in range(count)], period))
+
+
+def spread(sets: Sequence[tuple[int, ...]], period: int) -> Sets:
+    """Return the sets evenly spread over a longer period, with empty sets between them."""
+    found: list[tuple[int, ...]] = [()] * period
+    for n, members in enumerate(sets, 1):
+        found[n * period // len(sets) - 1] = members
+    return tuple(found)
 
 
 def even_loads(message_s: Sequence[float], period: int) -> Sets:
@@ -446,9 +442,9 @@ def faster_plan(plan: Plan, paper: Plan, profile: Profile) -> Plan:
 
 
 def fastest(
-    choices: Iterable[Choice], seconds: Callable[[Choice], float], gain: float = ROUNDING
-) -> Choice:
-    """Return the choice with the shortest period; ties go to the first.
+    choices: Iterable[One], seconds: Callable[[One], float], gain: float = ROUNDING
+) -> tuple[float, One]:
+    """Return the shortest period in seconds and its choice; ties go to the first.
 
     A later choice must save the share `gain`, because smaller differences of simulated periods may
     be noise.
@@ -459,7 +455,7 @@ def fastest(
         if best is None or found_s < best_s * (1 - gain):
             best_s, best = found_s, choice
     assert best is not None
-    return best
+    return best_s, best
 
 
 def steady_s(plan: Plan, profile: Profile) -> float:

@@ -8,13 +8,14 @@ from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar
 
-from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local, transfer
+from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.select import draw_samples
 from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
 from offbeat.core.verify.equations import Equations, federated
+from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.partial_sync import kinds_of
+from offbeat.strategies.local_sgd import kinds_of
 
 LOCAL_STEPS = 5
 STEP, END = Moment("step"), Moment("end")
@@ -131,17 +132,7 @@ class FedAvg(Wired):
                 applies.append(Apply("select", everything, STEP, last, args=args))
         if self.state == "reset":
             applies.append(Apply("reset", everything, END, last))
-        transfers = [
-            transfer(
-                kind,
-                everything,
-                after=STEP,
-                before=END,
-                phases=last,
-                link=profile.default_link.name,
-            )
-            for kind in kinds
-        ]
+        transfers = averages(profile, kinds, everything, after=STEP, before=END, phases=last)
         facts = [Fact("local_steps", list(steps), "by worker, in a round; then it rests")]
         return Plan(
             self.name,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from offbeat.core.plan import Apply, Moment, Phases, Plan, local, transfer
+from offbeat.core.plan import Apply, Kind, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
 from offbeat.core.verify.equations import Equations, local_sgd
-from offbeat.strategies.bsp import all_gradients
+from offbeat.strategies.bsp import all_gradients, averages
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.outer_optimizer import COMMON, OuterSGD, equations_of, outer_of, with_outer
 
@@ -46,23 +46,13 @@ class LocalSGD(Wired):
 
     def schedule(self, profile: Profile) -> Plan:
         everything = range(len(profile.buckets))
-        transfers = [all_gradients(profile, range(self.warmup))] if self.warmup else []
-        kinds = ("param", "state") if self.state == "averaged" else ("param",)
-        averaging = [self.warmup + self.period - 1]
-        transfers += [
-            transfer(
-                kind,
-                everything,
-                after=Moment("step"),
-                before=Moment("end"),
-                phases=averaging,
-                link=profile.default_link.name,
-            )
-            for kind in kinds
-        ]
-        applies = [local(len(everything), Moment("step"), range(self.warmup + self.period))]
+        transfers = all_gradients(profile, range(self.warmup)) if self.warmup else []
+        kinds, averaging = kinds_of(self.state), [self.warmup + self.period - 1]
+        step, end = Moment("step"), Moment("end")
+        transfers += averages(profile, kinds, everything, after=step, before=end, phases=averaging)
+        applies = [local(len(everything), step, range(self.warmup + self.period))]
         if self.state == "reset":
-            applies.append(Apply("reset", everything, Moment("end"), Phases(averaging)))
+            applies.append(Apply("reset", everything, end, Phases(averaging)))
         plan = Plan(
             self.name,
             len(everything),
@@ -93,3 +83,8 @@ class LocalSGD(Wired):
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=True)
+
+
+def kinds_of(state: StatePolicy) -> tuple[Kind, ...]:
+    """Return the kinds of buffers that an average sends."""
+    return ("param", "state") if state == "averaged" else ("param",)

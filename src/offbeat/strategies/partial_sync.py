@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from offbeat.core.plan import Apply, Fact, Kind, Moment, Payload, Phases, Plan, local, transfer
+from offbeat.core.plan import Apply, Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.core.verify.equations import Equations, layer_sets, partial
+from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.local_sgd import EVERY_ITERATION
+from offbeat.strategies.local_sgd import EVERY_ITERATION, kinds_of
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.solvers import Sets, equal_number
 
@@ -87,15 +88,18 @@ class Piece:
         averaged."""
         return [Payload(kind, self.buckets, self.part, self.parts) for kind in kinds_of(state)]
 
+    def averages(self, profile: Profile, state: StatePolicy, **fields: Any) -> list[Transfer]:
+        """Return the transfers of its messages, released by its last gradient. `fields` are those
+        of `transfer`."""
+        after, part, parts = Moment("grad", self.buckets[-1]), self.part, self.parts
+        return averages(
+            profile, kinds_of(state), self.buckets, after=after, part=part, parts=parts, **fields
+        )
+
     def seconds(self, profile: Profile, state: StatePolicy) -> float:
         """Return the seconds of its messages on the default link."""
         link = profile.default_link.name
         return sum(profile.message_s(payload, link) for payload in self.payloads(state))
-
-
-def kinds_of(state: StatePolicy) -> tuple[Kind, ...]:
-    """Return the kinds of buffers that an average sends."""
-    return ("param", "state") if state == "averaged" else ("param",)
 
 
 def whole_buckets(buckets: int) -> list[Piece]:
@@ -148,20 +152,9 @@ def partial_plan(
     shared = {members: Phases(members) for members in set(active)}
     phases = [shared[members] for members in active]
     due = Moment("end" if average == "after_update" else "step")
-    transfers = [
-        transfer(
-            kind,
-            piece.buckets,
-            after=Moment("grad", piece.buckets[-1]),
-            before=due,
-            phases=phases[i],
-            link=profile.default_link.name,
-            part=piece.part,
-            parts=piece.parts,
-        )
-        for i, piece in enumerate(pieces)
-        for kind in kinds_of(state)
-    ]
+    transfers: list[Transfer] = []
+    for i, piece in enumerate(pieces):
+        transfers += piece.averages(profile, state, before=due, phases=phases[i])
     applies = []
     if state == "reset":
         applies += [

@@ -3,7 +3,7 @@ threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, Literal
@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from offbeat.core.plan import (
     Apply,
     Fact,
-    Kind,
     Moment,
     Payload,
     Phases,
@@ -19,7 +18,6 @@ from offbeat.core.plan import (
     Transfer,
     Vote,
     local,
-    transfer,
 )
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import (
@@ -31,8 +29,10 @@ from offbeat.core.strategy.interface import (
 )
 from offbeat.core.verify.equations import Changes, Equations, selective
 from offbeat.strategies import solvers as solve
+from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.partial_sync import kinds_of, layer_times
+from offbeat.strategies.local_sgd import kinds_of
+from offbeat.strategies.partial_sync import layer_times
 
 STEP, END = Moment("step"), Moment("end")
 
@@ -116,11 +116,15 @@ class SelSync(Wired):
         else:
             updated = STEP if self.aggregate == "parameters" else END
             applies = [local(len(everything), updated, always)]
+        kinds = ("grad",) if self.aggregate == "gradients" else kinds_of(self.state)
         transfers: list[Transfer] = []
         for i, run in enumerate(runs):
             whatever = [phase for phase in always if i in forced[phase]]
+            after = Moment("grad", run[-1]) if by_layer else STEP
             for phases, condition in self._conditions(run, always, whatever):
-                transfers += self._transfers(run, phases, condition, profile)
+                transfers += averages(
+                    profile, kinds, run, after=after, before=END, phases=phases, **condition
+                )
                 if self.state == "reset":
                     applies.append(Apply("reset", run, END, Phases(phases), **condition))
         facts = [Fact("forced", [sorted(some) for some in forced], "averaged whatever the votes")]
@@ -153,25 +157,6 @@ class SelSync(Wired):
             yield voted, {"when": self._vote_name(run), "ago": self._lag}
         if whatever:
             yield whatever, {}
-
-    def _transfers(
-        self, run: range, phases: list[int], condition: dict[str, Any], profile: Profile
-    ) -> list[Transfer]:
-        kinds: Sequence[Kind] = kinds_of(self.state)
-        if self.aggregate == "gradients":
-            kinds = ("grad",)
-        return [
-            transfer(
-                kind,
-                run,
-                after=Moment("grad", run[-1]) if self.scope == "layer" else STEP,
-                before=END,
-                phases=phases,
-                link=profile.default_link.name,
-                **condition,
-            )
-            for kind in kinds
-        ]
 
     def _vote_name(self, run: range) -> str:
         return f"layer {run[0]}" if self.scope == "layer" else "sync"

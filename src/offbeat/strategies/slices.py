@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from offbeat.core.codecs.cost import ELEMENT_BYTES
-from offbeat.core.plan import Fact, Moment, Payload, Plan, local, transfer
+from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
 from offbeat.core.verify.equations import Equations, synchronous
@@ -118,16 +118,12 @@ def forward_plan(
     """
     arriving = update == "on_arrival"
     transfers = tuple(
-        transfer(
-            "grad",
-            payload.buckets,
+        Transfer(
+            payload,
             after=Moment("grad", payload.buckets[-1]),
             before=Moment("forward", payload.buckets[-1], lag=1) if arriving else Moment("step"),
-            phases=[0],
+            phases=Phases([0]),
             link=profile.default_link.name,
-            part=payload.part,
-            parts=payload.parts,
-            width=payload.width,
         )
         for payload in order
     )

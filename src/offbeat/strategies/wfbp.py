@@ -13,6 +13,7 @@ from offbeat.core.strategy.interface import synchronous_bound_s
 from offbeat.core.verify.equations import Equations, synchronous
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.solvers import (
+    Fusion,
     MessageSeconds,
     cap_fusion,
     greedy_fusion,
@@ -20,7 +21,6 @@ from offbeat.strategies.solvers import (
     optimal_fusion,
 )
 
-Fusion = tuple[range, ...]
 MIB = 1024 * 1024
 DDP_CAP_BYTES = 25 * MIB
 DDP_FIRST_CAP_BYTES = MIB
@@ -82,17 +82,10 @@ def gradients_when_ready_s(profile: Profile, plan: Plan) -> float:
     return local_s + max(profile.backward_s, end_s)
 
 
-def _fuse_none(profile: Profile) -> Fusion:
-    return no_fusion(len(profile.buckets))
-
-
-def _fuse_by_cap(profile: Profile) -> Fusion:
+def fuse_as_ddp(profile: Profile) -> Fusion:
+    """Return the groups of DDP with torch's default caps."""
     sizes = [bucket.size_bytes for bucket in profile.buckets]
     return cap_fusion(sizes, DDP_CAP_BYTES, DDP_FIRST_CAP_BYTES)
-
-
-def _fuse_greedily(profile: Profile) -> Fusion:
-    return greedy_fusion(profile.ready_s, message_seconds(profile))
 
 
 def _fuse_optimally(profile: Profile) -> Fusion:
@@ -108,8 +101,8 @@ def message_seconds(profile: Profile) -> MessageSeconds:
 
 
 _FUSIONS: dict[str, Callable[[Profile], Fusion]] = {
-    "none": _fuse_none,
-    "ddp": _fuse_by_cap,
-    "mg-wfbp": _fuse_greedily,
+    "none": lambda profile: no_fusion(len(profile.buckets)),
+    "ddp": fuse_as_ddp,
+    "mg-wfbp": lambda profile: greedy_fusion(profile.ready_s, message_seconds(profile)),
     "optimal": _fuse_optimally,
 }

@@ -61,23 +61,23 @@ class Cycle:
         return self._known[key]
 
 
-def bound_s(cycle: Cycle, period: int) -> float:
+def bound_s(cycle: Cycle, period: int, members: Sequence[int] | None = None) -> float:
     """Return a lower bound on the mean seconds of a cycle, for any sets, slices and orders.
 
-    Let c be the seconds of those messages of a cycle that do not precede k in backward order. They
-    start after `ready_s[k]`, and at least `left_s[k]` follows the last one, because both ascend. So
-    a cycle takes at least `ready_s[k] + c + left_s[k]`, and at least `least_s`. The sum of c over
-    the cycles of a period is the time of all messages from k on. The largest of these bounds is the
+    The bound includes the messages `members` in ascending order, by default all. Let c be the
+    seconds of those messages of a cycle that do not precede k in backward order. They start after
+    `ready_s[k]`, and at least `left_s[k]` follows the last one, because both ascend. So a cycle
+    takes at least `ready_s[k] + c + left_s[k]`, and at least `least_s`. The sum of c over the
+    cycles of a period is the time of all messages from k on. The largest of these bounds is the
     preemptive optimum of one machine. Slices without latency reach it, if each cycle sends
     1 / period of each message.
     """
-    found = cycle.least_s
-    later_s = 0.0
-    for ready_s, message_s, left_s in reversed(
-        [*zip(cycle.ready_s, cycle.message_s, cycle.left_s, strict=True)]
-    ):
-        later_s += message_s
-        found = max(found, ready_s + later_s / period + left_s)
+    ready_s, message_s, left_s = cycle.ready_s, cycle.message_s, cycle.left_s
+    found, later_s = cycle.least_s, 0.0
+    for i in reversed(range(len(ready_s)) if members is None else members):
+        later_s += message_s[i]
+        if (end_s := ready_s[i] + later_s / period + left_s[i]) > found:
+            found = end_s
     return found
 
 
@@ -308,17 +308,6 @@ class _OpenSet:
         return self._before_s[at] if at < len(self.members) else self.load_s
 
 
-def _floor_s(cycle: Cycle, members: Sequence[int]) -> float:
-    """Return the lower bound of a cycle with these messages, in ascending order (see `bound_s`)."""
-    ready_s, message_s, left_s = cycle.ready_s, cycle.message_s, cycle.left_s
-    found, later_s = cycle.least_s, 0.0
-    for i in reversed(members):
-        later_s += message_s[i]
-        if (end_s := ready_s[i] + later_s + left_s[i]) > found:
-            found = end_s
-    return found
-
-
 class _Climb:
     """Local search from given sets, limited by the remaining work."""
 
@@ -360,7 +349,7 @@ class _Climb:
             one = (self.sets[a] - given) | taken
             other = (self.sets[b] - taken) | given
             self._work.left -= len(one) + len(other)
-            if sum(_floor_s(self._cycle, sorted(members)) for members in (one, other)) < limit_s:
+            if sum(bound_s(self._cycle, 1, sorted(some)) for some in (one, other)) < limit_s:
                 self._work.left -= ORDERING * (len(one) + len(other))
                 seconds = self._cycle.best(one)[0], self._cycle.best(other)[0]
                 if sum(seconds) < limit_s:

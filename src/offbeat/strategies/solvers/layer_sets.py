@@ -97,7 +97,7 @@ def dfs(backward_s: Sequence[float], communication_s: Sequence[float], period: i
     Source: DreamDDP, Algorithm 2, with three changes: line 28 searches Psi_-, line 30 searches set
     h+1, and the cost is exact instead of additive.
     """
-    ready_s, comm_s = _problem(backward_s, communication_s, period)
+    ready_s, comm_s = _lists(backward_s, communication_s, period)
     count, backward_end_s = len(comm_s), (ready_s[-1] if ready_s else 0.0)
     best_s = np.inf
     best_starts: tuple[int, ...] = (0,)
@@ -138,7 +138,7 @@ def brute_force(backward_s: Sequence[float], communication_s: Sequence[float], p
 
     Source: DreamDDP, Section 3.3.
     """
-    ready_s, comm_s = _problem(backward_s, communication_s, period)
+    ready_s, comm_s = _lists(backward_s, communication_s, period)
     count = len(comm_s)
     cost_s = {
         (start, end): cost(range(start, end), ready_s, comm_s)
@@ -170,10 +170,7 @@ def optimal(backward_s: Sequence[float], communication_s: Sequence[float], perio
 
     Source: ours.
     """
-    return _contiguous_sets(*_problem_arrays(backward_s, communication_s, period), period)
-
-
-def _contiguous_sets(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
+    ready_s, comm_s = _arrays(backward_s, communication_s, period)
     count = len(comm_s)
     if count == 0:
         return ((),) * period
@@ -211,10 +208,7 @@ def balanced(backward_s: Sequence[float], communication_s: Sequence[float], peri
 
     Source: ours.
     """
-    return _balanced_sets(*_problem_arrays(backward_s, communication_s, period), period)
-
-
-def _balanced_sets(ready_s: Numbers, comm_s: Numbers, period: int) -> Sets:
+    ready_s, comm_s = _arrays(backward_s, communication_s, period)
     if len(comm_s) == 0:
         return ((),) * period
     order = np.argsort(-(ready_s + comm_s), kind="stable")
@@ -238,7 +232,7 @@ def equal_number(
 
     Source: DreamDDP, Example 1 (PLSGD-ENP).
     """
-    ready_s, _ = _problem(backward_s, communication_s, period)
+    ready_s, _ = _arrays(backward_s, communication_s, period)
     size = -(-len(ready_s) // period)
     return _split([h * size for h in range(period)], len(ready_s), period)
 
@@ -256,9 +250,9 @@ def best(backward_s: Sequence[float], communication_s: Sequence[float], period: 
 
     Source: ours.
     """
-    ready_s, comm_s = _problem_arrays(backward_s, communication_s, period)
-    contiguous = _contiguous_sets(ready_s, comm_s, period)
-    scattered = _balanced_sets(ready_s, comm_s, period)
+    ready_s, comm_s = _arrays(backward_s, communication_s, period)
+    contiguous = optimal(backward_s, communication_s, period)
+    scattered = balanced(backward_s, communication_s, period)
     contiguous_s, scattered_s = (
         sum(_fast_cost(np.array(members, dtype=np.intp), ready_s, comm_s) for members in sets)
         for sets in (contiguous, scattered)
@@ -389,25 +383,11 @@ def _split(starts: Sequence[int], count: int, period: int) -> Sets:
     return tuple(tuple(range(start, end)) for start, end in pairwise(bounds))
 
 
-def _problem(
-    backward_s: Sequence[float], communication_s: Sequence[float], period: int
-) -> tuple[list[float], list[float]]:
-    """Check the arguments; return ready and communication times as lists."""
-    _check.period(period)
-    return _lists(backward_s, communication_s)
-
-
-def _problem_arrays(
-    backward_s: Sequence[float], communication_s: Sequence[float], period: int
+def _arrays(
+    backward_s: Sequence[float], communication_s: Sequence[float], period: int = 1
 ) -> tuple[Numbers, Numbers]:
     """Check the arguments; return ready and communication times as arrays."""
     _check.period(period)
-    return _arrays(backward_s, communication_s)
-
-
-def _arrays(
-    backward_s: Sequence[float], communication_s: Sequence[float]
-) -> tuple[Numbers, Numbers]:
     durations_s = _check.numbers("backward_s", backward_s)
     comm_s = _check.numbers("communication_s", communication_s)
     _check.same_length("communication_s", comm_s, "backward_s", durations_s)
@@ -415,9 +395,10 @@ def _arrays(
 
 
 def _lists(
-    backward_s: Sequence[float], communication_s: Sequence[float]
+    backward_s: Sequence[float], communication_s: Sequence[float], period: int = 1
 ) -> tuple[list[float], list[float]]:
-    ready_s, comm_s = _arrays(backward_s, communication_s)
+    """Check the arguments; return ready and communication times as lists."""
+    ready_s, comm_s = _arrays(backward_s, communication_s, period)
     return ready_s.tolist(), comm_s.tolist()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,38 +67,23 @@ class Schedule:
 
         The start of a cycle is arbitrary, so return the lexicographically greatest rotation.
         """
-        closes = [-1, *(t for t, iteration in enumerate(self.cycle) if iteration.closes)]
-        merges = [b - a for a, b in pairwise(closes)]
+        merges = _merges(self.cycle)
         return tuple(max(merges[i:] + merges[:i] for i in range(len(merges))))
 
     @property
     def longest(self) -> int:
         """Return the largest number of iterations that an update of prologue or cycle merges."""
-        iterations = [*self.prologue, *self.cycle]
-        closes = [-1, *(t for t, iteration in enumerate(iterations) if iteration.closes)]
-        return max(b - a for a, b in pairwise(closes))
+        return max(_merges(self.prologue + self.cycle))
 
     @property
     def updates_per_iteration(self) -> float:
         return len(self.merges) / len(self.cycle)
 
 
-class _Policy(Protocol):
-    """Rule that determines the messages of an iteration from its current queue."""
-
-    @property
-    def count(self) -> int:
-        """Return the number of pieces."""
-        ...
-
-    def iteration(self, queue: _Queue) -> Iteration: ...
-
-    def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
-        """Return `future` of the closing iteration `last` with just these pieces, or None.
-
-        None means that they cannot be sent in their own backward.
-        """
-        ...
+def _merges(iterations: Sequence[Iteration]) -> list[int]:
+    """Return the number of iterations up to and including each close."""
+    closes = [-1, *(t for t, iteration in enumerate(iterations) if iteration.closes)]
+    return [b - a for a, b in pairwise(closes)]
 
 
 def simulate(
@@ -189,7 +174,11 @@ def fifo(forward: int, backward: int, ready_s: Sequence[float], backward_s: floa
 
 @dataclass(frozen=True)
 class _Counts:
-    """Policy with fixed numbers of pieces per window."""
+    """Policy with fixed numbers of pieces per window.
+
+    A policy determines the messages of an iteration from its current queue. `count` is the number
+    of pieces.
+    """
 
     forward: int
     backward: int
@@ -205,6 +194,8 @@ class _Counts:
         return Iteration(waiting[: self.forward], current, future, closes)
 
     def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        """Return `future` of the closing iteration `last` with just these pieces, or None if they
+        cannot be sent in their own backward."""
         # Pieces are sent in a fixed order, so a close leaves one of at most `count` + 1 queues.
         # Hence the queues repeat exactly.
         return last.future if _pieces(last.future) == pieces else None
@@ -246,6 +237,8 @@ class _Windows:
         return Iteration(forward, current, future, closes=True)
 
     def early_sends(self, last: Iteration, pieces: _Queue) -> tuple[Send, ...] | None:
+        """Return `future` of the closing iteration `last` with just these pieces, or None if they
+        cannot be sent in their own backward."""
         if pieces <= _pieces(last.future):
             return tuple(send for send in last.future if send.piece in pieces)
         busy_s, early = self._current_s(last.current), sorted(pieces)
@@ -289,7 +282,10 @@ class _Windows:
 
 
 def _schedule(
-    policy: _Policy, enough: float, names: Sequence[str], most_generations: int = MOST_GENERATIONS
+    policy: _Counts | _Windows,
+    enough: float,
+    names: Sequence[str],
+    most_generations: int = MOST_GENERATIONS,
 ) -> Schedule:
     """Simulate the queues from an empty one; return the schedule that repeats the best stretch."""
     search = _Search(policy, most_generations, [], [(0, frozenset())])
@@ -315,7 +311,7 @@ class _Search:
         best: schedule with most updates per iteration so far.
     """
 
-    policy: _Policy
+    policy: _Counts | _Windows
     most_generations: int
     iterations: list[Iteration]
     closes: list[tuple[int, _Queue]]
