@@ -50,17 +50,18 @@ class RecordWriter:
     def append(self, block: Mapping[str, Any]) -> None:
         """Append one block, after the blocks whose write has failed, in a single write.
 
-        The record ends after the block that exceeds `MOST_UNWRITTEN_BYTES` of unwritten blocks.
+        With more than `MOST_UNWRITTEN_BYTES` of unwritten blocks, this and all later blocks are
+        dropped.
 
         Raises:
             OSError: the file cannot be written. It ends with the last complete block.
         """
         if self._begun and self._last.get(self.path) is not self:
             return
+        self._is_full = self._is_full or len(self._unwritten) > MOST_UNWRITTEN_BYTES
         if not self._is_full:
             line = json.dumps({"schema": SCHEMA, **block}, separators=(",", ":"))
             self._unwritten += f"{line}\n".encode()
-            self._is_full = len(self._unwritten) > MOST_UNWRITTEN_BYTES
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab" if self._begun else "wb", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
