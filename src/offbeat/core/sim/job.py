@@ -14,7 +14,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.lines import Line
 from offbeat.core.sim.outcomes import Outcomes
-from offbeat.core.sim.ranks import Ranks, equal, lognormal
+from offbeat.core.sim.ranks import Ranks, lognormal
 from offbeat.core.sim.timed_program import TimedProgram
 
 _KEPT = 64  # number of iterations in the cache of factors
@@ -29,7 +29,8 @@ class Factors:
     def __init__(self, profile: Profile, ranks: Ranks, iterations: int, seed: int) -> None:
         self._scale = np.asarray(ranks.compute_scale(profile), dtype=float)
         self._noise = ranks.noise(iterations, profile, seed)
-        self.alike = len(self._scale) == 1 or (self._noise is None and equal(self._scale.tolist()))
+        equal = self._noise is None and self._scale.min() == self._scale.max()
+        self.alike = len(self._scale) == 1 or bool(equal)
 
     def values(self, iteration: int, repeat: int = 1) -> Times:
         """Return the factors of all ranks in one iteration.

@@ -128,8 +128,3 @@ def lognormal(
     """Map standard normal draws to lognormal factors with mean 1 and this standard deviation."""
     spread = np.log1p(np.square(deviation))  # variance of the logarithm; -spread / 2 gives mean 1
     return np.exp(np.sqrt(spread) * draws - spread / 2)
-
-
-def equal(values: Sequence[float]) -> bool:
-    """Return whether all values are equal."""
-    return min(values) == max(values)

@@ -34,11 +34,7 @@ def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Ser
     """Return one of `servers` equal servers on the profile's default link."""
     ranks, link = ranks or Ranks(), profile.default_link
     hops = max(2 * (profile.world_size - 1), 1)
-    rate = (
-        link.bytes_per_s * hops / profile.world_size
-        if profile.world_size > 1
-        else (link.bytes_per_s)
-    )
+    rate = link.bytes_per_s * hops / profile.world_size
     caps = [rate * ranks.link_rate(link.name, (n,)) / servers for n in range(profile.world_size)]
     size_bytes = sum(bucket.size_bytes for bucket in profile.buckets)
     return Server(

@@ -49,11 +49,8 @@ class Span:
 
     @property
     def name(self) -> str:
-        return (
-            self.kind
-            if self.buckets is None
-            else f"{self.kind}[{self.buckets[0]}:{self.buckets[1]}]"
-        )
+        run = "" if self.buckets is None else f"[{self.buckets[0]}:{self.buckets[1]}]"
+        return self.kind + run
 
 
 def whole_periods(skip: int, period: int, iterations: int) -> int:
