@@ -101,7 +101,7 @@ def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list
 
 def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     """Return the seconds of one forward and backward of a child, and its output."""
-    given = [_as_leaf(x) for x in inputs]
+    given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     begin_s = time.perf_counter()
     output = child(*given)
     if output.requires_grad:
@@ -117,10 +117,6 @@ def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[f
             inputs = (child(*inputs),)
         costs.append(float(counter.get_total_flops()))
     return costs
-
-
-def _as_leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.is_floating_point())
 
 
 def _split_traced(

@@ -106,31 +106,23 @@ class StageState:
         with preserve_random_states({shape.device}), shield_parameters(self._optimizer):
             copy.step()
         for name, value in copy.state[trial].items():
+            number, like, device = None, value, shape.device
             if isinstance(value, (bool, int, float)):
-                self._add(p, name, type(value), torch.empty((), dtype=torch.float64, device="cpu"))
+                number, like = type(value), torch.empty((), dtype=torch.float64, device="cpu")
+                device = like.device
             elif isinstance(value, Tensor) and value.shape == trial.shape:
-                self._add(
-                    p, name, None, torch.empty_like(shape.like, dtype=value.dtype), shape.device
-                )
+                like = torch.empty_like(shape.like, dtype=value.dtype)
             elif isinstance(value, Tensor) and value.dim() == 0:
-                self._add(p, name, None, value)
-            elif value is not None:
+                device = value.device
+            elif value is None:
+                continue
+            else:
                 raise ValueError(
                     f"{type(self._optimizer).__name__} keeps {name!r} for a parameter, neither a "
                     "number nor a tensor of its shape, which cannot be sent; use another placement "
                     "than 'zero'"
                 )
-
-    def _add(
-        self,
-        p: nn.Parameter,
-        name: str,
-        number: type | None,
-        like: Tensor,
-        device: torch.device | None = None,
-    ) -> None:
-        device = device or like.device
-        begin = -(-self._sizes.get(device, 0) // ALIGNED) * ALIGNED
-        end = begin + like.nbytes
-        self._sizes[device] = end
-        self._places.append(_Place(p, name, number, like.dtype, like.shape, device, begin, end))
+            begin = -(-self._sizes.get(device, 0) // ALIGNED) * ALIGNED
+            self._sizes[device] = end = begin + like.nbytes
+            place = _Place(p, name, number, like.dtype, like.shape, device, begin, end)
+            self._places.append(place)

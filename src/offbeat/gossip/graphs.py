@@ -173,11 +173,14 @@ def _check(graph: nx.Graph, n: int) -> None:
         raise ValueError(
             f"edge ({loops[0]}-{loops[0]}) must join two workers; leave self loops out"
         )
+    _require_connected(graph, "add an edge between them")
+
+
+def _require_connected(graph: nx.Graph, remedy: str) -> None:
     apart = parts(graph)
     if len(apart) > 1:
         raise ValueError(
-            f"topology must be connected, but falls apart into {_as_text(apart)}; add an edge "
-            "between them"
+            f"topology must be connected, but falls apart into {_as_text(apart)}; {remedy}"
         )
 
 
@@ -308,9 +311,4 @@ def _check_rates(rates: Rates, at: Mapping[int, int]) -> None:
                 "leave out edges that are not used"
             )
         graph.add_edge(i, j)
-    apart = parts(graph)
-    if len(apart) > 1:
-        raise ValueError(
-            f"topology must be connected, but falls apart into {_as_text(apart)}; let one part go "
-            "on alone, or add an edge between them"
-        )
+    _require_connected(graph, "let one part go on alone, or add an edge between them")

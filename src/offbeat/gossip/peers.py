@@ -10,16 +10,18 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.frames.connection import NOTHING, Connection
 from offbeat.frames.connection_loop import ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.gossip.protocol import Kind
+
+if TYPE_CHECKING:
+    from offbeat.gossip.worker import Gossip
 
 RETRY_S = 0.3  # seconds between two attempts to connect; grows with each attempt
 MAX_RETRY_S = 5.0
@@ -28,36 +30,6 @@ HEARTBEATS = 4  # heartbeats per `silent_s` seconds
 STRANGER_KINDS = (Kind.TIME, Kind.JOIN)  # requests of workers that are not neighbours
 
 Address = tuple[str, int]
-
-
-class Listener(ABC):
-    """Receiver of events of the connections."""
-
-    @abstractmethod
-    def hello(self, peer: int) -> dict[str, Any]:
-        """Return the metadata of the HELLO to a neighbour."""
-
-    @abstractmethod
-    def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
-        """Process the HELLO of a neighbour that has connected. Raise WireError if it is invalid."""
-
-    @abstractmethod
-    def on_disconnect(self, peer: int, why: str) -> None:
-        """Process the disconnection of a neighbour."""
-
-    @abstractmethod
-    def answer_stranger(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
-        """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
-
-    @abstractmethod
-    def body_buffer(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
-        """Return an object and its memory for the body of a frame. Raise WireError if the frame is
-        not expected.
-        """
-
-    @abstractmethod
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
-        """Process a frame. Raise WireError if it is invalid."""
 
 
 @dataclass(eq=False)
@@ -82,7 +54,7 @@ class Peers(ConnectionLoop[_Peer]):
         neighbours: addresses of the neighbours.
         door: socket on which neighbours connect to this worker.
         silent_s: seconds without a frame after which a connection is closed.
-        listener: receiver of events.
+        gossip: receiver of frames and of events of the connections.
         joins: whether this worker joins a running job. It then connects to all neighbours, because
             its address is unknown to them.
     """
@@ -94,13 +66,13 @@ class Peers(ConnectionLoop[_Peer]):
         neighbours: Mapping[int, Address],
         door: socket.socket,
         silent_s: float,
-        listener: Listener,
+        gossip: Gossip,
         *,
         joins: bool = False,
     ):
         super().__init__(me, door)
         self._secret, self._silent_s = secret, silent_s
-        self._addresses, self._handler = dict(neighbours), listener
+        self._addresses, self._gossip = dict(neighbours), gossip
         self._connections: dict[int, _Peer] = {}  # connections of neighbours, by id
         self._pending: set[_Peer] = set()  # connections without a HELLO
         self._tries = dict.fromkeys(neighbours, 0)
@@ -230,16 +202,16 @@ class Peers(ConnectionLoop[_Peer]):
         if peer in self._pending:
             self._introduce(peer, frame)
         else:
-            self._handler.on_frame(frame.header.rank, frame)
+            self._gossip.on_frame(frame.header.rank, frame)
 
     def _hello(self, peer: int) -> bytes:
-        return pack(Kind.HELLO, self.me, meta=self._handler.hello(peer))
+        return pack(Kind.HELLO, self.me, meta=self._gossip.hello(peer))
 
     def _introduce(self, line: _Peer, frame: Frame[Kind]) -> None:
         """Process the first frame: a HELLO, or the request of a worker that is not a neighbour."""
         peer = frame.header.rank
         if frame.header.kind in STRANGER_KINDS:
-            line.connection.send(*self._handler.answer_stranger(frame))
+            line.connection.send(*self._gossip.answer_stranger(frame))
             self._write(line)
             return
         if peer in self._connections:
@@ -253,7 +225,7 @@ class Peers(ConnectionLoop[_Peer]):
         line.peer, self._connections[peer], self._tries[peer] = peer, line, 0
         if peer > self.me:
             self._retry_at_s.pop(peer, None)
-        self._handler.on_connect(peer, frame.meta)
+        self._gossip.on_connect(peer, frame.meta)
 
     def _buffer(self, line: _Peer, header: Header[Kind]) -> tuple[Any, memoryview]:
         if line in self._pending:
@@ -268,7 +240,7 @@ class Peers(ConnectionLoop[_Peer]):
             raise WireError(f"worker ({header.rank}) must be {line.peer}")
         if header.kind is Kind.HELLO:
             raise WireError("HELLO is not expected now")
-        return self._handler.body_buffer(header.rank, header)
+        return self._gossip.body_buffer(header.rank, header)
 
     # ---- closed connections -----------------------------------------------------------------
 
@@ -283,7 +255,7 @@ class Peers(ConnectionLoop[_Peer]):
         if known:
             assert line.peer is not None
             del self._connections[line.peer]
-            self._handler.on_disconnect(line.peer, why)
+            self._gossip.on_disconnect(line.peer, why)
 
     def _due_s(self) -> float:
         """Return the seconds until the next heartbeat, timeout or connection attempt."""

@@ -31,7 +31,7 @@ from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
 from offbeat.gossip.joining import Address, Place
 from offbeat.gossip.pairing import Action, Begin, Pairing
-from offbeat.gossip.peers import NOTHING, Listener, Peers
+from offbeat.gossip.peers import NOTHING, Peers
 from offbeat.gossip.protocol import SIGNALS, Kind, finite, parse_agreement
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
@@ -75,7 +75,7 @@ class Settings:
     seed: int = 0
 
 
-class Gossip(Listener):
+class Gossip:
     """Gossip of worker `me`, with its own thread.
 
     Args:
@@ -484,6 +484,7 @@ class Gossip(Listener):
     # ---- neighbours -------------------------------------------------------------------------
 
     def hello(self, peer: int) -> dict[str, Any]:
+        """Return the metadata of the HELLO to a neighbour."""
         return {
             "layout": self._settings.layout,
             "life": self._life,
@@ -494,6 +495,7 @@ class Gossip(Listener):
         }
 
     def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
+        """Process the HELLO of a neighbour that has connected. Raise WireError if it is invalid."""
         if hello.get("layout") != self._settings.layout:
             raise WireError(ANOTHER_MODEL)
         try:
@@ -529,6 +531,7 @@ class Gossip(Listener):
         self._pairing.add_neighbour(peer)
 
     def on_disconnect(self, peer: int, why: str) -> None:
+        """Process the disconnection of a neighbour."""
         self._accepted.pop(peer, None)
         self.counts.broken += self._exchanges.abort(peer)
         self._down_s[peer] = time.monotonic()
@@ -537,6 +540,9 @@ class Gossip(Listener):
             self._publish_edges(self.view.set_edge(peer, State.DOWN, self.clock.now()))
 
     def body_buffer(self, peer: int, header: Header[Kind]) -> tuple[Any, memoryview]:
+        """Return an object and its memory for the body of a frame. Raise WireError if the frame is
+        not expected.
+        """
         if header.kind is Kind.CHUNK:
             one = self._exchanges.now
             expected = one and (one.partner, one.number, one.arrived)
@@ -551,6 +557,7 @@ class Gossip(Listener):
         return None, NOTHING
 
     def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
+        """Process a frame. Raise WireError if it is invalid."""
         kind = frame.header.kind
         if kind in SIGNALS:
             self._on_signal(peer, frame)
@@ -737,6 +744,7 @@ class Gossip(Listener):
     # ---- joining workers --------------------------------------------------------------------
 
     def answer_stranger(self, frame: Frame[Kind]) -> tuple[bytes, memoryview | None]:
+        """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
         if frame.header.kind is Kind.TIME:
             return pack(Kind.TIME, self.me, meta={"now_s": self.clock.common_s()}), None
         meets = self._pairing.paused or self._postponed or self._reductions.is_waiting
