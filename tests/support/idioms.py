@@ -447,11 +447,11 @@ def iterations_begun() -> list[bool]:
     module, optimizer = agent()
     model, optimizer = offbeat.prepare(module, optimizer, observe=1, min_bucket_bytes=1)
     engine, x, begun = model._session.engine, torch.ones(2, 5, dtype=torch.float64), []
-    module.body.register_forward_pre_hook(lambda *_: begun.append(engine.now is not None))
+    module.body.register_forward_pre_hook(lambda *_: begun.append(engine.cursor.now is not None))
     for _ in range(3):
         model.generate(x)
         model.describe()
-        assert engine.now is None
+        assert engine.cursor.now is None
         model.get_value(x).sum().backward()
         optimizer.step()
     model.close()

@@ -92,6 +92,7 @@ class Program:
     def __init__(self, plan: Plan, rank: int = 0) -> None:
         self.plan = plan
         self.rank = rank
+        self.step, self.end = 2 * plan.buckets, 2 * plan.buckets + 1  # positions
         rules = (*plan.transfers, *plan.applies, *plan.votes)
         # All phases between two adjacent edges have the same rules.
         edges = {edge for rule in rules for run in rule.phases.runs for edge in run}

@@ -6,9 +6,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
+from offbeat.core.derive.drained import drained
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
 from offbeat.core.guards.replicas import sends_only_gradients
-from offbeat.core.plan import BUFFERS, Apply, Plan, Vote, is_vote_channel
+from offbeat.core.plan import BUFFERS, Apply, Plan, is_vote_channel
+from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN
 from offbeat.core.runtime.accumulation import Accumulation
@@ -17,6 +19,7 @@ from offbeat.core.runtime.context import StorageContext
 from offbeat.core.runtime.forward import ForwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.messages import Messages
+from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.updates import AT_ONCE, Updates
 from offbeat.core.runtime.votes import Votes
 
@@ -27,51 +30,59 @@ if TYPE_CHECKING:
 class ActivePlan:
     """Run-time objects of one plan on one engine."""
 
-    def __init__(self, plan: Plan, engine: Engine) -> None:
+    def __init__(self, plan: Plan, engine: Engine, planned: int = 0) -> None:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
-        rank, world_size = engine.control.rank, engine.control.world_size
-        self.program = Program(plan, rank)
+        self._engine = engine
+        self.program = Program(plan, engine.control.rank)
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
-        self.iterations: dict[int, Iteration] = {}  # by number in the plan
         self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.flat.adopt(plan.all_buffers)
         self.gradients.begin_plan()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
-        self.context = StorageContext(rank, self.flat, self.gradients, engine.state, self.updates)
-        self.messages = Messages(
-            self.program,
-            self.flat,
-            engine.state,
-            engine.links,
-            engine.waiting,
-            self.context.memory,
-            engine.module_buffers,
+        self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
+        self.context = StorageContext(
+            engine.control.rank, self.flat, self.gradients, engine.state, self.updates
         )
         self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
-        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
-        self.votes = Votes(channel, engine.waiting, self.flat, rank, world_size)
-        self.windows = Accumulation(
-            plan,
-            engine.optimizer,
-            self.flat,
-            self.gradients,
-            self.updates,
-            engine.links,
-            engine.waiting,
-        )
+        self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
+        self.actions = self._create_actions(self.program)
+        self.messages, self.votes = self.actions.messages, self.actions.votes
+        self.cursor: Cursor[Iteration] = Cursor(self.program, self.actions, planned)
         # True if all updates run at the end, after the vote at the step, and no rule at the step.
         updates = {a.at.point for a in plan.applies if effects.is_update(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
-        self._suspects = self.updates.suspects = engine.suspects
-        self.updates.stepping = engine.stepping
         self.forward_hooks: ForwardHooks | None = None
         if self._needs_forward_hooks():
             self.forward_hooks = ForwardHooks(
                 engine.model, self.flat, engine.complete_bucket, engine.before_read
             )
+
+    def _create_actions(self, program: Program) -> TensorActions:
+        """Return the actions of a program on the storage and the links of this rank."""
+        engine, flat, waiting = self._engine, self.flat, self._engine.waiting
+        messages = Messages(
+            program,
+            flat,
+            engine.state,
+            engine.links,
+            waiting,
+            self.context.memory,
+            engine.module_buffers,
+        )
+        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
+        votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
+        return TensorActions(
+            program,
+            messages,
+            votes,
+            self.context,
+            engine.device,
+            engine.suspects,
+            note_later=self.updates.remedy is None,
+        )
 
     def _needs_forward_hooks(self) -> bool:
         """Return whether the forward of a single bucket has a moment of its own in the plan."""
@@ -88,29 +99,50 @@ class ActivePlan:
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""
         self.messages.release_views()
-        for iteration in self.iterations.values():
+        for iteration in self.cursor.iterations.values():
             for message in iteration.messages:
                 message.tensors = ()
 
     # ---- iterations and their messages ------------------------------------------------------
 
-    def start_iteration(self, planned: int, number: int, marks: Timestamps) -> Iteration:
-        """Return a new iteration whose messages are enqueued on the links.
+    def begin_iteration(self, number: int, marks: Timestamps) -> Iteration:
+        """Begin an iteration, with its messages enqueued on the links.
 
         Args:
-            planned: number of the iteration in the plan.
             number: number of the iteration in the run.
             marks: timestamps of the iteration.
         """
         if self.reloaded:
             self._restart_buffers()
-        messages, program = self.messages.enqueue(planned, number), self.program
-        now = Iteration(number, marks, messages, planned, *self._steps(planned))
-        now.outstanding.update(program.awaited_transfers(planned))
-        self.iterations[planned] = now
-        self.iterations.pop(planned - self.program.lag - 1, None)
-        self.votes.forget(planned - self._remembered)
+
+        def create(planned: int) -> Iteration:
+            messages, (steps, rest) = self.messages.enqueue(planned, number), self._steps(planned)
+            return Iteration(number, marks, messages, rest, planned=planned, steps=steps)
+
+        now = self.cursor.begin(create)
+        self.votes.forget(now.planned - self._remembered)
         return now
+
+    def drain(self, number: int) -> None:
+        """Average and apply all accumulated gradients; the plan restarts.
+
+        Args:
+            number: number of the next iteration in the run.
+        """
+        plan = drained(self.plan, self.cursor.planned, tuple(self._engine.links))
+        if plan is not None:
+            program = Program(plan, self.program.rank)
+            actions = self._create_actions(program)
+            cursor: Cursor[Iteration] = Cursor(program, actions)
+
+            def create(planned: int) -> Iteration:
+                messages = actions.messages.enqueue(planned, number)
+                steps = program.steps(planned)
+                return Iteration(number, Timestamps(), messages, planned=planned, steps=steps)
+
+            cursor.begin(create)
+            cursor.walk(program.end)
+        self.windows.restart()
 
     def _steps(self, planned: int) -> GroupedUpdates:
         """Return the steps of an iteration.
@@ -137,46 +169,11 @@ class ActivePlan:
             if buffer.name not in BUILT_IN and buffer.kind != "state" and self.plan.source is None:
                 self.flat.restart(buffer)
 
-    def release(self, now: Iteration, index: int) -> None:
-        """Send a message, unless the outcome of its vote excludes it."""
-        message = now.messages[index]
-        if self.votes.allows(message.transfer, now.planned):
-            self.messages.release(message, now.planned)
-        else:
-            now.spared_bytes += self.messages.size(message.transfer)
-            self.messages.pass_over(message)
-            now.outstanding.discard(index)
-
-    def wait_for_message(self, planned: int, index: int) -> None:
-        """Wait for a message of an iteration, if that has not been done."""
-        iteration = self.iterations[planned]
-        if index in iteration.outstanding:
-            iteration.outstanding.discard(index)
-            message = iteration.messages[index]
-            self.messages.complete(message)
-            if message.culprits and self._suspects is not None:
-                gradients = message.transfer.payload.buffer == "grad"
-                at_step = self.updates.remedy is None
-                self._suspects.note(message, later=gradients and at_step)
-
-    def wait_for_vote(self, vote: Vote, planned: int) -> None:
-        """Wait for the outcome of a vote of an iteration."""
-        iteration = self.iterations[planned]
-        if vote.name in iteration.undecided:
-            iteration.undecided.discard(vote.name)
-            iteration.voted[vote.name] = self.votes.decide(vote, planned)
-
     def first_updates(self, step: Step, planned: int) -> list[Apply]:
         """Return the optimizer updates at the beginning of a step, before any other rule changes
         their gradients."""
         updates = takewhile(effects.is_update, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.allows(apply, planned)]
-
-    def complete_messages(self, iteration: Iteration) -> None:
-        """Wait for all released messages of an iteration."""
-        for index in sorted(iteration.outstanding):
-            if iteration.messages[index].released is not None:
-                self.wait_for_message(iteration.planned, index)
 
     @property
     def averages_gradients(self) -> bool:
@@ -202,12 +199,6 @@ class ActivePlan:
         for name in effects.landing_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
-    def complete_all_messages(self) -> None:
-        """Wait for all messages of finished iterations."""
-        for iteration in list(self.iterations.values()):
-            if iteration.over:
-                self.complete_messages(iteration)
-
     def require_unsent(self, iteration: Iteration) -> None:
         """Raise RuntimeError if the iteration has sent a message to all ranks."""
         if any(m.released is not None and m.transfer.ranks is None for m in iteration.messages):
@@ -216,24 +207,17 @@ class ActivePlan:
                 "optimizer.step() and before the next forward"
             )
 
-    def pass_unsent_messages(self, iteration: Iteration) -> None:
-        """Remove the unsent messages of a dropped iteration from their links, so that later
-        messages can go."""
-        for message in iteration.messages:
-            if message.released is None and not message.passed:
-                self.messages.pass_over(message)
-
     def allows_another_backward(self, iteration: Iteration) -> bool:
         """Return whether another backward before the step may add to this iteration.
 
         Returns True if the backward so far has sent nothing, applied nothing and cast no votes.
         """
-        size = self.plan.buckets
-        steps = self.program.steps(iteration.planned)
-        done = [s for s in steps if size <= s.position < 2 * size]
-        awaited = iteration.step_at("step", self.plan)
-        quiet = not (done or awaited.wait or awaited.decide or self.updates_at_end)
-        return quiet and not self.windows.late and self.plan.source is None
+        step = self.program.step
+        busy = self.updates_at_end or any(
+            self.plan.buckets <= s.position < step or (s.position == step and (s.wait or s.decide))
+            for s in self.program.steps(iteration.planned)
+        )
+        return not busy and not self.windows.late and self.plan.source is None
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """Raise RuntimeError if an iteration cannot end without its update.

@@ -25,6 +25,7 @@ from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
+from offbeat.core.plan.cursor import State
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.attached import NamedParameters
 from offbeat.core.runtime.compute import ComputeObserver
@@ -36,7 +37,6 @@ from offbeat.core.runtime.pauses import Pauses
 from offbeat.core.runtime.sentinels import Sentinels
 from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.runtime.walker import Walker
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.heartbeat import IN_SCRIPT
@@ -120,12 +120,10 @@ class Engine:
         """
         self._adopted.close()
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
-        self.run = ActivePlan(plan, self)
+        self.run = ActivePlan(plan, self, planned)
         self._adopted.callback(self.run.close)
-        self.plan, self.start = plan, self.iteration - planned
-        self.metering, self.walker = Metering(None, self.run), Walker(self.run, self.device)
-        self.now: Iteration | None = None
-        self.backward_over = False
+        self.plan, self.cursor = plan, self.run.cursor
+        self.metering = Metering(None, self.run)
         self._looks = self._create_looks()
         self._adopted.callback(self._looks.close)
         self._watch_weights()
@@ -199,11 +197,6 @@ class Engine:
         """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
 
-    @property
-    def planned_iteration(self) -> int:
-        """Number in the plan of the current iteration, or of the next one between iterations."""
-        return self.iteration - self.start
-
     # ---- iterations -------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -215,16 +208,15 @@ class Engine:
     def ensure_iteration(self) -> Iteration:
         """Return the current iteration. If there is none, begin one and enqueue its messages on the
         links."""
-        if self.now is None:
+        now = self.cursor.now
+        if now is None:
             self.waiting.require_alive()
             self.weight_looks.close()
-            self.now = self.run.start_iteration(self.planned_iteration, self.iteration, self._marks)
+            now = self.run.begin_iteration(self.iteration, self._marks)
             self.gradients.on_iteration_begin()
             self.hooks.begin()
-            self.hooks.expect(self._expected_buckets(self.now))
-            self.walker.begin(self.now)
-            self.backward_over = False
-        return self.now
+            self.hooks.expect(self._expected_buckets(now))
+        return now
 
     def _expected_buckets(self, now: Iteration) -> Sequence[int]:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
@@ -246,11 +238,11 @@ class Engine:
             return nullcontext()
         now, hooks = self._begin_forward(), self.run.forward_hooks
         if hooks is None:
-            self.walker.walk(0)
+            self.cursor.walk(0)
         elif hooks.at_start is not None:
             self.complete_bucket(hooks.at_start)
         elif self.run.broadcasts:
-            self.walker.walk(0)  # the model may read a buffer before its first module runs
+            self.cursor.walk(0)  # the model may read a buffer before its first module runs
         now.marks.forward = self.device.mark()
         return nullcontext() if hooks is None else hooks.record_reads()
 
@@ -263,12 +255,12 @@ class Engine:
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval)
 
     def _begin_forward(self) -> Iteration:
-        if self.now is None:
+        if self.cursor.now is None:
             self.run.windows.require_unchanged()
         elif self.hooks.is_broken:
-            self._drop_broken_backward(self.now)
+            self._drop_broken_backward(self.cursor.now)
         else:
-            self._between_forwards(self.now)
+            self._between_forwards(self.cursor.now)
         now = self.ensure_iteration()
         self.control.set_activity("in forward")
         if held_s := self.compute.on_iteration_begin(now.number, now.marks.begin):
@@ -282,10 +274,10 @@ class Engine:
         Otherwise complete its messages after a backward, because another backward may follow before
         the step.
         """
-        if self.backward_over and self._stepped_by_script:
+        if self.awaits_step and self._stepped_by_script:
             self._abandon(now, adding=False)
-        elif self.backward_over:
-            self.run.complete_messages(now)
+        elif self.awaits_step:
+            self.cursor.receive_released(now)
 
     def forward_ends(self, output: object = None) -> None:
         """Complete the forward part of the program after the prepared model has returned
@@ -293,12 +285,12 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         self.hooks.watch(output)
-        if self.now is None:
+        if self.cursor.now is None:
             return
         self.complete_bucket(0)  # also for modules that this forward has not called
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.on_forward_end()
-        self._forward_end(self.now, output)
+        self._forward_end(self.cursor.now, output)
 
     def _forward_end(self, now: Iteration, output: object) -> None:
         self.control.set_activity(IN_SCRIPT)
@@ -312,10 +304,10 @@ class Engine:
 
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
-        if self.now is None:
+        if self.cursor.now is None:
             self.pauses.flush()
         else:
-            self._between_forwards(self.now)
+            self._between_forwards(self.cursor.now)
         self._called = self.device.mark()
 
     def note_forward(self, output: object) -> None:
@@ -324,26 +316,26 @@ class Engine:
         self.hooks.watch(output)
         if self.trains:
             now = self._begin_forward()
-            self.walker.walk(self.plan.buckets - 1)
+            self.cursor.walk(self.plan.buckets - 1)
             now.marks.forward = self._called
             self._forward_end(now, output)
 
     def complete_bucket(self, b: int) -> None:
         """Pass the program up to the forward of bucket `b`, so that buckets `b` and higher (nearer
         the input) are ready for use."""
-        if self.now is None:
+        if self.cursor.now is None:
             self.pauses.flush()
         else:
             self.compute.forward(b)
-            self.walker.walk(self.plan.buckets - 1 - b)
+            self.cursor.walk(self.plan.buckets - 1 - b)
             self.reports.deliver()
 
     def before_read(self, b: int) -> None:
         """Complete bucket `b` before a module attribute that is one of its parameters is read."""
-        if self.now is None:
+        if self.cursor.now is None:
             self.pauses.flush()
         else:
-            self.walker.walk(self.plan.buckets - 1 - b)
+            self.cursor.walk(self.plan.buckets - 1 - b)
 
     def on_output_gradient(self) -> None:
         """Check and prepare a backward that has just begun.
@@ -353,7 +345,7 @@ class Engine:
         arrival, complete their averages before this backward adds to them.
         """
         now, updates = self.ensure_iteration(), self.run.updates
-        if not self.backward_over or self.hooks.accumulating:
+        if not self.awaits_step or self.hooks.accumulating:
             return
         if updates.early:
             self.run.require_skippable(now, adding=True)
@@ -367,7 +359,7 @@ class Engine:
         self.repeats = True
         self.step(skip_update=True, abandoned=True)
         self.ensure_iteration()
-        self.walker.walk(self.plan.buckets - 1)
+        self.cursor.walk(self.plan.buckets - 1)
 
     def _require_another_backward(self) -> None:
         """Raise unless all ranks run another backward before the step of this iteration."""
@@ -386,55 +378,53 @@ class Engine:
         """Pass the rest of the forward part of the program at the first gradient of a backward
         pass."""
         self._looks.close()
-        if self.now is None:
+        now = self.cursor.now
+        if now is None:
             self._trains_in_eval |= self._evaluated
-        elif self.backward_over:
-            if self.run.allows_another_backward(self.now) and not self._stepped_by_script:
+        elif self.awaits_step:
+            if self.run.allows_another_backward(now) and not self._stepped_by_script:
                 self._continue_accumulation()
             else:
                 if self.run.averages_gradients and not (self._repeated or self._stepped_by_script):
                     self._require_another_backward()
-                self._abandon(self.now, adding=True)
+                self._abandon(now, adding=True)
         self.ensure_iteration()
         self.control.set_activity("in backward")
         if self.watched is not None:
             self.watched.record_backward()
         self.run.updates.in_backward = True
-        self.walker.walk(self.plan.buckets - 1)
+        self.cursor.begin_backward()
         self.run.updates.in_backward = False
         self.reports.deliver()
 
     def on_bucket_ready(self, b: int) -> None:
         """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
-        now = self.now
+        now = self.cursor.now
         assert now is not None
         self.compute.backward(b)
         now.marks.ready[b] = self.device.mark()
         if self.metering.by_bucket:
             self.metering.on_bucket_ready(b, now.planned)
-        self.walker.walk(self.plan.buckets + b)
+        self.cursor.walk(self.plan.buckets + b)
 
     def on_backward_end(self) -> None:
         """Release the remaining messages and wait for the messages that the update needs."""
-        now = self.now
+        cursor, program = self.cursor, self.run.program
+        now = cursor.now
         assert now is not None
-        self.backward_over = True
+        cursor.end_backward()
         self.gradients.on_backward_end(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
         self.metering.on_backward_end(now.planned)
-        update = now.step_at("step", self.plan)
-        self.walker.wait(update)
-        if self.run.updates_at_end:  # complete transfers due at the end before the step, too
-            self.walker.act(update)
-            update = now.step_at("end", self.plan)
-            self.walker.wait(update)
+        # Where all updates run at the end, the rules of the step run before, too.
+        update = cursor.wait(program.end if self.run.updates_at_end else program.step)
         self.metering.on_averages_arrived(now.planned)
         self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
         if self.watched is not None or self.run.updates.early:
             # Compute the checksum in the first iteration only: its times are not used.
-            first = self.watched is not None and not self.planned_iteration
+            first = self.watched is not None and not now.planned
             self.run.updates.note_backward_end(contents=first)
         self.compute.on_step_begin()
         now.marks.waited = self.device.mark()
@@ -446,7 +436,7 @@ class Engine:
         sent."""
         self.gradients.undo_backward_end(self.hooks.seen)
         self.hooks.reset_pass()
-        self.backward_over = False
+        self.cursor.continue_backward()
 
     # ---- the step ---------------------------------------------------------------------------
 
@@ -456,8 +446,8 @@ class Engine:
         self._require_whole_backward()
         now = self.ensure_iteration()
         now.skipped = skip_update
-        self.walker.walk(self.plan.buckets - 1)
-        if not self.backward_over:
+        self.cursor.walk(self.plan.buckets - 1)
+        if not self.awaits_step:
             self._require_no_change()
             if not skip_update:
                 self.gradients.take_manual_gradients(self.hooks.seen)
@@ -503,18 +493,15 @@ class Engine:
             self.suspects.check(unused=skip_update)
         self.run.updates.request_updates(now, abandoned=abandoned)
         self.run.updates.step_remaining(now)
-        if not self.run.updates_at_end:
-            self.walker.act(now.step_at("step", self.plan))
+        self.cursor.walk(self.run.program.step)
         now.marks.stepped = mark()
         self.compute.on_step_end()
-        end = now.step_at("end", self.plan)
-        self.walker.wait(end)
-        self.walker.act(end)
+        self.cursor.walk(self.run.program.end)
         if self.run.updates_at_end:
             now.marks.stepped = mark()
         now.marks.end = mark()
         self.run.windows.on_iteration_end(now.planned)
-        now.over, self.now, self.backward_over = True, None, False
+        self.cursor.end()
         self.reports.add(now)
         self.iteration += 1
         self._evaluated = False
@@ -548,7 +535,7 @@ class Engine:
     @property
     def awaits_step(self) -> bool:
         """Whether a backward has ended and the step that ends its iteration is still to come."""
-        return self.now is not None and self.backward_over
+        return self.cursor.state is State.READY
 
     def require_skippable(self) -> bool:
         """Return whether the update of this iteration can be left out.
@@ -558,7 +545,7 @@ class Engine:
         gradients were already sent or applied.
         """
         late = self.run.windows.late
-        if self.backward_over and (late or self.run.updates.early):
+        if self.awaits_step and (late or self.run.updates.early):
             remedy = (self.plan.source is None and self.run.updates.remedy) or AT_ONCE
             raise ValueError(
                 "skip_step() after backward is too late: this strategy has already sent or applied "
@@ -574,14 +561,14 @@ class Engine:
         """
         self.waiting.require_alive()
         if not adding:
-            self.run.complete_messages(now)
+            self.cursor.receive_released(now)
         self.run.require_skippable(now, adding=adding)
         self.step(skip_update=True, abandoned=True)
 
     def _require_whole_backward(self) -> None:
         """Raise if the last backward has ended with an exception that the script has caught, so
         that only some parameters have gradients."""
-        if self.now is not None and not self.backward_over and self.hooks.is_broken:
+        if self.cursor.now is not None and not self.awaits_step and self.hooks.is_broken:
             raise RuntimeError(
                 "optimizer.step() follows a backward pass that ended with an exception, so only "
                 "some parameters have gradients; call optimizer.zero_grad() and run forward and "
@@ -605,9 +592,10 @@ class Engine:
         become None if `set_to_none`."""
         self._looks.close()
         self.abandon_unless_stepped()
-        if self.now is not None and not self.backward_over and self.hooks.is_broken:
-            self._drop_broken_backward(self.now)
-        if self.now is not None:
+        now = self.cursor.now
+        if now is not None and not self.awaits_step and self.hooks.is_broken:
+            self._drop_broken_backward(now)
+        if self.cursor.now is not None:
             self.hooks.forget()
         if self.watched is not None:
             self.watched.record_dropped_gradients()
@@ -615,5 +603,5 @@ class Engine:
 
     def abandon_unless_stepped(self) -> None:
         """End an iteration that had a backward and no step."""
-        if self.now is not None and self.backward_over:
-            self._abandon(self.now, adding=False)
+        if self.awaits_step and self.cursor.now is not None:
+            self._abandon(self.cursor.now, adding=False)

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from offbeat.core.plan import Plan
-from offbeat.core.plan.program import Step
+from offbeat.core.plan.cursor import Progress
 from offbeat.core.runtime.stepper import Settings
 from offbeat.core.transport.device import Mark
 from offbeat.core.transport.link import Message
@@ -81,23 +80,18 @@ class BackwardSplit:
 
 
 @dataclass(slots=True)
-class Iteration:
-    """One iteration of one rank.
+class Iteration(Progress):
+    """One iteration of one rank: its progress, messages, votes and times.
 
     Attributes:
         number: number of the iteration in the run.
         marks: timestamps.
         messages: messages, in the order of the plan's transfers.
-        planned: number of the iteration in the plan, which may have restarted.
-        steps: steps of the program.
         rest: buckets that are updated at the step in one call.
         skipped: whether the update is left out.
         abandoned: whether the script did not call `optimizer.step()`.
         settings: optimizer settings at the step, for later updates; None without any.
-        outstanding: indices of the messages that are still to be awaited.
-        over: whether the iteration has ended.
         shown: by vote, the values on which this rank has based its vote.
-        undecided: votes whose outcome is unknown.
         voted: by vote, the ranks that voted yes.
         spared_bytes: bytes that were not sent because a vote excluded their messages.
         split: split of a backward that waits for its messages; None for other backwards.
@@ -106,29 +100,14 @@ class Iteration:
     number: int
     marks: Timestamps
     messages: list[Message]
-    planned: int = 0
-    steps: tuple[Step, ...] = ()
     rest: tuple[int, ...] = ()
     skipped: bool = False
     abandoned: bool = False
     settings: Settings | None = None
-    outstanding: set[int] = field(default_factory=set)
-    over: bool = False
     shown: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    undecided: set[str] = field(default_factory=set)
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
     split: BackwardSplit | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether the iteration has ended and all its messages and votes have arrived."""
-        return self.over and not self.outstanding and not self.undecided
-
-    def step_at(self, point: str, plan: Plan) -> Step:
-        """Return the program's step at point `step` or `end`."""
-        position = 2 * plan.buckets + (point == "end")
-        return next((s for s in self.steps[-2:] if s.position == position), Step(position))
 
 
 class Reports:

@@ -295,7 +295,7 @@ class FlatSession(Session):
         self.engine.set_watched(None)
         plan = self._suitable_plan(self.plan, habits)
         if plan is self.plan:
-            tried = self.engine.planned_iteration
+            tried = self.engine.cursor.planned
             self._start_plan(plan, tried)
             resume_at(self.engine, tried)
         else:
@@ -340,7 +340,7 @@ class FlatSession(Session):
 
         Ranks that pass sums and parameters on are iterations apart, so they make no common average.
         """
-        transfers = self.engine.run.program.transfers(self.engine.planned_iteration)
+        transfers = self.engine.run.program.transfers(self.engine.cursor.planned)
         return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
 
     def _start_plan(self, plan: Plan, planned: int) -> None:
@@ -556,7 +556,7 @@ class FlatSession(Session):
                 self.engine.flat.restore_parameters if shared else None
             )
             self._require_untouched()
-            if self._replicas is not None and self.engine.now is None and self.engine.trains:
+            if self._replicas is not None and self.engine.cursor.now is None and self.engine.trains:
                 self._replicas.forward_begins()
             if self._loaded and self.engine.trains and not self._cluster.closed:
                 self._require_all_loaded()
@@ -628,7 +628,7 @@ class FlatSession(Session):
             self._apply_finding(finding)
 
     def _require_untouched(self) -> None:
-        if self.engine.now is None and (name := self._untouched.changed_name()) is not None:
+        if self.engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
                 "sends parameters from rank to rank, so other ranks would not receive the change; "

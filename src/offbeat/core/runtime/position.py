@@ -23,7 +23,7 @@ def capture(engine: Engine) -> State:
     an iteration.
     """
     engine.waiting.require_alive()
-    if engine.now is not None:
+    if engine.cursor.now is not None:
         raise RuntimeError(
             "an iteration is under way; save between iterations: after optimizer.step() and before "
             "the next forward in training mode"
@@ -31,11 +31,10 @@ def capture(engine: Engine) -> State:
     engine.pauses.flush()
     engine.run.messages.wait_for_sends()
     engine.run.messages.restart_coding()
-    run, planned = engine.run, engine.planned_iteration
-    recent = [i for i in run.iterations.values() if i.planned >= planned - run.program.lag]
+    run = engine.run
     return {
-        "planned": planned,
-        "iterations": [_capture_iteration(engine, iteration) for iteration in recent],
+        "planned": run.cursor.planned,
+        "iterations": [_capture_iteration(engine, one) for one in run.cursor.recent()],
         "buffers": {name: run.flat.contents(name) for name in _saved_buffers(engine)},
         "gradients": run.gradients.flags() if run.windows.late else None,
         "memory": run.context.memory,
@@ -53,13 +52,11 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     if state["gradients"] is not None:
         run.gradients.restore(state["gradients"])
     run.messages.coding.mark_restored()
-    run.windows.on_restore()
+    run.windows.restart()
     run.context.memory.update(state["memory"])
     run.votes.outcomes.update(state["votes"])
-    for saved in state["iterations"]:
-        run.iterations[saved["planned"]] = _restore_iteration(engine, saved, planned)
-    engine.start = engine.iteration - planned
-    engine.walker.flushed = planned or None
+    recent = [_restore_iteration(engine, saved, planned) for saved in state["iterations"]]
+    run.cursor.resume(planned, recent)
     engine.begin()
 
 
@@ -69,10 +66,11 @@ def resume_at(engine: Engine, planned: int) -> None:
     All messages of earlier iterations must have arrived, and their results must be stored.
     """
     nothing = {"messages": {}, "settings": None, "skipped": False}
-    for earlier in range(max(0, planned - engine.run.program.lag), planned):
-        saved = {**nothing, "planned": earlier}
-        engine.run.iterations[earlier] = _restore_iteration(engine, saved, planned)
-    engine.walker.flushed = planned or None
+    recent = [
+        _restore_iteration(engine, {**nothing, "planned": earlier}, planned)
+        for earlier in range(max(0, planned - engine.run.program.lag), planned)
+    ]
+    engine.cursor.resume(planned, recent)
 
 
 def _saved_buffers(engine: Engine) -> list[str]:
@@ -95,8 +93,6 @@ def _saved_buffers(engine: Engine) -> list[str]:
 def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     """Return the state of a finished iteration: its settings and its outstanding messages."""
     run, messages = engine.run, {}
-    for vote in engine.plan.votes:
-        run.wait_for_vote(vote, iteration.planned)
     for index in sorted(iteration.outstanding):
         message = iteration.messages[index]
         engine.waiting.wait(message, run.flat)
@@ -133,8 +129,8 @@ def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -
         number,
         Timestamps(),
         restored,
-        saved["planned"],
-        run.program.steps(saved["planned"]),
+        planned=saved["planned"],
+        steps=run.program.steps(saved["planned"]),
         skipped=saved["skipped"],
         settings=None if listed is None else run.updates.stepper.from_list(listed),
         outstanding=set(messages),

@@ -1,0 +1,299 @@
+"""Cursor: the position of a rank in its program, and the progress of its recent iterations.
+
+The runtime and the interpreter of plans execute programs by the same cursor. The runtime gives it
+actions on tensors and links, the interpreter actions on NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+from offbeat.core.plan.program import Program, Step
+from offbeat.core.plan.types import Apply, Vote
+
+
+class State(Enum):
+    """Part of an iteration that a rank executes."""
+
+    IDLE = "between iterations"
+    FORWARD = "before the first gradient"
+    BACKWARD = "in backward"
+    READY = "between backward and step"
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Progress of one iteration of one rank.
+
+    Attributes:
+        planned: number of the iteration in the plan.
+        steps: steps of the program.
+        outstanding: indices of the messages that are still to be awaited.
+        undecided: votes whose outcome is unknown.
+        over: whether the iteration has ended.
+    """
+
+    planned: int = 0
+    steps: tuple[Step, ...] = ()
+    outstanding: set[int] = field(default_factory=set)
+    undecided: set[str] = field(default_factory=set)
+    over: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the iteration has ended and all its messages and votes have arrived."""
+        return self.over and not self.outstanding and not self.undecided
+
+
+P = TypeVar("P", bound=Progress)
+
+
+class Actions(Protocol[P]):
+    """Actions of a rank on its storage and its messages.
+
+    `receive` and `decide` wait. If they raise, the cursor stays at its step, and the same call of
+    the cursor can be repeated.
+    """
+
+    def receive(self, iteration: P, index: int) -> None:
+        """Wait for a message and store its result."""
+
+    def decide(self, iteration: P, vote: Vote) -> None:
+        """Wait for the outcome of a vote."""
+
+    def apply(self, iteration: P, apply: Apply) -> None:
+        """Apply a rule, unless the outcome of its vote excludes it."""
+
+    def cast_votes(self, iteration: P, votes: Sequence[Vote]) -> None:
+        """Send this rank's ballots."""
+
+    def release(self, iteration: P, index: int) -> bool:
+        """Send a message. Return False if the outcome of its vote excludes it."""
+
+    def is_released(self, iteration: P, index: int) -> bool:
+        """Return whether a message was sent."""
+
+    def pass_unsent_messages(self, iteration: P) -> None:
+        """Remove the unsent messages of a dropped iteration from their links."""
+
+    def mark(self) -> Any:
+        """Return a mark of the current time."""
+
+    def record_times(self, iteration: P, position: int, begin: Any, waited: Any) -> None:
+        """Record that the step at a position, which began and waited until then, has ended now."""
+
+
+class Cursor(Generic[P]):
+    """Executor of the steps of a program in their order.
+
+    At each moment the cursor waits for messages, decides votes, applies rules, casts votes and
+    releases messages, in this order. What the forward does for earlier iterations can also run
+    before it (`flush`), when the parameters are read between two iterations.
+
+    Attributes:
+        program: program of this rank.
+        state: part of the iteration.
+        planned: number in the plan of the current iteration, or of the next one between iterations.
+        now: current iteration; None between iterations.
+        iterations: recent iterations by their number in the plan, including the current one.
+    """
+
+    def __init__(self, program: Program, actions: Actions[P], planned: int = 0) -> None:
+        self.program, self._actions = program, actions
+        self.state, self.planned = State.IDLE, planned
+        self.now: P | None = None
+        self.iterations: dict[int, P] = {}
+        self._next = 0  # index of the next step of the current iteration
+        # Steps of the current or next iteration before this index have executed what concerns
+        # earlier iterations.
+        self._flushed = 0
+        self._flushing = False
+
+    # ---- one iteration ----------------------------------------------------------------------
+
+    def begin(self, create: Callable[[int], P]) -> P:
+        """Begin an iteration.
+
+        Args:
+            create: returns the iteration with a number in the plan, with its messages enqueued.
+        """
+        self._require(State.IDLE)
+        planned, program = self.planned, self.program
+        now = create(planned)
+        now.outstanding.update(program.awaited_transfers(planned))
+        self.iterations[planned] = now
+        self.iterations.pop(planned - program.lag - 1, None)
+        self.now, self._next, self.state = now, 0, State.FORWARD
+        return now
+
+    def walk(self, position: int) -> None:
+        """Execute all remaining steps up to a position."""
+        now, actions = self.now, self._actions
+        assert now is not None
+        steps = now.steps
+        while self._next < len(steps) and (step := steps[self._next]).position <= position:
+            timed = step.wait or step.apply or step.decide or step.ask
+            if not timed:
+                self._next += 1
+            else:
+                begin = waited = actions.mark()
+                earlier = self._next >= self._flushed
+                if step.wait or step.decide:
+                    self._wait(step, now.planned, own=True, earlier=earlier)
+                    waited = actions.mark()
+                self._next += 1  # before the rules: a rule may run code that walks again
+                self._apply(step, now.planned, own=True, earlier=earlier)
+                if step.ask:
+                    now.undecided.update(vote.name for vote in step.ask)
+                    actions.cast_votes(now, step.ask)
+            for index in step.release:
+                if not actions.release(now, index):
+                    now.outstanding.discard(index)
+            if timed:
+                actions.record_times(now, step.position, begin, waited)
+
+    def wait(self, position: int) -> Step:
+        """Execute the steps before a position, and only the waits of the step there. Return it."""
+        self.walk(position - 1)
+        now = self.now
+        assert now is not None
+        if self._next == len(now.steps) or now.steps[self._next].position != position:
+            return Step(position)
+        step = now.steps[self._next]
+        self._wait(step, now.planned, own=True, earlier=self._next >= self._flushed)
+        return step
+
+    def begin_backward(self) -> None:
+        """Execute the forward steps that remain at the first gradient of a backward."""
+        self._require(State.FORWARD, State.BACKWARD)
+        self.walk(self.program.plan.buckets - 1)
+        self.state = State.BACKWARD
+
+    def end_backward(self) -> None:
+        """Note the end of backward; the step may follow."""
+        self._require(State.FORWARD, State.BACKWARD)
+        self.state = State.READY
+
+    def continue_backward(self) -> None:
+        """Let another backward add to the gradients of this iteration."""
+        self._require(State.READY)
+        self.state = State.FORWARD
+
+    def end(self) -> P:
+        """End the iteration after its last step and return it."""
+        self._require(State.READY)
+        now = self.now
+        assert now is not None
+        now.over, self.now, self.state = True, None, State.IDLE
+        self.planned += 1
+        self._flushed = 0
+        return now
+
+    def drop(self) -> None:
+        """Drop the current iteration. The next one has the same number in the plan.
+
+        What its forward has done for earlier iterations is not repeated.
+        """
+        now = self.now
+        assert now is not None
+        self.flush()
+        self._actions.pass_unsent_messages(now)
+        self.now, self.state = None, State.IDLE
+
+    def _wait(self, step: Step, planned: int, *, own: bool, earlier: bool) -> None:
+        """Wait for the messages and votes of a step: of the iteration itself (`own`) and of
+        earlier iterations (`earlier`)."""
+        for lag, index in step.wait:
+            if earlier if lag else own:
+                self.receive(self.iterations[planned - lag], index)
+        for lag, vote in step.decide:
+            if earlier if lag else own:
+                self.decide(self.iterations[planned - lag], vote)
+
+    def _apply(self, step: Step, planned: int, *, own: bool, earlier: bool) -> None:
+        for lag, apply in step.apply:
+            if earlier if lag else own:
+                self._actions.apply(self.iterations[planned - lag], apply)
+
+    # ---- messages and votes of recent iterations --------------------------------------------
+
+    def receive(self, iteration: P, index: int) -> None:
+        """Wait for a message of an iteration and store its result, if that has not been done."""
+        if index in iteration.outstanding:
+            self._actions.receive(iteration, index)
+            iteration.outstanding.discard(index)
+
+    def decide(self, iteration: P, vote: Vote) -> None:
+        """Wait for the outcome of a vote of an iteration, if that has not been done."""
+        if vote.name in iteration.undecided:
+            self._actions.decide(iteration, vote)
+            iteration.undecided.discard(vote.name)
+
+    def receive_released(self, iteration: P) -> None:
+        """Wait for all messages of an iteration that were sent."""
+        for index in sorted(iteration.outstanding):
+            if self._actions.is_released(iteration, index):
+                self.receive(iteration, index)
+
+    # ---- between iterations -----------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Execute what the forward of the current or next iteration does for earlier iterations.
+
+        A rule may run code that calls `flush` again; that call does nothing.
+        """
+        if self._flushing:
+            return
+        planned, buckets = self.planned, self.program.plan.buckets
+        steps = self.program.steps(planned) if self.now is None else self.now.steps
+        if self.now is not None:
+            self._flushed = max(self._flushed, self._next)
+        self._flushing = True
+        try:
+            while self._flushed < len(steps) and steps[self._flushed].position < buckets:
+                step = steps[self._flushed]
+                self._wait(step, planned, own=False, earlier=True)
+                self._flushed += 1
+                self._apply(step, planned, own=False, earlier=True)
+        finally:
+            self._flushing = False
+
+    def pause(self) -> None:
+        """Complete what the next forward does for earlier iterations, and all their messages."""
+        self._require(State.IDLE)
+        self.flush()
+        for iteration in list(self.iterations.values()):
+            if iteration.over:
+                self.receive_released(iteration)
+
+    def restart(self) -> None:
+        """Begin the plan again with its first iteration."""
+        self._require(State.IDLE)
+        self.planned = self._flushed = 0
+        self.iterations.clear()
+
+    def recent(self) -> list[P]:
+        """Return the iterations that later steps may refer to, with all their votes decided."""
+        self._require(State.IDLE)
+        self.flush()
+        first = self.planned - self.program.lag
+        recent = [one for one in self.iterations.values() if one.planned >= first]
+        for iteration in recent:
+            for vote in self.program.plan.votes:
+                self.decide(iteration, vote)
+        return recent
+
+    def resume(self, planned: int, recent: Sequence[P]) -> None:
+        """Continue at an iteration of the plan after `flush`, with the result of `recent`."""
+        self._require(State.IDLE)
+        self.planned = planned
+        self.iterations = {iteration.planned: iteration for iteration in recent}
+        steps, buckets = self.program.steps(planned), self.program.plan.buckets
+        self._flushed = sum(step.position < buckets for step in steps) if planned else 0
+
+    def _require(self, *states: State) -> None:
+        if self.state not in states:
+            raise RuntimeError(f"the cursor is {self.state.value}, not {states[0].value}")

@@ -1,0 +1,85 @@
+"""Actions of a rank's cursor on tensors and links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.plan import Apply, Vote
+from offbeat.core.plan.program import Program
+from offbeat.core.rules import RULES, VOTES
+from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.iteration import Iteration, MomentTimes
+from offbeat.core.runtime.messages import Messages
+from offbeat.core.runtime.votes import Votes
+from offbeat.core.transport.device import Device, Mark
+
+
+class TensorActions:
+    """Actions of one rank for one program.
+
+    Attributes:
+        context: storage on which the rules run.
+        messages: messages of the program.
+        votes: votes of this rank.
+        suspects: receives messages with non-finite values; None without a check.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        messages: Messages,
+        votes: Votes,
+        context: StorageContext,
+        device: Device,
+        suspects: NonfiniteMessages | None,
+        *,
+        note_later: bool,
+    ):
+        self.messages, self.votes, self.context = messages, votes, context
+        self._buckets, self._suspects = range(program.plan.buckets), suspects
+        self._note_later = note_later  # whether the step checks averaged gradients
+        self.mark = device.mark
+
+    def receive(self, iteration: Iteration, index: int) -> None:
+        message = iteration.messages[index]
+        self.messages.complete(message)
+        if message.culprits and self._suspects is not None:
+            gradients = message.transfer.payload.buffer == "grad"
+            self._suspects.note(message, later=gradients and self._note_later)
+
+    def decide(self, iteration: Iteration, vote: Vote) -> None:
+        iteration.voted[vote.name] = self.votes.decide(vote, iteration.planned)
+
+    def apply(self, iteration: Iteration, apply: Apply) -> None:
+        if self.votes.allows(apply, iteration.planned):
+            self.context.iteration = iteration
+            RULES[apply.rule](self.context, apply)
+
+    def cast_votes(self, iteration: Iteration, votes: Sequence[Vote]) -> None:
+        context = self.context
+        context.iteration = iteration
+        ballots = [VOTES[vote.rule](context, vote, vote.buckets or self._buckets) for vote in votes]
+        self.votes.send_ballots(votes, iteration.planned, ballots)
+
+    def release(self, iteration: Iteration, index: int) -> bool:
+        message = iteration.messages[index]
+        if self.votes.allows(message.transfer, iteration.planned):
+            self.messages.release(message, iteration.planned)
+            return True
+        iteration.spared_bytes += self.messages.size(message.transfer)
+        self.messages.pass_over(message)
+        return False
+
+    def is_released(self, iteration: Iteration, index: int) -> bool:
+        return iteration.messages[index].released is not None
+
+    def pass_unsent_messages(self, iteration: Iteration) -> None:
+        for message in iteration.messages:
+            if message.released is None and not message.passed:
+                self.messages.pass_over(message)
+
+    def record_times(self, iteration: Iteration, position: int, begin: Mark, waited: Mark) -> None:
+        if position < 2 * len(self._buckets):
+            times = MomentTimes(position, begin, waited, self.mark())
+            iteration.marks.acted.append(times)
