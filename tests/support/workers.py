@@ -264,7 +264,7 @@ class Spy:
     def fill(self, trained: Trained) -> None:
         if self._engine is None:
             return
-        self._engine.run.complete_all_messages()  # merged gradients: some are under way
+        self._engine.cursor.receive_all()  # merged gradients: some are under way
         trained.plan = getattr(self._session, "plan", None)
         trained.profile = getattr(self._session, "profile", None)
         buffers = trained.plan.all_buffers if trained.plan is not None else BUILT_IN

@@ -49,40 +49,47 @@ class Progress:
 
 
 P = TypeVar("P", bound=Progress)
+Q = TypeVar("Q", bound=Progress, contravariant=True)
 
 
-class Actions(Protocol[P]):
+class Actions(Protocol[Q]):
     """Actions of a rank on its storage and its messages.
 
     `receive` and `decide` wait. If they raise, the cursor stays at its step, and the same call of
     the cursor can be repeated.
     """
 
-    def receive(self, iteration: P, index: int) -> None:
+    def steps(self, planned: int, /) -> tuple[Step, ...]:
+        """Return the steps of an iteration, up to its backward as in `Progress.steps`."""
+        ...
+
+    def receive(self, iteration: Q, index: int) -> None:
         """Wait for a message and store its result."""
 
-    def decide(self, iteration: P, vote: Vote) -> None:
+    def decide(self, iteration: Q, vote: Vote) -> None:
         """Wait for the outcome of a vote."""
 
-    def apply(self, iteration: P, apply: Apply) -> None:
+    def apply(self, iteration: Q, apply: Apply) -> None:
         """Apply a rule, unless the outcome of its vote excludes it."""
 
-    def cast_votes(self, iteration: P, votes: Sequence[Vote]) -> None:
+    def cast_votes(self, iteration: Q, votes: Sequence[Vote]) -> None:
         """Send this rank's ballots."""
 
-    def release(self, iteration: P, index: int) -> bool:
+    def release(self, iteration: Q, index: int) -> bool:
         """Send a message. Return False if the outcome of its vote excludes it."""
+        ...
 
-    def is_released(self, iteration: P, index: int) -> bool:
+    def is_released(self, iteration: Q, index: int) -> bool:
         """Return whether a message was sent."""
+        ...
 
-    def pass_unsent_messages(self, iteration: P) -> None:
+    def pass_unsent_messages(self, iteration: Q) -> None:
         """Remove the unsent messages of a dropped iteration from their links."""
 
     def mark(self) -> Any:
         """Return a mark of the current time."""
 
-    def record_times(self, iteration: P, position: int, begin: Any, waited: Any) -> None:
+    def record_times(self, iteration: Q, position: int, begin: Any, waited: Any) -> None:
         """Record that the step at a position, which began and waited until then, has ended now."""
 
 
@@ -131,29 +138,34 @@ class Cursor(Generic[P]):
 
     def walk(self, position: int) -> None:
         """Execute all remaining steps up to a position."""
-        now, actions = self.now, self._actions
+        now = self.now
         assert now is not None
-        steps = now.steps
+        steps, release = now.steps, self._actions.release
         while self._next < len(steps) and (step := steps[self._next]).position <= position:
-            timed = step.wait or step.apply or step.decide or step.ask
-            if not timed:
-                self._next += 1
+            if step.wait or step.apply or step.decide or step.ask:
+                self._execute(step, now)
             else:
-                begin = waited = actions.mark()
-                earlier = self._next >= self._flushed
-                if step.wait or step.decide:
-                    self._wait(step, now.planned, own=True, earlier=earlier)
-                    waited = actions.mark()
-                self._next += 1  # before the rules: a rule may run code that walks again
-                self._apply(step, now.planned, own=True, earlier=earlier)
-                if step.ask:
-                    now.undecided.update(vote.name for vote in step.ask)
-                    actions.cast_votes(now, step.ask)
-            for index in step.release:
-                if not actions.release(now, index):
-                    now.outstanding.discard(index)
-            if timed:
-                actions.record_times(now, step.position, begin, waited)
+                self._next += 1
+                for index in step.release:
+                    if not release(now, index):
+                        now.outstanding.discard(index)
+
+    def _execute(self, step: Step, now: P) -> None:
+        """Execute the next step of the iteration."""
+        actions, earlier = self._actions, self._next >= self._flushed
+        begin = waited = actions.mark()
+        if step.wait or step.decide:
+            self._wait(step, now.planned, own=True, earlier=earlier)
+            waited = actions.mark()
+        self._next += 1  # before the rules, because a rule may run code that walks again
+        self._apply(step, now.planned, own=True, earlier=earlier)
+        if step.ask:
+            now.undecided.update(vote.name for vote in step.ask)
+            actions.cast_votes(now, step.ask)
+        for index in step.release:
+            if not actions.release(now, index):
+                now.outstanding.discard(index)
+        actions.record_times(now, step.position, begin, waited)
 
     def wait(self, position: int) -> Step:
         """Execute the steps before a position, and only the waits of the step there. Return it."""
@@ -248,7 +260,7 @@ class Cursor(Generic[P]):
         if self._flushing:
             return
         planned, buckets = self.planned, self.program.plan.buckets
-        steps = self.program.steps(planned) if self.now is None else self.now.steps
+        steps = self._actions.steps(planned) if self.now is None else self.now.steps
         if self.now is not None:
             self._flushed = max(self._flushed, self._next)
         self._flushing = True
@@ -265,6 +277,10 @@ class Cursor(Generic[P]):
         """Complete what the next forward does for earlier iterations, and all their messages."""
         self._require(State.IDLE)
         self.flush()
+        self.receive_all()
+
+    def receive_all(self) -> None:
+        """Wait for all messages of iterations that have ended."""
         for iteration in list(self.iterations.values()):
             if iteration.over:
                 self.receive_released(iteration)
@@ -291,7 +307,7 @@ class Cursor(Generic[P]):
         self._require(State.IDLE)
         self.planned = planned
         self.iterations = {iteration.planned: iteration for iteration in recent}
-        steps, buckets = self.program.steps(planned), self.program.plan.buckets
+        steps, buckets = self._actions.steps(planned), self.program.plan.buckets
         self._flushed = sum(step.position < buckets for step in steps) if planned else 0
 
     def _require(self, *states: State) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import get_ident
 from typing import Any
@@ -70,6 +70,7 @@ class Engine:
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
+        self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself
         self.repeats = False  # whether gradients were averaged more than once before a step
@@ -182,6 +183,18 @@ class Engine:
     def _complete_updates(self) -> None:
         if get_ident() == self._thread:  # reads by other threads do not complete updates
             self.pauses.flush()
+
+    def change_at_end(self, change: Callable[[], None]) -> None:
+        """Run a change of plan or storage at the end of the current iteration, or of the next one.
+
+        Within an iteration, messages and hooks refer to the plan and the storage.
+        """
+        self._changes.append(change)
+
+    @property
+    def awaits_change(self) -> bool:
+        """Whether a change of plan or storage is requested."""
+        return bool(self._changes)
 
     def refresh_groups(self) -> None:
         """Refresh all caches after the optimizer's groups or state were replaced
@@ -507,6 +520,8 @@ class Engine:
         self._evaluated = False
         self.control.set_iteration(self.iteration)
         self.reports.deliver()
+        while self._changes:
+            self._changes.pop(0)()
         self.begin()
         self._thread = get_ident()
         self.weight_looks.open()

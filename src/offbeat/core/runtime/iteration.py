@@ -130,7 +130,7 @@ class Reports:
     def deliver(self, *, rest: bool = False) -> None:
         """Deliver all complete iterations, or with `rest` all iterations.
 
-        The listener may attach another storage and adopt another plan.
+        A listener that changes plan or storage must use `Engine.change_at_end`.
         """
         while self._recent and (rest or self._recent[0].complete):
             done = self._recent.popleft()

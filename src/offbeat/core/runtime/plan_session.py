@@ -424,8 +424,10 @@ class FlatSession(Session):
             observer.iteration(done)
             if observer.memory.is_complete:
                 self._around_forward = nullcontext
-            if done.number + 1 >= how.iterations and not done.abandoned:
-                self._plan_from(observer, how, observed=done.number + 1)
+            measured = done.number + 1 >= how.iterations and not done.abandoned
+            if measured and not self.engine.awaits_change:
+                observed = done.number + 1
+                self.engine.change_at_end(lambda: self._plan_from(observer, how, observed))
 
         self.engine.reports.listener = listen
 

@@ -39,7 +39,7 @@ class TensorActions:
         self.messages, self.votes, self.context = messages, votes, context
         self._buckets, self._suspects = range(program.plan.buckets), suspects
         self._note_later = note_later  # whether the step checks averaged gradients
-        self.mark = device.mark
+        self.mark, self.steps = device.mark, program.steps
 
     def receive(self, iteration: Iteration, index: int) -> None:
         message = iteration.messages[index]

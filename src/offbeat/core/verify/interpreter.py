@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from offbeat.core.codecs import Exact, codec, way
 from offbeat.core.derive import effects
 from offbeat.core.derive.coalesced import coalesce_steps
+from offbeat.core.derive.drained import drained
+from offbeat.core.plan.cursor import Cursor, Progress
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
 from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
@@ -42,6 +45,14 @@ class ConflictError(Exception):
 
 
 Waits = Generator[ConflictError, None, None]
+
+
+class _BlockedError(Exception):
+    """Interruption of a wait that cannot end yet. `conflict` is its error if it never ends."""
+
+    def __init__(self, conflict: ConflictError) -> None:
+        super().__init__()
+        self.conflict = conflict
 
 
 @dataclass
@@ -83,6 +94,15 @@ class _Message:
     @property
     def ready(self) -> bool:
         return len(self.given) == len(self.ranks)
+
+
+@dataclass(slots=True)
+class _Iteration(Progress):
+    """One iteration of one worker; `number` counts all its iterations, `planned` those of the
+    plan."""
+
+    number: int
+    messages: list[_Message]
 
 
 class Worker:
@@ -259,10 +279,22 @@ class Worker:
             )
 
     messages_by_number: Sequence[_Message] = ()
+    cursor: Cursor[_Iteration]
+    begun = 0  # iterations that this worker has begun, including drains
 
     def _location(self, buffer: str, element: int) -> str:
         bucket = next(b for b, stop in enumerate(self.offsets[1:]) if stop > element)
         return f"{buffer} of bucket {bucket}"
+
+    def restart(self) -> None:
+        """Restart the plan after a drain."""
+        self.filled = [False] * len(self.filled)
+        self.starts_window = True
+        for name in effects.landing_buffers(self.plan):
+            first = self.buffers["param"][self.newest["param"]]
+            for copy in self.buffers[name]:
+                copy[...] = first if self.plan.all_buffers[name].start == "param" else 0
+        self.cursor.restart()
 
     # ---- compute ----------------------------------------------------------------------------
 
@@ -336,6 +368,10 @@ class Interpreter:
         exact: whether codecs are replaced by a lossless one.
         flushing: ranks that complete the waits of the next forward right after every iteration,
             as an evaluation or a checkpoint does.
+        drains: iterations before which all workers apply their accumulated gradients and restart
+            the plan.
+        resumes: iterations before which all workers continue with a new cursor, as after a load of
+            a checkpoint.
         decisions: outcome of each vote, by (vote, iteration).
     """
 
@@ -346,6 +382,8 @@ class Interpreter:
     rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
     exact: bool = False
     flushing: Collection[int] = ()
+    drains: Collection[int] = ()
+    resumes: Collection[int] = ()
 
     def __post_init__(self) -> None:
         shared = Program(self.plan) if self.plan.uniform else None
@@ -358,17 +396,18 @@ class Interpreter:
         self._numbered: list[_Message] = []  # type: ignore[assignment]
         self._numbers: dict[int, int] = {}
         self._queues: dict[tuple[str, int], deque[_Message]] = defaultdict(deque)
-        self._ballots: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
+        self.ballots: dict[tuple[str, int], dict[int, bool]] = defaultdict(dict)
         self.decisions: dict[tuple[str, int], bool] = {}
-        self._progress = 0
+        self.progress = 0
         self._group_numbers: dict[tuple[int, ...], int] = {}
-        self._rank_messages: list[dict[int, list[_Message]]] = [{} for _ in self.workers]
+        self._drained: dict[int, Plan | None] = {}  # by the number of the next iteration
         self._groups = {
             link: {rank: group for group in groups_of(link, self.plan.groups) for rank in group}
             for link in self.plan.links
         }
         for worker in self.workers:
             worker.messages_by_number = self._numbered
+            worker.cursor = Cursor(worker.program, _ArrayActions(self, worker, worker.program))
 
     def run(
         self,
@@ -395,11 +434,11 @@ class Interpreter:
             life = lives.pop(worker)
             state = next(life, "over")
             if state == "over":
-                self._progress += 1
+                self.progress += 1
                 continue
             lives[worker] = life  # to the end, so that every worker gets its turn
-            blocked[worker] = self._progress if isinstance(state, ConflictError) else -1
-            if all(blocked.get(w) == self._progress for w in lives):
+            blocked[worker] = self.progress if isinstance(state, ConflictError) else -1
+            if all(blocked.get(w) == self.progress for w in lives):
                 assert isinstance(state, ConflictError)
                 raise state
 
@@ -409,106 +448,91 @@ class Interpreter:
         self, w: Worker, iterations: int, after: Callable[[Worker, int], None], *, eager: bool
     ) -> Generator[ConflictError | str, None, None]:
         forwards = self.plan.buckets
-        flushed = False
         for i in range(iterations):
-            self._enqueue(w, i)
-            done = 0
-            for step in self._steps(w, i):
+            if i in self.drains:
+                yield from self._drain(w, i)
+            if i in self.resumes:
+                yield from self._resume(w)
+            cursor, done = w.cursor, 0
+            for step in self._begin(w, cursor, i).steps:
                 w.compute(i, done, _compute_stop(step, forwards))
                 done = _compute_stop(step, forwards)
-                early = flushed and step.position < forwards
-                yield from self._act(w, i, step, late=True, own=not early)
-                self._release(w, i, step)
-                self._progress += 1
+                yield from _retry(partial(cursor.walk, step.position))
+                self.progress += 1
                 if not eager:
                     yield "moved"
             w.compute(i, done, 2 * forwards + 2)
+            cursor.end_backward()
+            cursor.end()
             after(w, i)
-            flushed = w.rank in self.flushing
-            for step in self._steps(w, i + 1) if flushed else ():
-                if step.position < forwards:
-                    yield from self._act(w, i + 1, step, late=False, own=True)
+            if w.rank in self.flushing:
+                yield from _retry(cursor.flush)
 
-    def _steps(self, w: Worker, i: int) -> tuple[Step, ...]:
-        key = (w.program, w.program.key(i))
+    def _begin(self, w: Worker, cursor: Cursor[_Iteration], number: int) -> _Iteration:
+        """Begin an iteration of a cursor, with its messages enqueued."""
+
+        def create(planned: int) -> _Iteration:
+            messages = self._enqueue(w, cursor.program, planned)
+            steps = self.steps(cursor.program, planned)
+            return _Iteration(number, messages, planned=planned, steps=steps)
+
+        w.begun += 1
+        return cursor.begin(create)
+
+    def steps(self, program: Program, planned: int) -> tuple[Step, ...]:
+        """Return the coalesced steps of an iteration."""
+        key = (program, program.key(planned))
         if key not in self._coalesced:
-            self._coalesced[key] = coalesce_steps(w.program.steps(i), self.plan.buckets)
+            self._coalesced[key] = coalesce_steps(program.steps(planned), self.plan.buckets)
         return self._coalesced[key]
 
-    def _act(self, w: Worker, i: int, step: Step, *, late: bool, own: bool) -> Waits:
-        """Execute the waits, votes and applies of a step.
+    def _drain(self, w: Worker, number: int) -> Waits:
+        """Apply accumulated gradients, discard averages that are not applied, restart the plan."""
+        yield from _retry(w.cursor.pause)
+        planned = w.cursor.planned
+        if planned not in self._drained:  # all workers share the plan and its transfers
+            self._drained[planned] = drained(self.plan, planned)
+        plan = self._drained[planned]
+        if plan is not None:
+            program = Program(plan, w.rank)
+            cursor = Cursor(program, _ArrayActions(self, w, program))
+            self._begin(w, cursor, number)
+            yield from _retry(lambda: cursor.walk(program.end))
+        w.restart()
 
-        Args:
-            w: worker.
-            i: iteration.
-            step: step of the iteration.
-            late: whether to execute what belongs to iteration `i`.
-            own: whether to execute what belongs to earlier iterations.
-        """
+    def _resume(self, w: Worker) -> Waits:
+        """Continue with a new cursor, for which the messages of earlier iterations have arrived."""
+        before = w.cursor
+        yield from _retry(before.recent)
+        for iteration in before.recent():
+            for index in iteration.outstanding:
+                while not (message := iteration.messages[index]).done:
+                    yield self.deadlock(w, message)
+        w.cursor = Cursor(w.program, _ArrayActions(self, w, w.program))
+        w.cursor.resume(before.planned, [replace(one) for one in before.recent()])
 
-        def is_due(lag: int) -> bool:
-            return own if lag > 0 else late
-
-        for lag, index in step.wait:
-            if is_due(lag):
-                yield from self._wait(w, self._rank_messages[w.rank][i - lag][index])
-        for lag, vote in step.decide:
-            if is_due(lag):
-                yield from self._decide(w, vote, i - lag)
-        for lag, apply in step.apply:
-            if is_due(lag) and self._is_active(w, apply, i - lag):
-                w.acting = apply
-                self.rules[apply.rule](w, apply)
-
-    def _is_active(self, w: Worker, rule: Transfer | Apply, iteration: int) -> bool:
-        """Return the outcome of the vote on which a rule depends; True if there is no vote."""
-        if rule.when is None or iteration < rule.ago:
-            return True
-        vote = rule.when, iteration - rule.ago
-        if vote not in w.decided:
-            raise ConflictError(
-                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
-            )
-        return self.decisions[vote]
-
-    def _decide(self, w: Worker, vote: Vote, iteration: int) -> Waits:
-        said = self._ballots[vote.name, iteration]
-        while len(said) < self.ranks:
-            yield ConflictError(f"the vote {vote.name!r} waits for a rank that never votes", vote)
-        self.decisions[vote.name, iteration] = any(said.values())
-        w.decided.add((vote.name, iteration))
-
-    # ---- messages ---------------------------------------------------------------------------
-
-    def _enqueue(self, w: Worker, i: int) -> None:
-        messages = self._rank_messages[w.rank][i] = []
-        for t in w.program.transfers(i):
+    def _enqueue(self, w: Worker, program: Program, planned: int) -> list[_Message]:
+        messages = []
+        for t in program.transfers(planned):
             group = self._groups[t.link].get(w.rank)
             ranks = t.ranks or group or tuple(range(self.ranks))
-            message = self._messages.setdefault((id(t), i, ranks[0]), _Message(t, i, ranks))
+            message = self._messages.setdefault(
+                (id(t), w.begun, ranks[0]), _Message(t, planned, ranks)
+            )
             messages.append(message)
             self._queues[t.link, w.rank].append(message)
             if t.ranks is not None and w.rank == t.ranks[1]:
-                message.given[w.rank] = NOTHING
-                self._complete_messages(message)
+                self.give(message, w.rank, NOTHING)
+        return messages
 
-    def _release(self, w: Worker, i: int, step: Step) -> None:
-        for vote in step.ask:
-            w.acting = vote
-            say = self.votes[vote.rule](w, vote, vote.buckets or range(self.plan.buckets))
-            self._ballots[vote.name, i][w.rank] = say
-            self._progress += 1
-        for index in step.release:
-            message = self._rank_messages[w.rank][i][index]
-            t = w.acting = message.transfer
-            if not self._is_active(w, t, i):
-                message.passed.add(w.rank)
-                message.given[w.rank] = NOTHING
-            else:
-                message.given[w.rank] = self._take_payload(w, message)
-            self._complete_messages(message)
+    def give(self, message: _Message, rank: int, payload: Array, *, passed: bool = False) -> None:
+        """Send a rank's payload of a message, or pass the message."""
+        if passed:
+            message.passed.add(rank)
+        message.given[rank] = payload
+        self._complete_messages(message)
 
-    def _take_payload(self, w: Worker, message: _Message) -> Array:
+    def take_payload(self, w: Worker, message: _Message) -> Array:
         t, payload = message.transfer, message.transfer.payload
         span, copy = w.slice_of(payload), w.physical(payload.buffer, payload.age)
         array = w.view(payload.buffer, span, payload.age)
@@ -548,7 +572,7 @@ class Interpreter:
             message.result = _result(message) if wire is None else self._decode(message, wire)
         message.given.clear()
         message.done = True
-        self._progress += 1
+        self.progress += 1
         for queue in queues:
             queue.popleft()
         for queue in queues:
@@ -587,12 +611,99 @@ class Interpreter:
             array += mean
         return mean
 
-    def _wait(self, w: Worker, message: _Message) -> Waits:
+    def deadlock(self, w: Worker, message: _Message) -> ConflictError:
+        """Return the error of a message that can never complete, with the rule that blocks it."""
         t = message.transfer
-        if not self._is_active(w, t, message.iteration):
+        for rank in message.ranks:
+            head = next(iter(self._queues[t.link, rank]), message)
+            if head is not message:
+                h = head.transfer
+                return ConflictError(
+                    f"{t.id} can never meet its deadline {t.before}: {h.id} of iteration "
+                    f"{head.iteration} goes first on {t.link} and is released only after {h.after}",
+                    h,
+                    t,
+                )
+        return ConflictError(
+            f"{t.id} can never meet its deadline {t.before}: it is released only after {t.after}",
+            t,
+        )
+
+
+class _ArrayActions:
+    """Actions of one worker for one program, on NumPy arrays. A wait that cannot end yet raises
+    `_BlockedError`."""
+
+    def __init__(self, job: Interpreter, w: Worker, program: Program) -> None:
+        self._job, self._w, self._program = job, w, program
+
+    def steps(self, planned: int) -> tuple[Step, ...]:
+        return self._job.steps(self._program, planned)
+
+    def mark(self) -> None:
+        return None
+
+    def record_times(self, iteration: _Iteration, position: int, begin: Any, waited: Any) -> None:
+        pass  # there is no time
+
+    def apply(self, iteration: _Iteration, apply: Apply) -> None:
+        if self._is_active(apply, iteration):
+            self._w.acting = apply
+            self._job.rules[apply.rule](self._w, apply)
+
+    def cast_votes(self, iteration: _Iteration, votes: Sequence[Vote]) -> None:
+        job, w = self._job, self._w
+        for vote in votes:
+            w.acting = vote
+            say = job.votes[vote.rule](w, vote, vote.buckets or range(job.plan.buckets))
+            job.ballots[vote.name, iteration.number][w.rank] = say
+            job.progress += 1
+
+    def decide(self, iteration: _Iteration, vote: Vote) -> None:
+        job, key = self._job, (vote.name, iteration.number)
+        ballots = job.ballots[key]
+        if len(ballots) < job.ranks:
+            raise _BlockedError(
+                ConflictError(f"the vote {vote.name!r} waits for a rank that never votes", vote)
+            )
+        job.decisions[key] = any(ballots.values())
+        self._w.decided.add(key)
+
+    def _is_active(self, rule: Transfer | Apply, iteration: _Iteration) -> bool:
+        """Return the outcome of the vote on which a rule depends; True if there is no vote."""
+        if rule.when is None or iteration.planned < rule.ago:
+            return True
+        vote = rule.when, iteration.number - rule.ago
+        if vote not in self._w.decided:
+            raise ConflictError(
+                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
+            )
+        return self._job.decisions[vote]
+
+    def release(self, iteration: _Iteration, index: int) -> bool:
+        message, w = iteration.messages[index], self._w
+        w.acting = message.transfer
+        active = self._is_active(message.transfer, iteration)
+        payload = self._job.take_payload(w, message) if active else NOTHING
+        self._job.give(message, w.rank, payload, passed=not active)
+        return active
+
+    def is_released(self, iteration: _Iteration, index: int) -> bool:
+        message = iteration.messages[index]
+        return message.done or self._w.rank in message.given
+
+    def pass_unsent_messages(self, iteration: _Iteration) -> None:
+        for index, message in enumerate(iteration.messages):
+            if not self.is_released(iteration, index):
+                self._job.give(message, self._w.rank, NOTHING, passed=True)
+
+    def receive(self, iteration: _Iteration, index: int) -> None:
+        message, w = iteration.messages[index], self._w
+        t = message.transfer
+        if not self._is_active(t, iteration):
             return
-        while not message.done:
-            yield self._deadlock(w, message)
+        if not message.done:
+            raise _BlockedError(self._job.deadlock(w, message))
         span = w.slice_of(t.payload)
         w.acting = t
         if t.in_place:
@@ -620,24 +731,6 @@ class Interpreter:
             w.buffers[t.wire.anchor][anchor][span] = result
         w.buffers[buffer][copy][span] = result
 
-    def _deadlock(self, w: Worker, message: _Message) -> ConflictError:
-        """Return the error of a message that can never complete, with the rule that blocks it."""
-        t = message.transfer
-        for rank in message.ranks:
-            head = next(iter(self._queues[t.link, rank]), message)
-            if head is not message:
-                h = head.transfer
-                return ConflictError(
-                    f"{t.id} can never meet its deadline {t.before}: {h.id} of iteration "
-                    f"{head.iteration} goes first on {t.link} and is released only after {h.after}",
-                    h,
-                    t,
-                )
-        return ConflictError(
-            f"{t.id} can never meet its deadline {t.before}: it is released only after {t.after}",
-            t,
-        )
-
 
 def _result(message: _Message) -> Array:
     t = message.transfer
@@ -663,6 +756,16 @@ def _shard_slice(size: int, ranks: tuple[int, ...], rank: int) -> slice:
 def memory_of(t: Transfer) -> str:
     """Return the name under which a rank stores the codec state of a transfer."""
     return f"wire of {t.id}"
+
+
+def _retry(call: Callable[[], object]) -> Waits:
+    """Repeat a call of a cursor until none of its waits blocks."""
+    while True:
+        try:
+            call()
+            return
+        except _BlockedError as blocked:
+            yield blocked.conflict
 
 
 def _compute_stop(step: Step, forwards: int) -> int:

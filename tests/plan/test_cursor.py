@@ -1,0 +1,232 @@
+"""The cursor: events in every state, saves and drains at every iteration of random plans."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from plan.test_random_plans import accepted, iterations_of
+from support import quadratic
+from support.quadratic import Quadratic, model_of
+from support.random_plans import random_plan, ranks_of
+
+from offbeat.core.derive.drained import drained
+from offbeat.core.derive.windows import Windows
+from offbeat.core.plan.cursor import Cursor, Progress, State
+from offbeat.core.plan.program import Program
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.verify.check import check
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.plan import Moment, Payload, Phases, Plan, Transfer, local
+
+SAVED, DRAINED = 60, 30  # plans
+TOLERANCE = 1e-12
+
+
+class Log:
+    """Actions that record their order; a wait for a message in `blocked` raises."""
+
+    def __init__(self, program: Program) -> None:
+        self.steps, self.done, self.blocked = program.steps, [], set[int]()
+
+    def create(self, planned: int) -> Progress:
+        return Progress(planned=planned, steps=self.steps(planned))
+
+    def receive(self, iteration: Progress, index: int) -> None:
+        if iteration.planned in self.blocked:
+            raise BlockingIOError
+        self.done.append(f"receive {iteration.planned}")
+
+    def apply(self, iteration: Progress, apply: Any) -> None:
+        self.done.append(f"{apply.rule} {iteration.planned}")
+
+    def release(self, iteration: Progress, index: int) -> bool:
+        self.done.append(f"release {iteration.planned}")
+        return True
+
+    def is_released(self, iteration: Progress, index: int) -> bool:
+        return True
+
+    def pass_unsent_messages(self, iteration: Progress) -> None:
+        self.done.append(f"pass {iteration.planned}")
+
+    def decide(self, iteration: Progress, vote: Any) -> None:
+        raise AssertionError
+
+    cast_votes = decide
+
+    def mark(self) -> None:
+        return None
+
+    def record_times(self, *_: Any) -> None:
+        pass
+
+
+def at_next_forward() -> tuple[Cursor[Progress], Log]:
+    """The cursor of a plan that averages gradients of one bucket until the next forward."""
+    forward = Moment("forward", 0, lag=1)
+    average = Transfer(Payload("grad", range(1)), Moment("grad", 0), forward, Phases([0]), "net")
+    plan = Plan("late", 1, (average,), (local(1, forward, Phases([0])),))
+    program = Program(plan)
+    log = Log(program)
+    return Cursor(program, log), log
+
+
+def iterate(cursor: Cursor[Progress], log: Log) -> None:
+    cursor.begin(log.create)
+    cursor.begin_backward()
+    cursor.end_backward()
+    cursor.walk(cursor.program.end)
+    cursor.end()
+
+
+def test_the_forward_does_what_earlier_iterations_left() -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    iterate(cursor, log)
+    assert log.done == ["release 0", "receive 0", "local 0", "release 1"]
+    assert cursor.state is State.IDLE
+    assert cursor.planned == 2
+
+
+def test_a_flush_is_done_once() -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    cursor.flush()
+    cursor.flush()
+    assert log.done == ["release 0", "receive 0", "local 0"]
+    iterate(cursor, log)
+    assert log.done[3:] == ["release 1"]
+    cursor.flush()
+    assert log.done[4:] == ["receive 1", "local 1"]
+
+
+@pytest.mark.parametrize("call", ["flush", "walk"])
+def test_a_blocked_wait_is_taken_up_again(call: str) -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    log.blocked = {0}
+    if call == "walk":
+        cursor.begin(log.create)
+    act = cursor.flush if call == "flush" else lambda: cursor.walk(0)
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            act()
+    assert log.done == ["release 0"]
+    log.blocked = set()
+    act()
+    assert log.done == ["release 0", "receive 0", "local 0"]
+
+
+def test_a_dropped_iteration_keeps_its_number() -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    cursor.begin(log.create)
+    cursor.drop()
+    assert (cursor.state, cursor.planned) == (State.IDLE, 1)
+    assert log.done == ["release 0", "receive 0", "local 0", "pass 1"]
+    iterate(cursor, log)
+    assert log.done[4:] == ["release 1"]
+
+
+EVENTS = {
+    State.IDLE: {"begin", "pause", "restart", "recent", "flush"},
+    State.FORWARD: {"begin_backward", "end_backward", "flush"},
+    State.BACKWARD: {"begin_backward", "end_backward", "flush"},
+    State.READY: {"continue_backward", "end", "flush"},
+}
+
+
+@pytest.mark.parametrize("state", State)
+def test_an_event_of_another_state_is_refused_and_changes_nothing(state: State) -> None:
+    for event in set.union(*EVENTS.values()) - EVENTS[state]:
+        cursor, log = at_next_forward()
+        if state is not State.IDLE:
+            cursor.begin(log.create)
+        if state is State.BACKWARD:
+            cursor.begin_backward()
+        if state is State.READY:
+            cursor.end_backward()
+        before = cursor.state, cursor.planned, cursor.now, dict(cursor.iterations)
+        with pytest.raises(RuntimeError, match=state.value):
+            getattr(cursor, event)(*([log.create] if event == "begin" else []))
+        assert (cursor.state, cursor.planned, cursor.now, cursor.iterations) == before
+        assert not log.done
+
+
+def trained(plan: Plan, task: Quadratic, **options: Any) -> np.ndarray:
+    """The weights that every forward has seen in the interpreter, by rank and iteration."""
+    seen: list[list[np.ndarray]] = [[] for _ in range(task.ranks)]
+    Interpreter(plan, model_of(task), task.ranks, **options).run(
+        task.iterations, seed=1, after=lambda w, _: seen[w.rank].append(w.seen.copy())
+    )
+    return np.array(seen)
+
+
+def task_of(plan: Plan, seed: int, iterations: int) -> Quadratic:
+    sizes = tuple(Random(seed).choice((1, 3, 5)) for _ in range(plan.buckets))
+    return Quadratic(sizes, ranks_of(plan), iterations, seed)
+
+
+def test_a_new_cursor_at_every_iteration_changes_nothing() -> None:
+    plans, outstanding = accepted()[:SAVED], 0
+    for seed, plan in plans:
+        iterations = iterations_of(plan)
+        task = task_of(plan, seed, iterations)
+        plain = trained(plan, task)
+        every = trained(plan, task, resumes=range(1, iterations))
+        assert np.array_equal(plain, every), f"seed {seed}\n{plan}"
+        outstanding += any(t.before.lag for t in plan.transfers)
+    assert outstanding > SAVED / 4
+
+
+def plans_with_windows() -> list[tuple[int, Plan]]:
+    found, seed = [], 0
+    while len(found) < DRAINED:
+        plan = random_plan(Random(seed), broken=0)
+        if Windows(plan).late and not check(plan):
+            found.append((seed, plan))
+        seed += 1
+    return found
+
+
+def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = 0
+    for seed, plan in plans_with_windows():
+        rng, iterations = Random(seed), iterations_of(plan) + 2
+        task = task_of(plan, seed, iterations)
+        at = sorted(rng.sample(range(1, iterations), 2))
+        expected = trained(plan, task, drains=at)
+        count = [0] * task.ranks
+
+        class Drained(Engine):
+            def begin(self, count=count, at=at) -> None:
+                super().begin()
+                rank, own = self.control.rank, self.iteration
+                if own in at and count[rank] < own:
+                    count[rank] = own
+                    self.pauses.drain()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(quadratic, "Engine", Drained)
+            found = np.array(quadratic.ran(plan, task))
+        apart = np.abs(found - expected).max()
+        assert apart < TOLERANCE, f"seed {seed}, drained at {at}: {apart:.1e} apart\n{plan}"
+        derived = drained(plan, at[0])
+        sent += derived is not None and len(derived.transfers) > 1
+    assert sent > 2, "too few plans had messages of a closed window left"
+
+
+def test_a_drained_plan_is_sound() -> None:
+    """It conserves what was accumulated: no gradient is applied twice or left."""
+    for seed, plan in plans_with_windows():
+        for planned in range(1, plan.prologue + 2 * plan.period):
+            derived = drained(plan, planned)
+            windows = Windows(plan)
+            closed, opened = windows.window(planned, age=1), windows.window(planned)
+            ages = [apply.arg("age") for apply in derived.applies] if derived else []
+            assert ages == [1] * bool(closed) + [0] * (opened.start < planned), (seed, planned)
