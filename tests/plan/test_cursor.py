@@ -19,7 +19,7 @@ from offbeat.core.plan.program import Program
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Interpreter
-from offbeat.plan import Moment, Payload, Phases, Plan, Transfer, local
+from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, local
 
 SAVED, DRAINED = 60, 30  # plans
 TOLERANCE = 1e-12
@@ -29,7 +29,8 @@ class Log:
     """Actions that record their order; a wait for a message in `blocked` raises."""
 
     def __init__(self, program: Program) -> None:
-        self.steps, self.done, self.blocked = program.steps, [], set[int]()
+        self.steps, self.done, self.blocked = program.steps, list[str](), set[int]()
+        self.excluded, self.in_rule, self.applied = False, lambda: None, list[int]()
 
     def create(self, planned: int) -> Progress:
         return Progress(planned=planned, steps=self.steps(planned))
@@ -40,11 +41,13 @@ class Log:
         self.done.append(f"receive {iteration.planned}")
 
     def apply(self, iteration: Progress, apply: Any) -> None:
+        self.in_rule()
         self.done.append(f"{apply.rule} {iteration.planned}")
+        self.applied.append(apply.buckets.start)
 
     def release(self, iteration: Progress, index: int) -> bool:
         self.done.append(f"release {iteration.planned}")
-        return True
+        return not self.excluded
 
     def is_released(self, iteration: Progress, index: int) -> bool:
         return True
@@ -64,11 +67,14 @@ class Log:
         pass
 
 
-def at_next_forward() -> tuple[Cursor[Progress], Log]:
-    """The cursor of a plan that averages gradients of one bucket until the next forward."""
-    forward = Moment("forward", 0, lag=1)
-    average = Transfer(Payload("grad", range(1)), Moment("grad", 0), forward, Phases([0]), "net")
-    plan = Plan("late", 1, (average,), (local(1, forward, Phases([0])),))
+def at_next_forward(*more: Apply, buckets: int = 1) -> tuple[Cursor[Progress], Log]:
+    """The cursor of a plan that averages the gradients of each bucket until its next forward."""
+    transfers, applies = [], list(more)
+    for b in range(buckets):
+        due, run = Moment("forward", b, lag=1), range(b, b + 1)
+        transfers.append(Transfer(Payload("grad", run), Moment("grad", b), due, Phases([0]), "net"))
+        applies.append(Apply("local", run, due, Phases([0])))
+    plan = Plan("late", buckets, tuple(transfers), tuple(applies))
     program = Program(plan)
     log = Log(program)
     return Cursor(program, log), log
@@ -103,6 +109,42 @@ def test_a_flush_is_done_once() -> None:
     assert log.done[4:] == ["receive 1", "local 1"]
 
 
+def test_a_rule_that_reads_weights_does_not_flush_again() -> None:
+    cursor, log = at_next_forward(buckets=2)
+    iterate(cursor, log)
+    log.in_rule = cursor.flush
+    cursor.flush()
+    assert log.applied == [1, 0]
+
+
+def test_an_excluded_message_is_not_awaited() -> None:
+    update = local(1, Moment("grad", 0), Phases([0]))
+    cursor, log = at_next_forward(update)
+    log.excluded = True
+    iterate(cursor, log)
+    assert cursor.iterations[0].complete
+    cursor.flush()
+    assert log.done == ["local 0", "release 0", "local 0"]
+
+
+def test_only_iterations_that_have_ended_are_awaited() -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    cursor.begin(log.create)
+    cursor.receive_all()
+    assert log.done == ["release 0", "receive 0"]
+
+
+def test_a_restarted_plan_forgets_its_iterations() -> None:
+    cursor, log = at_next_forward()
+    for _ in range(3):
+        iterate(cursor, log)
+    cursor.pause()
+    cursor.restart()
+    iterate(cursor, log)
+    assert [one.planned for one in cursor.recent()] == [0]
+
+
 @pytest.mark.parametrize("call", ["flush", "walk"])
 def test_a_blocked_wait_is_taken_up_again(call: str) -> None:
     cursor, log = at_next_forward()
@@ -120,10 +162,13 @@ def test_a_blocked_wait_is_taken_up_again(call: str) -> None:
     assert log.done == ["release 0", "receive 0", "local 0"]
 
 
-def test_a_dropped_iteration_keeps_its_number() -> None:
+@pytest.mark.parametrize("walked", [False, True])
+def test_a_dropped_iteration_keeps_its_number(walked: bool) -> None:
     cursor, log = at_next_forward()
     iterate(cursor, log)
     cursor.begin(log.create)
+    if walked:
+        cursor.walk(0)
     cursor.drop()
     assert (cursor.state, cursor.planned) == (State.IDLE, 1)
     assert log.done == ["release 0", "receive 0", "local 0", "pass 1"]

@@ -168,14 +168,15 @@ class Cursor(Generic[P]):
         actions.record_times(now, step.position, begin, waited)
 
     def wait(self, position: int) -> Step:
-        """Execute the steps before a position, and only the waits of the step there. Return it."""
+        """Execute the steps before a position after the forward, and only the waits of the step
+        there. Return it."""
         self.walk(position - 1)
         now = self.now
         assert now is not None
         if self._next == len(now.steps) or now.steps[self._next].position != position:
             return Step(position)
         step = now.steps[self._next]
-        self._wait(step, now.planned, own=True, earlier=self._next >= self._flushed)
+        self._wait(step, now.planned, own=True, earlier=True)
         return step
 
     def begin_backward(self) -> None:
