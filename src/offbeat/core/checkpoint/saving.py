@@ -146,11 +146,10 @@ class Saving:
 
     def _describe_failure(self, causes: list[str]) -> str:
         left = [name for name in self._folder.manifests(self._worker) if name != self._name]
-        before = f"{self._folder.path / left[0]} is" if left else "there is none before it"
-        return (
-            f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"
-            f"{' still whole' if left else ''}"
+        before = (
+            f"{self._folder.path / left[0]} is still whole" if left else "there is none before it"
         )
+        return f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"
 
 
 class Saver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -281,11 +281,6 @@ def _is_close(a: Any, b: Any) -> bool:
 def _differing_texts(a: Any, b: Any) -> tuple[str, str]:
     """Return two values as text; for long tuples, their first entries that differ."""
     if isinstance(a, tuple) and isinstance(b, tuple) and max(len(a), len(b)) > 4:
-        first = next(_differing_indices(a, b))
+        first = next(i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1])
         return tuple(repr(x[first]) if first < len(x) else "nothing" for x in (a, b))  # type: ignore[return-value]
     return repr(a), repr(b)
-
-
-def _differing_indices(a: tuple[Any, ...], b: tuple[Any, ...]) -> Iterator[int]:
-    yield from (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    yield min(len(a), len(b))

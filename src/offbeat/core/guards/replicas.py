@@ -78,18 +78,13 @@ class Difference:
         return f"{self.tensor!r} of rank {self.rank} and of rank {self.other} {how}"
 
 
-def difference(named: Named, control: Control) -> Difference | None:
+def find_difference(named: Named, control: Control) -> Difference | None:
     """Return the first tensor in which replicas differ by more than rounding; None without one.
 
-    Every rank must call it, and gets the same result. If all bits are the same, it takes one small
-    collective. Otherwise checksums and sketches of all tensors are gathered. Processors of
-    different kinds round differently, so a difference in the lower half of the digits is ignored.
+    Every rank must call it, and gets the same result. Checksums and sketches of all tensors are
+    gathered. Processors of different kinds round differently, so a difference in the lower half of
+    the digits is ignored.
     """
-    return None if control.is_same([digest_of(named)]) else find_difference(named, control)
-
-
-def find_difference(named: Named, control: Control) -> Difference | None:
-    """Return the result of `difference` without the first collective, if bits differ already."""
     digests = {name: (checksum(t), sketch(t), _tolerance(t)) for name, t in named.items()}
     everyone = control.gather(digests)
     for name in dict.fromkeys(name for by_name in everyone for name in by_name):
@@ -229,7 +224,10 @@ def require_equal(model: nn.Module, strategy: object, control: Control) -> None:
         RuntimeError: on every rank, if parameters differ by more than rounding; names rank and
             first tensor.
     """
-    found = difference(weights(model), control)
+    named = weights(model)
+    if control.is_same([digest_of(named)]):
+        return
+    found = find_difference(named, control)
     if found is not None:
         raise RuntimeError(
             f"replicas have diverged, although {strategy} keeps them equal: {found}; {REPAIR}"

@@ -34,14 +34,14 @@ def unpack(data: bytes, rank: int) -> Any:
         ValueError: the rank has sent no value; names the rank.
     """
     try:
-        message = json.loads(data)
+        message = json.loads(data, object_hook=_restore_tuple)
     except ValueError as error:
         raise ValueError(
             f"rank {rank} sent data that is not JSON ({error}); {ONE_VERSION}"
         ) from None
     if "error" in message:
         raise ValueError(f"rank {rank} cannot send its value: {message['error']}")
-    return _restore_tuples(message["value"])
+    return message["value"]
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -114,11 +114,5 @@ def _tag_tuples(value: Any, place: str) -> Any:
     return {key: _tag_tuples(item, f"{place}[{key!r}]") for key, item in value.items()}
 
 
-def _restore_tuples(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restore_tuples(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {TUPLE}:
-        return tuple(_restore_tuples(item) for item in value[TUPLE])
-    return {key: _restore_tuples(item) for key, item in value.items()}
+def _restore_tuple(value: dict[str, Any]) -> Any:
+    return tuple(value[TUPLE]) if value.keys() == {TUPLE} else value

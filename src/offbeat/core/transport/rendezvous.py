@@ -57,13 +57,12 @@ def create_prefix(store: Any, rank: int, world_size: int, timeout_s: float) -> P
         TimeoutError: names the missing ranks.
     """
     until_s = time.monotonic() + timeout_s
-    drawn = secrets.token_hex(8)
-    token = drawn
+    token = secrets.token_hex(8)
     if rank == 0:
         _welcome(store, token, set(range(1, world_size)), until_s)
     else:
-        store.set(f"offbeat/here/{rank}", drawn)
-        answer = f"offbeat/welcome/{drawn}"
+        store.set(f"offbeat/here/{rank}", token)
+        answer = f"offbeat/welcome/{token}"
         pauses_s = _pauses_s()
         while not store.check([answer]):
             if time.monotonic() > until_s:
