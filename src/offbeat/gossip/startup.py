@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import networkx as nx
 import torch
@@ -38,18 +38,6 @@ from offbeat.gossip.worker import Gossip, Settings
 MANY_NEIGHBOURS = 4  # largest number of neighbours without a message on the memory of anchors
 
 
-@dataclass(frozen=True)
-class GossipSetup:
-    """Parameters, state, clock and gossip thread of a worker; `gossip` is None in a world of one
-    rank.
-    """
-
-    flats: list[Tensor]
-    state: State
-    clock: Clock
-    gossip: Gossip | None
-
-
 def join(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -65,19 +53,21 @@ def join(
     """
     _require_elementwise(optimizer)
     control, door_of_another = cluster.control, current_join_request()
-    own = _LocalWorker(model, optimizer, strategy, fingerprint, cluster)
+    own = GossipSetup(model, optimizer, strategy, fingerprint, cluster)
     if door_of_another is not None:
-        return own.join_job(*door_of_another)
+        own.join_job(*door_of_another)
+        return own
     if control.world_size == 1:
-        return GossipSetup(own.flats, own.state, Clock(), None)
+        return own
     graph = _graph(strategy, control, own.message_bytes)
-    clock = Clock(ahead_s(control))
+    own.clock = Clock(ahead_s(control))
     entrance = open_listener(own_address(cluster), 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
     addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
     if own_secret() is not None and control.rank == 0:
         _print_join_command(addresses[0], strategy)
-    return own.begin(control.rank, graph, clock, secret, addresses, entrance)
+    own.begin(control.rank, graph, secret, addresses, entrance)
+    return own
 
 
 def _print_join_command(address: tuple[str, int], strategy: GossipStrategy) -> None:
@@ -116,8 +106,15 @@ def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx
     return topology(control.gather(edges)[0], control.world_size)
 
 
-class _LocalWorker:
-    """Parameters and settings of this worker before gossip begins."""
+class GossipSetup:
+    """Parameters, state, clock and gossip thread of this worker.
+
+    Attributes:
+        flats: flat tensors of the parameters.
+        state: shared parameters.
+        clock: common clock.
+        gossip: gossip thread; None in a world of one rank, and before `begin`.
+    """
 
     def __init__(
         self,
@@ -129,6 +126,8 @@ class _LocalWorker:
     ):
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._fingerprint, self._cluster = fingerprint, cluster
+        self.clock = Clock()
+        self.gossip: Gossip | None = None
         self.flats = flatten([p for p in model.parameters() if p.requires_grad])
         form = "bf16" if strategy.wire == "bf16" else "none"
         self._wire = Wire(self.flats, form, codec=strategy.codec)
@@ -150,12 +149,11 @@ class _LocalWorker:
         self,
         me: int,
         graph: nx.Graph,
-        clock: Clock,
         secret: bytes,
         addresses: Mapping[int, tuple[str, int]],
         entrance: socket.socket,
         place: Place | None = None,
-    ) -> GossipSetup:
+    ) -> None:
         """Create the gossip thread and wait for the neighbours."""
         strategy = self._strategy
         settings = Settings(
@@ -168,12 +166,12 @@ class _LocalWorker:
             self._fingerprint,
             str(strategy),
         )
-        gossip = Gossip(
+        self.gossip = Gossip(
             me,
             settings,
             self.state,
             self._wire,
-            clock,
+            self.clock,
             secret,
             addresses,
             entrance,
@@ -185,11 +183,10 @@ class _LocalWorker:
         if place or me == most:
             self._report_memory(len(place.near if place else graph.adj[me]))
         try:
-            gossip.connect()
+            self.gossip.connect()
         except BaseException:
-            gossip.close()
+            self.gossip.close()
             raise
-        return GossipSetup(self.flats, self.state, clock, gossip)
 
     def _report_memory(self, neighbours: int) -> None:
         """Print the memory of the anchors if there are many neighbours."""
@@ -202,7 +199,7 @@ class _LocalWorker:
             )
             print(f"offbeat: {words}", file=sys.stderr, flush=True)
 
-    def join_job(self, address: tuple[str, int], worker: int | None) -> GossipSetup:
+    def join_job(self, address: tuple[str, int], worker: int | None) -> None:
         """Join a running job with the state of the worker at an address."""
         secret = own_secret()
         if secret is None:
@@ -213,13 +210,12 @@ class _LocalWorker:
         entrance = open_listener(_own_host(address), 16)
         about = {"layout": self._fingerprint, "strategy": str(self._strategy), "id": worker}
         welcome = get_place(address, secret, about, self._cluster.timeout_s)
-        place, clock = welcome.place, Clock(welcome.ahead_s)
-        clock.line = place.line
-        self._unpack_state(welcome.luggage, clock.now())
+        place, self.clock = welcome.place, Clock(welcome.ahead_s)
+        self.clock.line = place.line
+        self._unpack_state(welcome.luggage, self.clock.now())
         words = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
         print(f"offbeat: {words}", file=sys.stderr, flush=True)
-        graph = nx.Graph(place.first)
-        return self.begin(place.me, graph, clock, secret, place.near, entrance, place)
+        self.begin(place.me, nx.Graph(place.first), secret, place.near, entrance, place)
 
     def _pack_state(self, t: float) -> Tensor:
         """Return the initial state of a joining worker: x mixed up to `t`, buffers, optimizer
