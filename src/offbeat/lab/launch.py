@@ -103,7 +103,7 @@ def launch(
 
 
 def rank_environment(
-    lab: Lab | NoLab, rank: int, port: int, workers: int | None = None, servers: int = 0
+    lab: Lab | NoLab, rank: int, port: int, workers: int, servers: int
 ) -> dict[str, str]:
     """Return the environment variables of one rank: those of torchrun, and threads, pace and
     interfaces of the lab.
@@ -111,7 +111,6 @@ def rank_environment(
     With servers, RANK and WORLD_SIZE count only workers, because scripts split their data by them.
     A server, which does not train, has the RANK of a worker.
     """
-    workers = lab.cluster.world_size - servers if workers is None else workers
     own = {}
     if servers:
         own = {

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from offbeat.lab.control_channel import Channel
 from offbeat.lab.errors import LabError
@@ -50,12 +50,6 @@ class LabProcess:
                 self._control.close()
                 self.events.close()
                 raise LabError(f"cannot start {sys.executable}: {error.strerror}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def pid(self) -> int:

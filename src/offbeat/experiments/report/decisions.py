@@ -43,9 +43,8 @@ def _rows_and_tables(name: str, value: Any, meaning: str = "") -> Iterator[Row |
         for key, inner in value.items():
             yield from _rows_and_tables(str(key), inner)
     elif isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
-        columns = list(dict.fromkeys(key for record in value for key in record))
-        rows = [[_value_text(record.get(key)) for key in columns] for record in value]
-        yield {"name": _title(name), "columns": [_title(key) for key in columns], "rows": rows}
+        table = words.record_table(_title(name), value, _value_text)
+        yield {**table, "columns": [_title(key) for key in table["columns"]]}
     elif (words_ := _value_text(value)) not in (words.NONE, ""):
         yield _title(name), words_, meaning
 

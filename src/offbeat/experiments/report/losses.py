@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, linear_regression, variance
 
@@ -80,8 +81,7 @@ def is_still_falling(contestant: Contestant) -> bool:
     The criterion is a linear regression over the last fifth of the iterations. It must fall by more
     than `FALLING` of the whole decrease and by more than `SURE` standard errors.
     """
-    curves = [rank_mean(rep) for rep in contestant.complete]
-    return 2 * sum(map(_is_falling, curves)) > len(curves)
+    return _holds_for_most(contestant, _is_falling)
 
 
 def has_risen(contestant: Contestant) -> bool:
@@ -89,8 +89,7 @@ def has_risen(contestant: Contestant) -> bool:
 
     The difference must exceed `SURE` standard errors and `FALLING` of the first loss.
     """
-    curves = [rank_mean(rep) for rep in contestant.complete]
-    return 2 * sum(map(_is_rising, curves)) > len(curves)
+    return _holds_for_most(contestant, _is_rising)
 
 
 def is_diverged(contestant: Contestant) -> bool:
@@ -116,6 +115,11 @@ def is_same_in_repetitions(contestant: Contestant) -> bool:
     begins = [rank_mean(rep).losses[:1] for rep in contestant.complete]
     known = [begin for begin in begins if begin and math.isfinite(begin[0])]
     return len(set(known)) < len(known)
+
+
+def _holds_for_most(contestant: Contestant, criterion: Callable[[Curve], bool]) -> bool:
+    curves = [rank_mean(rep) for rep in contestant.complete]
+    return 2 * sum(map(criterion, curves)) > len(curves)
 
 
 def _is_rising(curve: Curve) -> bool:

@@ -265,14 +265,8 @@ def _link_facts(run: Run) -> dict[str, Any]:
 
 def _cluster_tables(cluster: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the cluster's lists of records (links, overrides) as tables."""
-    tables = []
-    for name, value in cluster.items():
-        records = _records(value)
-        if records:
-            columns = list(dict.fromkeys(column for record in records for column in record))
-            cells = [[words.as_text(record.get(key)) for key in columns] for record in records]
-            tables.append({"name": name, "columns": columns, "rows": cells})
-    return tables
+    lists = {name: _records(value) for name, value in cluster.items()}
+    return [words.record_table(name, records) for name, records in lists.items() if records]
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:

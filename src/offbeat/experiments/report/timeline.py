@@ -92,7 +92,9 @@ def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Windo
         start = _typical_start(run, contestant, rep)
         if start is not None:
             period = range(start, start + rep.trace.period)
-            return rep, window_of(_merged_trace(rep), period)
+            # Row r of the merged trace's `ends_s` is rank r.
+            assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
+            return rep, window_of(rep.trace, period)
     return None
 
 
@@ -229,12 +231,6 @@ def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: T
         for t in starts
     }
     return [t for t in starts if alike[t] == max(alike.values())]
-
-
-def _merged_trace(rep: Repetition) -> Trace:
-    """Return the merged trace of all ranks. Asserts that row r of `ends_s` is rank r."""
-    assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
-    return rep.trace
 
 
 def window_of(trace: Trace, iterations: range) -> Window:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,15 @@ def as_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(as_text, value)) or NONE
     return NONE if value is None else str(value)
+
+
+def record_table(
+    name: str, records: Sequence[Mapping[str, Any]], text: Callable[[Any], str] = as_text
+) -> dict[str, Any]:
+    """Return records as a table for the template, with one column per key."""
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[text(record.get(key)) for key in columns] for record in records]
+    return {"name": name, "columns": columns, "rows": rows}
 
 
 def dumps(data: Any) -> str:
