@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from offbeat.cli.texts import contestants
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.codecs import WIRES, blocks, codec, fused, pieces, way
+from offbeat.core.codecs import WIRES, Codec, blocks, codec, fused, pieces, register, way
 from offbeat.core.codecs.average import (
     OriginError,
     Part,
@@ -1142,3 +1142,10 @@ def test_averages_need_no_new_memory(name):
         assert kept <= 2 * len(plan.transfers)
         assert i < 2 or kept == before
         before = kept
+
+
+@pytest.mark.parametrize("name", ["int8", "clip"])
+def test_a_name_is_registered_once(name):
+    taken = type("Taken", (Codec,), {"name": name})
+    with pytest.raises(ValueError, match=rf"codec \('{name}'\) must have a name that no rule"):
+        register(taken)

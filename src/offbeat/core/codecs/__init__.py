@@ -15,23 +15,32 @@ from offbeat.core.codecs.sign import Sign
 from offbeat.core.codecs.topk import TopK
 from offbeat.core.rules.vocabulary import SETTINGS, Setting
 
-WIRES: dict[str, type[Codec]] = {
-    cls.name: cls for cls in (BF16, FP16, Int8, Int4, Sign, TopK, RandomK, PowerSGD)
-}
+WIRES: dict[str, type[Codec]] = {}
 """Codec class by the name of a plan's wire."""
 
-SETTINGS.update(
-    (
-        name,
-        cls.settings
-        | {
-            "via": Setting("word", "reduce", words=("reduce",))
-            if cls.linear
-            else Setting("word", "gather", words=("gather", "scatter"))
-        },
-    )
-    for name, cls in WIRES.items()
-)
+
+def register(cls: type[Codec]) -> type[Codec]:
+    """Register a codec class for the wires of plans, and return it.
+
+    A codec that is not linear also needs a tensor implementation, see
+    `tensor_codecs.register_code`.
+
+    Raises:
+        ValueError: a rule, vote or codec with this name is registered already.
+    """
+    if cls.name in SETTINGS:
+        raise ValueError(
+            f"codec ({cls.name!r}) must have a name that no rule, vote or codec has; choose "
+            "another name"
+        )
+    words = ("reduce",) if cls.linear else ("gather", "scatter")
+    WIRES[cls.name] = cls
+    SETTINGS[cls.name] = {**cls.settings, "via": Setting("word", words[0], words=words)}
+    return cls
+
+
+for _cls in (BF16, FP16, Int8, Int4, Sign, TopK, RandomK, PowerSGD):
+    register(_cls)
 
 
 def codec(name: str, args: dict[str, Any]) -> Codec:
@@ -58,5 +67,6 @@ __all__ = [
     "Sign",
     "TopK",
     "codec",
+    "register",
     "way",
 ]
