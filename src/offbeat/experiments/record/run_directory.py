@@ -295,19 +295,19 @@ def load(run_dir: str | Path) -> Run:
         profile_load=load_in(path / PROFILING),
         problems=problems,
         given=data.get("profile"),
-        **_known_tuples(data, "command", "script", "probed", "changed", "notes", "seeds"),
-        **_known(data, "cluster", "versions", "lab", "note", "device", "started"),
-        **_known(data, "seed", "skip", "cpus", "target_loss"),
+        **_tuple_fields(data, "command", "script", "probed", "changed", "notes", "seeds"),
+        **_known_fields(data, "cluster", "versions", "lab", "note", "device", "started"),
+        **_known_fields(data, "seed", "skip", "cpus", "target_loss"),
     )
 
 
-def _known(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _known_fields(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Return the fields with these names that have a value."""
     return {name: data[name] for name in names if data.get(name) is not None}
 
 
-def _known_tuples(data: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(value) for name, value in _known(data, *names).items()}
+def _tuple_fields(data: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(value) for name, value in _known_fields(data, *names).items()}
 
 
 def _read_run_json(path: Path) -> dict[str, Any]:
@@ -424,8 +424,10 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         trace=trace,
         losses=tuple((int(i), float(s), _parse_loss(x)) for i, s, x in data.get("losses", ())),
         sent_bytes=data.get("bytes", {}),
-        **_known_tuples(data, "without_update", "warnings", "checks", "decisions"),
-        **_known(data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"),
+        **_tuple_fields(data, "without_update", "warnings", "checks", "decisions"),
+        **_known_fields(
+            data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"
+        ),
     )
 
 
