@@ -161,7 +161,7 @@ def test_memory_that_was_replaced_is_noticed() -> None:
     watch.attach(flat.parameters)
     watch.require_unchanged()
     model.get_parameter("4.weight").share_memory_()
-    with pytest.raises(ValueError, match=r"'4.weight' has got other memory.*copies"):
+    with pytest.raises(ValueError, match=r"'4.weight' was moved to other memory.*copies"):
         watch.require_unchanged()
     watch.close()
 

@@ -101,7 +101,7 @@ def test_one_host_with_its_links_swapped(prepared: list[dict]) -> None:
     for words in refusals(prepared, "swapped"):
         assert words.startswith("links must be in the same order on all ranks: rank 2 (host ")
         assert "has link 0 'eth1' in 10.77.1.0/24 where rank 0 (host " in words
-        assert "has link 0 'eth0' in 10.77.0.0/24, but it is what rank 0 has as link 1" in words
+        assert "has link 0 'eth0' in 10.77.0.0/24, but that is rank 0's link 1" in words
         assert words.endswith("on rank 2 give links=['eth0', 'eth1']")
 
 

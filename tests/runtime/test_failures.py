@@ -119,7 +119,7 @@ def test_a_rank_with_less_data() -> None:
     other, early = watch_world(failing.train_until, 2, *args, timeout_s=PATIENCE_S)
     assert re.search(WHERE, other.error), other.error
     assert "in consolidate, comparing values" in other.error, other.error
-    assert early.error.startswith("ranks could not agree, "), early.error
+    assert early.error.startswith("a collective of all ranks failed, "), early.error
     assert named(other) == named(early) == []
 
 
@@ -135,7 +135,7 @@ def test_missing_rank_at_start(present: int) -> None:
     [outcome] = watch_world(failing.meet, 2, 1.0, ranks=[present], timeout_s=PATIENCE_S)
     assert outcome.kind == "RuntimeError", outcome
     assert re.match(
-        rf"rank {present} could not meet the other 2 ranks at 127.0.0.1:\d+ within 1 s: ",
+        rf"rank {present} could not connect to all 2 ranks at 127.0.0.1:\d+ within 1 s: ",
         outcome.error,
     ), outcome.error
     assert outcome.seconds < PATIENCE_S

@@ -346,7 +346,7 @@ def test_strategies_by_name() -> None:
     assert said[1][1] == ""
     said = run_world(failing.prepare_named, 2, "ddp", "partial-sync:period=3")
     assert [name for name, _ in said] == ["partial-sync(period=3)"] * 2
-    assert "OFFBEAT_STRATEGY chooses; ddp, which the script names, is not used" in said[0][1]
+    assert "so ddp of the script is not used" in said[0][1]
     for wrong, word in (("dreamdpp", "dreamddp"), ("dreamddp:perod=3", "period")):
         [outcome] = watch_world(failing.prepare_named, 1, wrong, None)
         assert outcome.kind == "ValueError"

@@ -42,7 +42,7 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
                 alone = _step_stand_in(optimizer, g, scale, alone=True)
                 together = _step_stand_in(optimizer, g, scale, alone=False)
             except Exception as error:
-                return f"{name} could not be tried on made-up parameters ({error})"
+                return f"{name} failed in a trial step on synthetic parameters ({error})"
             if alone is None or together is None:
                 return (
                     f"{name} does not step the parameters of its param groups (does it keep "
@@ -50,7 +50,7 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
                 )
             if not torch.equal(alone, together):
                 return (
-                    f"{name} steps a parameter otherwise when others are stepped with it (does it "
+                    f"{name} steps a parameter differently if it steps others as well (does it "
                     "clip by the norm of all gradients?)"
                 )
     return None

@@ -173,9 +173,9 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
     if job.resume:
         try:
             found = load(path, model, optimizer)
-            words = f"goes on from {found.path}, iteration {found.iteration}"
+            words = f"resumes from {found.path}, iteration {found.iteration}"
         except FileNotFoundError:
-            words = f"begins anew, as {path} has no checkpoint"
+            words = f"starts from the beginning, because {path} has no checkpoint"
         if session.worker == 0:
             print(f"offbeat: {words}", file=sys.stderr, flush=True)
     if every is None:

@@ -17,9 +17,9 @@ REMEDY = (
     "offbeat.prepare, or call model.close() and prepare it again"
 )
 ELSEWHERE = (
-    "share_memory(), a queue of torch.multiprocessing, to() and `p.data = ...` do that, and what "
-    "other ranks send would not reach it any more; give copies to other processes, and move the "
-    "model before offbeat.prepare"
+    "share_memory(), a queue of torch.multiprocessing, to() and `p.data = ...` do that, and values "
+    "from other ranks would no longer reach it; give copies to other processes, and move the model "
+    "before offbeat.prepare"
 )
 
 
@@ -78,7 +78,7 @@ class ParameterWatch:
             moved = next((p for p, place in self._places if p.data_ptr() != place), None)
         if moved is not None:
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
-            raise ValueError(f"parameter {name!r} has got other memory: {ELSEWHERE}")
+            raise ValueError(f"parameter {name!r} was moved to other memory: {ELSEWHERE}")
         self._turn += 1
         if not self._registered and not any(p.requires_grad for p in self._select(self._frozen)):
             return

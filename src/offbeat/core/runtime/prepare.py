@@ -324,7 +324,7 @@ def _choose_strategy(
         return script if script is not None else create(DEFAULT_STRATEGY), None
     if script is None or script == chosen or job.stop_after_profile:
         return chosen, None
-    return chosen, f"{chosen} is what {by} chooses; {script}, which the script names, is not used"
+    return chosen, f"{by} selects {chosen}, so {script} of the script is not used"
 
 
 def _save_strategy(strategy: Strategy | str | None, job: LaunchRequest, path: str) -> None:
@@ -401,9 +401,9 @@ def _require_unwrapped(model: nn.Module) -> None:
         wrapper = WRAPPERS & {cls.__name__ for cls in type(module).__mro__}
         if wrapper:
             raise ValueError(
-                f"the model ({name or type(module).__name__}) must not be within "
-                f"{wrapper.pop()}, which moves gradients or weights between processes itself; give "
-                "offbeat.prepare the module that is in it"
+                f"the model ({name or type(module).__name__}) must not be wrapped in "
+                f"{wrapper.pop()}, which sends gradients or weights between processes itself; pass "
+                "the wrapped module to offbeat.prepare"
             )
 
 
@@ -420,8 +420,8 @@ def _require_whole_job(mesh: object, process_group: object) -> None:
 def _require_idle_servers() -> None:
     if any(cluster.served for cluster in _open_clusters().values()):
         raise ValueError(
-            "another model is prepared with servers, which serve that one alone; train both as one "
-            "module with one optimizer, or use strategies without servers"
+            "another model is prepared with servers, which serve only that model; train both as "
+            "one module with one optimizer, or use strategies without servers"
         )
 
 
@@ -512,7 +512,7 @@ def _join_process_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RuntimeError(
-            f"rank {rank} could not meet the other {size} "
+            f"rank {rank} could not connect to all {size} "
             f"ranks at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
             f"{timeout_s:g} s: {error}"
         ) from error

@@ -34,9 +34,9 @@ _met = 0  # number of `Control` objects that this process has created together w
 SHOWN = 16  # ranks in a report
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
 NOBODY = (
-    "No rank is missing: all of them live and wait. The network between them may have failed, or "
-    "they wait for different things, as when one has less data (see offbeat.join), or when not "
-    "every rank calls consolidate, save or load."
+    "No rank is missing: all ranks are alive and waiting. The network between them may have "
+    "failed, or they wait in different calls: one rank may have less data (see offbeat.join), or "
+    "not every rank calls consolidate, save or load."
 )
 STORE_IS_SILENT = (
     "The store of rank 0 does not respond: rank 0 has failed, its host is gone, or the network "
@@ -78,8 +78,8 @@ class Control:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
-                f"offbeat.prepare: {error}. See the logs of the others: one may have failed, or "
-                "have ended, as a server does when all workers have closed their model"
+                f"offbeat.prepare: {error}. See the logs of the other ranks: one may have failed, "
+                "or have ended, as a server does when all workers have closed their model"
             ) from error
         self.met = _met
         if self.world_size > 1:
@@ -213,7 +213,9 @@ class Control:
                 yield
             except RuntimeError as error:
                 why = self.report_failure(waited_s=time.monotonic() - begun_s)
-                raise RuntimeError(f"ranks could not agree, {words}: {error}. {why}") from error
+                raise RuntimeError(
+                    f"a collective of all ranks failed, {words}: {error}. {why}"
+                ) from error
 
     @property
     def needs_abort(self) -> bool:

@@ -168,7 +168,7 @@ def _order_mismatch(hosts: Sequence[_Host], control: Control) -> str | None:
             return (
                 "links must be in the same order on all ranks: "
                 f"{_rank_at(rank, control)} has {_link_text(host, i)} where "
-                f"{_rank_at(0, control)} has {_link_text(first, i)}, but it is what rank 0 has as "
+                f"{_rank_at(0, control)} has {_link_text(first, i)}, but that is rank 0's "
                 f"{_link_text(first, j)}; on rank {rank} give links={names}"
             )
     return None

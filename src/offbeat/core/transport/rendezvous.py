@@ -66,7 +66,7 @@ def create_prefix(store: Any, rank: int, world_size: int, timeout_s: float) -> P
         pauses_s = _pauses_s()
         while not store.check([answer]):
             if time.monotonic() > until_s:
-                raise TimeoutError("rank 0 has not come")
+                raise TimeoutError("rank 0 has not connected")
             time.sleep(next(pauses_s))
         token = store.get(answer).decode()
         store.set(f"offbeat/in/{token}/{rank}", "")
@@ -86,7 +86,9 @@ def _welcome(store: Any, token: str, missing: set[int], until_s: float) -> None:
             break
         if time.monotonic() > until_s:
             names = ", ".join(map(str, sorted(missing)))
-            raise TimeoutError(f"rank {names} {'has' if len(missing) == 1 else 'have'} not come")
+            raise TimeoutError(
+                f"rank {names} {'has' if len(missing) == 1 else 'have'} not connected"
+            )
         time.sleep(next(pauses_s))
 
 
