@@ -15,8 +15,7 @@ from support.injecting import BATCH, INJECTION, share_samples
 from support.worlds import run_world
 
 from offbeat.data import Injected, Injection
-from offbeat.data.batches import leaves, rebuild
-from offbeat.data.exchange import empty_message, pack, unpack
+from offbeat.data.batches import empty_message, leaves, pack, rebuild, unpack
 
 quick = settings(max_examples=100, deadline=None)
 percent = st.integers(0, 100)

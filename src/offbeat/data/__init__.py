@@ -7,10 +7,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat.data.chunks import Chunks
-from offbeat.data.dirichlet import Dirichlet
-from offbeat.data.label_skew import LabelSkew
 from offbeat.data.partition import Partition
+from offbeat.data.splits import Chunks, Dirichlet, LabelSkew
 
 if TYPE_CHECKING:
     from offbeat.data.injected_loader import Injected

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat.core.transport.control import Control
-from offbeat.data.batches import kind, leaves, rebuild, samples_of
-from offbeat.data.exchange import pool
+from offbeat.data.batches import kind, leaves, pool, rebuild, samples_of
 from offbeat.data.injection import Injection
 from offbeat.data.numbers import require_count, require_positive
 from offbeat.data.place import place

@@ -17,8 +17,8 @@ from offbeat.strategies import Strategy
 Base: Any = object  # both packages define their own strategies
 
 
-class TrainerStrategy(Base):
-    """Mixin for the Trainer's DDPStrategy, placed before it. Accepts its arguments as well."""
+class _Configured(Base):
+    """Arguments of both mixins: those of `offbeat.prepare`, and those of the DDP strategy."""
 
     def __init__(
         self,
@@ -29,8 +29,13 @@ class TrainerStrategy(Base):
     ):
         super().__init__(**kwargs)
         self._strategy, self._options = strategy, options or Options()
-        self._between_iterations = True  # remains true while gradients only accumulate
-        self._accumulating = False
+
+
+class TrainerStrategy(_Configured):
+    """Mixin for the Trainer's DDPStrategy, placed before it. Accepts its arguments as well."""
+
+    _between_iterations = True  # remains true while gradients only accumulate
+    _accumulating = False
 
     def configure_ddp(self) -> None:
         """Do nothing: `setup_optimizers` wraps the model, because offbeat needs the optimizer."""
@@ -92,18 +97,11 @@ class TrainerStrategy(Base):
             self.model, self._between_iterations = self.lightning_module, True
 
 
-class FabricStrategy(Base):
+class FabricStrategy(_Configured):
     """Mixin for Fabric's DDPStrategy, placed before it. Accepts its arguments as well."""
 
-    def __init__(
-        self,
-        strategy: Strategy | str | None = None,
-        *,
-        options: Options | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(**kwargs)
-        self._strategy, self._options = strategy, options or Options()
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._prepared: list[Model] = []
         self._backward_sync_control = _Accumulation()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
-from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, payload_of_kind, profile_for_wire
+from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, profile_for_wire
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
@@ -119,7 +119,7 @@ def _encode_transfer(
         return _encode_send(t, wire, plan, buffers, error_feedback)
     if t.verb != "all_reduce" or kind == "state":
         return t
-    encoded = fastest(payload_of_kind(t.payload, kind), wire, profile, t.link)
+    encoded = fastest(replace(t.payload, buffer=kind), wire, profile, t.link)
     if error_feedback:
         name = _residual_name(kind, t.link, plan)
         buffers[name] = Buffer(name, kind)

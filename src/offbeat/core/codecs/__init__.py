@@ -1,18 +1,13 @@
-"""Codecs: encodings that replace the numbers of a message on a link, one module per codec."""
+"""Codecs: encodings that replace the numbers of a message on a link."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from offbeat.core.codecs.bf16 import BF16
-from offbeat.core.codecs.codec import Codec, Exact, Memory
-from offbeat.core.codecs.fp16 import FP16
-from offbeat.core.codecs.int4 import Int4
-from offbeat.core.codecs.int8 import Int8
+from offbeat.core.codecs.codec import Codec
 from offbeat.core.codecs.powersgd import PowerSGD
-from offbeat.core.codecs.randomk import RandomK
-from offbeat.core.codecs.sign import Sign
-from offbeat.core.codecs.topk import TopK
+from offbeat.core.codecs.quantization import BF16, FP16, Int4, Int8, Sign
+from offbeat.core.codecs.sparsification import RandomK, TopK
 from offbeat.core.rules.vocabulary import SETTINGS, Setting
 
 WIRES: dict[str, type[Codec]] = {}
@@ -51,22 +46,3 @@ def codec(name: str, args: dict[str, Any]) -> Codec:
 def way(name: str, args: dict[str, Any]) -> str:
     """Return how the codes of a wire are exchanged: `gather`, `scatter` or `reduce`."""
     return args.get("via", SETTINGS[name]["via"].default)
-
-
-__all__ = [
-    "BF16",
-    "FP16",
-    "WIRES",
-    "Codec",
-    "Exact",
-    "Int4",
-    "Int8",
-    "Memory",
-    "PowerSGD",
-    "RandomK",
-    "Sign",
-    "TopK",
-    "codec",
-    "register",
-    "way",
-]

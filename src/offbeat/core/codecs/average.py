@@ -8,7 +8,7 @@ message.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs import Codec, PowerSGD, RandomK
-from offbeat.core.codecs.codec import shards
+from offbeat.core.codecs.codec import Memory, shards
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.codecs.rows import Rows, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.transport.collectives import Collectives
-
-Memory = MutableMapping[str, Any]
 
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.core.codecs import int4, int8
-from offbeat.core.codecs.codec import BLOCK
+from offbeat.core.codecs.codec import BLOCK, LEAST_SCALE
 from offbeat.core.codecs.fused import fuse_kernels
 from offbeat.core.codecs.pieces import PIECE, elements_per_pass, pieces
-from offbeat.core.codecs.tensor_codec import in_blocks, inverse_of, zero_tiny
+from offbeat.core.codecs.quantization import Int4, Int8, Sign
 
 HALF = BLOCK // 2
 
@@ -102,6 +101,23 @@ class BlockCode(ABC):
         """Add the decoded numbers to `rows`."""
 
 
+def in_blocks(x: Tensor) -> Tensor:
+    """Return blocks `[..., blocks, 256]`: a view, or a zero-padded copy if n % 256 is not 0."""
+    rest = -x.shape[-1] % BLOCK
+    return (torch.nn.functional.pad(x, (0, rest)) if rest else x).unflatten(-1, (-1, BLOCK))
+
+
+def inverse_of(scales: Tensor) -> Tensor:
+    """Return the reciprocal of each scale, or 0 for a scale of 0."""
+    return torch.where(scales > 0, scales.reciprocal(), 0.0)
+
+
+def zero_tiny(scales: Tensor) -> Tensor:
+    """Convert scales to bf16 and replace those below `LEAST_SCALE` by 0."""
+    halves = scales.bfloat16()
+    return halves.masked_fill_(halves < LEAST_SCALE, 0.0)
+
+
 def _fits_one_pass(x: Tensor) -> bool:
     """Return whether one pass can process all rows of a table, padded to whole blocks."""
     return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= elements_per_pass(x)
@@ -165,7 +181,7 @@ class MultipleCode(BlockCode):
 class Int8Code(MultipleCode):
     """int8: one byte per number."""
 
-    width, most = BLOCK, int8.MOST
+    width, most = Int8.width, Int8.most
 
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         numbers.view(torch.int8).copy_(multiples)
@@ -182,7 +198,7 @@ class Int4Code(MultipleCode):
     the number of blocks is odd, the elements i and i + 128 of the last block share a byte.
     """
 
-    width, most = HALF, int4.MOST
+    width, most = Int4.width, Int4.most
 
     def _pack(self, multiples: Tensor, numbers: Tensor) -> None:
         for low, high, codes, _ in self._pairs(multiples, numbers):
@@ -222,7 +238,7 @@ class SignCode(BlockCode):
     Bit k of byte i of a block belongs to element i + 32 k.
     """
 
-    width = BLOCK // 8
+    width = Sign.width
 
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
         means = torch.abs(rows, out=self._buffer(rows)).sum(-1) / BLOCK

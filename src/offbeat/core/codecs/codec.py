@@ -110,11 +110,6 @@ def shards(size: int, count: int, grain: int) -> list[slice]:
     return [slice(min(size, k * each), min(size, (k + 1) * each)) for k in range(count)]
 
 
-def block_count(size: int) -> int:
-    """Return the number of blocks of `size` elements, the last one padded."""
-    return -(-size // BLOCK)
-
-
 def scales_of(x: Array, peak: float) -> Array:
     """Return for each block of 256 the largest magnitude divided by `peak`, rounded to bf16."""
     starts = range(0, len(x), BLOCK)

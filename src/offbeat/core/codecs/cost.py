@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from offbeat.core.codecs import Codec, codec, way
-from offbeat.core.plan import Kind, Payload, Verb, Wire
+from offbeat.core.plan import Payload, Verb, Wire
 from offbeat.core.profile import Link, Profile
 
 ELEMENT_BYTES = 4  # bytes of an encoded element; a profile holds no dtypes
@@ -192,8 +192,3 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         cpu_s_per_message=link.cpu_s_per_message * messages + busy_first_s * takes_time,
         cpu_s_per_byte=link.cpu_s_per_byte * alike + busy_s * takes_time,
     )
-
-
-def payload_of_kind(payload: Payload, kind: Kind) -> Payload:
-    """Return the payload with its buffer replaced by a kind for which a profile holds sizes."""
-    return payload if payload.buffer == kind else replace(payload, buffer=kind)

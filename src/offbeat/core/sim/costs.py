@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.codecs.cost import Encoded, payload_of_kind
+from offbeat.core.codecs.cost import Encoded
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Plan, Transfer, groups_of
 from offbeat.core.plan.program import has_moment_per_bucket, work_before
@@ -114,7 +115,7 @@ class Costs:
         """Return the costs of a message, of the encoded payload if the transfer has a wire."""
         if id(t) not in self._messages:
             profile = self.profile
-            payload = payload_of_kind(t.payload, self._buffers[t.payload.buffer].kind)
+            payload = replace(t.payload, buffer=self._buffers[t.payload.buffer].kind)
             if t.wire is None:
                 seconds = profile.message_s(payload, t.link, t.verb)
                 sending_s = profile.sending_s(payload, t.link, t.verb)

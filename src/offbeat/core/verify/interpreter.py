@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.codecs import Exact, codec, way
+from offbeat.core.codecs import codec, way
+from offbeat.core.codecs.codec import Exact
 from offbeat.core.derive import effects
 from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.drained import drained
