@@ -23,6 +23,7 @@ from offbeat.core.measuring.processors import processors
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed
+from offbeat.core.runtime.launch_request import SCHEMA as JOB_SCHEMA
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.sim import Votes
@@ -39,6 +40,7 @@ from offbeat.experiments.record.run_directory import (
     LOAD,
     PROBLEM,
     PROFILING,
+    SCHEMA,
     Repetition,
     load_in,
     load_repetition,
@@ -49,7 +51,6 @@ from offbeat.lab import probe_report as asked
 from offbeat.lab.machine_load import LoadSampler
 from offbeat.strategies import BSP, Strategy
 
-SCHEMA = 1
 SKIP = 2  # first iterations of a repetition that are not measured; rounded up to whole periods
 WAIT_S = 120.0
 NO_LIMIT_S = 7 * 24 * 3600.0
@@ -535,7 +536,7 @@ def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]
     if strategy and strategy.needs.script:
         strategy = None  # the script passes it to `prepare`
     job = {
-        "schema": SCHEMA,
+        "schema": JOB_SCHEMA,
         "strategy": strategy and reference_of(strategy),
         "settings": strategy.settings() if strategy else {},
         "profile": None,
