@@ -9,13 +9,3 @@ from offbeat.core.profile.facts import (
     Link,
     Profile,
 )
-
-__all__ = [
-    "SIMULTANEOUS_SPEED",
-    "Bucket",
-    "CodecSpeed",
-    "Contention",
-    "GradientNoise",
-    "Link",
-    "Profile",
-]

@@ -5,7 +5,7 @@ NumPy arrays in the interpreter, tensors in the runtime. So each rule is written
 implements the rule `local`, the user's optimizer.
 """
 
-from offbeat.core.rules import (  # noqa: F401  # importing a module registers its rules
+from offbeat.core.rules import (  # importing a module registers its rules
     changed,
     clip,
     merge_average,
@@ -27,17 +27,3 @@ from offbeat.core.rules.vocabulary import (
     rule,
     vote,
 )
-
-__all__ = [
-    "EFFECTS",
-    "RULES",
-    "SETTINGS",
-    "VOTES",
-    "Context",
-    "Effects",
-    "Rule",
-    "Setting",
-    "VoteRule",
-    "rule",
-    "vote",
-]

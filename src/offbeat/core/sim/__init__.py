@@ -4,5 +4,3 @@ from offbeat.core.sim.outcomes import Votes
 from offbeat.core.sim.prediction import Prediction, predict, predict_plan, within_bound
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import simulate
-
-__all__ = ["Prediction", "Ranks", "Votes", "predict", "predict_plan", "simulate", "within_bound"]
