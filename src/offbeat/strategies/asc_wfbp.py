@@ -8,14 +8,13 @@ from typing import ClassVar
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
-from offbeat.core.verify.equations import Equations, synchronous
-from offbeat.strategies.compressible import Wired
+from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import simultaneous_fusion
 from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
 
 
 @dataclass(frozen=True)
-class ASCWFBP(Wired):
+class ASCWFBP(Synchronous):
     """Send gradients as WFBP does, with several messages at the same time.
 
     Messages use the channels of the default link in turn. A bucket is fused with the previous
@@ -43,9 +42,6 @@ class ASCWFBP(Wired):
             slowest.ready_s, message_seconds(slowest), channel_speeds(slowest, self.groups)
         )
         return gradients_when_ready(self.name, profile, groups, self.groups)
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         """Return `max(F + B, C / rate)`; `rate` is the highest total rate of any number of

@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 from offbeat.core.plan import Kind, Moment, Plan, Transfer, local, transfer
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
-from offbeat.strategies.compressible import Wired
+from offbeat.strategies.compressible import Synchronous
 
 
 @dataclass(frozen=True)
-class BSP(Wired):
+class BSP(Synchronous):
     """Bulk-synchronous SGD (S-SGD): one all-reduce of all gradients after backward."""
 
     name: ClassVar[str] = "bsp"
@@ -24,12 +22,6 @@ class BSP(Wired):
         size = len(profile.buckets)
         messages = all_gradients(profile, phases=[0])
         return Plan(self.name, size, tuple(messages), (local(size, Moment("step"), [0]),))
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
-    def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile, fused=True)
 
 
 def all_gradients(profile: Profile, phases: Iterable[int]) -> list[Transfer]:

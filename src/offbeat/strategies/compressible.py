@@ -14,7 +14,8 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS
-from offbeat.core.strategy.interface import Strategy, require_choice
+from offbeat.core.strategy.interface import Strategy, require_choice, synchronous_bound_s
+from offbeat.core.verify.equations import Equations, synchronous
 
 NONE = "none"
 ANCHOR = "anchor"
@@ -73,6 +74,16 @@ class Wired(Strategy):
         bucket = max(range(len(profile.buckets)), key=lambda b: profile.buckets[b].size_bytes)
         largest = Payload("grad", range(bucket, bucket + 1))
         return fastest(largest, wire, profile, profile.default_link.name)
+
+
+class Synchronous(Wired):
+    """Base class of strategies that average all gradients in every iteration, as DDP does."""
+
+    def equations(self, plan: Plan) -> Equations:
+        return synchronous()
+
+    def bound_s(self, profile: Profile) -> float:
+        return synchronous_bound_s(profile, fused=True)
 
 
 def with_wire(plan: Plan, wire: Wire, profile: Profile, *, error_feedback: bool = True) -> Plan:

@@ -9,15 +9,14 @@ from typing import ClassVar
 
 from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, Verb, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, require_count, synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
-from offbeat.strategies.compressible import NONE, Wired
+from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.strategies.compressible import NONE, Synchronous
 from offbeat.strategies.slices import Update, compute_of
 from offbeat.strategies.solvers import Fusion, cap_fusion
 
 
 @dataclass(frozen=True)
-class DeAR(Wired):
+class DeAR(Synchronous):
     """Split each all-reduce: reduce-scatter under backward, all-gather under the next forward.
 
     Groups of neighbouring buckets are reduce-scattered as soon as their gradients exist. The step
@@ -75,9 +74,6 @@ class DeAR(Wired):
     def at_step(self) -> Strategy | None:
         return replace(self, update="at_step") if self.update == "on_arrival" else None
 
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
     def bound_s(self, profile: Profile) -> float:
         """Return `max(B, C_1) + max(F, C_2)`, where the update is part of F.
 
@@ -86,7 +82,7 @@ class DeAR(Wired):
         methods applies.
         """
         if self.update == "at_step":
-            return synchronous_bound_s(profile, fused=True)
+            return super().bound_s(profile)
         slowest, everything = profile.slowest(), range(len(profile.buckets))
         forward_s = slowest.other_s + slowest.update_s + slowest.forward_s
         backward_s = slowest.backward_s

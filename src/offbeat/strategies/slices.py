@@ -9,9 +9,8 @@ from typing import Literal
 from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
-from offbeat.strategies.compressible import Wired
+from offbeat.core.strategy.interface import Strategy
+from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
 MOST_MESSAGES = 1024  # limit of tuning: more messages are slow to plan and to send
@@ -23,7 +22,7 @@ Update = Literal["on_arrival", "at_step"]
 `optimizer.step()`."""
 
 
-class Prioritized(Wired):
+class Prioritized(Synchronous):
     """Base class of strategies that send slices of gradients by priority and have a setting
     `update`."""
 
@@ -31,12 +30,6 @@ class Prioritized(Wired):
 
     def at_step(self) -> Strategy | None:
         return replace(self, update="at_step") if self.update == "on_arrival" else None
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
-
-    def bound_s(self, profile: Profile) -> float:
-        return synchronous_bound_s(profile, fused=True)
 
 
 def compute_of(profile: Profile) -> Compute:

@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 from offbeat.core.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
-from offbeat.strategies.compressible import Wired
+from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import (
     Fusion,
     MessageSeconds,
@@ -27,7 +26,7 @@ DDP_FIRST_CAP_BYTES = MIB
 
 
 @dataclass(frozen=True)
-class WFBP(Wired):
+class WFBP(Synchronous):
     """Send gradients as soon as they exist, first in first out; the step waits for all messages."""
 
     fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"
@@ -42,9 +41,6 @@ class WFBP(Wired):
     def schedule(self, profile: Profile) -> Plan:
         groups = _FUSIONS[self.fusion](profile.slowest())
         return gradients_when_ready(self.name, profile, groups)
-
-    def equations(self, plan: Plan) -> Equations:
-        return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
         return synchronous_bound_s(profile, fused=self.fusion != "none")
