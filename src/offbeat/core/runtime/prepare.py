@@ -163,16 +163,16 @@ def prepare(
     require_policy(on_nonfinite)
     if metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
-    several = list(optimizer) if isinstance(optimizer, Sequence) else None
-    for one in [optimizer] if several is None else several:
+    is_list = isinstance(optimizer, Sequence)
+    parts = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for one in parts:
         if not hasattr(one, "param_groups"):
             raise ValueError(
                 f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
                 "them, each with parameters of its own"
             )
         _require_unprepared(model, one)
-    if several is not None:
-        optimizer = _join_optimizers(model, several, strategy)
+    whole = _join_optimizers(model, parts, strategy) if is_list else parts[0]
     _require_idle_servers()
     _require_one_model(job)
     if hasattr(model, "_orig_mod"):  # a module that torch.compile has returned
@@ -183,8 +183,8 @@ def prepare(
         )
     _require_unwrapped(model)
     require_supported(model)
-    _require_own_parameters(model, optimizer)
-    _require_one_backward(optimizer)
+    _require_own_parameters(model, whole)
+    _require_one_backward(whole)
     if current_join_request() is not None and not strategy.needs.allows_joining:
         raise ValueError(
             f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
@@ -201,7 +201,7 @@ def prepare(
             f"servers={servers}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
-        fingerprint = _agree_on_model(model, optimizer, strategy, cluster.control)
+        fingerprint = _agree_on_model(model, whole, strategy, cluster.control)
         ranks = divide_ranks(servers, strategy, cluster.control)
         known, save_to = None, None
         if strategy.needs.profile:
@@ -234,7 +234,7 @@ def prepare(
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
         recorder = _create_recorder(model, job, cluster, difference)
-        training = TrainingJob(model, optimizer, cluster, known, how, watch, job, ranks, recorder)
+        training = TrainingJob(model, whole, cluster, known, how, watch, job, ranks, recorder)
         session = strategy.open(training)
     except BaseException:
         cluster.close()
@@ -243,13 +243,13 @@ def prepare(
     _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
     cluster.leave = run_at_process_exit(partial(_close_at_exit, session, cluster))
     meter = _create_meter(metrics, samples, session, model, cluster, ranks)
-    prepared = Model(model, session, meter), Optimizer(optimizer, session, meter)
+    prepared = Model(model, session, meter), Optimizer(whole, session, meter)
     try:
         enable_checkpoints(job, *prepared)
     except BaseException:
         prepared[0].close()
         raise
-    return prepared if several is None else (prepared[0], prepared[1].parts())
+    return (prepared[0], prepared[1].parts()) if is_list else prepared
 
 
 def _join_optimizers(
