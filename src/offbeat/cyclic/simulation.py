@@ -15,7 +15,6 @@ from typing import NamedTuple
 from offbeat.cyclic.timetable import Collective, Message, Timetable, Work
 
 ITERATIONS = 5  # simulated iterations
-MIDDLE = 2  # iteration for which costs are reported, with others before and after it
 
 
 @dataclass(frozen=True)

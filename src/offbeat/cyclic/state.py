@@ -52,11 +52,6 @@ class StageState:
         self._views: list[Tensor] = []
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the state on all devices."""
-        return sum(self._sizes.values())
-
-    @property
     def is_present(self) -> bool:
         """Whether the optimizer has state of these parameters."""
         return any(p in self._optimizer.state for p in self._parameters)

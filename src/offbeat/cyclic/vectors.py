@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -46,13 +46,9 @@ class Vectors:
     def copy(self) -> Vectors:
         """Return a copy in new memory."""
         made = Vectors(self._shapes)
-        made.fill(self.flats)
+        for copied, flat in zip(made.flats, self.flats, strict=True):
+            copied.copy_(flat)
         return made
-
-    def fill(self, flats: Sequence[Tensor]) -> None:
-        """Copy the values of other flat tensors of the same shapes."""
-        for mine, theirs in zip(self.flats, flats, strict=True):
-            mine.copy_(theirs)
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import memory_of
+from offbeat.frames.connection import NOTHING
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.gossip.agreement import Agreement, planned_rates
 from offbeat.gossip.anchors import NEVER
@@ -31,7 +32,7 @@ from offbeat.gossip.clock import DRIFT, Clock
 from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
 from offbeat.gossip.joining import Address, Place
 from offbeat.gossip.pairing import Action, Begin, Pairing
-from offbeat.gossip.peers import NOTHING, Peers
+from offbeat.gossip.peers import Peers
 from offbeat.gossip.protocol import SIGNALS, Kind, finite, parse_agreement
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
