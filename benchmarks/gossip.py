@@ -329,7 +329,7 @@ SHOWN = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="*", choices=[*SHOWN, []], default=list(SHOWN))
+    parser.add_argument("what", nargs="*", choices=[*SHOWN, []], default=[])
     for name in parser.parse_args().what or SHOWN:
         print(f"\n## {name}\n")
         SHOWN[name]()

@@ -1,9 +1,9 @@
 """Tables of all results, made from the files in benchmarks/results.
 
-    python benchmarks/tables.py               writes benchmarks/tables.md and docs/benchmarks.md
+    python benchmarks/tables.py               writes benchmarks/tables.md and the tables of pages
     python benchmarks/tables.py paced demo    prints the tables of these results
 
-A result is a JSON file; benchmarks/README.md describes its keys. docs/benchmarks.md shows a table
+A result is a JSON file; benchmarks/README.md describes its keys. Pages of docs/ show a table
 between `<!-- table RESULT TABLE -->` and `<!-- /generated -->`, and the list of all results between
 `<!-- list results -->` and `<!-- /generated -->`. Measuring scripts write a result with `save`.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("benchmarks", "claims"))
 ALL_TABLES = HERE / "tables.md"
 GENERATED = re.compile(r"(<!-- (table|list) ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
@@ -50,14 +50,14 @@ def table_text(result: dict[str, Any], table: dict[str, Any], *, selected: bool)
     columns, rows = table["columns"], table["rows"]
     chosen = table.get("page", {}) if selected else {}
     if "rows" in chosen:
-        by_name = {_cell(row[0]): row for row in rows}
+        by_name = {cell_text(row[0]): row for row in rows}
         rows = [by_name[name] for name in chosen["rows"]]
     if "columns" in chosen:
         places = [columns.index(name) for name in chosen["columns"]]
         columns = [columns[place] for place in places]
         rows = [[row[place] for place in places] for row in rows]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    lines += [f"| {' | '.join(map(cell_text, row))} |" for row in rows]
     drawn = "\n".join(lines)
     how = table.get("how", result["how"])
     facts = [f"*{', '.join(how)}*", table.get("spread"), table.get("date", result["date"])]
@@ -101,7 +101,7 @@ def page_text(text: str) -> str:
     return GENERATED.sub(made, text)
 
 
-def _cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
     """Return a number, a text, nothing, or a median with its spread as text."""
     if value is None:
         return "–"
@@ -131,12 +131,13 @@ LONG = {"tables", "rows", "notes", "misses"}
 
 
 def main(argv: list[str]) -> None:
-    """Print the results that are named; without names write all tables, and the page."""
+    """Print the results that are named; without names write all tables, and the pages."""
     if argv:
         print("\n".join(result_text(name) for name in argv))
         return
     ALL_TABLES.write_text("\n".join(result_text(name) for name in names()))
-    PAGE.write_text(page_text(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(page_text(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from support.scripts import ROOT, benchmark
 
 tables = benchmark("tables")
+claims = benchmark("papers/claims")
 BENCHMARKS = ROOT / "benchmarks"
 INDEX = (BENCHMARKS / "README.md").read_text()
 KEYS = {"title", "what", "how", "date", "machine", "command", "tables", "misses", "notes"}
@@ -17,9 +19,32 @@ def paths_in(command: str) -> list[Path]:
     return [ROOT / word for word in re.split(r"[\s;]+", command) if "/" in word]
 
 
-def test_the_page_equals_what_the_command_makes() -> None:
-    page = tables.PAGE.read_text()
-    assert tables.page_text(page) == page, "run `make tables`"
+def test_pages_equal_what_the_command_makes() -> None:
+    for path in tables.PAGES:
+        page = path.read_text()
+        assert tables.page_text(page) == page, f"{path.name}: run `make tables`"
+
+
+def test_figures_of_claims_are_those_of_the_results(tmp_path, monkeypatch) -> None:
+    """Every row of the page of claims is filled, and names the result and its command."""
+    made = claims.result()
+    for table in made["tables"]:
+        assert all(all(row) for row in table["rows"]), table["name"]
+    text = (tables.RESULTS / "claims.json").read_text()
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    tables.save("claims", made)
+    assert (tmp_path / "claims.json").read_text() == text, "run benchmarks/papers/claims.py"
+
+
+def test_a_figure_is_a_cell_a_range_or_a_quotient() -> None:
+    row = "vgg19|schedules|{}|simulated, ms"
+    deft, ddp = row.format("DeFT, one link"), row.format("DDP-like: WFBP, one message per bucket")
+    assert claims.figure(deft) == "130.3"
+    assert claims.figure(f"{ddp} // {deft}") == "2.26"
+    assert claims.figure("range:" + row.format("")) == "130.3 to 295.1"
+    for wrong in (row.format("DeFT"), row.format(""), "vgg19|schedules|DeFT, one link|ms"):
+        with pytest.raises(ValueError, match=r"match|no such"):
+            claims.figure(wrong)
 
 
 def test_every_result_is_complete() -> None:
