@@ -44,7 +44,9 @@ class Injected:
         require_positive("timeout_s", timeout_s)
         require_count("batch", batch)
         injection.batch_size(batch)  # raises on invalid sizes before any rank waits
-        self.loader, self.injection, self.batch = loader, injection, batch
+        self.loader: Iterable[Any] = loader
+        self.injection: Injection = injection
+        self.batch: int = batch
         self._timeout_s = timeout_s
         self._control: Control | None = None
         self._iteration = 0  # number of the iteration, over all epochs

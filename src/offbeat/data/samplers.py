@@ -35,6 +35,13 @@ class ChunkSampler(Sampler[int], ABC):
         epoch: number of the current epoch.
     """
 
+    rank: int
+    world_size: int
+    partition: Partition
+    seed: int
+    shuffle: bool
+    epoch: int
+
     def __init__(
         self,
         source: Source,

@@ -21,7 +21,8 @@ class Joined(Generic[Batch]):
 
     def __init__(self, loader: Iterable[Batch], timeout_s: float):
         require_positive("timeout_s", timeout_s)
-        self.loader, self._timeout_s = loader, timeout_s
+        self.loader: Iterable[Batch] = loader
+        self._timeout_s = timeout_s
         self._control: Control | None = None
 
     def __iter__(self) -> Iterator[Batch]:

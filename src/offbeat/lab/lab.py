@@ -52,8 +52,8 @@ class _RunningLab:
     def __init__(self, cluster: Cluster, name: str) -> None:
         self.cluster = cluster
         self.name = name
-        self.congestion_control = "default"
-        self.setup_s = 0.0
+        self.congestion_control: str = "default"
+        self.setup_s: float = 0.0
         self.switched: tuple[str, ...] = ()
         self._process: LabProcess | None = None
 
@@ -135,6 +135,8 @@ class Lab(_RunningLab):
         LabError: on entering, the machine refuses namespaces, shaping or latency.
     """
 
+    congestion_control: str
+    switched: tuple[str, ...]
     _kind = "namespaces"
 
     def __init__(self, cluster: Cluster, name: str = "lab") -> None:

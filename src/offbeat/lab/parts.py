@@ -1,7 +1,7 @@
 """Parts of a cluster description: links, differing hosts and pairs, changes over time."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -85,7 +85,7 @@ Losses = Annotated[Mapping[str, str | float], _link_map("losses", "{net = 0.01}"
 class Part(BaseModel):
     """Frozen table of a cluster file. Unknown keys raise a ValidationError."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
 
 class Link(Part):

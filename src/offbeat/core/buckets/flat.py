@@ -57,14 +57,16 @@ class Flat:
     def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = [[parameters[n] for n in spec.parameters] for spec in specs]
-        self.parameters = [p for own in trained for p in own]
-        self.bucket_of = [b for b, own in enumerate(trained) for _ in own]
-        self.starts = [self.bucket_of.index(b) for b in range(len(trained))]
+        self.parameters: list[nn.Parameter] = [p for own in trained for p in own]
+        self.bucket_of: list[int] = [b for b, own in enumerate(trained) for _ in own]
+        self.starts: list[int] = [self.bucket_of.index(b) for b in range(len(trained))]
         self._elements = [sum(p.numel() for p in own) for own in trained]
-        self.sizes_bytes = [sum(p.nbytes for p in own) for own in trained]
+        self.sizes_bytes: list[int] = [sum(p.nbytes for p in own) for own in trained]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
-        self.former = FormerMemory({n: parameters[n] for spec in specs for n in spec.parameters})
-        self.keys = [key_of(own[0]) for own in trained]
+        self.former: FormerMemory = FormerMemory(
+            {n: parameters[n] for spec in specs for n in spec.parameters}
+        )
+        self.keys: list[Key] = [key_of(own[0]) for own in trained]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
         self._stores: dict[str, list[Store]] = {}
@@ -87,7 +89,7 @@ class Flat:
             if before is not None:
                 before.free("param")
         self._stores = {"param": [params], "grad": []}
-        self.buckets = [
+        self.buckets: list[FlatBucket] = [
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
         self.take_gradients()

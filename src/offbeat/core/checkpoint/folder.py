@@ -27,8 +27,8 @@ class Folder:
 
     def __init__(self, path: str | Path):
         given = Path(path).absolute()
-        self.only = given.name if NAME.fullmatch(given.name) else None
-        self.path = given.parent if self.only else given
+        self.only: str | None = given.name if NAME.fullmatch(given.name) else None
+        self.path: Path = given.parent if self.only else given
 
     def names(self) -> list[str]:
         """Return the names of all checkpoints, also of incomplete ones, the newest first."""

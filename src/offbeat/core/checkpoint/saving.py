@@ -26,7 +26,7 @@ class SaveGroup:
 
     def __init__(self, control: Control | None):
         self._control = control
-        self.size = control.world_size if control is not None else 1
+        self.size: int = control.world_size if control is not None else 1
         self._group = None
         if control is not None and self.size > 1:
             self._group = _create_group(control)
@@ -156,7 +156,7 @@ class Saver:
     """Saves the checkpoints of one session, one at a time."""
 
     def __init__(self, control: Control | None):
-        self.company = SaveGroup(control)
+        self.company: SaveGroup = SaveGroup(control)
         self._last: Saving | None = None
 
     def save(

@@ -68,7 +68,7 @@ class TensorBoard:
 
     def __init__(self, writer: Any, prefix: str = "offbeat/"):
         self._writer, self._prefix = writer, prefix
-        self.path = getattr(writer, "log_dir", None)
+        self.path: Any = getattr(writer, "log_dir", None)
 
     def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
         for name, number in numbers.items():

@@ -65,8 +65,9 @@ class Control:
     def __init__(self, timeout_s: float):
         global _met
         self.timeout_s = timeout_s
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        self.group: dist.ProcessGroup
         self._heartbeat: Heartbeat | None = None
         try:
             with self.waiting("waiting for all ranks to call prepare"):

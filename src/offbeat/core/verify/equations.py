@@ -649,8 +649,9 @@ class Task:
     """
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
-        self.sizes, self.seed = list(sizes), seed
-        self.offsets = [0, *np.cumsum(self.sizes).tolist()]
+        self.sizes: list[int] = list(sizes)
+        self.seed: int = seed
+        self.offsets: list[int] = [0, *np.cumsum(self.sizes).tolist()]
         self.start: Array = np.random.default_rng(seed).normal(size=self.offsets[-1])
         self._known: dict[tuple[int, int], tuple[Array, Array]] = {}
 
@@ -704,11 +705,13 @@ class NumpyWorld(World):
     """
 
     def __init__(self, task: Task, ranks: int, optimizer: Optimizer = momentum) -> None:
-        self.task, self.optimizer = task, optimizer
+        self.task: Task = task
+        self.optimizer: Optimizer = optimizer
         weights = np.repeat(task.start[None], ranks, axis=0)
-        self.arrays = {"param": weights, "state": np.zeros_like(weights)}
+        self.arrays: dict[str, Array] = {"param": weights, "state": np.zeros_like(weights)}
         self.arrays["grad"] = np.zeros_like(weights)
-        self.open, self.opened = np.zeros_like(weights), 0
+        self.open: Array = np.zeros_like(weights)
+        self.opened: int = 0
         self.closed: tuple[Array, int] | None = None
 
     @property

@@ -114,7 +114,7 @@ class Recorder:
     def __init__(self, directory: str | Path, rank: int, device: Device):
         self._blocks = RecordWriter(path_of(directory, rank))
         self._rank, self._device = rank, device
-        self.origin_s = time.perf_counter()
+        self.origin_s: float = time.perf_counter()
         self._first, self._failed = 0, False
         self._written_s, self._window_due = time.monotonic(), 0
         self._ends: list[Mark] = []  # since the last block, as are losses, warnings and decisions
@@ -123,8 +123,8 @@ class Recorder:
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
         self._splits = SplitSums()
         self.plan: Plan | None = None
-        self.observed = 0
-        self.strategy = ""
+        self.observed: int = 0
+        self.strategy: str = ""
         self.warnings: list[str] = []
         self.decisions: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
