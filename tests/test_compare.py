@@ -422,12 +422,13 @@ def test_compare_command(here, capsys):
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert "ddp, repetition 1 of 1 ..." in lines
-    assert lines[-1] == f"runs/{run_dir.name}/report.html"
-    assert lines[-2] == report.winner(report.summarize(report.load(run_dir)))[1]
+    assert lines[-1] == f"Report: runs/{run_dir.name}/report.html"
+    run = report.load(run_dir)
+    assert report.headline(run, report.summarize(run)).sentence in " ".join(lines)
     assert Path("order.txt").read_text().splitlines()[1] == "ddp 0 30.0"
     (run_dir / "report.html").unlink()
     assert cli.main(["report", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{run_dir}/report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"Report: {run_dir}/report.html"
     assert (run_dir / "report.html").is_file()
 
 

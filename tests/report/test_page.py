@@ -7,16 +7,13 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
-from io import StringIO
 
 import pytest
-from rich.console import Console
 from support.synthetic_runs import Entry, every_gradient, profile, three, write_run
 from support.tiny_runs import dump, record, steady, write_tiny
 
 from offbeat.core.sim.trace import Span
-from offbeat.experiments.report import load, summarize, write
-from offbeat.experiments.report.table import table
+from offbeat.experiments.report import write
 from offbeat.plan import Fact, Plan
 from offbeat.profile import Link
 
@@ -140,8 +137,8 @@ def test_emulated_compute_and_notes_are_said(tmp_path):
     assert "Emulated compute:" in text
     assert "measured, emulated compute" in text
     assert '<p class="banner" role="note">Unshaped loopback.</p>' in text
-    assert "(emulated compute)." in text
-    assert "(emulated compute)" in json.loads((path / "summary.json").read_text())["sentence"]
+    assert "layers sleep instead of computing." in text
+    assert "sleep" in json.loads((path / "summary.json").read_text())["sentence"]
 
 
 def test_an_unshaped_run_is_said_even_without_a_note(tmp_path):
@@ -261,22 +258,6 @@ def test_chrome_traces_are_valid(typical, name):
 def test_a_second_report_replaces_the_first(tmp_path):
     write_tiny(tmp_path, {"a": [[record(0, steady(1, 8))]]})
     assert write(tmp_path).read_text() == write(tmp_path).read_text()
-
-
-def test_terminal_table(typical):
-    out = StringIO()
-    Console(file=out, width=150).print(table(summarize(load(typical.parent))))
-    lines = out.getvalue().splitlines()
-    assert "predicted" in lines[2]
-    assert lines[4].split()[1] == "dreamddp-5"
-    assert "Median of 2 repetitions, lowest to highest below." in out.getvalue()
-
-
-def test_terminal_table_says_emulated(tmp_path):
-    write_tiny(tmp_path, {"a": [[record(0, steady(1, 8), emulated=True)]]})
-    out = StringIO()
-    Console(file=out, width=150).print(table(summarize(load(tmp_path))))
-    assert "Emulated compute." in out.getvalue()
 
 
 def test_a_strategy_that_recorded_no_messages_says_so(tmp_path):

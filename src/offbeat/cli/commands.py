@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +30,8 @@ WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
-PLAIN_WIDTH = 140  # characters per line of a table if the output is no terminal
+PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
+LEAST_WIDTH = 60  # narrower terminals wrap lines themselves
 
 app = App(
     name="offbeat",
@@ -54,6 +56,9 @@ def number(help_: str, *names: str) -> Parameter:
     return Parameter.combine(option(help_, *names), Parameter(converter=texts.parse_whole_number))
 
 
+Verbose = Annotated[
+    bool, Parameter("--verbose", help="Print all numbers.", negative="", show_default=False)
+]
 Json = Annotated[
     bool, Parameter("--json", help="Print only JSON.", negative="", show_default=False)
 ]
@@ -138,6 +143,7 @@ def run(
     ] = False,
     out: OutDir = None,
     json_: Json = False,
+    verbose: Verbose = False,
 ) -> int:
     """Run a script in the lab under one strategy.
 
@@ -156,7 +162,7 @@ def run(
     setup = _setup(where, script, args)
     notes = _misplaced_option_notes("run", args)
     comparison = Comparison(setup, chosen, profile=profile, keeping=keeping, notes=notes)
-    return _compare(comparison, out, json_)
+    return _compare(comparison, out, json_, verbose)
 
 
 @app.command
@@ -216,6 +222,7 @@ def compare(
     where: Where = WHERE,
     out: OutDir = None,
     json_: Json = False,
+    verbose: Verbose = False,
 ) -> int:
     """Run a script under several strategies in the same lab, in turns, and report.
 
@@ -230,7 +237,7 @@ def compare(
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.contestants(strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
-        return _compare(comparison, out, json_)
+        return _compare(comparison, out, json_, verbose)
     from offbeat.cli import advise as advising
 
     with advising.open_profile(setup, profile, stderr=json_) as (path, outcome):
@@ -239,7 +246,7 @@ def compare(
         facts = given_profile(setup, path).profile
         chosen = advising.advised_contestants(facts, strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, path, notes=notes)
-        return _compare(comparison, out, json_)
+        return _compare(comparison, out, json_, verbose)
 
 
 @app.command
@@ -416,6 +423,7 @@ def report(
     /,
     *,
     json_: Json = False,
+    verbose: Verbose = False,
 ) -> int:
     """Write report.html again from the files of a run.
 
@@ -423,7 +431,7 @@ def report(
     """
     from offbeat.experiments import report as reports
 
-    _show_run(run_dir, reports.write(run_dir), json_)
+    _show_run(run_dir, reports.write(run_dir), json_, verbose)
     return 0
 
 
@@ -528,14 +536,14 @@ def _prediction_text(prediction: Prediction) -> str:
 # --- running and showing -------------------------------------------------------------------------
 
 
-def _compare(comparison: Comparison, out: Path | None, json_: bool) -> int:
+def _compare(comparison: Comparison, out: Path | None, json_: bool, verbose: bool) -> int:
     from offbeat.experiments import compare as comparing
     from offbeat.experiments.script import script_name
 
     run_dir = out or comparing.default_run_dir(script_name(comparison.setup.script))
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
     if outcome.report is not None:
-        _show_run(run_dir, outcome.report, json_, comparing.logs_of(comparison, run_dir))
+        _show_run(run_dir, outcome.report, json_, verbose, comparing.logs_of(comparison, run_dir))
     elif json_:
         print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
@@ -549,40 +557,43 @@ def _exit_code(outcome: Outcome, kept: str) -> int:
     return FAILED if outcome.failures else 0
 
 
-def _show_run(run_dir: Path, page: Path, json_: bool, logs: str | None = None) -> None:
-    """Print the results of a run: table, breakdown, notes, winner, and path of the report.
+def _show_run(
+    run_dir: Path, page: Path, json_: bool, verbose: bool, logs: str | None = None
+) -> None:
+    """Print the results of a run: table, headline, reservations, and path of the report.
 
     With `json_` print the contents of summary.json.
     """
-    from rich.console import Console
-
     from offbeat.experiments import report as reports
+    from offbeat.experiments.report import table
     from offbeat.experiments.report.breakdown import describe_split
-    from offbeat.experiments.report.summary import disturbances
-    from offbeat.experiments.report.table import table
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
         print_result(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
         return
     run = reports.load(run_dir)
-    rows = reports.summarize(run)
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    console.print(table(rows))
-    for row in rows:
-        if row.split is not None and (text := describe_split(row.split, row.label)):
-            print(text)
-    if run.given is not None and run.given["computed"]:
-        print(f"predicted from a computed profile: {run.given['text']}")
-    for text in disturbances(run, rows):
-        print(text)
+    rows, width = reports.summarize(run), terminal_width()
+    print(table.render(run, rows, width))
+    if verbose:
+        print(table.render_details(rows, width))
+        for row in rows:
+            if row.split is not None and (text := describe_split(row.split, row.label)):
+                print(text)
+        if run.given is not None and run.given["computed"]:
+            print(f"predicted from a computed profile: {run.given['text']}")
+        if logs is not None:
+            print(f"output of the script: {logs}")
     for note in run.notes:
         print(f"note: {note}")
-    if logs is not None:
-        print(f"output of the script: {logs}")
-    if len(rows) > 1:
-        print(reports.winner(rows)[1])
-    print(page)
+    print(f"Report: {page}")
+
+
+def terminal_width() -> int:
+    """Return the characters per line of the terminal, or of other output."""
+    if not sys.stdout.isatty():
+        return PLAIN_WIDTH
+    return max(LEAST_WIDTH, shutil.get_terminal_size().columns)
 
 
 def print_result(json_: bool, data: Any, text: str) -> None:

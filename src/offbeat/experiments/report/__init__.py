@@ -1,8 +1,8 @@
 """Report of a run directory: summary, HTML page and traces; does not import torch."""
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run, load
+from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.summary import Row, rank_rows, summarize
-from offbeat.experiments.report.verdict import winner
 from offbeat.experiments.report.write import write
 
 __all__ = [
@@ -11,9 +11,9 @@ __all__ = [
     "Repetition",
     "Row",
     "Run",
+    "headline",
     "load",
     "rank_rows",
     "summarize",
-    "winner",
     "write",
 ]

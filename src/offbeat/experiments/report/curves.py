@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from offbeat.experiments.record.run_directory import Contestant, Repetition, Run
+from offbeat.experiments.record.run_directory import Contestant, Repetition
 from offbeat.experiments.report.losses import Curve
 from offbeat.experiments.report.summary import Row, counted_curve, counted_seconds
 from offbeat.experiments.report.votes import Votes, votes_of
@@ -15,13 +15,13 @@ from offbeat.experiments.report.votes import Votes, votes_of
 MOST_POINTS = 400
 
 
-def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
+def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
     """Return the loss curve of a contestant in JSON form; None without losses.
 
     The curve holds the smoothed mean over ranks and repetitions, the lowest and highest repetition,
     the mean before smoothing, the votes, and the point that reached the target.
     """
-    raw = [curve for rep in contestant.complete if len(curve := counted_curve(run, rep))]
+    raw = [curve for rep in contestant.complete if len(curve := counted_curve(rep))]
     smooth = [curve.smooth() for curve in raw]
     shared = sorted(set.intersection(*(set(curve.iterations) for curve in smooth))) if raw else []
     if not shared:
@@ -41,17 +41,17 @@ def draw(run: Run, contestant: Contestant, row: Row) -> dict[str, Any] | None:
             "high": [_round_value(max(c)) for c in columns],
         }
     if (votes := votes_of(contestant.complete[0])) is not None:
-        data["votes"] = _vote_marks(run, contestant.complete[0], votes)
+        data["votes"] = _vote_marks(contestant.complete[0], votes)
     if row.target_s is not None and row.target_iterations is not None:
         data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
     return data
 
 
-def _vote_marks(run: Run, rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
+def _vote_marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
     """Return the iterations with a yes of each rank, thinned to about `MOST_POINTS` per rank."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
-    marks, seconds_of = [], counted_seconds(run, rep)
+    marks, seconds_of = [], counted_seconds(rep)
     for record in rep.ranks:
         said = list({i // width: i for i in votes.yes_iterations(record.rank)}.values())
         said = [i for i in said if first <= i < first + len(ends_s)]

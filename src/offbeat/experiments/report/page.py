@@ -20,6 +20,7 @@ from offbeat.experiments.record.run_directory import Contestant, Run, count_skip
 from offbeat.experiments.report import curves, divergence, gossip, words
 from offbeat.experiments.report.breakdown import describe_split
 from offbeat.experiments.report.decisions import decisions, group_by_text
+from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.pace_notes import describe_pace
 from offbeat.experiments.report.summary import (
     Row,
@@ -37,7 +38,6 @@ from offbeat.experiments.report.timeline import (
     predicted_window,
     shrink,
 )
-from offbeat.experiments.report.verdict import winner
 from offbeat.experiments.report.votes import describe_votes, votes_of
 
 Pair = tuple[Window | None, Window | None]  # predicted, measured
@@ -77,18 +77,19 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     pairs = list(zip(shown[::2], shown[1::2], strict=True))
     data = {
         "timelines": [_timeline(run, pair) for pair in pairs],
-        "curves": [curves.draw(run, c, row) for c, row in zip(run.contestants, rows, strict=True)],
+        "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
         "divergence": [divergence.draw(contestant) for contestant in run.contestants],
         "gossip": [gossip.draw(contestant) for contestant in run.contestants],
         "labels": [contestant.label for contestant in run.contestants],
         "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
         "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
     }
-    best, sentence = winner(rows)
+    found = headline(run, rows)
     return {
         "run": run,
-        "best": best,
-        "sentence": _join_units(sentence),
+        "best": found.best,
+        "sentence": _join_units(found.sentence),
+        "reservations": _join_units(" ".join(found.reservations)),
         "command": shlex.join(run.command_line),
         "banners": [*banners(run), *disturbances(run, rows)],
         "table": _table(run, rows),

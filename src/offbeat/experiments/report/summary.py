@@ -75,6 +75,9 @@ class Row:
         split: breakdown of the prediction's error.
         disturbed: disturbances of counted repetitions.
         repeated: number of counted repetitions that replace a disturbed one.
+        is_yardstick: whether the strategy is DDP.
+        iterations: iterations of a counted repetition, median.
+        problem: first problem of a strategy without a counted repetition; empty if it was not run.
     """
 
     label: str
@@ -113,6 +116,35 @@ class Row:
     split: Split | None = None
     disturbed: tuple[Disturbance, ...] = ()
     repeated: int = 0
+    is_yardstick: bool = False
+    iterations: int = 0
+    problem: str = ""
+
+    @property
+    def not_run(self) -> bool:
+        """Whether the run ended before the strategy began."""
+        return self.iteration_s is None and not self.problem
+
+    @property
+    def can_win(self) -> bool:
+        """Whether the row is a valid measurement of a strategy whose loss did not rise."""
+        return self.iteration_s is not None and not (self.disturbed or self.rising or self.diverged)
+
+    @property
+    def waits_share(self) -> float | None:
+        """Share of an iteration in which a host waits for its messages; None if unknown."""
+        parts = None if self.split is None else self.split.measured
+        return parts.messages_s / parts.total_s if parts is not None and parts.total_s else None
+
+    @property
+    def waits_estimated(self) -> bool:
+        """Whether `waits_share` and `compute_s` are estimates."""
+        return self.split is not None and self.split.estimated
+
+    @property
+    def compute_s(self) -> float | None:
+        """Measured seconds of compute per iteration; None if unknown."""
+        return None if self.split is None else self.split.measured.compute_s
 
 
 def merges_gradients(rows: Sequence[Row]) -> bool:
@@ -124,11 +156,7 @@ def summarize(run: Run) -> list[Row]:
     """Return a row per contestant, in the order of the run."""
     target = target_loss(run)
     rows = [_row(run, contestant, target) for contestant in run.contestants]
-    yardsticks = [
-        row.iteration_s
-        for row, contestant in zip(rows, run.contestants, strict=True)
-        if contestant.strategy == YARDSTICK and row.iteration_s is not None
-    ]
+    yardsticks = [row.iteration_s for row in rows if row.is_yardstick and row.iteration_s]
     if not yardsticks:
         return rows
     return [
@@ -138,8 +166,13 @@ def summarize(run: Run) -> list[Row]:
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by seconds to the target, then by seconds per iteration."""
-    return sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
+    """Sort rows by seconds to the target, then by seconds per iteration.
+
+    The first row can win, if any row can. Rows without a measurement come last.
+    """
+    order = sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
+    first = next((row for row in order if row.can_win), None)
+    return order if first is None else [first, *(row for row in order if row is not first)]
 
 
 def measurement_text(rows: Sequence[Row]) -> str:
@@ -183,27 +216,20 @@ def iteration_s(run: Run, rep: Repetition) -> float | None:
         return None
 
 
-def counted_seconds(run: Run, rep: Repetition) -> Callable[[int, float], float]:
+def counted_seconds(rep: Repetition) -> Callable[[int, float], float]:
     """Return a function of an iteration and its seconds from the trace's origin.
 
-    The function returns seconds in which each skipped iteration takes as long as a measured one, so
-    that the start of a run has no effect on them.
+    It returns the seconds since the end of the first iteration, as starting a job is no merit of a
+    strategy.
     """
-    trace, start, each_s = rep.trace, count_skipped(run, rep), iteration_s(run, rep)
-    if not start or each_s is None:
-        return lambda _, seconds: seconds
-    begun_s = min(trace.starts_s) + sum(trace.iteration_seconds()[:start])
-
-    def seconds_of(iteration: int, seconds: float) -> float:
-        number = iteration - trace.first
-        return each_s * (number + 1) if number < start else each_s * start + seconds - begun_s
-
-    return seconds_of
+    trace = rep.trace
+    zero_s = min(trace.starts_s, default=0.0) + sum(trace.iteration_seconds()[:1])
+    return lambda _, seconds: max(0.0, seconds - zero_s)
 
 
-def counted_curve(run: Run, rep: Repetition) -> Curve:
+def counted_curve(rep: Repetition) -> Curve:
     """Return the mean losses of a repetition at the seconds of `counted_seconds`."""
-    curve, seconds_of = rank_mean(rep), counted_seconds(run, rep)
+    curve, seconds_of = rank_mean(rep), counted_seconds(rep)
     return replace(curve, seconds=tuple(map(seconds_of, curve.iterations, curve.seconds)))
 
 
@@ -269,11 +295,20 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         final_spread=spread_of_final_losses(contestant),
         seeds=tuple(run.seeds[rep.index] for rep in reps if rep.index < len(run.seeds)),
         same_losses=not run.emulated and is_same_in_repetitions(contestant),
+        is_yardstick=contestant.strategy == YARDSTICK,
+        iterations=round(_median(rep.trace.iterations for rep in reps) or 0),
+        problem="" if reps else _first_problem(contestant),
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, run, contestant)
     diverged = row.final_loss is None
-    return row if target is None or diverged else _with_target(row, run, reps, target)
+    return row if target is None or diverged else _with_target(row, reps, target)
+
+
+def _first_problem(contestant: Contestant) -> str:
+    """Return the first problem of a strategy without a counted repetition; empty if not run."""
+    repetitions = [text for rep in contestant.repetitions for text in (*rep.problems, *rep.cuts)]
+    return next(iter([*contestant.problems, *repetitions]), "")
 
 
 def _with_times(row: Row, run: Run, reps: Sequence[Repetition]) -> Row:
@@ -310,8 +345,8 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
     )
 
 
-def _with_target(row: Row, run: Run, reps: Sequence[Repetition], target: float) -> Row:
-    curves = [counted_curve(run, rep).smooth() for rep in reps]
+def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
+    curves = [counted_curve(rep).smooth() for rep in reps]
     reached = [curve.reach(target) or (math.inf, math.inf) for curve in curves]
     if not reached:
         return row

@@ -1,92 +1,160 @@
-"""Comparison as a table for the terminal."""
+"""Comparison as plain text for terminals of any width."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.table import Table
-from rich.text import Text
-
+from offbeat.experiments.record.run_directory import Run
 from offbeat.experiments.report import words
-from offbeat.experiments.report.summary import Row, measurement_text, merges_gradients, rank_rows
+from offbeat.experiments.report.headline import conditions, display_names, headline, typed_text
+from offbeat.experiments.report.summary import Row, rank_rows
+
+GAP = "   "
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the table, best row first. Columns are marked as measured, predicted or bound."""
-    unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
-    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    caption = words.sentence(measurement_text(rows))
-    on_device = any(row.device_s is not None for row in rows)
-    if any(row.emulated for row in rows):
-        caption += " Emulated compute."
-    elif pace := max((row.pace for row in rows), default=0.0):
-        caption += f" Emulated: each host computes at 1/{pace:g} of this machine's core, so "
-        caption += "these times are not those of your device"
-        caption += "." if on_device else " (--device-speed predicts for it)."
-    paces, voted = merges_gradients(rows), any(row.lssr is not None for row in rows)
-    caption += f" {words.NO_PROGRESS}" if paces else ""
-    result = Table(caption=caption, caption_justify="left", caption_style="dim")
-    result.add_column("strategy", overflow="fold")
-    for heading, word in (
-        ("time to loss" + ("" if target is None else f" {words.loss(target)}"), "measured"),
-        (f"{unit.name}/iteration", "measured"),
-        *([("iterations/s, updates/s", "measured")] if paces else []),
-        ("vs DDP", "measured"),
-        (f"{unit.name}/iteration", "predicted"),
-        (f"{unit.name}/iteration", "bound"),
-        *([("your device, per iteration", "predicted")] if on_device else []),
-        ("sent/iteration/rank", "measured"),
-        *([("LSSR", "measured")] if voted else []),
-        ("final loss", "measured"),
-    ):
-        result.add_column(Text.assemble(heading, "\n", (word, "dim")), justify="right")
-    for place, row in enumerate(rank_rows(rows)):
-        result.add_row(
-            *_cells(row, unit, paces, on_device, voted),
-            style="bold" if place == 0 and len(rows) > 1 else "",
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column that is shown in terminals of at least `least` characters."""
+
+    heads: tuple[str, str]
+    text: Callable[[Row], str]
+    least: int = 0
+
+
+def render(run: Run, rows: Sequence[Row], width: int) -> str:
+    """Return the table, the headline and the conditions; no line is wider than `width`.
+
+    Columns are left out in narrow terminals. A strategy without a measurement is one sentence.
+    """
+    names, found = display_names(rows), headline(run, rows)
+    lines = [*_table(rows, names, width), *_legend(rows, names), ""]
+    reservations = " ".join([found.sentence, *found.reservations])
+    lines += _wrap(reservations, width)
+    return "\n".join([*lines, *_wrap(conditions(run, rows), width)])
+
+
+def render_details(rows: Sequence[Row], width: int) -> str:
+    """Return one paragraph per strategy with the numbers that the table leaves out."""
+    names, lines = display_names(rows), list[str]()
+    indent = 2 + max(map(len, names.values()), default=0)
+    for row in rank_rows(rows):
+        if texts := list(_details(row)):
+            name = names[row.label].ljust(indent)
+            lines += _wrap(name + "; ".join(texts), width, " " * indent)
+    return "\n".join(lines)
+
+
+def _details(row: Row) -> Iterator[str]:
+    if row.target_iterations is not None:
+        yield f"{row.target_iterations:g} iterations to the target"
+    if row.target_spread_s is not None:
+        yield f"to loss in {' to '.join(map(words.seconds, row.target_spread_s))}"
+    if row.spread_s is not None:
+        whose = (
+            "its repetitions" if row.spread_of == "repetitions" else "the middle half of periods"
         )
-    return result
+        yield f"{whose} {' to '.join(map(words.seconds, row.spread_s))}"
+    if row.bound_s is not None:
+        yield f"bound {words.seconds(row.bound_s)}"
+    if row.predicted_s is not None:
+        waits = f", {words.seconds(row.exposed_s)} of it waiting" if row.exposed_s else ""
+        yield f"predicted {words.seconds(row.predicted_s)}{waits}"
+    if row.device_s is not None:
+        yield f"predicted {words.seconds(row.device_s)} on your device"
+    if row.updates_per_s != row.iterations_per_s and row.updates_per_s is not None:
+        yield f"{words.digits(row.updates_per_s)} updates per second"
+    if row.lssr is not None:
+        yield f"{words.percent(row.lssr)} of its averages omitted by votes"
+    if row.unevenness is not None:
+        yield f"busiest moment {words.ratio(row.unevenness)} its mean"
+    if row.final_spread is not None and not row.same_losses:
+        yield f"final loss {' to '.join(map(words.loss, row.final_spread))}"
 
 
-def _cells(row: Row, unit: words.Unit, paces: bool, on_device: bool, voted: bool) -> list[Text]:
-    return [
-        _two_lines(row.label, _row_note(row)),
-        _two_lines(words.seconds(row.target_s), _range_text(row.target_spread_s)),
-        _two_lines(unit.text(row.iteration_s), unit.span(row.spread_s)),
-        *([Text(words.paces(row.iterations_per_s, row.updates_per_s))] if paces else []),
-        Text(words.ratio(row.speedup)),
-        _two_lines(
-            unit.text(row.predicted_s),
-            "" if row.predicted_error is None else words.share(row.predicted_error),
-        ),
-        Text(unit.text(row.bound_s)),
-        *([Text(words.seconds(row.device_s))] if on_device else []),
-        _two_lines(words.size(row.sent_bytes), words.unevenness(row.unevenness)),
-        *([Text(words.loss(row.lssr))] if voted else []),
-        _two_lines(words.loss(row.final_loss), _loss_note(row)),
-    ]
+def _table(rows: Sequence[Row], names: dict[str, str], width: int) -> Iterator[str]:
+    measured = [row for row in rank_rows(rows) if row.iteration_s is not None]
+    marks = {row.label: names[row.label] + " ~" * bool(row.disturbed) for row in rows}
+    columns = [column for column in _columns(rows, marks) if column.least <= width]
+    cells = [[column.text(row) for column in columns] for row in measured]
+    shown = [*zip(*(column.heads for column in columns), strict=True), *cells]
+    widths = [max(map(len, texts)) for texts in zip(*shown, strict=True)]
+    widths[0] = max(widths[0], *(len(marks[row.label]) for row in rows))
+
+    def joined(texts: Sequence[str]) -> str:
+        first, *others = texts
+        rest = [text.rjust(size) for text, size in zip(others, widths[1:], strict=True)]
+        return GAP.join([first.ljust(widths[0]), *rest]).rstrip()
+
+    whole = sum(widths) + len(GAP) * (len(widths) - 1)
+    yield from map(joined, shown[:2])
+    yield "─" * min(whole, width)
+    yield from map(joined, cells)
+    for row in rows:
+        if row.iteration_s is None:
+            why = "was not run" if row.not_run else row.problem
+            indent = " " * (widths[0] + len(GAP))
+            first = marks[row.label].ljust(len(indent))
+            yield from _wrap(first + why, width, indent)
 
 
-def _row_note(row: Row) -> str:
-    said = [row.strategy] if row.strategy != row.label else []
-    return ", ".join(said + ["cut short"] * row.cut + ["disturbed"] * bool(row.disturbed))
+def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
+    """Return the columns, from left to right."""
+    unit = words.column_of(s for r in rows for s in (r.iteration_s, r.predicted_s))
+    to_loss = words.column_of(r.target_s for r in rows)
+    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
+    columns = [_Column(("strategy", ""), lambda row: marks[row.label])]
+    if target is not None:
+
+        def text(row: Row) -> str:
+            return "never" if row.target_s is None else to_loss(row.target_s)
+
+        columns.append(_Column(("to loss", words.loss(target)), text))
+    columns.append(_Column(("iteration", ""), lambda row: unit(row.iteration_s)))
+    if any(row.waits_share is not None for row in rows):
+        columns.append(_Column(("waits for", "network"), _waits_text, 80))
+    if any(row.speedup is not None for row in rows):
+        columns.append(_Column(("vs", "DDP"), _speedup_text))
+    if any(row.predicted_s is not None for row in rows):
+        columns.append(_Column(("predicted", ""), lambda row: unit(row.predicted_s), 100))
+        columns.append(
+            _Column(("prediction", "error"), lambda row: words.error(row.predicted_error))
+        )
+    columns.append(_Column(("a host", "sends"), lambda row: words.size(row.sent_bytes), 80))
+    if any(row.final_loss is not None or row.diverged for row in rows):
+        columns.append(_Column(("final", "loss"), _loss_text, 100))
+    return columns
 
 
-def _loss_note(row: Row) -> str:
-    """Return the range over repetitions and the flags of the loss."""
-    spread = row.final_spread
-    span = [] if spread is None or row.same_losses else [" to ".join(map(words.loss, spread))]
-    return ", ".join(
-        span
-        + ["not finite"] * row.diverged
-        + ["rose"] * row.rising
-        + ["still falling"] * row.falling
+def _waits_text(row: Row) -> str:
+    return "≈ " * row.waits_estimated + words.percent(row.waits_share)
+
+
+def _speedup_text(row: Row) -> str:
+    if row.speedup is None:
+        return words.NONE
+    return "~" * bool(row.disturbed) + words.factor(row.speedup).removesuffix(".0") + "×"
+
+
+def _loss_text(row: Row) -> str:
+    """Return the final loss with an arrow if it rose, or was still falling at the end."""
+    if row.diverged:
+        return "not finite"
+    return words.loss(row.final_loss) + " ↑" * row.rising + " ↓" * row.falling
+
+
+def _legend(rows: Sequence[Row], names: dict[str, str]) -> Iterator[str]:
+    """Yield the settings of numbered names and the meaning of marks."""
+    for row in rows:
+        if names[row.label].endswith("]"):
+            yield f"{names[row.label].rpartition(' ')[2]} {typed_text(row)}"
+    if any(row.falling for row in rows):
+        yield "↓ the loss was still falling"
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Return lines that break between words, so that paths stay whole."""
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
-
-
-def _two_lines(first: str, second: str) -> Text:
-    return Text.assemble(first, *((("\n" + second, "dim not bold"),) if second else ()))
-
-
-def _range_text(spread_s: tuple[float, float] | None) -> str:
-    return "" if spread_s is None else " to ".join(map(words.seconds, spread_s))

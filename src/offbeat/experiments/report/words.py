@@ -69,6 +69,15 @@ def seconds(value: float | None) -> str:
     return f"{digits(value / 1e-6)} µs"
 
 
+def column_of(values: Iterable[float | None]) -> Callable[[float | None], str]:
+    """Return a function that writes all times of a column in one unit, with three digits."""
+    high = max((abs(s) for s in values if s), default=1.0)
+    name, scale = (
+        ("s", 1.0) if high >= 0.9995 else ("ms", 1e-3) if high >= 9.995e-4 else ("µs", 1e-6)
+    )
+    return lambda value: NONE if value is None else f"{digits(value / scale)} {name}"
+
+
 def size(value: float | None) -> str:
     """Return bytes in decimal units, such as '8.39 MB'."""
     if value is None:
@@ -90,6 +99,36 @@ def share(value: float | None) -> str:
 def ratio(value: float | None) -> str:
     """Return a ratio such as '3.31×'."""
     return NONE if value is None else f"{value:.2f}×"
+
+
+def factor(value: float | None) -> str:
+    """Return a factor with two digits, such as '3.1' or '12'."""
+    return NONE if value is None else digits(value, 2)
+
+
+def percent(value: float | None) -> str:
+    """Return a share such as '9 %'; with one decimal below 1 %."""
+    if value is None:
+        return NONE
+    return f"{100 * value:.{int(0 < abs(value) < 0.00995)}f} %"
+
+
+def error(value: float | None) -> str:
+    """Return a relative error such as '+0.3 %' or '−12 %'; one decimal below 10 %."""
+    if value is None:
+        return NONE
+    text = f"{100 * value:+.{int(abs(value) < 0.0995)}f} %"
+    return text.replace("-", "−")
+
+
+def rate(rate_bps: float | None) -> str:
+    """Return a rate such as '25 Mbit/s'; None is 'unlimited'."""
+    if rate_bps is None:
+        return "unlimited"
+    for name, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if rate_bps >= scale:
+            return f"{rate_bps / scale:.6g} {name}"
+    return f"{rate_bps:.6g} bit/s"
 
 
 def unevenness(value: float | None) -> str:

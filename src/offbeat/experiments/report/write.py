@@ -11,9 +11,9 @@ from offbeat.core.files import write_text
 from offbeat.core.profile.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
 from offbeat.experiments.report import gossip, words
+from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.page import render
 from offbeat.experiments.report.summary import Row, summarize
-from offbeat.experiments.report.verdict import winner
 
 REPORT = "report.html"
 SUMMARY = "summary.json"
@@ -44,11 +44,12 @@ def write(run_dir: str | Path) -> Path:
 
 def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the contents of summary.json."""
-    best, sentence = winner(rows)
+    found = headline(run, rows)
     return {
         "schema": SCHEMA,
-        "winner": None if best is None else best.label,
-        "sentence": sentence,
+        "winner": None if found.best is None else found.best.label,
+        "sentence": found.sentence,
+        "reservations": list(found.reservations),
         "emulated": run.emulated,
         "profile": run.given,
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
