@@ -12,7 +12,7 @@ from support import quadratic
 from support.quadratic import Quadratic, model_of
 from support.random_plans import random_plan, ranks_of
 
-from offbeat.core.derive.drained import drained
+from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.windows import Windows
 from offbeat.core.plan.cursor import Cursor, Progress, State
 from offbeat.core.plan.program import Program
@@ -261,7 +261,7 @@ def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
             found = np.array(quadratic.ran(plan, task))
         apart = np.abs(found - expected).max()
         assert apart < TOLERANCE, f"seed {seed}, drained at {at}: {apart:.1e} apart\n{plan}"
-        derived = drained(plan, at[0])
+        derived = drained_plan(plan, at[0])
         sent += derived is not None and len(derived.transfers) > 1
     assert sent > 2, "too few plans had messages of a closed window left"
 
@@ -270,7 +270,7 @@ def test_a_drained_plan_is_sound() -> None:
     """It conserves what was accumulated: no gradient is applied twice or left."""
     for seed, plan in plans_with_windows():
         for planned in range(1, plan.prologue + 2 * plan.period):
-            derived = drained(plan, planned)
+            derived = drained_plan(plan, planned)
             windows = Windows(plan)
             closed, opened = windows.window(planned, age=1), windows.window(planned)
             ages = [apply.arg("age") for apply in derived.applies] if derived else []

@@ -18,7 +18,7 @@ Base: Any = object  # both packages define their own strategies
 
 
 class _Configured(Base):
-    """Arguments of both mixins: those of `offbeat.prepare`, and those of the DDP strategy."""
+    """Arguments of `offbeat.prepare` and of the DDP strategy, for both mixins."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ GRAD, STEP = Moment("grad"), Moment("step")
 ONCE = Phases([0])
 
 
-def drained(plan: Plan, planned: int, links: tuple[str, ...] = ()) -> Plan | None:
+def drained_plan(plan: Plan, planned: int, links: tuple[str, ...] = ()) -> Plan | None:
     """Return a plan of one iteration without compute, after which no gradients are accumulated.
 
     It sends what the plan would send in later iterations, exactly instead of encoded.

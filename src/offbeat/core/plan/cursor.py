@@ -97,8 +97,8 @@ class Cursor(Generic[P]):
     """Executor of the steps of a program in their order.
 
     At each moment the cursor waits for messages, decides votes, applies rules, casts votes and
-    releases messages, in this order. What the forward does for earlier iterations can also run
-    before it (`flush`), when the parameters are read between two iterations.
+    releases messages, in this order. The forward completes waits and rules of earlier iterations.
+    `flush` does so before the forward, when the parameters are read between two iterations.
 
     Attributes:
         program: program of this rank.
@@ -208,7 +208,7 @@ class Cursor(Generic[P]):
     def drop(self) -> None:
         """Drop the current iteration. The next one has the same number in the plan.
 
-        What its forward has done for earlier iterations is not repeated.
+        Waits and rules of earlier iterations that the forward has completed are not repeated.
         """
         now = self.now
         assert now is not None

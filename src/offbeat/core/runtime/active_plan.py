@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
-from offbeat.core.derive.drained import drained
+from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
 from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.plan import BUFFERS, Apply, Plan, is_vote_channel
@@ -129,7 +129,7 @@ class ActivePlan:
         Args:
             number: number of the next iteration in the run.
         """
-        plan = drained(self.plan, self.cursor.planned, tuple(self._engine.links))
+        plan = drained_plan(self.plan, self.cursor.planned, tuple(self._engine.links))
         if plan is not None:
             program = Program(plan, self.program.rank)
             actions = self._create_actions(program)

@@ -23,7 +23,7 @@ from offbeat.core.codecs import codec, way
 from offbeat.core.codecs.codec import Exact
 from offbeat.core.derive import effects
 from offbeat.core.derive.coalesced import coalesce_steps
-from offbeat.core.derive.drained import drained
+from offbeat.core.derive.drained import drained_plan
 from offbeat.core.plan.cursor import Cursor, Progress
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
@@ -492,7 +492,7 @@ class Interpreter:
         yield from _retry(w.cursor.pause)
         planned = w.cursor.planned
         if planned not in self._drained:  # all workers share the plan and its transfers
-            self._drained[planned] = drained(self.plan, planned)
+            self._drained[planned] = drained_plan(self.plan, planned)
         plan = self._drained[planned]
         if plan is not None:
             program = Program(plan, w.rank)

@@ -1,4 +1,4 @@
-"""Headline of a comparison: who was first, by how much, with which reservations."""
+"""Headline of a comparison: the first strategy, its factor, and reservations."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ def _why_no_target(run: Run) -> str:
 def _describe_single(row: Row, names: dict[str, str]) -> str:
     text = _iteration_text(row, names)
     if row.waits_share is not None:
-        text += f", {_about(row)}{words.percent(row.waits_share)} of it waiting for the network"
+        text += (
+            f", {_estimate_sign(row)}{words.percent(row.waits_share)} of it waiting for the network"
+        )
     return text + "."
 
 
@@ -163,8 +165,8 @@ def _reservations(best: Row, base: Row, names: dict[str, str]) -> Iterator[str]:
         return
     if best.waits_share is not None and base.waits_share is not None:
         yield (
-            f"{other} waits for the network {_about(base)}{words.percent(base.waits_share)} of the "
-            f"time, {own} {_about(best)}{words.percent(best.waits_share)}."
+            f"{other} waits for the network {_estimate_sign(base)}{words.percent(base.waits_share)} of the "
+            f"time, {own} {_estimate_sign(best)}{words.percent(best.waits_share)}."
         )
     if best.updates_per_s and best.updates_per_s != best.iterations_per_s:
         other_updates = words.digits(base.updates_per_s) if base.updates_per_s else words.NONE
@@ -222,7 +224,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     return "; ".join(texts) + ". " * bool(texts) + (words.sentence(repeated) if counts else "")
 
 
-def _about(row: Row) -> str:
+def _estimate_sign(row: Row) -> str:
     """Return a sign before a share that is estimated."""
     return "≈ " if row.waits_estimated else ""
 

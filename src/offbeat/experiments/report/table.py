@@ -82,15 +82,15 @@ def _table(rows: Sequence[Row], names: dict[str, str], width: int) -> Iterator[s
     widths = [max(map(len, texts)) for texts in zip(*shown, strict=True)]
     widths[0] = max(widths[0], *(len(marks[row.label]) for row in rows))
 
-    def joined(texts: Sequence[str]) -> str:
+    def format_line(texts: Sequence[str]) -> str:
         first, *others = texts
         rest = [text.rjust(size) for text, size in zip(others, widths[1:], strict=True)]
         return GAP.join([first.ljust(widths[0]), *rest]).rstrip()
 
     whole = sum(widths) + len(GAP) * (len(widths) - 1)
-    yield from map(joined, shown[:2])
+    yield from map(format_line, shown[:2])
     yield "─" * min(whole, width)
-    yield from map(joined, cells)
+    yield from map(format_line, cells)
     for row in rows:
         if row.iteration_s is None:
             why = "was not run" if row.not_run else row.problem
