@@ -164,10 +164,8 @@ def _reservations(best: Row, base: Row, names: dict[str, str]) -> Iterator[str]:
     if best is base:
         return
     if best.waits_share is not None and base.waits_share is not None:
-        yield (
-            f"{other} waits for the network {_estimate_sign(base)}{words.percent(base.waits_share)} of the "
-            f"time, {own} {_estimate_sign(best)}{words.percent(best.waits_share)}."
-        )
+        shares = [f"{_estimate_sign(row)}{words.percent(row.waits_share)}" for row in (base, best)]
+        yield f"{other} waits for the network {shares[0]} of the time, {own} {shares[1]}."
     if best.updates_per_s and best.updates_per_s != best.iterations_per_s:
         other_updates = words.digits(base.updates_per_s) if base.updates_per_s else words.NONE
         yield (
