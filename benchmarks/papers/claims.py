@@ -1,4 +1,4 @@
-"""The table of claims: what five papers publish and what this project obtained.
+"""Tables of claims: what five papers publish and what this project obtained.
 
     python benchmarks/papers/claims.py
 
@@ -29,9 +29,8 @@ PAPERS = {
     "selsync": "SelSync",
     "a2cid2": "A2CiD2",
 }
-COLUMNS = ["claim", "published", "here", "how", "command, minutes", "why they differ"]
+COLUMNS = ["claim", "published", "here", "why they differ"]
 NOT_RUN = "not run"
-NONE = "–"
 
 load: Callable[[str], dict[str, Any]] = cache(tables.load)
 
@@ -93,23 +92,25 @@ def minutes() -> dict[str, str]:
     return {script: took.strip() for script, took in rows}
 
 
-def command_cell(name: str) -> str:
-    """Return the command of a result and its minutes."""
-    command = load(name)["command"]
-    script = re.findall(r"benchmarks/([\w/]+\.py)", command)[0]
-    return f"`{command}`, {minutes()[script]}"
-
-
 def row_of(claim: dict[str, Any]) -> list[str]:
-    """Return one row of the table."""
-    sources = claim["from"]
+    """Return one row of a table of claims."""
+    sources, how = claim["from"], f"*{claim['how']}*"
     if (claim["how"] == NOT_RUN) != (not sources):
         raise ValueError(f"{claim['claim']}: a claim that was run names its results, and only it")
     links = ", ".join(f"[{name}](benchmarks.md#{name})" for name in sources)
-    here = filled(claim["here"]) + (f" ({links})" if links else "")
-    command = command_cell(sources[0]) if sources else NONE
-    texts = (claim["claim"], claim["published"], here, claim["how"], command)
-    return [*texts, filled(claim["why"])]
+    here = f"{how}: {filled(claim['here'])} ({links})" if sources else how
+    return [claim["claim"], claim["published"], here, filled(claim["why"])]
+
+
+def commands(claims: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the results of some claims, each with its minutes and its command."""
+    took = minutes()
+    rows = []
+    for name in dict.fromkeys(name for claim in claims for name in claim["from"]):
+        command = load(name)["command"]
+        script = re.findall(r"benchmarks/([\w/]+\.py)", command)[0]
+        rows.append([f"[{name}](benchmarks.md#{name})", took[script], f"`{command}`"])
+    return rows
 
 
 def result() -> dict[str, Any]:
@@ -123,13 +124,22 @@ def result() -> dict[str, Any]:
         "machine": "2 cores (x86-64 virtual machine); see the results",
         "command": "python benchmarks/papers/claims.py",
         "tables": [
-            {
-                "name": name,
-                "title": f"Claims of {title}",
-                "columns": COLUMNS,
-                "rows": [row_of(claim) for claim in claims[name]],
-            }
+            table
             for name, title in PAPERS.items()
+            for table in (
+                {
+                    "name": name,
+                    "title": f"Claims of {title}",
+                    "columns": COLUMNS,
+                    "rows": [row_of(claim) for claim in claims[name]],
+                },
+                {
+                    "name": f"{name}-commands",
+                    "title": f"Commands of the results beside {title}",
+                    "columns": ["result", "minutes", "command"],
+                    "rows": commands(claims[name]),
+                },
+            )
         ],
         "misses": [],
         "notes": [],
