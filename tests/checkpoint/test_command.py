@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from offbeat import cli
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.experiments import compare
+from offbeat.lab.launch import Result
 from offbeat.profile import Bucket, Link, Profile
 
 
@@ -19,12 +21,12 @@ def asked(
     """The command's exit code, and the jobs that it would have launched."""
     jobs: list[dict[str, Any]] = []
 
-    def launched(_setup: Any, _lab: Any, job: dict[str, Any], *_: Any) -> tuple[str, list[Any]]:
-        jobs.append(job)
-        return "it was not launched", []
+    def launched(*_: Any, env: dict[str, str], **__: Any) -> Result:
+        jobs.append(json.loads(Path(env["OFFBEAT_JOB"]).read_text()))
+        return Result((1,), 0.0, (), "it was not launched", ())
 
     monkeypatch.chdir(here)
-    monkeypatch.setattr(compare, "_launch", launched)
+    monkeypatch.setattr(compare, "launch", launched)
     (here / "train.py").write_text("")
     bucket = Bucket("b", 0.01, 0.02, 4000)
     Profile((bucket,), (Link("net", 0.001, 1e6),), world_size=1).save(here / "p.json")
