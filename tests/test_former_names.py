@@ -1,18 +1,22 @@
-"""Former module names work for one release, with a warning that names the new one."""
+"""Former names work until version 0.3, with a warning that states the new name."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import offbeat
 from offbeat import former_names
 
+ROOT = Path(__file__).parents[1]
 CASES = {
     "from offbeat.numerics import RULES, Setting": "offbeat.rules",
     "from offbeat.plan.check import check": "offbeat.plan",
@@ -38,6 +42,19 @@ def test_objects_are_those_of_the_new_module() -> None:
         former = import_module("offbeat.trace")
     assert former.Trace is offbeat.Trace
     assert former.__spec__.name == "offbeat.core.sim.trace"
+
+
+def test_former_names_are_removed_when_they_are_due() -> None:
+    """CHANGELOG.md and docs/migration.md state the same versions."""
+    assert Version(offbeat.__version__) < Version(former_names.REMOVED_IN)
+    page = (ROOT / "docs" / "migration.md").read_text()
+    assert set(re.findall(r"\| ([^|`]+) \|$", page, re.MULTILINE)) == {
+        *("removed in", "gone"),
+        former_names.REMOVED_IN,
+    }
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == offbeat.__version__
+    assert versions == sorted(versions, key=Version, reverse=True)
 
 
 def test_unknown_modules_stay_unknown() -> None:

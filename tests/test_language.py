@@ -26,7 +26,7 @@ def count_places() -> dict[str, list[int]]:
         entry = counts.setdefault(room, [0, 0])
         entry[0] += len([*found(path)])
         entry[1] += sum(unnamed(name) for _, name in functions(path))
-    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
     counts[PAGES] = [sum(len([*found(path)]) for path in pages), 0]
     return counts
 

@@ -52,12 +52,6 @@ def test_public_names() -> None:
         assert getattr(offbeat, name).__name__ == name
 
 
-def test_version() -> None:
-    from importlib.metadata import version
-
-    assert offbeat.__version__ == version("offbeat")
-
-
 def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'offbeat' has no attribute 'prepair'"):
         _ = offbeat.prepair

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,14 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
+from offbeat import __version__
+
 ROOT = Path(__file__).parents[1]
 PROFILE = ROOT / "docs" / "example.json"
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile", "constraints.txt")
+SOURCES = (
+    *("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "Makefile"),
+    *("constraints.txt", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
+)
 FOLDERS = ("src", "docs", "examples", "tests", "mkdocs.yml")
 SCRIPT = """
 import torch
@@ -53,12 +59,16 @@ def distributions(tmp_path_factory):
     for name in (*SOURCES, *FOLDERS):
         if name != "src":
             (source / name).symlink_to(ROOT / name)
-    build = (
-        f"from setuptools import build_meta; folder = {str(folder)!r}; "
-        "build_meta.build_sdist(folder); build_meta.build_wheel(folder)"
-    )
+    build("build_sdist", source, folder)
+    build("build_wheel", source, folder)
+    return folder
+
+
+def build(what: str, source: Path, folder: Path) -> None:
+    """Run one function of the build backend in the folder of the sources."""
+    code = f"from setuptools import build_meta; build_meta.{what}({str(folder)!r})"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", build],
+        [sys.executable, "-W", "error", "-c", code],
         cwd=source,
         env=environment(),
         capture_output=True,
@@ -68,15 +78,29 @@ def distributions(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
-    return folder
 
 
-def test_metadata_is_complete(distributions):
-    (wheel,) = distributions.glob("*.whl")
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of the one wheel in a folder."""
+    (wheel,) = folder.glob("*.whl")
     with ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (path,) = [name for name in names if name.endswith(".dist-info/METADATA")]
-        fields = message_from_string(archive.read(path).decode())
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def fields(distributions):
+    """Metadata of the wheel."""
+    (text,) = [
+        text
+        for name, text in contents(distributions).items()
+        if name.endswith(".dist-info/METADATA")
+    ]
+    return message_from_string(text.decode())
+
+
+def test_metadata_is_complete(distributions, fields):
+    names = contents(distributions)
+    assert fields["Version"] == __version__
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["License-File"] == "LICENSE"
     assert fields["Author"]
@@ -103,6 +127,59 @@ def test_the_source_distribution_has_what_the_checkout_has(distributions):
         if file.is_file() and "__pycache__" not in file.parts and ".egg-info" not in str(file)
     }
     assert {*SOURCES, *wanted} <= packed
+
+
+def test_the_source_distribution_builds_the_same_wheel(distributions, tmp_path):
+    (archive,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(
+            tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
+    (source,) = tmp_path.iterdir()
+    build("build_wheel", source, tmp_path)
+    assert contents(tmp_path) == contents(distributions)
+
+
+def test_the_context_of_the_image_builds_the_same_wheel(distributions, tmp_path):
+    """The Dockerfile installs from the files that its ignore file lets through."""
+    lines = (ROOT / "examples" / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
+    included = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    for name in included:
+        assert (ROOT / name).exists(), name
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name,
+                tmp_path / name,
+                ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+            )
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    build("build_wheel", tmp_path, tmp_path)
+    assert contents(tmp_path) == contents(distributions)
+
+
+def test_a_package_index_can_show_the_readme(fields):
+    text = fields.get_payload()
+    assert fields["Description-Content-Type"] == "text/markdown"
+    assert text.startswith("# offbeat\n")
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)|<(?:picture|source|img)\b|<!--", prose)
+    markdown = pytest.importorskip(
+        "readme_renderer.markdown", reason="readme-renderer is not installed (extra dev)"
+    )
+    page = markdown.render(text)
+    assert page is not None
+    assert not re.findall(r'(?:href|src)="(?!https?://)[^"]*"', page)
+    assert page.count("<table>") == len(re.findall(r"^\|[ :|-]*---[ :|-]*$", prose, re.MULTILINE))
+
+
+def test_only_linux_is_claimed(fields):
+    """Planning and simulating need no part of Linux, but other systems have not been tried."""
+    systems = [
+        text for text in fields.get_all("Classifier", []) if text.startswith("Operating System")
+    ]
+    assert systems == ["Operating System :: POSIX :: Linux"]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +235,7 @@ def test_every_command_works(installed, tmp_path):
     commands = ("advise", "compare", "doctor", "graph", "join", "plan", "profile", "report", "run")
     text = offbeat("--help")
     assert all(name in text for name in (*commands, "simulate", "strategies"))
-    assert offbeat("--version").strip() == metadata.version("offbeat")
+    assert offbeat("--version").strip() == __version__
     assert "dreamddp" in offbeat("strategies")
     assert "param" in offbeat("plan", "--profile", PROFILE, "--strategy", "dreamddp")
     assert json.loads(offbeat("simulate", "--profile", PROFILE, "--strategy", "ddp", "--json"))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import socket
 import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from offbeat import __version__
 from offbeat.cli.commands import Json, app, print_result
 from offbeat.core.measuring.processors import processors
 from offbeat.core.transport.interfaces import ipv4_of
 
-PACKAGES = ("offbeat", "torch", "numpy", "accelerate", "transformers", "lightning")
+PACKAGES = ("torch", "numpy", "accelerate", "transformers", "lightning")
 PREFIXES = ("OFFBEAT_", "GLOO_", "NCCL_", "MASTER_")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 SECRET = "SECRET"  # in the name of a variable whose value is not shown
@@ -45,7 +45,7 @@ def doctor(*, json_: Json = False) -> int:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of offbeat and the packages that it works with, as far as installed."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "offbeat": __version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
@@ -80,6 +80,11 @@ def interface_addresses() -> dict[str, str]:
 
 def process_limits() -> dict[str, Any]:
     """Return the limits of this process that distributed training meets."""
+    found = {"stdout is a terminal": sys.stdout.isatty()}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return found
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     unlimited = size == resource.RLIM_INFINITY
@@ -88,8 +93,7 @@ def process_limits() -> dict[str, Any]:
         "open files": files,
         "bytes of a file": "unlimited" if unlimited else size,
         "memory": f"{memory / 2**30:.1f} GiB",
-        "stdout is a terminal": sys.stdout.isatty(),
-    }
+    } | found
 
 
 def lab_support() -> dict[str, str]:

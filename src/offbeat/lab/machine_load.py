@@ -183,4 +183,4 @@ def _cpu_pressure_s() -> float | None:
         return None
 
 
-_HZ = os.sysconf("SC_CLK_TCK")
+_HZ = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # Windows has no sysconf

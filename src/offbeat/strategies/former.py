@@ -1,10 +1,11 @@
-"""Former names of strategies: they emit a FutureWarning for one release."""
+"""Former names of strategies: they emit a FutureWarning until version 0.3."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Literal
 
+from offbeat.former_names import REMOVED_IN
 from offbeat.strategies.selsync import SelSync
 
 
@@ -19,7 +20,7 @@ def PSSelSync(  # noqa: N802
     without servers."""
     warnings.warn(
         "ps-selsync (PSSelSync) runs selsync, which computes the same without servers, and will be "
-        "removed in the next release; use selsync (SelSync), and leave --servers and silent_s out",
+        f"removed in {REMOVED_IN}; use selsync (SelSync), and leave --servers and silent_s out",
         FutureWarning,
         stacklevel=2,
     )

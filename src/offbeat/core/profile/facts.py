@@ -20,6 +20,7 @@ from offbeat.core.files import write_text
 from offbeat.core.plan import BUFFERS, BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.core.plan.text import compact
 from offbeat.core.profile.validation import validate
+from offbeat.former_names import REMOVED_IN
 
 SCHEMA = 1
 
@@ -272,11 +273,13 @@ class Profile:
     broadcast_bytes: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        # A method of a former name, with a warning, for one release.
+        # A method of a former name, with a warning, until version 0.3.
         if name not in FORMER_METHODS:
             raise AttributeError(f"'Profile' object has no attribute {name!r}")
         new = FORMER_METHODS[name]
-        text = f"Profile.{name} is now Profile.{new}; the former name will be removed in 0.3"
+        text = (
+            f"Profile.{name} is now Profile.{new}; the former name will be removed in {REMOVED_IN}"
+        )
         warnings.warn(text, FutureWarning, stacklevel=2)
         return getattr(self, new)
 

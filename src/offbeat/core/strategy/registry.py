@@ -37,7 +37,7 @@ BUILT_IN = {
 }
 
 
-# Former names: functions that return a strategy, and warn for one release.
+# Former names: functions that return a strategy, and warn until version 0.3.
 FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 
 
