@@ -56,7 +56,7 @@ def distributions(tmp_path_factory):
     shutil.copytree(  # a build writes into it
         ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
     )
-    for name in (*SOURCES, *FOLDERS):
+    for name in (*SOURCES, *FOLDERS, "benchmarks"):  # of benchmarks only the pages are packed
         if name != "src":
             (source / name).symlink_to(ROOT / name)
     build("build_sdist", source, folder)
@@ -126,7 +126,8 @@ def test_the_source_distribution_has_what_the_checkout_has(distributions):
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts and ".egg-info" not in str(file)
     }
-    assert {*SOURCES, *wanted} <= packed
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks").glob("*.md")}
+    assert {*SOURCES, *wanted, *pages} <= packed
 
 
 def test_the_source_distribution_builds_the_same_wheel(distributions, tmp_path):
@@ -170,7 +171,7 @@ def test_a_package_index_can_show_the_readme(fields):
     )
     page = markdown.render(text)
     assert page is not None
-    assert not re.findall(r'(?:href|src)="(?!https?://)[^"]*"', page)
+    assert not re.findall(r'(?:href|src)="(?!https?://|#user-content-)[^"]*"', page)
     assert page.count("<table>") == len(re.findall(r"^\|[ :|-]*---[ :|-]*$", prose, re.MULTILINE))
 
 
