@@ -1,6 +1,7 @@
 """Advice: nearly the fastest, and no more change to the mathematics than that needs."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from random import Random
@@ -223,6 +224,9 @@ def test_the_command(tmp_path, capsys):
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert found["command"] in said
+    assert re.search(r"^\* \S+ .*^\* advised: ", said, re.MULTILINE | re.DOTALL)
+    assert re.search(r"^\+ also worth comparing", said, re.MULTILINE)
+    assert re.search("^stale: iterations until", said, re.MULTILINE)
     names, hosts = ",".join(found["compared"]), str(slow().world_size)
     assert shlex.split(found["command"]) == [
         *("offbeat", "compare", "--hosts", hosts, "--rate", "10mbit", "--profile", str(path)),

@@ -111,6 +111,25 @@ def test_strategies_are_listed_with_settings_and_sources(capsys):
     assert next(r for r in rows if r["name"] == "dreamddp")["settings"]["period"] == 5
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_strategy_is_explained_with_each_setting(name, capsys):
+    assert cli.main(["strategies", name]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    lines = lines[lines.index("Settings with their defaults (change one with --set NAME=VALUE):") :]
+    for field in fields(ALL[name]):
+        (at,) = [i for i, line in enumerate(lines) if line.startswith(f"    {field.name}=")]
+        assert lines[at].startswith(f"    {field.name}={field.default}  (")
+        assert lines[at + 1].startswith("        ")
+    told = json_of(capsys, "strategies", name)
+    assert set(told["meanings"]) == set(told["values"]) == set(told["settings"])
+
+
+def test_an_unknown_strategy_is_not_explained(capsys):
+    assert "did you mean 'dreamddp'" in error_of(capsys, "strategies", "dremddp")
+
+
 # --- wrong use -----------------------------------------------------------------------------------
 
 

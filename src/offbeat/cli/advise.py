@@ -25,6 +25,13 @@ MEGA = 1e6
 DEFAULT_LINK = "net"  # name of the link of a cluster without a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
+MARKS = (
+    "* advised: the gentlest strategy that is nearly as fast as the fastest one",
+    "+ also worth comparing on your model",
+    "ms per update: predicted; MB: sent by a host per iteration",
+    "stale: iterations until a gradient has reached all hosts; DDP's 0",
+    "mathematics: same numbers as DDP, averaged (rarely), late, or lossy (encoded)",
+)
 
 
 def advice_text(advice: Advice, command: str, compute: str | None = None) -> str:
@@ -35,6 +42,7 @@ def advice_text(advice: Advice, command: str, compute: str | None = None) -> str
     lines = [_table([COLUMNS, *(_row(option, advice) for option in shown)])]
     if left > 0:
         lines.append(f"and {left} more that are slower (--json has all)")
+    lines += ["", *MARKS, ""]
     lines.append(f"advised: {text_of(advice.chosen.strategy)} ({describe_change(advice.chosen)})")
     lines += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
     lines.append("losses are not predicted; compare on your model:")
@@ -49,7 +57,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _row(option: Option, advice: Advice) -> list[str]:
-    mark = "*" if option is advice.chosen else "+" if option in advice.compared else " "
+    mark = "*" if option == advice.chosen else "+" if option in advice.compared else " "
     name = f"{mark} {text_of(option.strategy)}"
     numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
     return [name, *numbers, str(option.staleness), describe_change(option)]

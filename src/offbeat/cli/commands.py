@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +76,7 @@ ReuseProfile = Annotated[
 ]
 DeviceSpeed = Annotated[
     str | None,
-    option("Predicted device: 20x (of this machine's speed), or 35ms."),
+    option("Predicted device: 20x this machine, or 35ms."),
 ]
 
 
@@ -87,9 +87,7 @@ class Where:
 
     hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
-    servers: Annotated[
-        int, number("Number of additional hosts for parameter servers (ssp, ps-bsp).")
-    ] = 0
+    servers: Annotated[int, number("More hosts, for parameter servers (ssp, ps-bsp).")] = 0
     cluster: Annotated[
         Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
     ] = None
@@ -102,15 +100,15 @@ class Where:
     seed: Annotated[int, number("OFFBEAT_SEED; each repetition adds 1.")] = 0
     secret: Annotated[
         Path | None,
-        option("File with the job's secret, instead of OFFBEAT_SECRET; see docs/security.md."),
+        option("File with the job's secret; else OFFBEAT_SECRET."),
     ] = None
     timeout: Annotated[float | None, option("Longest time of a launch, in seconds.")] = None
     wait: Annotated[float, option("Longest wait for a rank, in seconds.")] = 120.0
     pace: Annotated[
         str | None,
         option(
-            "Hosts compute at 1/K of this machine's core: K, auto (the least K for this machine) "
-            "or none.  [default: auto in the lab where ranks outnumber processors]"
+            "Hosts compute at 1/K of a core: K, auto (the least K) or none.  "
+            "[default: auto where ranks outnumber cores]"
         ),
     ] = None
     min_bucket_bytes: Annotated[
@@ -215,7 +213,7 @@ def compare(
     repeat: Annotated[int, number("Runs of each strategy, in turns.")] = 2,
     target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
     keep_disturbed: Annotated[
-        bool, option("Do not repeat runs that other programs or late hosts have disturbed.")
+        bool, option("Do not repeat runs that other programs disturbed.")
     ] = False,
     profile: ReuseProfile = None,
     device_speed: DeviceSpeed = None,
@@ -436,22 +434,26 @@ def report(
 
 
 @app.command
-def strategies(*, json_: Json = False) -> int:
-    """List the strategies, their settings with defaults, and their sources.
+def strategies(
+    name: Annotated[str | None, Parameter(help="Explain this strategy and its settings.")] = None,
+    /,
+    *,
+    json_: Json = False,
+) -> int:
+    """List the strategies with their settings and sources, or explain one.
 
-    Example: offbeat strategies
+    Example: offbeat strategies dreamddp
     """
-    rows, lines = [], []
-    for name in strategy_names():
+    from offbeat.cli import explained
+
+    if name is not None:
         cls = find(name)
-        settings = {field.name: field.default for field in fields(cls)}
-        summary = (cls.__doc__ or "").partition("\n")[0]
-        row = {"name": name, "settings": cls().settings(), "summary": summary}
-        row["citation"] = cls.citation
-        rows.append(row)
-        shown = ", ".join(f"{setting}={value}" for setting, value in settings.items())
-        lines.append(f"{name}  {shown}\n    {summary}\n    {cls.citation}")
-    print_result(json_, rows, "\n".join(lines))
+        text = explained.full_text(name, cls, terminal_width())
+        print_result(json_, explained.full_record(name, cls), text)
+        return 0
+    known = {name: find(name) for name in strategy_names()}
+    rows = [explained.record_of(*item) for item in known.items()]
+    print_result(json_, rows, "\n".join(explained.short_text(*item) for item in known.items()))
     return 0
 
 

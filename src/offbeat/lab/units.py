@@ -15,10 +15,14 @@ MAX_MOMENT_S = 7 * 24 * 3600  # upper bound of the duration of a launch
 
 _NUMBER = r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+# "100mbit", "100 Mbit/s", "100Mbps", "100M": bits, as networks are rated; "B" stands for bytes.
+_RATE_SPELLING = re.compile(r"([kmg]?)(?:b|bits?|bps)?", re.IGNORECASE)
+_BYTES = re.compile(r"[0-9.]\s*[kKmMgG]?i?(?:B(?![iI])|[bB]ytes?)", re.ASCII)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
 _SHARE_UNITS = {"": 1.0, "%": 0.01}
 _RATE_HELP = 'write bit, kbit, mbit or gbit as in "100mbit", or "unlimited"'
+_BYTES_HELP = "rates are in bits; write 8 times the number, as in 800mbit for 100 MB/s"
 _TIME_HELP = 'write us, ms or s as in "20ms"'
 _MOMENT_HELP = 'write ms, s or min as in "30s"'
 _SHARE_HELP = 'write 0.01 or "1%"'
@@ -28,15 +32,19 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
     """Return the bits per second of a rate.
 
     Args:
-        value: text such as "100mbit" or "1.5gbit", or a number of bit/s; None is unshaped.
+        value: text such as "100mbit", "100 Mbit/s", "1Gbps" or "1G", or a number of bit/s; None is
+            unshaped. "mbps" is a million bits per second, as networks are rated; `tc` reads it as
+            bytes.
         name: name of the rate in error messages.
 
     Raises:
-        ValueError: the unit is unknown, or the rate is outside of 1 kbit/s to 32 Gbit/s. The unit
-            "mbps", bytes per second for tc, is refused as ambiguous.
+        ValueError: the unit is unknown or is of bytes ("MB/s"), or the rate is outside of 1 kbit/s
+            to 32 Gbit/s.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() == UNLIMITED):
         return None
+    if isinstance(value, str) and _BYTES.search(value):
+        raise ValueError(f"{name} ({value!r}) must not be in bytes; {_BYTES_HELP}")
     rate_bps = round(_number(value, name, _RATE_UNITS, "bit", _RATE_HELP))
     if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
         raise ValueError(
@@ -113,6 +121,8 @@ def _number(value: Any, name: str, units: Mapping[str, float], plain: str, help_
     if match is None:
         raise ValueError(f"{name} ({value!r}) is not a number with a unit; {help_}")
     number, unit, per_second = match.groups()
+    if units is _RATE_UNITS and unit and (spelling := _RATE_SPELLING.fullmatch(unit)):
+        unit = f"{spelling[1]}bit"
     if (unit or plain) not in units or (per_second and units is not _RATE_UNITS):
         raise ValueError(f"{name} ({value!r}) has the unknown unit {unit!r}; {help_}")
     return float(number) * units[unit or plain]
