@@ -19,8 +19,9 @@ test: $(VENV)/installed-test
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# All tables of benchmarks/results, in benchmarks/tables.md and docs/benchmarks.md.
+# All tables of benchmarks/results, in benchmarks/tables.md, docs/benchmarks.md and docs/claims.md.
 tables:
+	$(PYTHON) benchmarks/papers/claims.py
 	$(PYTHON) benchmarks/tables.py
 
 lint: $(VENV)/installed-dev

@@ -33,7 +33,7 @@ def test_figures_of_claims_are_those_of_the_results(tmp_path, monkeypatch) -> No
     text = (tables.RESULTS / "claims.json").read_text()
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     tables.save("claims", made)
-    assert (tmp_path / "claims.json").read_text() == text, "run benchmarks/papers/claims.py"
+    assert (tmp_path / "claims.json").read_text() == text, "run `make tables`"
 
 
 def test_a_figure_is_a_cell_a_range_or_a_quotient() -> None:

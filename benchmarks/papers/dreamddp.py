@@ -5,7 +5,7 @@
 Table 1: two rows of each column give compute and communication by equations 3 and 4 (H = 5); all
 rows are then simulated. Figures 15 and 16: sets of layers by Algorithm 2 against all splits.
 Theorem 1: partial synchronization on a strongly convex problem. Writes results/dreamddp.json.
-Needs no torch; about a minute.
+Needs no torch; a few seconds.
 """
 
 from __future__ import annotations
