@@ -47,6 +47,13 @@ def test_a_figure_is_a_cell_a_range_or_a_quotient() -> None:
             claims.figure(wrong)
 
 
+def test_the_figure_of_the_readme_shows_the_results() -> None:
+    hero = benchmark("hero")
+    for name, colours in hero.THEMES.items():
+        text = (ROOT / "docs" / name).read_text()
+        assert hero.figure(hero.rows(), colours) == text, "run benchmarks/hero.py"
+
+
 def test_every_result_is_complete() -> None:
     for name in tables.names():
         result = tables.load(name)  # compares the length of every row with the columns

@@ -102,6 +102,7 @@ def given(page: str) -> dict[str, Any]:
     """Names that a page's examples take for granted, and files."""
     return {
         "README.md": _of_readme,
+        "using.md": _of_readme,
         "checkpoints.md": _of_checkpoints,
         "codecs.md": _of_readme,
         "data.md": _of_data,

@@ -292,7 +292,7 @@ def trainer_smooths_labels(where: Path) -> dict[str, Any]:
     described(where, "")
     names = {"model": build(), "args": arguments, "data": Counting()}
     os.environ["OFFBEAT_STRATEGY"] = "wfbp"
-    execute_snippet(ROOT / "README.md", "from offbeat.integrations.transformers", names)
+    execute_snippet(ROOT / "docs" / "using.md", "from offbeat.integrations.transformers", names)
     trainer = names["trainer"]
     trainer.train()
     del os.environ["OFFBEAT_STRATEGY"]
