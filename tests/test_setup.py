@@ -56,6 +56,20 @@ def test_the_test_extra_resolves_to_wheels(python, tmp_path):
 
 
 @pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("platform", ["x86_64-pc-windows-msvc", "aarch64-apple-darwin"])
+def test_the_package_resolves_to_wheels_where_it_can_plan(platform, tmp_path, monkeypatch):
+    """Without the lab's pyroute2. torch has no wheels for Intel Macs, and none before macOS 14."""
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "14.0")
+    pins = tmp_path / "pins.txt"
+    resolved = compile_pins(
+        *("--python-version", "3.12", "--python-platform", platform, "--only-binary", ":all:"),
+        *("-c", ROOT / "constraints.txt", "-o", pins, ROOT / "pyproject.toml"),
+    )
+    assert resolved.returncode == 0, resolved.stderr
+    assert not [pin for pin in read_pins(pins) if pin.startswith("pyroute2")]
+
+
+@pytest.mark.usefixtures("index")
 def test_the_pins_are_those_of_pyproject(tmp_path):
     """`make constraints` changes nothing."""
     pins = tmp_path / "pins.txt"
