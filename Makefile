@@ -6,7 +6,7 @@ HOSTS ?= 4
 RATE ?= 25mbit
 STEPS ?= 12
 
-.PHONY: demo test docs tables lint constraints clean
+.PHONY: demo test docs pages tables lint constraints clean
 
 demo: $(VENV)/installed
 	$(BIN)/offbeat compare --hosts $(HOSTS) --rate $(RATE) \
@@ -18,6 +18,10 @@ test: $(VENV)/installed-test
 # Into site/; site/index.html opens without a server, the search needs one.
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The generated parts of all pages: plans, pictures, settings, public names.
+pages: $(VENV)/installed
+	$(BIN)/python docs/fill.py
 
 # All tables of benchmarks/results, in benchmarks/tables.md, docs/benchmarks.md and docs/claims.md.
 tables:

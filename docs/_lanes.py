@@ -1,11 +1,12 @@
 """Static timelines as SVG, for pages without scripts.
 
-Elements have the CSS classes of `page.css`; the style sheet of the surrounding page colours them.
+Elements have CSS classes; a style sheet colours them (`svg_file` stores it in the picture).
 """
 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,7 @@ ROW, TRACK, GAP = (
     6,
 )  # heights: compute row, message track, gap of rows
 LETTER = 6.4  # width of a letter in a box
+SWATCH, KEY = 10, 18  # legend: side of a swatch, height of a line
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,30 @@ def _lane_tag(row: Row, top: float) -> str:
 def legend_kinds(picture: str) -> list[str]:
     """Return the box classes in a picture, in the order of the legend."""
     return [kind for kind in LEGEND if f'class="box {kind}"' in picture]
+
+
+def svg_file(picture: str, style: str) -> str:
+    """Return a picture of `svg` as a file of its own, with ground, legend and style sheet."""
+    found = re.match(r"<svg [^>]*?viewBox=\"0 0 (\d+) ([\d.]+)\"[^>]*>", picture)
+    assert found is not None
+    width, height = int(found[1]), float(found[2])
+    kinds: dict[str, list[str]] = {}
+    for kind in legend_kinds(picture):
+        kinds.setdefault(LEGEND[kind], []).append(kind)
+    x, y, legend = LEFT, height + 10, ""
+    for text, swatches in kinds.items():
+        if x + (SWATCH + 4) * len(swatches) + LETTER * len(text) > width:
+            x, y = LEFT, y + KEY
+        for kind in swatches:
+            legend += f'<rect class="box {kind}" x="{x:.1f}" y="{y - SWATCH + 1:g}" '
+            legend += f'width="{SWATCH}" height="{SWATCH}" rx="2"/>'
+            x += SWATCH + 4
+        legend += _text(text, x + 2, y)
+        x += LETTER * len(text) + 16
+    head = found[0].replace(f' {found[2]}"', f' {y + 8:g}"')
+    ground = f'<rect class="ground" width="{width}" height="{y + 8:g}"/>'
+    body = picture[found.end() :].removesuffix("</svg>").replace("<g>", "\n<g>")
+    return f"{head}\n<style>\n{style}</style>\n{ground}{body}\n{legend}\n</svg>\n"
 
 
 # Legend: text of each box class.

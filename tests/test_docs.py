@@ -8,7 +8,17 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
-from support.docs import DOCS, RANKS, ROOT, blocks, commands, name_of, pages, run_page
+from support.docs import (
+    DOCS,
+    RANKS,
+    REASONS,
+    ROOT,
+    blocks,
+    commands,
+    name_of,
+    pages,
+    run_page,
+)
 from support.promised import MODULES, promised
 from support.scripts import docs_script
 from support.strategy_lists import ALL
@@ -109,8 +119,9 @@ def test_the_site_fetches_nothing(site):
 def test_the_page_of_a_strategy(name, site):
     """It has a plan or a command's output, a picture with boxes, every setting, and the source."""
     text = (site / "strategies" / f"{name}.html").read_text()
-    assert "$ offbeat " in text
-    assert re.search(r'<svg class="still".*<rect class="box ', text)
+    assert "$ offbeat " in re.sub(r"<[^>]+>", "", text)
+    (shown, *_) = re.findall(r'<img alt="[^"]+" src="\.\./(pictures/[^"]+)"', text)
+    assert '<rect class="box ' in (site / shown).read_text()
     for field in fields(ALL[name]):
         assert f"<td><code>{field.name}</code></td>" in text
     assert ALL[name].citation.partition(",")[0] in text
@@ -128,41 +139,61 @@ def test_the_page_of_a_module(module, site):
         assert re.search(f"{heading}|{link}" if module == "offbeat" else heading, text), name
 
 
-@pytest.fixture(scope="module")
-def hooks():
-    pytest.importorskip("mkdocs", reason="needs mkdocs (extra docs)")
-    return docs_script("_hooks")
+# --- generated parts -----------------------------------------------------------------------------
+
+FILL = docs_script("fill")
 
 
-class Page:
-    class file:  # noqa: N801
-        src_path = "some.md"
+@pytest.mark.parametrize("page", FILL.pages(), ids=name_of)
+def test_generated_parts_are_those_of_the_code(page):
+    text = page.read_text()
+    assert FILL.filled(text, page) == text, "run `make pages`"
 
 
-def test_views(hooks):
-    text = "a\n\n<!-- source: bsp -->\n\n<!-- not run: needs two hosts -->\n```python\n```\n"
-    shown = hooks.on_page_markdown(text, page=Page)
-    assert shown.startswith("a\n\nOn the command line `--strategy bsp`")
-    assert "offbeat.BSP()" in shown
-    assert shown.endswith("\n```python\n```\n")
+def test_pictures_are_those_of_the_code():
+    committed = {path.name: path.read_text() for path in FILL.PICTURES.glob("*.svg")}
+    made = FILL.pictures()
+    assert committed.keys() == made.keys(), "run `make pages`"
+    assert [name for name in made if committed[name] != made[name]] == [], "run `make pages`"
+
+
+def test_every_marker_is_one():
+    """Misspelled markers would stay empty."""
+    known = {*FILL.VIEWS, "table", "list", "/generated", *REASONS}
+    for page in pages():
+        text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for words in re.findall(r"^<!-- (\S+(?: run)?)", text, re.MULTILINE):
+            assert words.removesuffix(":") in known, (name_of(page), words)
+
+
+def test_filling():
+    page = DOCS / "strategies" / "some.md"
+    text = "a\n\n<!-- source: bsp -->\n\nb\n\n<!-- picture: bsp -->\n"
+    filled = FILL.filled(text, page)
+    assert filled.startswith("a\n\n<!-- source: bsp -->\n\nOn the command line `--strategy bsp`")
+    assert "offbeat.BSP()" in filled
+    assert "](../pictures/bsp.svg)" in filled
+    assert filled.count("\n<!-- /generated -->\n") == 2
+    assert "\n\nb\n\n" in filled
+    assert FILL.filled(filled, page) == filled
 
 
 @pytest.mark.parametrize(
     ("marker", "words"),
     [
-        ("<!-- drawing: bsp -->", "there is no view 'drawing'"),
+        ("<!-- drawing: bsp -->", "views are output, picture"),
         ("<!-- picture: bspp -->", "did you mean 'bsp'"),
         ("<!-- settings: bspp -->", "bspp"),
         ("<!-- output: ls -->", "only offbeat is run"),
         ("<!-- output: offbeat plan --profile none.json --strategy bsp -->", "ends with 2"),
     ],
 )
-def test_views_that_are_none(hooks, marker, words):
-    with pytest.raises(hooks.PluginError, match=words):
-        hooks.on_page_markdown(f"{marker}\n", page=Page)
+def test_markers_that_are_none(marker, words):
+    with pytest.raises(ValueError, match=words):
+        FILL.filled(f"{marker}\n", DOCS / "some.md")
 
 
-def test_meanings_of_settings(hooks):
+def test_meanings_of_settings():
     @dataclass
     class Base:
         """As every class."""
@@ -180,9 +211,9 @@ def test_meanings_of_settings(hooks):
         c: int = 3
         """Third."""
 
-    assert hooks.meanings(More) == {"a": "First, on two lines.", "c": "Third."}
+    assert docs_script("_views").meanings(More) == {"a": "First, on two lines.", "c": "Third."}
     for cls in ALL.values():
-        assert set(hooks.meanings(cls)) >= {field.name for field in fields(cls)}
+        assert set(docs_script("_views").meanings(cls)) >= {field.name for field in fields(cls)}
 
 
 @pytest.mark.parametrize(

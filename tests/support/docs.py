@@ -19,6 +19,10 @@ DOCS = ROOT / "docs"
 FENCE = re.compile(
     r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL
 )
+GENERATED = re.compile(
+    r"^<!-- [^\n]*-->\n(?:(?!<!-- )[^\n]*\n)*?<!-- /generated -->$", re.MULTILINE
+)
+REASONS = ("not run",)
 OURS = "$ offbeat "
 
 RANKS = {
@@ -52,8 +56,8 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page."""
-    text = page.read_text()
+    """Return the fenced blocks of a page, except generated ones: `docs/fill.py` runs these."""
+    text = GENERATED.sub(lambda found: "\n" * found.group().count("\n"), page.read_text())
     return [
         Block(found[2], found[3], text.count("\n", 0, found.start(3)), found[1])
         for found in FENCE.finditer(text)
