@@ -4,13 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
 RATE ?= 25mbit
-STEPS ?= 12
+ITERATIONS ?= 40
 
 .PHONY: demo test docs pages tables lint constraints clean
 
 demo: $(VENV)/installed
-	$(BIN)/offbeat compare --hosts $(HOSTS) --rate $(RATE) \
-	  --strategies ddp,local-sgd,dreamddp examples/gpt.py --steps $(STEPS)
+	$(BIN)/offbeat demo --hosts $(HOSTS) --rate $(RATE) --iterations $(ITERATIONS)
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup

@@ -45,6 +45,7 @@ COMMANDS = [
     "plan",
     "simulate",
     "compare",
+    "demo",
     "report",
     "strategies",
     "graph",

@@ -219,6 +219,7 @@ def link_dependencies(site: Path) -> None:
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
 
 
+@pytest.mark.timeout(300)
 def test_every_command_works(installed, tmp_path):
     def offbeat(*argv: str | Path) -> str:
         done = subprocess.run(
@@ -233,9 +234,9 @@ def test_every_command_works(installed, tmp_path):
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    commands = ("advise", "compare", "doctor", "graph", "join", "plan", "profile", "report", "run")
+    commands = ("advise", "compare", "demo", "doctor", "graph", "join", "plan", "profile")
     text = offbeat("--help")
-    assert all(name in text for name in (*commands, "simulate", "strategies"))
+    assert all(name in text for name in (*commands, "report", "run", "simulate", "strategies"))
     assert offbeat("--version").strip() == __version__
     assert "dreamddp" in offbeat("strategies")
     assert "param" in offbeat("plan", "--profile", PROFILE, "--strategy", "dreamddp")
@@ -243,6 +244,10 @@ def test_every_command_works(installed, tmp_path):
     assert json.loads(offbeat("advise", "--profile", PROFILE, "--json"))
     assert json.loads(offbeat("graph", "--json"))
     offbeat("join", "--help")  # needs a job that runs
+
+    demo = offbeat("demo", "--lab", "none", "--hosts", "2", "--iterations", "20", "--out", "demo")
+    assert demo.splitlines()[-1].endswith(".")  # a sentence
+    assert (tmp_path / "demo" / "report.html").exists()
 
     (tmp_path / "train.py").write_text(SCRIPT)
     here = ("--lab", "none", "--hosts", "1")  # the files of the wheel are what is tested

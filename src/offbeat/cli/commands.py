@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
+DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
+DEMO_LEAST = 20  # iterations: two periods after those that are not measured
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
@@ -245,6 +247,38 @@ def compare(
         chosen = advising.advised_contestants(facts, strategies, set_ or [])
         comparison = compared(setup, chosen, repeat, target_loss, path, notes=notes)
         return _compare(comparison, out, json_, verbose)
+
+
+@app.command
+def demo(
+    *,
+    hosts: Annotated[int, number("Number of emulated hosts.")] = 4,
+    rate: Annotated[str, option("Rate of every link.")] = "25mbit",
+    iterations: Annotated[int, number("Iterations of each strategy.")] = 40,
+    lab: Annotated[
+        Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
+    ] = "auto",
+    out: Annotated[Path | None, option("New directory for the run.  [default: runs/TIME-demo]")] = (
+        None
+    ),
+    json_: Json = False,
+    verbose: Verbose = False,
+) -> int:
+    """Compare three strategies on a small GPT and four emulated hosts, in a few minutes.
+
+    Example: offbeat demo
+    """
+    from offbeat.experiments.compare import Comparison
+
+    texts.require_range("--hosts", hosts, 2, "one host sends nothing")
+    texts.require_range("--iterations", iterations, DEMO_LEAST, "a shorter run measures too little")
+    where = Where(hosts=hosts, rate=rate, lab=lab)
+    setup = _setup(where, MODULE, (DEMO, "--iterations", str(iterations)))
+    chosen = texts.contestants(DEMO_STRATEGIES, [])
+    if not json_:
+        print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
+        print("this takes two to four minutes on two processors", flush=True)
+    return _compare(Comparison(setup, chosen), out, json_, verbose, name="demo", sentence_last=True)
 
 
 @app.command
@@ -538,14 +572,27 @@ def _prediction_text(prediction: Prediction) -> str:
 # --- running and showing -------------------------------------------------------------------------
 
 
-def _compare(comparison: Comparison, out: Path | None, json_: bool, verbose: bool) -> int:
+def _compare(
+    comparison: Comparison,
+    out: Path | None,
+    json_: bool,
+    verbose: bool,
+    *,
+    name: str | None = None,
+    sentence_last: bool = False,
+) -> int:
+    """Run a comparison, print its result and return the exit code.
+
+    `name` stands for the script in the default name of the run directory.
+    """
     from offbeat.experiments import compare as comparing
     from offbeat.experiments.script import script_name
 
-    run_dir = out or comparing.default_run_dir(script_name(comparison.setup.script))
+    run_dir = out or comparing.default_run_dir(name or script_name(comparison.setup.script))
     outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
     if outcome.report is not None:
-        _show_run(run_dir, outcome.report, json_, verbose, comparing.logs_of(comparison, run_dir))
+        logs = comparing.logs_of(comparison, run_dir)
+        _show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)
     elif json_:
         print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
@@ -560,11 +607,18 @@ def _exit_code(outcome: Outcome, kept: str) -> int:
 
 
 def _show_run(
-    run_dir: Path, page: Path, json_: bool, verbose: bool, logs: str | None = None
+    run_dir: Path,
+    page: Path,
+    json_: bool,
+    verbose: bool,
+    logs: str | None = None,
+    *,
+    sentence_last: bool = False,
 ) -> None:
     """Print the results of a run: table, headline, reservations, and path of the report.
 
-    With `json_` print the contents of summary.json.
+    With `json_` print the contents of summary.json. With `sentence_last` the headline is the last
+    line.
     """
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
@@ -576,7 +630,7 @@ def _show_run(
         return
     run = reports.load(run_dir)
     rows, width = reports.summarize(run), terminal_width()
-    print(table.render(run, rows, width))
+    print(table.render(run, rows, width, sentence=not sentence_last))
     if verbose:
         print(table.render_details(rows, width))
         for row in rows:
@@ -589,6 +643,8 @@ def _show_run(
     for note in run.notes:
         print(f"note: {note}")
     print(f"Report: {page}")
+    if sentence_last:
+        print("", *table.wrap(reports.headline(run, rows).sentence, width), sep="\n")
 
 
 def terminal_width() -> int:

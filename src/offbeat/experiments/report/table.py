@@ -23,16 +23,17 @@ class _Column:
     least: int = 0
 
 
-def render(run: Run, rows: Sequence[Row], width: int) -> str:
+def render(run: Run, rows: Sequence[Row], width: int, *, sentence: bool = True) -> str:
     """Return the table, the headline and the conditions; no line is wider than `width`.
 
     Columns are left out in narrow terminals. A strategy without a measurement is one sentence.
+    Without `sentence` the headline consists of its reservations.
     """
     names, found = display_names(rows), headline(run, rows)
     lines = [*_table(rows, names, width), *_legend(rows, names), ""]
-    reservations = " ".join([found.sentence, *found.reservations])
-    lines += _wrap(reservations, width)
-    return "\n".join([*lines, *_wrap(conditions(run, rows), width)])
+    reservations = " ".join([*[found.sentence] * sentence, *found.reservations])
+    lines += wrap(reservations, width)
+    return "\n".join([*lines, *wrap(conditions(run, rows), width)])
 
 
 def render_details(rows: Sequence[Row], width: int) -> str:
@@ -42,7 +43,7 @@ def render_details(rows: Sequence[Row], width: int) -> str:
     for row in rank_rows(rows):
         if texts := list(_details(row)):
             name = names[row.label].ljust(indent)
-            lines += _wrap(name + "; ".join(texts), width, " " * indent)
+            lines += wrap(name + "; ".join(texts), width, " " * indent)
     return "\n".join(lines)
 
 
@@ -96,7 +97,7 @@ def _table(rows: Sequence[Row], names: dict[str, str], width: int) -> Iterator[s
             why = "was not run" if row.not_run else row.problem
             indent = " " * (widths[0] + len(GAP))
             first = marks[row.label].ljust(len(indent))
-            yield from _wrap(first + why, width, indent)
+            yield from wrap(first + why, width, indent)
 
 
 def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
@@ -153,7 +154,7 @@ def _legend(rows: Sequence[Row], names: dict[str, str]) -> Iterator[str]:
         yield "↓ the loss was still falling"
 
 
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
     """Return lines that break between words, so that paths stay whole."""
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
