@@ -275,3 +275,34 @@ def test_a_drained_plan_is_sound() -> None:
             closed, opened = windows.window(planned, age=1), windows.window(planned)
             ages = [apply.arg("age") for apply in derived.applies] if derived else []
             assert ages == [1] * bool(closed) + [0] * (opened.start < planned), (seed, planned)
+
+
+def test_a_change_requested_within_an_iteration_happens_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def synchronous(after: str) -> Plan:
+        """Averages of two buckets, each released when it is ready or at the end of backward."""
+        moments = [Moment("grad", b if after == "ready" else 1) for b in range(2)]
+        transfers = tuple(
+            Transfer(Payload("grad", range(b, b + 1)), at, Moment("step"), Phases([0]), "net")
+            for b, at in enumerate(moments)
+        )
+        return Plan(after, 2, transfers, (local(2, Moment("step"), Phases([0])),))
+
+    first, other = synchronous("ready"), synchronous("end of backward")
+    task = Quadratic((3, 5), 2, 6, 0)
+    seen: list[tuple[int, State, str]] = []
+
+    class Changing(Engine):
+        def on_bucket_ready(self, b: int) -> None:
+            if (self.iteration, b) == (2, 0):
+                self.change_at_end(lambda: self.adopt(other))
+            super().on_bucket_ready(b)
+            seen.append((self.iteration, self.cursor.state, self.plan.strategy))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quadratic, "Engine", Changing)
+        found = np.array(quadratic.ran(first, task))
+    assert np.abs(found - trained(first, task)).max() < TOLERANCE
+    plans = {i: {plan for at, _, plan in seen if at == i} for i in range(6)}
+    assert plans == {i: {(first if i <= 2 else other).strategy} for i in range(6)}

@@ -12,7 +12,6 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -458,7 +457,12 @@ class Interpreter:
             for step in self._begin(w, cursor, i).steps:
                 w.compute(i, done, _compute_stop(step, forwards))
                 done = _compute_stop(step, forwards)
-                yield from _retry(partial(cursor.walk, step.position))
+                while True:
+                    try:
+                        cursor.walk(step.position)
+                        break
+                    except _BlockedError as blocked:
+                        yield blocked.conflict
                 self.progress += 1
                 if not eager:
                     yield "moved"
