@@ -29,6 +29,8 @@ from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.sim import Votes
 from offbeat.core.sim.trace import whole_periods
 from offbeat.core.strategy.registry import reference_of
+from offbeat.core.transport.addresses import require_interfaces
+from offbeat.core.transport.interfaces import parse_link
 from offbeat.experiments import report
 from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for, with_network
 from offbeat.experiments.progress import Count, Progress
@@ -116,6 +118,8 @@ class Setup:
                 f"links ({', '.join(self.links)}) must be left to the cluster's description in the "
                 "lab; put them into the cluster file, or add --lab none"
             )
+        interfaces = (parse_link(link).interface for link in self.links)
+        require_interfaces("--links", (name for name in interfaces if name))
         if not 0 <= self.servers < self.cluster.world_size:
             raise ValueError(
                 f"servers ({self.servers}) must be below the number of ranks "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,11 +41,12 @@ def run_joined(
         strategy: gossip strategy; None uses the strategy that the script names.
 
     Raises:
-        ValueError: the address is malformed, the script cannot be run, the job's secret is not set,
-            or the strategy does not allow workers to join.
+        ValueError: the address is malformed or its host is unknown, the script cannot be run, the
+            job's secret is not set, or the strategy does not allow workers to join.
     """
-    parse_address(address)
+    host, _ = parse_address(address)
     require_runnable(script)
+    _require_known_host(host, address)
     if not os.environ.get(SECRET_VARIABLE):
         raise ValueError(
             f"{SECRET_VARIABLE} must be set to the job's secret, or --secret name a file with it; "
@@ -66,3 +68,14 @@ def run_joined(
             env[VARIABLE] = str(Path(folder, "job.json"))
             write_text(env[VARIABLE], json.dumps(job))
         return subprocess.run([sys.executable, *script], env=env).returncode
+
+
+def _require_known_host(host: str, address: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"address ({address}) must begin with the name or address of a worker's host, and "
+            f"{host} does not resolve ({error.strerror or error}); copy HOST:PORT from the job's "
+            "output"
+        ) from None

@@ -58,7 +58,7 @@ from offbeat.core.runtime.training_job import (
 from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
-from offbeat.core.transport import rendezvous
+from offbeat.core.transport import addresses, rendezvous
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import device_of
@@ -507,6 +507,7 @@ def _join_process_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, size = current_place()
+    addresses.require_address(rank, os.environ, hosts_store=addresses.is_store_host(rank))
     try:
         store = rendezvous.connect_store(rank, size, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

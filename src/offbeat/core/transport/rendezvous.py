@@ -9,7 +9,6 @@ and rank 0 publishes its answer under that number.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from offbeat.core.transport.addresses import is_store_host
 
 LOOK_EVERY_S = 0.02  # longest pause between two looks at the store; the first pauses are shorter
 
@@ -34,7 +35,7 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
         torch.distributed.DistError: the store cannot be hosted or reached.
     """
     until_s = time.monotonic() + timeout_s
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = is_store_host(rank)
     while True:
         left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)
         limit: Any = {"timeout": timedelta(seconds=left_s)}
