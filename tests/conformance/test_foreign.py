@@ -10,10 +10,10 @@ from typing import ClassVar
 import pytest
 from support.strategy_lists import STRATEGIES
 
-from offbeat.core.verify.equations import synchronous
 from offbeat.plan import Moment, Phases, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import Strategy
+from offbeat.strategies.equations import synchronous
 from offbeat.testing.conformance import conforms, moves_everything
 
 PROFILE = Profile(

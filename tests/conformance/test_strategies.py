@@ -45,10 +45,10 @@ from offbeat import Plan, Profile
 from offbeat.core.derive.windows import Windows
 from offbeat.core.rules.select import draw_samples
 from offbeat.core.sim.trace import COMPUTE
-from offbeat.core.verify.equations import Changes
 from offbeat.plan import BUFFERS, VOTES, Payload
 from offbeat.sim import simulate
 from offbeat.strategies import Strategy, create
+from offbeat.strategies.equations import Changes
 
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {

@@ -16,8 +16,8 @@ from torch.autograd import Variable
 from offbeat.core.derive.windows import Windows
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.runtime.schedulers import SchedulerGate
-from offbeat.core.verify.equations import Changes, layer_sets
 from offbeat.profile import Profile
+from offbeat.strategies.equations import Changes, layer_sets
 
 
 class AfterBackward:

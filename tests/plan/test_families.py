@@ -6,8 +6,8 @@ from reference.adversary import MOMENTUM, RATE, momentum
 from support.plan_families import FAMILIES, SIZE, START, N, T, World, gradient
 
 from offbeat.core.verify.check import check
-from offbeat.core.verify.equations import Task
 from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
+from offbeat.strategies.equations import Task
 from offbeat.testing.conformance import interpret_plan
 
 every_family = pytest.mark.parametrize("name", FAMILIES)

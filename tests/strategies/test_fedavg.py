@@ -9,10 +9,10 @@ import pytest
 from offbeat.core.rules.select import draw_samples
 from offbeat.core.strategy.parsing import strategy
 from offbeat.core.verify.check import check
-from offbeat.core.verify.equations import Task, momentum
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
+from offbeat.strategies.equations import Task, momentum
 from offbeat.testing.conformance import equals_equations, interpret_plan
 
 PROFILE = Profile(

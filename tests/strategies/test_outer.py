@@ -11,9 +11,9 @@ from torch import nn
 import offbeat
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.check import check
-from offbeat.core.verify.equations import Task
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DiLoCo, DreamDDP, LocalSGD, OuterSGD, PartialSync
+from offbeat.strategies.equations import Task
 from offbeat.testing.conformance import interpret_plan
 
 PROFILE = Profile(

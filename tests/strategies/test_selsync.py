@@ -8,11 +8,11 @@ import pytest
 
 from offbeat.core.rules import VOTES
 from offbeat.core.rules.changed import weighted_mean
-from offbeat.core.verify.equations import Task, momentum, rmsprop
 from offbeat.plan import Moment, Vote
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, DreamDDP, LocalSGD, SelSync
+from offbeat.strategies.equations import Task, momentum, rmsprop
 from offbeat.testing.conformance import interpret_plan
 
 PROFILE = Profile(

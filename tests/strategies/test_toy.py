@@ -18,7 +18,7 @@ from offbeat.plan import Plan
 from offbeat.profile import Profile
 from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
 from offbeat.strategies.wfbp import gradients_when_ready
-from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.equations import Equations, synchronous
 
 
 @dataclass(frozen=True)

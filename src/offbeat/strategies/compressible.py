@@ -15,7 +15,7 @@ from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS
 from offbeat.core.strategy.interface import Strategy, require_choice, synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.equations import Equations, synchronous
 
 NONE = "none"
 ANCHOR = "anchor"

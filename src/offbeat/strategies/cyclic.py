@@ -24,8 +24,8 @@ from offbeat.core.plan import (
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import require_choice, require_count
-from offbeat.core.verify.equations import Equations, cyclic
 from offbeat.strategies.compressible import Wired
+from offbeat.strategies.equations import Equations, cyclic
 from offbeat.strategies.solvers.stages import cut
 
 END = Moment("end")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
-from offbeat.core.verify.equations import Equations, synchronous
+from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
     DDP_CAP_BYTES,

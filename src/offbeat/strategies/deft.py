@@ -12,9 +12,9 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.core.profile import GradientNoise, Profile
 from offbeat.core.strategy.interface import Monitor, require_count
-from offbeat.core.verify.equations import Equations, closing, merged, synchronous
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
+from offbeat.strategies.equations import Equations, closing, merged, synchronous
 from offbeat.strategies.solvers import preserver
 from offbeat.strategies.solvers import queues as deft
 from offbeat.strategies.solvers.window_messages import Messages, NoWindowError

@@ -9,11 +9,11 @@ from typing import ClassVar
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
-from offbeat.core.verify.equations import Equations, delayed, layer_sets, partial
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, is_real, outer_of, with_outer
 from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole_buckets

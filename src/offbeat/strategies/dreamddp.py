@@ -15,11 +15,11 @@ from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
-from offbeat.core.verify.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import NONE, Wired
 from offbeat.strategies.dreamddp_due import Candidate
+from offbeat.strategies.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD, kinds_of
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (

@@ -8,9 +8,9 @@ from typing import ClassVar
 from offbeat.core.plan import Apply, Kind, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
-from offbeat.core.verify.equations import Equations, local_sgd
 from offbeat.strategies.bsp import all_gradients, averages
 from offbeat.strategies.compressible import Wired
+from offbeat.strategies.equations import Equations, local_sgd
 from offbeat.strategies.outer_optimizer import COMMON, OuterSGD, equations_of, outer_of, with_outer
 
 EVERY_ITERATION = "use BSP() to synchronize in every iteration"

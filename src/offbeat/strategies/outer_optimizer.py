@@ -10,7 +10,7 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Phases, Plan
 from offbeat.core.plan.types import Transfer
 from offbeat.core.profile import Profile
-from offbeat.core.verify.equations import Outer
+from offbeat.strategies.equations import Outer
 
 PLAIN = "plain"
 COMMON = "common"  # parameters of the outer optimizer; anchors of codecs are separate buffers

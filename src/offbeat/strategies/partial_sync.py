@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from offbeat.core.plan import Apply, Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
-from offbeat.core.verify.equations import Equations, layer_sets, partial
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
+from offbeat.strategies.equations import Equations, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, kinds_of
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.solvers import Sets, equal_number

@@ -27,10 +27,10 @@ from offbeat.core.strategy.interface import (
     require_count,
     synchronous_bound_s,
 )
-from offbeat.core.verify.equations import Changes, Equations, selective
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
+from offbeat.strategies.equations import Changes, Equations, selective
 from offbeat.strategies.local_sgd import kinds_of
 from offbeat.strategies.partial_sync import layer_times
 

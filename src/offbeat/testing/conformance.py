@@ -17,9 +17,9 @@ from offbeat.core.plan import Plan
 from offbeat.core.plan.program import Program
 from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
-from offbeat.core.verify.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
 from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
 from offbeat.strategies import Strategy
+from offbeat.strategies.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
 
 __all__ = [
     "TOLERANCE",

@@ -1,6 +1,6 @@
 """Reference equations for `Strategy.equations`, which a strategy's plan must compute."""
 
-from offbeat.core.verify.equations import (
+from offbeat.strategies.equations import (
     Changes,
     Clip,
     Equations,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
-    from offbeat.core.verify.equations import Equations
+    from offbeat.strategies.equations import Equations
 
 # Named as text, because the runtime imports this file, and planning needs no simulator.
 OPEN_PLAN_SESSION = "offbeat.core.runtime.plan_session:open_plan_session"

@@ -1,1 +1,1 @@
-"""Verification of plans: checks, an interpreter, and the equations of training algorithms."""
+"""Verification of plans: checks and an interpreter."""
