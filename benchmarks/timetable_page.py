@@ -45,7 +45,7 @@ def page(title: str, panels: Sequence[Panel]) -> str:
         Path(__file__).with_name("timetable.html").read_text(encoding="utf-8")
     ).render(
         title=title,
-        css=Markup(asset("page.css")),
+        css=Markup(asset("boxes.css") + asset("page.css")),
         stages=[_colour(stage) for stage in stages],
         panels=[
             {

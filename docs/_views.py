@@ -22,12 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from _lanes import gossip_svg, iterations_svg, svg_file, workers_svg
+from _lanes import iterations_picture, svg_file, workers_picture
 
 from offbeat import cli
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.parsing import parse
+from offbeat.experiments.report.boxes import Picture
+from offbeat.experiments.report.gossip import gossip_picture, predicted_gossip, visible_part
 from offbeat.profile import Link, Profile
 from offbeat.server.simulation import run_served, spans_of
 from offbeat.sim import Ranks, predict, simulate
@@ -82,7 +84,7 @@ def file_name(text: str) -> str:
 def drawn(text: str) -> tuple[str, str, str]:
     """Return the picture of a strategy as an SVG file, a sentence about it, and its caption."""
     picture, seen, words = _drawn(parse(text), text)
-    return svg_file(picture, (DOCS / "_pictures.css").read_text()), seen, words
+    return svg_file(picture), seen, words
 
 
 def settings(name: str) -> str:
@@ -198,20 +200,22 @@ def faster() -> Profile:
     return replace(example(), links=(fast,))
 
 
-def _drawn(strategy: Strategy, text: str) -> tuple[str, str, str]:
+def _drawn(strategy: Strategy, text: str) -> tuple[Picture, str, str]:
     """Return a picture, a sentence about it, and its caption."""
     if strategy.needs.allows_joining:
         trace = predict(strategy, faster(), ranks=Ranks(scale=SLOW)).trace
         seen = f"Four workers under {text}: gradients without waiting, and exchanges of pairs"
-        return gossip_svg(trace, text, units=5), seen, UNEVEN
+        gossip = predicted_gossip(trace)
+        assert gossip is not None
+        return gossip_picture(visible_part(gossip, 5 * gossip.unit_s), text), seen, UNEVEN
     if strategy.needs.servers:
         seen = f"Four workers under {text}: iterations, and the times in which workers wait"
-        shown = workers_svg(_served(strategy), text, until_s=1.8)
+        shown = workers_picture(_served(strategy), text, until_s=1.8)
         return shown, seen, f"{UNEVEN} Numbers are iterations."
     return _planned(strategy, text)
 
 
-def _planned(strategy: Strategy, text: str) -> tuple[str, str, str]:
+def _planned(strategy: Strategy, text: str) -> tuple[Picture, str, str]:
     """Draw whole periods of a plan once its pipeline is full."""
     plan = strategy.plan(example())
     count = plan.period if 1 < plan.period < 6 else 2 if plan.period == 1 else 4
@@ -223,7 +227,7 @@ def _planned(strategy: Strategy, text: str) -> tuple[str, str, str]:
     bound = "" if plan.bound_s is None else f", the bound is {1e3 * plan.bound_s:.0f} ms"
     seen = f"{count} iterations of {text}: compute above, messages on the links below"
     words = f"Predicted: {1e3 * iteration_s:.0f} ms per iteration{bound}. Numbers are buckets."
-    return iterations_svg(trace, text, shown, names), seen, words
+    return iterations_picture(trace, text, shown, names), seen, words
 
 
 def _served(strategy: Strategy) -> Iterator[Span]:

@@ -1,8 +1,6 @@
-"""Which gradients spans hold, against the plan that says so, and the colours of generations."""
+"""Which gradients spans hold, against the plan that says so."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report.generations import COLOURS, Generations, held_generation
+from offbeat.experiments.report.generations import Generations, held_generation
 from offbeat.plan import Apply, Moment, Phases, Plan
 
 
@@ -75,14 +73,3 @@ def test_synchronous_updates_are_not_guessed():
     assert not found.late
     assert [found.generation_of(message(i)) for i in range(3)] == [(0, 1), (1, 2), (2, 3)]
     assert found.generation_of(update(1)) is None
-
-
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.data())
-def test_neighbours_differ_in_colour_and_the_first_in_view_is_the_first(merges, data):
-    stops = [sum(merges[: i + 1]) for i in range(len(merges))]
-    known = tuple((stop - k, stop) for k, stop in zip(merges, stops, strict=True))
-    iteration = data.draw(st.integers(0, stops[-1] - 1))
-    colours = Generations(known).colours(iteration)
-    assert set(colours.values()) <= set(range(COLOURS))
-    assert all(colours[a] != colours[b] for a, b in pairwise(known))
-    assert next(colours[a, b] for a, b in known if a <= iteration < b) == 0

@@ -11,16 +11,18 @@ from support.gossip_runs import THREE, record, repetition
 
 from offbeat import A2CiD2, Profile, sim
 from offbeat.experiments.record.run_directory import Contestant
+from offbeat.experiments.report.boxes import figure
 from offbeat.experiments.report.divergence import draw as draw_divergence
 from offbeat.experiments.report.divergence import relative_distances
 from offbeat.experiments.report.gossip import (
     Exchange,
     clock_differences_s,
-    draw,
+    gossip_picture,
+    gossips_of,
     measured_gossip,
-    pack,
     predicted_gossip,
     trace_events,
+    visible_part,
 )
 from offbeat.experiments.report.timeline import predicted_window
 from offbeat.profile import Bucket, Link
@@ -35,11 +37,17 @@ def test_exchanges_are_where_they_were_on_one_clock() -> None:
     ]
     assert found.counts == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
     assert [own[-1] for own in found.gradients.values()] == [(3, 4)] * 3
-    packed = pack(found)
-    start = packed["length_s"] - 4  # the window ends when the last iteration does
-    assert packed["exchanges"][0] == pytest.approx(
-        [0, 1, 2.25 + start, 2.75 + start, 2.25 + start, 2.75 + start, 400]
-    )
+    part = visible_part(found)
+    start = part.length_s - 4  # the window ends when the last iteration does
+    times = pytest.approx((2.25 + start, 2.75 + start))
+    assert part.exchanges[0] == Exchange(0, 1, times, times, 400)
+    picture = figure(gossip_picture(part, "three <workers>"))
+    assert 'aria-label="three &lt;workers&gt;"' in picture
+    assert picture.count('data-n="worker ') == 3
+    assert picture.count('<i class="n"') == 2 * 2  # each exchange on both of its workers
+    assert picture.count('class="tie"') == 2
+    assert "exchange of workers 0 and 1\n" in picture
+    assert "400 B in each direction, 800 B/s" in picture
 
 
 def test_workers_without_a_record_are_shown_by_their_partners() -> None:
@@ -51,10 +59,10 @@ def test_workers_without_a_record_are_shown_by_their_partners() -> None:
     assert Exchange(0, 4, (3.0, 3.5), (3.0, 3.5), 400) in found.exchanges
     assert found.counts[0][4] == found.counts[4][0] == 1
     assert found.window_s == measured_gossip(repetition(THREE)).window_s  # type: ignore[union-attr]
-    packed = pack(found)
-    assert (packed["workers"], packed["all"]) == ([0, 1, 2, 4], 4)
-    assert packed["gradients"][3] == []
-    assert packed["counts"][0] == [0, 1, 0, 1]
+    part = visible_part(found)
+    assert (part.workers, part.all) == ([0, 1, 2, 4], 4)
+    assert part.gradients[3] == []
+    assert part.counts[0] == [0, 1, 0, 1]
     named = {
         e["pid"]
         for e in trace_events(found, clock_differences_s(rep))
@@ -106,10 +114,10 @@ def test_only_time_of_which_all_is_known_is_shown() -> None:
     fast = record(1, [end / 3 for end in ends], other, counts={0: 8})
     found = measured_gossip(repetition([pair[0], fast]))
     assert found is not None
-    packed = pack(found)
-    assert packed["length_s"] == 0
-    assert packed["exchanges"] == []
-    assert packed["counts"] == [[0, 8], [8, 0]]
+    part = visible_part(found)
+    assert part.length_s == 0
+    assert part.exchanges == []
+    assert part.counts == [[0, 8], [8, 0]]
 
 
 def test_many_workers_are_cut() -> None:
@@ -121,11 +129,11 @@ def test_many_workers_are_cut() -> None:
         exchanges=[Exchange(0, 69, (0.1, 0.2), (0.1, 0.2), 1)],
         counts=[[0] * 70 for _ in range(70)],
     )
-    packed = pack(many)
-    assert packed["workers"] == list(range(64))
-    assert packed["all"] == 70
-    assert packed["exchanges"] == []
-    assert len(packed["counts"]) == len(packed["counts"][0]) == 64
+    part = visible_part(many)
+    assert part.workers == list(range(64))
+    assert part.all == 70
+    assert part.exchanges == []
+    assert len(part.counts) == len(part.counts[0]) == 64
 
 
 def test_other_strategies_have_no_picture() -> None:
@@ -134,7 +142,7 @@ def test_other_strategies_have_no_picture() -> None:
     rep = replace(repetition(THREE), ranks=ranks)
     assert measured_gossip(rep) is None
     assert predicted_gossip(plain) is None
-    assert draw(Contestant("s", "s", {}, (rep,))) is None
+    assert gossips_of(Contestant("s", "s", {}, (rep,))) == {}
 
 
 def test_distance_is_that_of_one_time() -> None:

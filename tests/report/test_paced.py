@@ -27,7 +27,9 @@ def test_late_hosts_are_named_with_their_share() -> None:
     said = describe_pace(run(first, second))
     assert "1/5 of this machine's core" in said[0]
     assert "up to 35% busy" in said[0]  # .1 + .2 and .05 for interrupts
-    assert said[1].endswith("one: rank 1 in 20% of its iterations, at worst by 50%.")
+    assert said[1:] == [
+        "one: Hosts were late: of rank 1 in 20% of the iterations, at worst by 50%."
+    ]
 
 
 def test_hosts_in_time() -> None:

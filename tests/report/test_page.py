@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 from html.parser import HTMLParser
+from math import isfinite
 
 import pytest
 from support.synthetic_runs import Entry, every_gradient, profile, three, write_run
 from support.tiny_runs import dump, record, steady, write_tiny
 
 from offbeat.core.sim.trace import Span
-from offbeat.experiments.report import write
+from offbeat.experiments.report import load, rank_rows, summarize, write
+from offbeat.experiments.report.chart import SIZE
+from offbeat.experiments.report.curves import MOST_POINTS
+from offbeat.experiments.report.drawing import NOT_RECORDED, window_length_s
+from offbeat.experiments.report.timeline import measured_window
 from offbeat.plan import Fact, Plan
 from offbeat.profile import Link
 
@@ -52,8 +58,23 @@ def typical(tmp_path_factory):
     return write(path)
 
 
-def page_data(page):
-    return json.loads(Elements(page.read_text()).scripts[0])
+def text_of(page):
+    """Text of the page without tags, script and style."""
+    text = re.sub(r"<(style|script)>.*?</\1>", " ", page.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
+
+
+def lanes_of(page):
+    """Name, and (class, left, right, title) of the boxes, of each lane of the page."""
+    found = []
+    for name, lane in re.findall(
+        r'<div class="lane[^"]*" data-n="([^"]*)">(.*?)</div>', page.read_text(), re.DOTALL
+    ):
+        boxes = re.findall(
+            r'<i class="(\w+)" style="left:([\d.]+)%;width:([\d.]+)%"[^>]*? title="([^"]*)"', lane
+        )
+        found.append((name, [(k, float(a), float(a) + float(b), t) for k, a, b, t in boxes]))
+    return found
 
 
 def test_everything_is_written(typical):
@@ -87,7 +108,7 @@ def test_the_policy_allows_exactly_the_script_of_the_page(typical):
     (policy,) = (
         a["content"] for t, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy"
     )
-    digest = base64.b64encode(hashlib.sha256(elements.scripts[1].encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(elements.scripts[0].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
 
@@ -102,19 +123,56 @@ def test_a_typical_page_is_small(typical):
     assert typical.stat().st_size < 250_000
 
 
-def test_many_ranks_two_links_stay_below_a_megabyte(tmp_path):
-    facts = profile(40, 16, [Link("net", 1.2e-3, 8.2e6), Link("wan", 9e-3, 4.1e6)])
+def test_many_ranks_and_two_links_stay_below_300_kb(tmp_path):
+    facts = profile(40, 32, [Link("net", 1.2e-3, 8.2e6), Link("wan", 9e-3, 4.1e6)])
     path = write_run(tmp_path, facts, three(facts), iterations=7, recorded=7, repetitions=1)
     page = write(path)
-    assert page.stat().st_size < 1_000_000
-    timelines = page_data(page)["timelines"]
-    assert timelines[0]["lanes"] == ["compute", "net", "wan"]
-    assert all(len(t["measured"]["ranks"]) == 16 for t in timelines)
+    assert page.stat().st_size < 300_000
+    names = [name for name, _ in lanes_of(page)]
+    hosts = ("slowest", "median", "fastest", "predicted")
+    expected = []
+    for row in rank_rows(summarize(load(path))):
+        links = ["net", "wan"][: 1 + (row.label != "local-sgd-5")]
+        for host in hosts:
+            expected += [host, *(links if host != "predicted" else [""] * len(links))]
+    assert names == expected
+    assert len(re.findall(r'title="host \d+: computes', page.read_text())) == 3 * 32
+
+
+def test_lanes_show_what_was_recorded_on_one_scale(typical):
+    """Each box of the first host is a span, or adjacent spans, at its place in the window."""
+    run = load(typical.parent)
+    length_s = window_length_s(run)
+    lanes = [lane for lane in lanes_of(typical) if lane[0] in ("computes", "network")]
+    order = [row.label for row in rank_rows(summarize(run))]
+    assert [name for name, _ in lanes] == ["computes", "network"] * 3
+    for label, (_, computes), (_, network) in zip(order, lanes[::2], lanes[1::2], strict=True):
+        (contestant,) = [c for c in run.contestants if c.label == label]
+        found = measured_window(run, contestant, length_s)
+        assert found is not None
+        window = found[1]
+        zero_s = window.zero_s[0]
+        spans = window.shown[0]
+        sent = [s for s in spans if s.lane == "net"]
+        texts = [title for *_, title in network]
+        assert sum(int(t.split()[0]) if " messages," in t else 1 for t in texts) == len(sent)
+        for kind, boxes, own in (
+            ("n", network, sent),
+            ("w", computes, [s for s in spans if s.kind == "wait"]),
+            ("f", computes, [s for s in spans if s.kind == "forward"]),
+        ):
+            drawn = sum(b - a for look, a, b, t in boxes if look == kind and " of bucket" not in t)
+            drawn += sum(b - a for look, a, b, t in boxes if look == kind == "n" and " of b" in t)
+            seconds = sum(
+                min(s.end_s - zero_s, length_s) - max(0.0, s.start_s - zero_s) for s in own
+            )
+            assert drawn == pytest.approx(100 * seconds / length_s, abs=0.5 + 0.02 * len(own))
+        assert all(0 <= a < b <= 100.01 for _, a, b, _ in [*computes, *network])
 
 
 def test_the_numbers_are_on_the_page_with_their_words(typical):
     text = re.sub(r"<[^>]*>", " ", typical.read_text().split("<script")[0])
-    for word in ("measured", "predicted", "bound", "Time to loss", "fit error"):
+    for word in ("predicted", "no schedule of this kind", "to loss", "fit error", "vs DDP"):
         assert word in text
     assert "dreamddp-5 reaches loss" in text
     assert "emulated" not in text
@@ -135,7 +193,8 @@ def test_emulated_compute_and_notes_are_said(tmp_path):
     )
     text = write(path).read_text()
     assert "Emulated compute:" in text
-    assert "measured, emulated compute" in text
+    assert "layers sleep instead of computing</a>" in text
+    assert "these losses say nothing about learning" in text
     assert '<p class="banner" role="note">Unshaped loopback.</p>' in text
     assert "layers sleep instead of computing." in text
     assert "sleep" in json.loads((path / "summary.json").read_text())["sentence"]
@@ -177,17 +236,28 @@ def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
     elements = Elements(write(tmp_path).read_text())
     tags = [tag for tag, _ in elements.tags]
     assert "img" not in tags
-    assert len(elements.scripts) == 2
-    assert json.loads(elements.scripts[0])["labels"] == [label, "gone"]
+    assert len(elements.scripts) == 1
+    assert f"{label}, repetition 0" in text_of(tmp_path / "report.html")
     assert not any(name.startswith("on") for _, attrs in elements.tags for name in attrs)
 
 
-def test_data_inside_the_page_is_strict_json(tmp_path):
-    losses = [3.0] * 10 + [float("nan"), float("inf")] + [2.0] * 10
+def test_lines_have_the_recorded_losses_and_gaps_where_they_are_not_finite(tmp_path):
+    losses = [3.0 - i / 50 for i in range(10)] + [float("nan"), float("inf")] + [2.0] * 10
     write_tiny(tmp_path, {"a": [[record(0, steady(1, 22), losses)]]})
-    (curve,) = page_data(write(tmp_path))["curves"]
-    assert None in curve["mean"]
-    assert curve["iterations"][0] == 10
+    chart, per_iteration = re.findall(
+        r'data-x="([^"]*)" data-y="(\S*) ([^"]*)".*?class="line best d0"[^>]* d="([^"]*)"',
+        write(tmp_path).read_text(),
+        re.DOTALL,
+    )
+    for (right, low, high, path), shift in ((chart, 0), (per_iteration, 1)):
+        assert path.count("M") == 2
+        points = [tuple(map(int, point.split())) for point in re.split("[ML]", path)[1:]]
+        assert len(points) == 20
+        step = (float(high) - float(low)) / SIZE
+        known = [(i, loss) for i, loss in enumerate(losses) if isfinite(loss)]
+        for (x, y), (i, loss) in zip(points, known, strict=True):
+            assert float(right) * x / SIZE == pytest.approx(i + shift, abs=1e-2)
+            assert float(high) - step * y == pytest.approx(loss, abs=step)
 
 
 def test_what_was_asked_of_links_and_what_changed_is_on_the_page(tmp_path):
@@ -209,7 +279,7 @@ def test_failures_are_on_the_page(tmp_path):
     (tmp_path / "a/rep1/rank1.log").write_text("Traceback: it broke\n")
     text = write(tmp_path).read_text()
     for said in (
-        "3 problems",
+        ">3 problems</a>",
         "1 of 2 repetitions failed",
         "rank 1 of 2 left no record",
         "Traceback: it broke",
@@ -271,14 +341,18 @@ def test_a_strategy_that_recorded_no_messages_says_so(tmp_path):
             row for row in data["trace"]["spans"]["rows"] if row[1] == "compute"
         ]
         file.write_text(json.dumps(data))
-    packed = page_data(write(path))["timelines"][0]
-    assert {name[0] for name in packed["measured"]["names"]} == {0}
-    assert {name[0] for name in packed["predicted"]["names"]} == {0, 1}
+    page = write(path)
+    (_, computes), (network, boxes), _, (_, predicted) = lanes_of(page)
+    assert network == "network"
+    assert computes
+    assert boxes == []
+    assert predicted
+    assert page.read_text().count(NOT_RECORDED) == 1
 
 
 def test_the_page_of_a_long_run_is_no_larger_and_says_what_it_leaves_out(tmp_path):
     sizes = []
-    for count, said in ((400, ""), (4000, "Long curves show 400 points.")):
+    for count, said in ((MOST_POINTS, ""), (4000, f"Long curves show {MOST_POINTS} points.")):
         losses = [2.0 - i / count for i in range(count)]
         ranks = [record(rank, steady(0.1, count), losses) for rank in (0, 1)]
         text = write(write_tiny(tmp_path / str(count), {"a": [ranks]})).read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from support.synthetic_runs import profile, three, write_run
@@ -12,7 +13,7 @@ from support.tiny_runs import dump, record, write_tiny
 
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.report import load, summarize, write
-from offbeat.experiments.report.breakdown import Parts, Split, describe_split, parts_of
+from offbeat.experiments.report.breakdown import Parts, Split, explain_error, parts_of
 from offbeat.experiments.report.timeline import Window
 
 
@@ -67,31 +68,36 @@ def test_parts_by_hand(tmp_path):
     ):
         found = (parts.compute_s, parts.messages_s, parts.waiting_s, parts.links_s)
         assert found == pytest.approx(expected)
-    differences = (split.compute_s, split.messages_s, split.waiting_s, split.rest_s)
-    assert differences == pytest.approx((0.2, 0.15, 0.05, 0.0))
+    differences = (split.compute_s, split.messages_s, split.waiting_s)
+    assert differences == pytest.approx((0.2, 0.15, 0.05))
     assert split.longer_s == pytest.approx(0.4)
-    text = describe_split(split, "a")
-    for part in ("400 ms per iteration longer", "+200 ms compute (22 % slower", "+150 ms messages"):
-        assert part in text
-    assert "+50.0 ms waiting." in text
+    assert explain_error(split, row.iteration_s) == (
+        "Predicted 27 % too short. It computed 200 ms longer, waited 150 ms longer for its "
+        "messages and 50.0 ms longer for other hosts."
+    )
 
 
-def test_the_differences_add_up_to_the_error_of_the_table(tmp_path):
+def test_parts_are_means_over_the_recorded_periods_and_add_up(tmp_path):
     """On runs of every kind of the synthetic strategies, with two repetitions."""
     facts = profile()
     path = write_run(tmp_path / "run", facts, three(facts))
-    rows = summarize(load(path))
+    run = load(path)
+    rows = summarize(run)
     assert all(row.split is not None for row in rows)
-    for row in rows:
+    for contestant, row in zip(run.contestants, rows, strict=True):
         split = row.split
-        total = split.compute_s + split.messages_s + split.waiting_s + split.rest_s
-        assert total == pytest.approx(row.iteration_s - row.predicted_s, abs=1e-12)
+        recorded = [  # 30 iterations of 120 are recorded, in whole periods
+            seconds for rep in contestant.complete for seconds in rep.trace.iteration_seconds()[90:]
+        ]
+        assert split.measured.total_s == pytest.approx(fmean(recorded), rel=1e-3)
+        assert split.measured.total_s == pytest.approx(row.iteration_s, rel=0.02)
+        assert split.longer_s == row.iteration_s - row.predicted_s
         assert split.predicted.total_s == pytest.approx(row.predicted_s, rel=1e-6)
         for parts in (split.predicted, split.measured):
             assert min(parts.compute_s, parts.messages_s, parts.waiting_s) >= -1e-12
             assert parts.links_s >= parts.messages_s
     page = write(path).read_text()
-    assert page.count('class="plain-table parts"') == len(rows)
+    assert page.count('class="say"') == len(rows)
     assert all(row["split"] for row in json.loads((path / "summary.json").read_text())["rows"])
 
 
@@ -128,14 +134,28 @@ def test_parts_are_an_iteration_whatever_overlaps():
 
 
 @pytest.mark.parametrize("longer_s", [0.029, -0.029])
-def test_small_errors_are_not_worth_words(longer_s):
+def test_small_errors_are_not_explained(longer_s):
     parts = Parts(0.5, 0.3, 0.2, 0.4)
     measured = replace(parts, compute_s=0.5 + longer_s)
-    assert describe_split(Split(parts, measured, longer_s), "a") is None
+    said = explain_error(Split(parts, measured, longer_s), 1 + longer_s)
+    assert said == f"As predicted ({'−2.8' if longer_s > 0 else '+3.0'} %)."
     twice = replace(parts, compute_s=0.5 + 2 * longer_s)
-    said = describe_split(Split(parts, twice, 2 * longer_s), "a")
-    assert said is not None
-    assert ("slower than profiled" in said) == (longer_s > 0)
+    said = explain_error(Split(parts, twice, 2 * longer_s), 1 + 2 * longer_s, ["A cause."])
+    assert said == (
+        "Predicted 5.5 % too short. It computed 58.0 ms longer. A cause."
+        if longer_s > 0
+        else "Predicted 6.2 % too long. It computed 58.0 ms less. A cause."
+    )
+
+
+def test_only_parts_above_a_tenth_are_named_the_largest_first():
+    before = Parts(0.5, 0.3, 0.2, 0.4)
+    after = Parts(0.49, 0.35, 0.3, 0.4)
+    said = explain_error(Split(before, after, 0.14), 1.14)
+    assert said == (
+        "Predicted 12 % too short. It waited 100 ms longer for other hosts and 50.0 ms longer for "
+        "its messages."
+    )
 
 
 def test_no_split_where_no_iteration_is_typical(tmp_path):
@@ -168,6 +188,7 @@ def test_estimated_parts_are_no_error_of_compute(tmp_path):
     note(0, 1, 2)
     (row,) = summarize(load(path))
     assert row.split.estimated
-    assert "compute (" not in describe_split(row.split, "a")
+    assert "computed" not in explain_error(row.split, row.iteration_s)
+    assert "estimated" in explain_error(row.split, row.iteration_s)
     write(path)
     assert json.loads((path / "summary.json").read_text())["rows"][0]["split"]["estimated"] is True

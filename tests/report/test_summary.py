@@ -345,7 +345,7 @@ def test_updates_per_second(tmp_path):
     assert [row.iterations_per_s for row in rows] == pytest.approx([2.0, 2.0])
     assert [row.updates_per_s for row in rows] == pytest.approx([4 / 3, 2.0])
     page = write(path).read_text()
-    assert "2.00, 1.33" in page
+    assert "<small>1.33 updates/s</small>" in page
     assert words.NO_PROGRESS in page
     assert "1.33 updates per second" in render_details(rows, 100)
     assert "updates" not in render_details(rows[1:], 100)

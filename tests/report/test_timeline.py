@@ -1,8 +1,8 @@
-"""Which period is shown, how ranks are aligned, and how spans are packed."""
+"""Which iterations are shown, and how ranks are aligned."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 
 import pytest
 from support.synthetic_runs import NEAR_AND_FAR, late, profile, write_run
@@ -11,32 +11,15 @@ from support.tiny_runs import dump, record, write_tiny
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.report import load
+from offbeat.experiments.report.boxes import describer, iteration_text
 from offbeat.experiments.report.timeline import (
     Window,
     lane_name,
     lanes_of,
     measured_window,
-    pack,
     predicted_window,
-    shrink,
+    recorded_runs,
 )
-
-
-def unpack(packed):
-    """Rank -> (lane, kind, buckets from, to, bytes, generation, iteration, start, end) per span."""
-    found = {}
-    for rank, which in zip(packed["ranks"], packed["which"], strict=True):
-        flat, start, spans = packed["rows"][which], 0, []
-        for i in range(0, len(flat), 4):
-            start += flat[i + 2]
-            end = start + flat[i + 3]
-            times = (start * packed["unit_s"], end * packed["unit_s"])
-            *name, back, merged = packed["names"][flat[i]]
-            iteration = packed["first"] + flat[i + 1]
-            held = (iteration - back, iteration - back + merged) if merged else None
-            spans.append((*name, held, iteration, *times))
-        found[rank] = spans
-    return found
 
 
 def spans_of(rank, lengths, sends, shift=0.0):
@@ -122,9 +105,10 @@ def test_clocks_with_other_origins_are_aligned_where_messages_end(tmp_path):
     window = found[1]
     assert window.length_s == pytest.approx(2.0)
     assert window.zero_s[1] - window.zero_s[0] == pytest.approx(1000.25)
-    packed = pack(window, [COMPUTE, "net"])
-    assert len(packed["rows"]) == 1, "equal ranks are stored once"
-    assert packed["which"] == [0, 0]
+    starts = [
+        [span.start_s - window.zero_s[rank] for span in window.shown[rank]] for rank in (0, 1)
+    ]
+    assert starts[0] == pytest.approx(starts[1])
 
 
 def test_a_rank_that_computes_longer_keeps_its_lag(tmp_path):
@@ -151,45 +135,32 @@ def test_what_leaves_a_predicted_period_enters_at_its_beginning(tmp_path):
     assert window.stands_for_all
 
 
-def test_packing_keeps_names_and_times(tmp_path):
-    run, contestant = one_run(tmp_path, [0.25, 0.5, 0.125, 0.75], predicted=None)
-    found = measured_window(run, contestant)
+def test_a_longer_window_shows_what_was_recorded_after_the_period(tmp_path):
+    """The prediction is repeated; the measured window begins where most of it was recorded."""
+    lengths = [1, 1, 1, 3, 1, 2, 1, 3]  # periods in phase: 2, 4, 3, 4
+    run, contestant = one_run(tmp_path, lengths, predicted=PREDICTED)
+    found, expected = measured_window(run, contestant, 9.0), predicted_window(contestant, 9.0)
     assert found is not None
-    window = found[1]
-    lanes = lanes_of([window, None], ["net", "unused"])
-    assert lanes == [COMPUTE, "net"]
-    spans = unpack(pack(window, lanes))[0]
-    expected = [
-        (
-            lanes.index(s.lane),
-            s.kind,
-            *(s.buckets or (-1, -1)),
-            s.bytes,
-            None,
-            s.iteration,
-            s.start_s - window.zero_s[0],
-            s.end_s - window.zero_s[0],
-        )
-        for s in window.shown[0]
-    ]
-    for got, want in zip(spans, expected, strict=True):
-        assert got[:7] == want[:7]
-        assert got[7:] == pytest.approx(want[7:], abs=window.length_s / 50_000)
+    assert expected is not None
+    assert found[1].length_s == expected.length_s == 9.0
+    assert found[1].iterations == range(2, 8)
+    assert found[1].bounds_s(0) == pytest.approx([0, 1, 4, 5, 7, 8, 11])
+    assert expected.bounds_s(0) == pytest.approx([0, 2, 4, 6, 8, 10])
+    messages = [(s.start_s - 8, s.end_s - 8) for s in expected.shown[0] if s.bytes]
+    assert messages == [(-1.0, 0.5), (3.0, 4.5), (7.0, 8.5)]
 
 
-def test_shrinking_leaves_out_ranks_first_then_iterations(tmp_path):
-    run, contestant = one_run(tmp_path, [1] * 8, ranks=4, shifts=(0.0,) * 4)
-    found = measured_window(run, contestant)
-    assert found is not None
-    window = found[1]
-    assert shrink([window], most=window.size) == ([window], [])
-    (half,), said = shrink([window], most=window.size // 2)
-    assert list(half.shown) == [0, 2]
-    assert said == ["Timelines show 2 of 4 ranks, to keep the page small."]
-    (least,), said = shrink([window, None], most=2)[0][:1], shrink([window, None], most=2)[1]
-    assert list(least.shown) == [0]
-    assert len(least.iterations) == 1
-    assert len(said) == 2
+def test_measured_iterations_are_whole_recorded_periods_without_estimated_ones(tmp_path):
+    run, contestant = one_run(tmp_path / "all", [1] * 9, skip=2)
+    assert recorded_runs(run, contestant.complete[0]) == [range(2, 8)]
+    path = tmp_path / "rough"
+    one_run(path, [1] * 9, skip=2)
+    file = path / "a/rep0/rank0.json"
+    data = json.loads(file.read_text())
+    data["trace"]["notes"] = {"estimated": [5]}
+    dump(file, data)
+    run = load(path)
+    assert recorded_runs(run, run.contestants[0].complete[0]) == [range(2, 4), range(6, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -200,27 +171,24 @@ def late_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("source", ["predicted", "measured"])
-def test_messages_keep_the_generation_that_they_carry(late_run, source):
+def test_messages_name_the_generation_that_they_carry(late_run, source):
     deft = next(c for c in late_run.contestants if c.label == "deft")
     found = measured_window(late_run, deft)
     assert found is not None
     window = found[1] if source == "measured" else predicted_window(deft)
     assert window is not None
-    packed = pack(window, lanes_of([window], ["net", "slow"]))
-    messages = [span for span in unpack(packed)[0] if span[0]]
-    assert {lane for lane, *_ in messages} == {1, 2}
-    for (*_, held, iteration, _, _), span in zip(
-        messages, [s for s in window.shown[0] if s.bytes], strict=True
-    ):
-        age = next(a for a in (0, 1) if held == _ends(Windows(deft.plan).window(iteration, a)))
+    messages = [s for s in window.shown[0] if s.bytes]
+    assert {span.lane for span in messages} == {"net", "slow"}
+    for span in messages:
+        held = window.generations.generation_of(span)
+        age = next(a for a in (0, 1) if held == _ends(Windows(deft.plan).window(span.iteration, a)))
         assert span.carries == held
-        assert age == (0 if span.start_s - window.zero_s[0] > _ready(window, iteration) else 1)
-    # two iterations merged, one alone: at least one colour each, and the one closed before
-    colours = {(first, stop): colour for first, stop, colour in packed["generations"]}
-    lengths = {stop - first: colour for (first, stop), colour in colours.items()}
-    assert set(lengths) == {1, 2}
-    assert colours[_ends(Windows(deft.plan).window(window.iterations.start))] == 0
-    assert {held for *_, held, _, _, _ in messages} <= set(colours)
+        ready_s = _ready(window, span.iteration)
+        assert age == (0 if span.start_s - window.zero_s[0] > ready_s else 1)
+        text = describer(window.zero_s[0], window.generations)(span)
+        assert f"holds the gradients of {iteration_text(held)}\n" in text
+    lengths = {s.carries[1] - s.carries[0] for s in messages}
+    assert lengths == {1, 2}  # two iterations merged, one alone
 
 
 def _ends(those):
@@ -237,35 +205,13 @@ def _ready(window, iteration):
     return min(starts) - window.zero_s[0]
 
 
-def test_synchronous_messages_that_cross_into_the_next_iteration_are_told_apart(late_run):
-    told = {}
+def test_generations_of_messages_in_their_own_iteration_are_not_named(late_run):
     for contestant in late_run.contestants:
         window = predicted_window(contestant)
         assert window is not None
-        first = window.iterations.start
-        told[contestant.label] = [
-            (start - first, stop - first, colour)
-            for start, stop, colour in pack(window, lanes_of([window], []))["generations"]
-        ]
-    assert told["ddp"] == [], "one iteration in view keeps its plain look"
-    assert told["dear"] == [(-1, 0, 3), (0, 1, 0)]
-
-
-def test_a_message_in_one_iteration_only_is_told_apart_when_another_reaches_in():
-    spans = [Span(0, COMPUTE, "forward", i, float(i), i + 1.0) for i in range(3)]
-    plain = [*spans, *(Span(0, "net", "grad", i, i + 0.5, i + 1.0, (0, 1), 8) for i in range(3))]
-    late_end = replace(plain[-2], end_s=2.25)
-    for messages, iterations, told in (
-        (plain, range(1, 2), []),
-        ([*plain, late_end], range(1, 2), [(1, 2, 0)]),
-        ([*plain, late_end], range(2, 3), [(1, 2, 3), (2, 3, 0)]),
-        ([*plain, late_end], range(1), []),
-    ):
-        trace = Trace("simulated", "x", ((1.0, 2.0, 3.0),), (0.0,), tuple(messages))
-        shown = tuple(s for s in messages if s.end_s > iterations.start)
-        shown = tuple(s for s in shown if s.start_s < iterations.stop)
-        window = Window(trace, iterations, (float(iterations.start),), 1.0, {0: shown})
-        assert pack(window, [COMPUTE, "net"])["generations"] == told
+        describe = describer(window.zero_s[0], window.generations)
+        named = any("the gradients of" in describe(s) for s in window.shown[0])
+        assert named == (contestant.label == "deft")
 
 
 def test_the_measured_period_is_in_phase_by_what_messages_carry(tmp_path):

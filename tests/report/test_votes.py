@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from support.tiny_runs import record, steady, write_tiny
@@ -79,11 +80,13 @@ def test_layers_count_each(tmp_path):
 
 def test_the_page_and_the_table_say_so_only_where_there_are_votes(tmp_path):
     page = write(run_of(tmp_path / "voted")).read_text()
-    assert "LSSR" in page
+    assert "Averaged in 2 of 5 iterations" in page
     assert "rank 0 in 20 %, rank 1 in 40 %" in page
+    marks = re.findall(r'data-n="rank (\d)"><svg[^>]*><path d="([^"]*)"', page)
+    assert [(rank, path.count("M")) for rank, path in marks] == [("0", 1), ("1", 2)]
     assert "4 norms were zero or not finite" in page
     rows = summarize(load(tmp_path / "voted"))
     assert "omitted by votes" in render_details(rows, 100)
     plain = write_tiny(tmp_path / "plain", {"ddp": [[record(0, steady(1.0, 5), [2.0] * 5)]]})
-    assert "LSSR" not in write(plain).read_text()
+    assert "Averaged in" not in write(plain).read_text()
     assert "votes" not in render_details(summarize(load(plain)), 100)

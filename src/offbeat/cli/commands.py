@@ -622,7 +622,7 @@ def _show_run(
     """
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
-    from offbeat.experiments.report.breakdown import describe_split
+    from offbeat.experiments.report.breakdown import explain_error
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -634,8 +634,8 @@ def _show_run(
     if verbose:
         print(table.render_details(rows, width))
         for row in rows:
-            if row.split is not None and (text := describe_split(row.split, row.label)):
-                print(text)
+            if row.split is not None and row.iteration_s:
+                print(f"{row.label}: {explain_error(row.split, row.iteration_s)}")
         if run.given is not None and run.given["computed"]:
             print(f"predicted from a computed profile: {run.given['text']}")
         if logs is not None:

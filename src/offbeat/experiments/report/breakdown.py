@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean
 
 from offbeat.core.sim.trace import COMPUTE, Span
@@ -14,12 +14,14 @@ from offbeat.experiments.report.timeline import (
     Window,
     clock_offsets,
     estimated_iterations,
-    measured_window,
     predicted_window,
+    recorded_runs,
+    window_of,
 )
 from offbeat.experiments.report.traffic import group_by_message
 
-WORTH_SAYING = 0.03  # least reported error, as a share of the measured iteration
+WORTH_SAYING = 0.03  # least explained error, as a share of the measured iteration
+NAMED = 0.1  # least share of the error for which a part is named
 
 Interval = tuple[float, float]
 
@@ -47,10 +49,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Predicted and measured parts of one period, and their differences.
-
-    The four differences `compute_s`, `messages_s`, `waiting_s` and `rest_s` add up to `longer_s`.
-    `rest_s` is the difference between the run's median and the recorded period.
+    """Predicted and measured parts of an iteration, as means over the recorded periods.
 
     Attributes:
         predicted: predicted parts.
@@ -77,15 +76,11 @@ class Split:
     def waiting_s(self) -> float:
         return self.measured.waiting_s - self.predicted.waiting_s
 
-    @property
-    def rest_s(self) -> float:
-        return self.longer_s - self.compute_s - self.messages_s - self.waiting_s
-
 
 def split_of(
     run: Run, contestant: Contestant, predicted_s: float | None, measured_s: float | None
 ) -> Split | None:
-    """Return the breakdown of the period in the timeline.
+    """Return the breakdown of a contestant's iteration.
 
     Returns:
         The breakdown. None if prediction or measurement is missing, or if no period is typical
@@ -93,62 +88,97 @@ def split_of(
     """
     if predicted_s is None or measured_s is None:
         return None
-    expected, found = predicted_window(contestant), measured_window(run, contestant)
-    if expected is None or found is None or _is_untypical(expected) or _is_untypical(found[1]):
+    expected = predicted_window(contestant)
+    traces = [rep.trace for rep in contestant.complete]
+    if expected is None or any(trace.uneven or "gossip" in trace.notes for trace in traces):
         return None
-    estimated = not estimated_iterations(found[0].trace).isdisjoint(found[1].iterations)
-    return Split(parts_of(expected), parts_of(found[1]), measured_s - predicted_s, estimated)
+    if "gossip" in expected.trace.notes or expected.trace.uneven:
+        return None
+    found = measured_parts(run, contestant)
+    if found is None:
+        return None
+    measured, estimated = found
+    return Split(parts_of(expected), measured, measured_s - predicted_s, estimated)
+
+
+def measured_parts(run: Run, contestant: Contestant) -> tuple[Parts, bool] | None:
+    """Return the parts of an iteration over all recorded periods, and whether they are estimated.
+
+    The repetitions count by their recorded iterations. None without a recorded period.
+    """
+    windows = [
+        (window_of(rep.trace, run_), bool(estimated_iterations(rep.trace).intersection(run_)))
+        for rep in contestant.complete
+        for run_ in recorded_runs(run, rep)
+    ]
+    timed = [one for one in windows if not one[1]] or windows
+    if not timed:
+        return None
+    counts = [len(window.iterations) for window, _ in timed]
+    parts = [parts_of(window) for window, _ in timed]
+    values = zip(*map(astuple, parts), strict=True)
+    return Parts(*(_weighted_mean(column, counts) for column in values)), timed[0][1]
 
 
 def parts_of(window: Window) -> Parts:
     """Return the parts of a window, as means over the ranks with spans."""
     offsets = clock_offsets(window.trace)
     ways = _transfers(window.trace.spans, offsets)
-    every = [_rank_parts(window, rank, ways[rank]) for rank in window.shown]
+    every = [rank_parts(window, rank, ways[rank]) for rank in window.shown]
     count = len(window.iterations)
     return Parts(*(fmean(values) / count for values in zip(*every, strict=True)))
 
 
-def describe_split(split: Split, label: str) -> str | None:
-    """Return one sentence about an error of more than 3 %, else None."""
-    measured_s = split.measured.total_s + split.rest_s
-    if abs(split.longer_s) <= WORTH_SAYING * measured_s:
-        return None
-    more = "longer" if split.longer_s > 0 else "less"
-    head = f"{label} took {words.seconds(abs(split.longer_s))} per iteration {more} than predicted"
+def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -> str:
+    """Return sentences about the error of a prediction.
+
+    Only parts above a tenth of the error are named, the largest first.
+
+    Args:
+        split: predicted and measured parts.
+        measured_s: measured seconds per iteration.
+        causes: sentences about known causes, added to a large error.
+    """
+    error = (measured_s - split.longer_s) / measured_s - 1
+    if abs(error) <= WORTH_SAYING:
+        return f"As predicted ({words.error(error)})."
+    head = f"Predicted {words.error(abs(error))[1:]} too {'short' if error < 0 else 'long'}."
     if split.estimated:
-        return f"{head}; how much of it is compute and how much messages is only estimated."
-    rest = f", {_difference(split.rest_s)} otherwise" if _is_notable(split.rest_s, split) else ""
-    return (
-        f"{head}: {_difference(split.compute_s)} compute ({_describe_compute(split)}), "
-        f"{_difference(split.messages_s)} messages, {_difference(split.waiting_s)} waiting{rest}."
+        return " ".join([head, "The split of its iterations is estimated.", *causes])
+    named = sorted(
+        (
+            (split.compute_s, "computed {}"),
+            (split.messages_s, "waited {} for its messages"),
+            (split.waiting_s, "waited {} for other hosts"),
+        ),
+        key=lambda part: -abs(part[0]),
     )
+    named = [part for part in named if abs(part[0]) > NAMED * abs(split.longer_s)]
+    texts = [text.format(_more_or_less(value_s)) for value_s, text in named]
+    for n, text in enumerate(texts[1:], 1):
+        if text.startswith("waited") and named[n - 1][1].startswith("waited"):
+            texts[n] = text.removeprefix("waited ")
+    return " ".join([head, f"It {_joined(texts)}." if texts else "", *causes]).replace("  ", " ")
 
 
-def _describe_compute(split: Split) -> str:
-    """Return a phrase such as '18 % slower than profiled'."""
-    before_s = split.predicted.compute_s
-    percent = round(100 * split.compute_s / before_s) if before_s else 0
-    if not percent:
-        return "as profiled"
-    return f"{abs(percent)} % {'slower' if percent > 0 else 'faster'} than profiled"
+def _more_or_less(seconds: float) -> str:
+    return f"{words.seconds(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
 
 
-def _difference(seconds: float) -> str:
-    sign = "+" if seconds >= 0 else "−"
-    return sign + words.seconds(abs(seconds))
+def _joined(texts: Sequence[str]) -> str:
+    """Return 'a', 'a and b' or 'a, b and c'."""
+    return " and ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])
 
 
-def _is_notable(seconds: float, split: Split) -> bool:
-    return abs(seconds) > 0.1 * abs(split.longer_s)
+def _weighted_mean(values: Iterable[float], weights: Sequence[int]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
-def _is_untypical(window: Window) -> bool:
-    """Whether the window's iterations are not typical, because of votes or gossip."""
-    return window.trace.uneven or "gossip" in window.trace.notes
+def rank_parts(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float, ...]:
+    """Return the values of `Parts` of one rank, in seconds of the whole window.
 
-
-def _rank_parts(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[float, ...]:
+    `ways` are the intervals in which a message of the rank is on the way.
+    """
     zero_s = window.zero_s[rank]
     edges = window.bounds_s(rank)
     within = zero_s + edges[0], zero_s + edges[-1]

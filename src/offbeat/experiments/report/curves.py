@@ -12,7 +12,7 @@ from offbeat.experiments.report.losses import Curve
 from offbeat.experiments.report.summary import Row, counted_curve, counted_seconds
 from offbeat.experiments.report.votes import Votes, votes_of
 
-MOST_POINTS = 400
+MOST_POINTS = 240
 
 
 def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:

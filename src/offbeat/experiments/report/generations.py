@@ -1,15 +1,13 @@
-"""Generations: the iterations whose gradients a span holds, and their colours."""
+"""Generations: the iterations whose gradients a span holds."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offbeat.core.sim.trace import COMPUTE, Span
 
 GRADIENTS = ("grad", "reduce_scatter", "all_gather")  # kinds of messages that hold gradients
-COLOURS = 4  # g0, g1, ... of the style sheet; at most two generations are in transfer at a time
 
 Generation = tuple[int, int]  # iterations [first, stop)
 
@@ -55,8 +53,3 @@ class Generations:
             return None
         closed = next((g for g in self.known if g[1] == span.iteration + 1), None)
         return next((g for g in self.known if closed and g[1] == closed[0]), None)
-
-    def colours(self, iteration: int) -> dict[Generation, int]:
-        """Return a colour per generation, different from its neighbours; 0 at `iteration`."""
-        base = bisect_right(self.known, (iteration, float("inf"))) - 1
-        return {g: (i - base) % COLOURS for i, g in enumerate(self.known)}

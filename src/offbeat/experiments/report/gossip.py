@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
+from offbeat.experiments.report import words
+from offbeat.experiments.report.boxes import Box, Lane, Picture, Tie
 
 SHOWN = 10  # length of the window, in mean times of a gradient
 MOST_WORKERS = 64  # most workers with lanes and counts
@@ -39,6 +41,26 @@ class Exchange(NamedTuple):
     bytes: int
 
 
+class Part(NamedTuple):
+    """Visible part of a gossip, in seconds from the begin of a window.
+
+    Attributes:
+        workers: the visible workers.
+        all: number of all workers.
+        length_s: length of the window.
+        gradients: spans of gradients of each visible worker.
+        exchanges: exchanges of visible workers.
+        counts: number of exchanges of each pair over the whole record.
+    """
+
+    workers: list[int]
+    all: int
+    length_s: float
+    gradients: list[list[Span]]
+    exchanges: list[Exchange]
+    counts: list[list[int]]
+
+
 @dataclass(frozen=True)
 class GossipTrace:
     """Gradients and exchanges of all workers, in seconds of the first worker's trace.
@@ -65,6 +87,11 @@ class GossipTrace:
         return fmean(map(median, lengths)) if lengths else 0.0
 
     @property
+    def begin_s(self) -> float:
+        """Time at which each worker has computed a gradient."""
+        return max((own[0][1] for own in self.gradients.values() if own), default=0.0)
+
+    @property
     def window_s(self) -> Span:
         """Last `SHOWN` units in which all workers computed."""
         end_s = min((own[-1][1] for own in self.gradients.values() if own), default=0.0)
@@ -72,14 +99,12 @@ class GossipTrace:
         return min(end_s, max(self.since_s, end_s - SHOWN * self.unit_s)), end_s
 
 
-def draw(contestant: Contestant) -> dict[str, Any] | None:
-    """Return predicted and measured gossip in JSON form; None for other strategies."""
+def gossips_of(contestant: Contestant) -> dict[str, GossipTrace]:
+    """Return measured and predicted gossip by "measured" and "predicted"; empty otherwise."""
     found = next((of for rep in contestant.complete if (of := measured_gossip(rep))), None)
     trace = contestant.predicted
     expected = predicted_gossip(trace) if trace else None
-    if found is None and expected is None:
-        return None
-    return {"predicted": expected and pack(expected), "measured": found and pack(found)}
+    return {k: of for k, of in (("measured", found), ("predicted", expected)) if of}
 
 
 def clock_differences_s(rep: Repetition) -> dict[int, float] | None:
@@ -139,30 +164,72 @@ def predicted_gossip(trace: Trace) -> GossipTrace | None:
     return GossipTrace(gradients, exchanges, counts, since_s, until_s)
 
 
-def pack(of: GossipTrace) -> dict[str, Any]:
-    """Return window and counts of the first `MOST_WORKERS` workers in JSON form."""
+def visible_part(of: GossipTrace, length_s: float | None = None) -> Part:
+    """Return window and counts of the first `MOST_WORKERS` workers.
+
+    The window has at most `length_s` seconds, by default `SHOWN` mean times of a gradient.
+    """
     start_s, end_s = of.window_s
+    if length_s is not None:
+        start_s = min(end_s, max(of.since_s, end_s - length_s, of.begin_s))
     workers = sorted(of.gradients)[:MOST_WORKERS]
     shown = set(workers)
 
     def is_seen(span: Span) -> bool:
         return span[0] < end_s and span[1] > start_s
 
-    def shift(span: Span) -> list[float]:
-        return [round(s - start_s, 7) for s in span]
+    def shift(span: Span) -> Span:
+        return span[0] - start_s, span[1] - start_s
 
-    return {
-        "workers": workers,
-        "all": len(of.gradients),
-        "length_s": end_s - start_s,
-        "gradients": [[shift(s) for s in of.gradients[rank] if is_seen(s)] for rank in workers],
-        "exchanges": [
-            [one.i, one.j, *shift(one.at_i), *shift(one.at_j), one.bytes]
+    return Part(
+        workers,
+        len(of.gradients),
+        end_s - start_s,
+        [[shift(s) for s in of.gradients[rank] if is_seen(s)] for rank in workers],
+        [
+            Exchange(one.i, one.j, shift(one.at_i), shift(one.at_j), one.bytes)
             for one in of.exchanges
             if {one.i, one.j} <= shown and (is_seen(one.at_i) or is_seen(one.at_j))
         ],
-        "counts": [[of.counts[i][j] for j in workers] for i in workers],
-    }
+        [[of.counts[i][j] for j in workers] for i in workers],
+    )
+
+
+def gossip_picture(part: Part, label: str) -> Picture:
+    """Return the gradients and exchanges of each worker, with lines between partners."""
+    lanes = []
+    for worker, gradients in zip(part.workers, part.gradients, strict=True):
+        boxes = [
+            Box(max(0.0, b), min(e, part.length_s), "c", f"worker {worker} computes a gradient\n"
+                f"starts at {words.seconds(b)}, takes {words.seconds(e - b)}")
+            for b, e in gradients
+        ]  # fmt: skip
+        lanes.append(Lane(f"worker {worker}", boxes, "low", first=True))
+        spans = [(one, one.at_i if worker == one.i else one.at_j) for one in part.exchanges
+                 if worker in (one.i, one.j)]  # fmt: skip
+        exchanged = [
+            Box(max(0.0, b), min(e, part.length_s), "n", _exchange_text(one, (b, e)))
+            for one, (b, e) in sorted(spans, key=lambda of: of[1])
+            if b < part.length_s and e > 0
+        ]
+        lanes.append(Lane("", exchanged, "low"))
+    places = {worker: 2 * n + 1 for n, worker in enumerate(part.workers)}
+    ties = []
+    for one in part.exchanges:
+        at_s = (max(one.at_i[0], one.at_j[0]) + min(one.at_i[1], one.at_j[1])) / 2
+        if 0 < at_s < part.length_s:
+            ends = places[one.i], places[one.j]
+            ties.append(Tie(at_s, ends, _exchange_text(one, one.at_i)))
+    return Picture(label, lanes, part.length_s, ties=ties)
+
+
+def _exchange_text(one: Exchange, span: Span) -> str:
+    seconds = span[1] - span[0]
+    rate = f", {words.size(one.bytes / seconds)}/s" if seconds > 0 else ""
+    return (
+        f"exchange of workers {one.i} and {one.j}\nstarts at {words.seconds(span[0])}, takes "
+        f"{words.seconds(seconds)}\n{words.size(one.bytes)} in each direction{rate}"
+    )
 
 
 def trace_events(

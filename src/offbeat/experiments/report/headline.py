@@ -204,9 +204,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     texts = []
     if isinstance(hosts, int):
         how = ", as layers sleep" if run.emulated else " (compute emulated)" if pace else ""
-        rates = {link.get("rate") for link in run.cluster.get("links", ())}
-        shaped = len(rates) == 1 and run.lab != "none"
-        rate = f", {words.rate(parse_rate_bps(rates.pop()))}" if shaped else ""
+        rate = f", {shaped}" if (shaped := shaped_rate(run)) else ""
         texts.append(f"{words.count(hosts, 'host')} on this machine{how}{rate}")
     if pace and not run.emulated:
         texts.append("messages and losses are real")
@@ -220,6 +218,13 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     if same:
         repeated += f"; {', '.join(same)} ignored OFFBEAT_SEED, so the range is not over seeds"
     return "; ".join(texts) + ". " * bool(texts) + (words.sentence(repeated) if counts else "")
+
+
+def shaped_rate(run: Run) -> str:
+    """Return the rate of all links of the lab, such as '25 Mbit/s'; empty if they differ."""
+    rates = {link.get("rate") for link in run.cluster.get("links", ())}
+    shaped = len(rates) == 1 and run.lab != "none"
+    return words.rate(parse_rate_bps(rates.pop())) if shaped else ""
 
 
 def _estimate_sign(row: Row) -> str:

@@ -16,10 +16,12 @@ def describe_pace(run: Run) -> list[str]:
         f"Emulated: each host computes at 1/{paces[0]['pace']:g} of this machine's core. "
         f"Messages, data and losses are real. The processors were up to {_max_busy(run):.0%} busy."
     )
-    late = [words for contestant in run.contestants if (words := _describe_late_ranks(contestant))]
-    if not late:
-        return [text, "No host missed its pace in more than 3 % of its iterations."]
-    return [text, "Hosts that were late by more than 3 % of their compute. " + " ".join(late)]
+    late = [
+        f"{contestant.label}: {sentence}"
+        for contestant in run.contestants
+        for sentence in describe_late_hosts(contestant)
+    ]
+    return [text, *(late or ["No host missed its pace in more than 3 % of its iterations."])]
 
 
 def _recorded_paces(contestant: Contestant) -> list[tuple[int, dict[str, float]]]:
@@ -39,8 +41,8 @@ def _max_busy(run: Run) -> float:
     return max(shares)
 
 
-def _describe_late_ranks(contestant: Contestant) -> str | None:
-    """Return a sentence about the late ranks of a contestant; None without late ranks."""
+def describe_late_hosts(contestant: Contestant) -> list[str]:
+    """Return a sentence about the late ranks of a contestant; empty without late ranks."""
     worst, shares = 0.0, {}
     for rank in sorted({rank for rank, _ in _recorded_paces(contestant)}):
         paces = [pace for r, pace in _recorded_paces(contestant) if r == rank]
@@ -50,6 +52,6 @@ def _describe_late_ranks(contestant: Contestant) -> str | None:
             shares[rank] = missed / iterations
             worst = max([worst, *(pace["worst"] for pace in paces)])
     if not shares:
-        return None
-    ranks = ", ".join(f"rank {rank} in {share:.0%}" for rank, share in shares.items())
-    return f"{contestant.label}: {ranks} of its iterations, at worst by {worst:.0%}."
+        return []
+    ranks = ", ".join(f"of rank {rank} in {share:.0%}" for rank, share in shares.items())
+    return [f"Hosts were late: {ranks} of the iterations, at worst by {worst:.0%}."]

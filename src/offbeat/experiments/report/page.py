@@ -6,8 +6,7 @@ import base64
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -15,34 +14,30 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from offbeat.core.plan import Payload
+from offbeat.core.plan import Payload, Plan
+from offbeat.core.sim import predict
+from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Contestant, Run, count_skipped
-from offbeat.experiments.report import curves, divergence, gossip, words
-from offbeat.experiments.report.breakdown import describe_split
+from offbeat.experiments.report import boxes, curves, divergence, drawing, words
+from offbeat.experiments.report.bars import Bar, bars, measured_bar, predicted_bar
+from offbeat.experiments.report.breakdown import explain_error, measured_parts
+from offbeat.experiments.report.chart import SIZE, Line, chart
 from offbeat.experiments.report.decisions import decisions, group_by_text
-from offbeat.experiments.report.headline import headline
-from offbeat.experiments.report.pace_notes import describe_pace
-from offbeat.experiments.report.summary import (
-    Row,
-    disturbances,
-    measurement_text,
-    merges_gradients,
-    rank_rows,
+from offbeat.experiments.report.headline import (
+    conditions,
+    display_names,
+    headline,
+    shaped_rate,
+    typed_text,
 )
-from offbeat.experiments.report.timeline import (
-    Window,
-    lane_name,
-    lanes_of,
-    measured_window,
-    pack,
-    predicted_window,
-    shrink,
-)
+from offbeat.experiments.report.losses import SMOOTH
+from offbeat.experiments.report.pace_notes import describe_late_hosts, describe_pace
+from offbeat.experiments.report.summary import Row, merges_gradients, rank_rows
+from offbeat.experiments.report.table import details
 from offbeat.experiments.report.votes import describe_votes, votes_of
+from offbeat.strategies import DDP
 
-Pair = tuple[Window | None, Window | None]  # predicted, measured
-
-SCRIPTS = ("page.js", "legend.js", "timeline.js", "gossip.js", "losses.js", "sideways.js")
+ORDINALS = {2: "2nd", 3: "3rd"}
 
 
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
@@ -51,61 +46,66 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "seconds": words.seconds,
-        "size": words.size,
-        "share": words.share,
-        "ratio": words.ratio,
-        "loss": words.loss,
-        "digits": words.digits,
+        name: getattr(words, name) for name in ("seconds", "size", "loss", "digits", "sentence")
     }
-    script = "\n".join(asset(name) for name in SCRIPTS)
+    script = asset("page.js")
     return environment.from_string(asset("page.html")).render(
         **view(run, rows, traces),
         count=words.count,
-        paces=words.paces,
-        uneven=words.unevenness,
-        css=Markup(asset("page.css")),
+        css=Markup(asset("boxes.css") + asset("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
+def asset(name: str) -> str:
+    return files("offbeat.experiments.report").joinpath(name).read_text(encoding="utf-8")
+
+
 def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the template."""
-    windows = [_windows(run, contestant) for contestant in run.contestants]
-    shown, left_out = shrink([w for pair in windows for w in pair])
-    pairs = list(zip(shown[::2], shown[1::2], strict=True))
-    data = {
-        "timelines": [_timeline(run, pair) for pair in pairs],
-        "curves": [curves.draw(c, row) for c, row in zip(run.contestants, rows, strict=True)],
-        "divergence": [divergence.draw(contestant) for contestant in run.contestants],
-        "gossip": [gossip.draw(contestant) for contestant in run.contestants],
-        "labels": [contestant.label for contestant in run.contestants],
-        "target": next((row.target_loss for row in rows if row.target_loss is not None), None),
-        "buckets": [bucket.name for bucket in run.profile.buckets] if run.profile else [],
+    found, names = headline(run, rows), display_names(rows)
+    of = {contestant.label: contestant for contestant in run.contestants}
+    order = [(row, of[row.label], names[row.label]) for row in rank_rows(rows)]
+    table = _table(run, order, found.best)
+    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
+    losses = {
+        row.label: data for row, contestant, _ in order if (data := curves.draw(contestant, row))
     }
-    found = headline(run, rows)
+    distances = {
+        row.label: data for row, contestant, _ in order if (data := divergence.draw(contestant))
+    }
+    timelines, length_s = _timelines(run, order)
     return {
         "run": run,
         "best": found.best,
         "sentence": _join_units(found.sentence),
-        "reservations": _join_units(" ".join(found.reservations)),
+        "reservations": _join_units(" ".join([*found.reservations, *table["ddp_text"]])),
+        "eyebrow": _eyebrow(run, rows),
         "command": shlex.join(run.command_line),
-        "banners": [*banners(run), *disturbances(run, rows)],
-        "table": _table(run, rows),
-        "strategies": _strategies(run, rows, pairs, traces),
-        "left_out": left_out,
-        "data": Markup(words.script_safe(words.dumps(data))),
-        "any_curves": any(data["curves"]),
-        "thinned": _describe_thinning(run),
-        "any_divergence": any(data["divergence"]),
-        "gossip": _gossip_panels(run, data["gossip"]),
-        "target": data["target"],
+        "banners": _banners(run),
+        "table": table,
+        "target": target,
+        "timelines": timelines,
+        "length_s": length_s,
+        "legend": Markup(boxes.legend("".join(t["html"] for t in timelines))),
+        "axis": Markup(boxes.axis(length_s)) if timelines else "",
+        "errors": _errors(run, order),
+        "charts": _loss_charts(order, losses, target),
+        "distance": Markup(_distance_chart(order, distances)),
+        "votes": [
+            item for row, c, name in order if (item := _votes(c, losses.get(row.label), name))
+        ],
+        "loss_notes": _loss_notes(run, rows, losses),
+        "conditions": conditions(run, rows),
+        "reassurance": describe_pace(run),
+        "measured": _measured_text(run),
+        "strategies": [_strategy(c, row, name, traces) for row, c, name in order],
         "profile": run.profile,
-        "every_gradient": Payload("grad", range(len(data["buckets"]))),
+        "every_gradient": Payload("grad", range(len(run.profile.buckets) if run.profile else 0)),
         "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
         "cluster_tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
-        "started": run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC"),
+        "started": _started(run),
         "failed": _failed_repetitions(run),
         "problems": run.failures(),
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
@@ -113,144 +113,340 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     }
 
 
-def banners(run: Run) -> list[str]:
-    """Return the reservations to display above all numbers."""
+Ordered = Sequence[tuple[Row, Contestant, str]]  # best first, with display names
+
+
+def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
+    """Return the conditions above the headline."""
+    hosts = run.cluster.get("hosts")
+    count = words.count(hosts, "host") if isinstance(hosts, int) else ""
+    count = count or words.count(run.world_size, "rank")
+    texts = [", ".join(filter(None, [count, shaped_rate(run)]))]
+    if run.emulated:
+        texts.append("layers sleep instead of computing")
+    elif any(row.pace for row in rows):
+        texts.append("compute is emulated, messages and losses are real")
+    return texts
+
+
+def _banners(run: Run) -> list[str]:
+    """Return what changes how all numbers are read."""
     texts = []
     if run.emulated:
         texts.append(
             "Emulated compute: layers sleep for their measured time. Communication is real, "
             "compute and losses are not."
         )
-    texts += describe_pace(run)
-    if cut := [contestant.label for contestant in run.contestants if contestant.cut]:
-        texts.append(
-            f"Cut short: {', '.join(cut)}. No repetition came to its end; the numbers are of the "
-            "iterations until then."
-        )
+    if run.profile_disturbed is not None:
+        texts.append(describe_disturbances([run.profile_disturbed], "The profile", 1))
     if run.note:
         texts.append(run.note)
-    elif run.lab == "none":
-        texts.append("No lab: the links were not shaped, they are whatever this machine has.")
     return texts
-
-
-def _describe_thinning(run: Run) -> str:
-    """Return a sentence about thinned curves of long runs; empty if complete."""
-    counts = [len(record.losses) for _, _, record in run.records()]
-    if max(counts, default=0) <= curves.MOST_POINTS:
-        return ""
-    text = f"Long curves show {curves.MOST_POINTS} points"
-    width = max(record.losses_of for _, _, record in run.records())
-    return (
-        f"{text}, each loss the mean of {width} iterations before smoothing."
-        if width > 1
-        else (f"{text}.")
-    )
 
 
 def _join_units(text: str) -> str:
     """Replace spaces between a number and its unit by no-break spaces."""
-    return re.sub(r"(?<=\d) (?=(s|ms|µs|times)\b)", "\u00a0", text)
+    return re.sub(r"(?<=\d) (?=(s|ms|µs|times|%)(\W|$))", "\u00a0", text)
 
 
-def asset(name: str) -> str:
-    return files("offbeat.experiments.report").joinpath(name).read_text(encoding="utf-8")
+def _started(run: Run) -> str:
+    text = run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC")
+    return re.sub(r"(\d\d:\d\d):\d\d(\.\d+)?", r"\1", text)
 
 
-def _windows(run: Run, contestant: Contestant) -> Pair:
-    found = measured_window(run, contestant)
-    return predicted_window(contestant), None if found is None else found[1]
+# --- comparison ----------------------------------------------------------------------------------
 
 
-def _timeline(run: Run, pair: Pair) -> dict[str, Any]:
-    links = [link.name for link in run.profile.links] if run.profile else []
-    lanes = lanes_of(pair, links)
-    predicted, measured = (None if window is None else pack(window, lanes) for window in pair)
-    return {"lanes": [*map(lane_name, lanes)], "predicted": predicted, "measured": measured}
-
-
-def _table(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the table: rows, best first, with units and settings of the columns."""
-    unit = words.unit_for(s for r in rows for s in (r.iteration_s, r.predicted_s, r.bound_s))
-    ends = [r.spread_s[1] if r.spread_s else r.iteration_s for r in rows]
-    series = {contestant.label: i for i, contestant in enumerate(run.contestants)}
+def _table(run: Run, order: Ordered, best: Row | None) -> dict[str, Any]:
+    """Return the rows of the comparison with their bars, on one scale."""
+    drawn = [(measured_bar(row, measured_parts(run, c)), predicted_bar(row)) for row, c, _ in order]
+    ddp_s = _predicted_ddp(run) if len(order) == 1 else None
+    ends = [bar.total_s for pair in drawn for bar in pair if bar is not None]
+    most_s = max([*ends, ddp_s.total_s if ddp_s else 0.0, 1e-9])
+    rows = [
+        _table_row(run, row, c, name, Markup(bars(*pair, row.bound_s, most_s)), row is best)
+        for (row, c, name), pair in zip(order, drawn, strict=True)
+    ]
+    if ddp_s is not None:
+        outlined = Markup(bars(None, ddp_s, None, most_s))
+        rows.append({"ddp": True, "name": "ddp", "bars": outlined, "iteration_s": ddp_s.total_s})
+    measured = [bar for bar, _ in drawn if bar is not None]
+    texts = [] if ddp_s is None else [f"DDP would take {words.seconds(ddp_s.total_s)} (predicted)."]
     return {
-        "rows": rank_rows(rows),
-        "unit": unit,
-        "finer": replace(unit, decimals=unit.decimals + 1),
-        "most_s": max((s for s in ends if s), default=0.0),
-        "series": series,
-        "how": measurement_text(rows),
-        "paces": words.NO_PROGRESS if merges_gradients(rows) else "",
-        "votes": any(row.lssr is not None for row in rows),
-        "falling": any(row.falling for row in rows),
-        "split": any(row.split is not None for row in rows),
-        "skipped": sorted({count_skipped(run, r) for c in run.contestants for r in c.complete}),
-        "repetitions": max((r.repetitions for r in rows), default=0),
-        "observed": max((rep.observed for _, rep, _ in run.records()), default=0),
+        "rows": rows,
+        "ddp_text": texts,
+        "votes": any(row.lssr is not None for row, _, _ in order),
+        "updates": words.NO_PROGRESS if merges_gradients([row for row, *_ in order]) else "",
+        "speedup": any(row.speedup is not None for row, _, _ in order),
+        "losses": any(row.final_loss is not None or row.diverged for row, _, _ in order),
+        "bound": any(row.bound_s is not None for row, _, _ in order),
+        "predicted": any(row.predicted_s is not None for row, _, _ in order),
+        "split": any(bar.split for bar in measured),
+        "unsplit": any(not bar.split for bar in measured),
+        "estimated": [n for (_, _, n), (bar, _) in zip(order, drawn, strict=True)
+                      if bar is not None and bar.estimated],
+    }  # fmt: skip
+
+
+def _table_row(
+    run: Run, row: Row, contestant: Contestant, name: str, drawn: Markup, best: bool
+) -> dict[str, Any]:
+    marks = []
+    if row.cut:
+        cuts = [text for rep in contestant.complete for text in rep.cuts]
+        marks.append(f"stopped after {words.count(row.iterations, 'iteration')}: {cuts[0]}")
+    if row.disturbed:
+        marks.append(describe_disturbances(row.disturbed, name, row.repetitions))
+    if row.failed:
+        marks.append(f"{row.failed} of {row.failed + row.repetitions} repetitions failed")
+    why = "was not run" if row.not_run else row.problem
+    if row.iteration_s is None and row.repetitions:
+        why = why or "no whole period left"
+    return {
+        "ddp": False,
+        "row": row,
+        "name": name,
+        "about": _about(run, contestant, row),
+        "best": best,
+        "marks": marks,
+        "why": why,
+        "bars": drawn,
+        "speedup": words.factor(row.speedup).removesuffix(".0") + "×"
+        if row.speedup
+        else words.NONE,
+        "error": words.error(row.predicted_error),
+        "spread": " to ".join(map(words.seconds, row.spread_s)) if row.spread_s else "",
+        "updates": words.digits(row.updates_per_s)
+        if row.updates_per_s and row.updates_per_s != row.iterations_per_s
+        else "",
     }
 
 
-def _strategies(
-    run: Run,
-    rows: Sequence[Row],
-    pairs: Sequence[Pair],
-    traces: Mapping[str, Mapping[str, str]],
-) -> list[dict[str, Any]]:
-    """Return the data of each strategy's section, in the order of the table."""
-    order = [row.label for row in rank_rows(rows)]
-    items = [
-        _strategy(i, contestant, rows[i], pairs[i], traces.get(contestant.label, {}))
-        for i, contestant in enumerate(run.contestants)
+def _about(run: Run, contestant: Contestant, row: Row) -> str:
+    """Return the settings, if a label has some, and what the plan sends when."""
+    typed = typed_text(row)
+    sent = "" if contestant.plan is None or run.profile is None else _sends(contestant.plan)
+    return " · ".join(filter(None, ["" if typed == typed.partition(":")[0] else typed, sent]))
+
+
+def _sends(plan: Plan) -> str:
+    """Return a phrase such as 'gradients, every iteration'; empty for other plans."""
+    buffers = {rule.payload.buffer for rule in plan.transfers if rule.when is None}
+    if len(buffers) != 1 or any(rule.when for rule in plan.transfers):
+        return ""
+    noun = {"grad": "gradients", "param": "parameters"}.get(buffers.pop(), "")
+    phases = {phase for rule in plan.transfers for phase in rule.phases}
+    if not noun:
+        return ""
+    if plan.period == 1:
+        return f"{noun}, every iteration"
+    if len(phases) == 1:
+        number = ORDINALS.get(plan.period, f"{plan.period}th")
+        return f"all {noun}, every {number} iteration"
+    return f"{noun} in parts, over {plan.period} iterations"
+
+
+def _predicted_ddp(run: Run) -> Bar | None:
+    """Return the predicted iteration of DDP, to compare a single strategy with."""
+    if run.profile is None or any(c.strategy == "ddp" for c in run.contestants):
+        return None
+    try:
+        found = predict(DDP(), run.profile)
+    except ValueError:
+        return None
+    return Bar(found.iteration_s - found.exposed_s, found.exposed_s)
+
+
+# --- timelines -----------------------------------------------------------------------------------
+
+
+def _timelines(run: Run, order: Ordered) -> tuple[list[dict[str, Any]], float]:
+    """Return the timelines of all strategies and the length of their window."""
+    length_s = drawing.window_length_s(run)
+    if not length_s:
+        return [], 0.0
+    for zoom in (True, False):
+        drawn = [(name, drawing.draw(run, c, name, length_s, zoom)) for _, c, name in order]
+        if sum(len(one.html) for _, one in drawn if one) < drawing.MOST_BYTES:
+            break
+    found = []
+    for name, one in drawn:
+        if one is not None:
+            most_s = max((a + b for _, a, b in one.hosts), default=1.0)
+            found.append(
+                {
+                    "name": name,
+                    "html": Markup(one.html),
+                    "count": one.count,
+                    "text": one.text,
+                    "hosts": one.hosts,
+                    "most_s": most_s,
+                    "maps": one.maps,
+                }
+            )
+    return found, length_s
+
+
+# --- was it predicted? ---------------------------------------------------------------------------
+
+
+def _errors(run: Run, order: Ordered) -> dict[str, Any]:
+    """Return predicted and measured parts of each strategy, and why a prediction was off."""
+    known = [(row, c, name) for row, c, name in order if row.predicted_error is not None]
+    worst = max((row.predicted_error or 0.0 for row, *_ in known), key=abs, default=0.0)
+    unit = words.unit_for(s for row, *_ in known for s in (row.iteration_s, row.predicted_s))
+    rows = []
+    for row, contestant, name in known:
+        pairs = [("–", "–")] * 3
+        text = f"The error of the prediction is {words.error(row.predicted_error)}."
+        if row.split is not None:
+            before, after = row.split.predicted, row.split.measured
+            about = "≈ " * row.split.estimated
+            pairs = [
+                (
+                    unit.text(max(0.0, getattr(before, part))),
+                    about + unit.text(max(0.0, getattr(after, part))),
+                )
+                for part in ("compute_s", "messages_s", "waiting_s")
+            ]
+            text = explain_error(
+                row.split, row.iteration_s or 0.0, list(_causes(run, row, contestant))
+            )
+        pairs = [*pairs, (unit.text(row.predicted_s), unit.text(row.iteration_s))]
+        rows.append({"name": name, "pairs": pairs, "text": _join_units(text)})
+    return {"rows": rows, "worst": words.error(worst), "unit": unit.name}
+
+
+def _causes(run: Run, row: Row, contestant: Contestant) -> Iterator[str]:
+    """Yield known causes of an error: another rate of the link, and late hosts."""
+    split, links = row.split, run.profile.links if run.profile else ()
+    if split is not None and len(links) == 1 and split.measured.links_s and split.predicted.links_s:
+        share = split.predicted.links_s / split.measured.links_s
+        if abs(share - 1) > 0.1:
+            rate_bps = 8 * links[0].bytes_per_s
+            yield (
+                f"The link carried {words.rate(float(f'{rate_bps * share:.2g}'))}, "
+                f"{words.rate(float(f'{rate_bps:.2g}'))} were profiled."
+            )
+    yield from describe_late_hosts(contestant)
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def _lines(order: Ordered, data: Mapping[str, Any], key: str, all_parts: bool = True) -> list[Line]:
+    """Return the lines of a chart; the best strategy's is the last, so it is drawn in front."""
+    lines = []
+    for n, (row, _, name) in enumerate(order):
+        if row.label not in data:
+            continue
+        own = data[row.label]
+        raw = own["raw"]
+        look = "best" if n == 0 else "base" if row.is_yardstick else "other"
+        few = len(raw["mean"]) < 4 * SMOOTH
+        main, faint = (raw, None) if few else (own, (raw[key], raw["mean"]))
+        hit = own.get("hit")
+        lines.append(
+            Line(
+                name,
+                look,
+                main[key],
+                main["mean"],
+                () if few or not all_parts else own.get("low", ()),
+                () if few or not all_parts else own.get("high", ()),
+                faint if all_parts and raw is not own else None,
+                (hit[key], row.target_loss) if hit and row.target_loss is not None else None,
+            )
+        )
+    return lines[::-1]
+
+
+def _loss_charts(order: Ordered, losses: Mapping[str, Any], target: float | None) -> list[Markup]:
+    """Return the charts of the loss against seconds and against iterations."""
+    line = None if target is None else (target, f"target {words.loss(target)}")
+    seconds = chart(_lines(order, losses, "seconds"), "Training loss against seconds", "s", line)
+    short = _lines(order, losses, "iterations", all_parts=False)
+    per_iteration = chart(short, "Training loss against iterations", "iterations", line)
+    return [Markup(seconds), Markup(per_iteration)]
+
+
+def _distance_chart(order: Ordered, distances: Mapping[str, Any]) -> str:
+    lines = _lines(order, {k: {**v, "raw": v} for k, v in distances.items()}, "seconds", False)
+    return chart(lines, "Distance of replicas against seconds, in percent", "s", from_zero=True)
+
+
+def _loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Any]) -> list[str]:
+    """Return sentences about how the losses are drawn and about their limits."""
+    if not losses:
+        return []
+    hosts = "mean over ranks" + " and repetitions" * any(row.repetitions > 1 for row in rows)
+    notes = [f"Training loss, {hosts}, from the end of the first iteration on."]
+    longest = max(len(data["raw"]["mean"]) for data in losses.values())
+    if longest >= 4 * SMOOTH:
+        notes.append(f"Lines are trailing means of {SMOOTH} iterations; the faint line is not.")
+    else:
+        notes.append(f"The target is reached by the mean of the last {SMOOTH} iterations.")
+    counts = [len(record.losses) for _, _, record in run.records()]
+    if max(counts, default=0) > curves.MOST_POINTS:
+        width = max(record.losses_of for _, _, record in run.records())
+        means = f", each loss the mean of {width} iterations before smoothing" * (width > 1)
+        notes.append(f"Long curves show {curves.MOST_POINTS} points{means}.")
+    if any("low" in data for data in losses.values()) and longest >= 4 * SMOOTH:
+        notes.append("Bands are the lowest to the highest repetition.")
+    if falling := [row.label for row in rows if row.falling]:
+        notes.append(f"Still falling at the end: {', '.join(falling)}. A longer run ends lower.")
+    if run.emulated:
+        notes.append("Emulated compute: these losses say nothing about learning.")
+    return notes
+
+
+def _votes(contestant: Contestant, data: Mapping[str, Any] | None, name: str) -> Any:
+    """Return the votes of each rank as marks below the chart of the loss; None without votes."""
+    rep = next(iter(contestant.complete), None)
+    votes = None if rep is None else votes_of(rep)
+    if rep is None or votes is None:
+        return None
+    end_s = data["raw"]["seconds"][-1] if data else 0.0
+    paths = [
+        {
+            "rank": marks["rank"],
+            "d": "".join(f"M{round(SIZE * s / (end_s or 1))} 0V9" for s in marks["seconds"]),
+        }
+        for marks in (data or {}).get("votes", ())
     ]
-    return sorted(items, key=lambda item: order.index(item["label"]))
+    return {"name": name, "text": describe_votes(rep, votes), "paths": paths}
+
+
+# --- how it was run ------------------------------------------------------------------------------
+
+
+def _measured_text(run: Run) -> str:
+    """Return which iterations are measured."""
+    reps = [rep for contestant in run.contestants for rep in contestant.complete]
+    skipped = sorted({count_skipped(run, rep) for rep in reps} or {run.skip})
+    observed = max((rep.observed for rep in reps), default=0)
+    text = (
+        f"Times are medians over whole periods without the first {' or '.join(map(str, skipped))}"
+    )
+    profiled = f", of which {observed} were profiled" * bool(observed)
+    return f"{text} iterations{profiled}."
 
 
 def _strategy(
-    index: int, contestant: Contestant, row: Row, pair: Pair, traces: Mapping[str, str]
+    contestant: Contestant, row: Row, name: str, traces: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Any]:
-    measured = pair[1]
     return {
-        "index": index,
+        "name": name,
         "label": contestant.label,
         "text": contestant.text,
-        "row": row,
+        "numbers": "; ".join(details(row)),
         "plan": None if contestant.plan is None else str(contestant.plan),
-        "has_timeline": any(pair),
-        "iterations": None if measured is None else _name_iterations(measured.iterations),
         "decisions": decisions(contestant),
-        "votes": _describe_votes(contestant),
-        "wrong": None if row.split is None else describe_split(row.split, contestant.label),
         "traces": {
-            source: f"{quote(contestant.label)}/{quote(name)}" for source, name in traces.items()
+            source: f"{quote(contestant.label)}/{quote(file)}"
+            for source, file in traces.get(contestant.label, {}).items()
         },
     }
-
-
-def _gossip_panels(run: Run, drawn: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the panels of each gossip strategy, with the number of workers left out."""
-    return [
-        {
-            "index": index,
-            "label": contestant.label,
-            "panels": [panel for panel in ("predicted", "measured") if found[panel]],
-            "left_out": max(p["all"] - len(p["workers"]) for p in found.values() if p),
-        }
-        for index, (contestant, found) in enumerate(zip(run.contestants, drawn, strict=True))
-        if found
-    ]
-
-
-def _describe_votes(contestant: Contestant) -> str | None:
-    rep = next(iter(contestant.complete), None)
-    votes = None if rep is None else votes_of(rep)
-    return None if rep is None or votes is None else describe_votes(rep, votes)
-
-
-def _name_iterations(those: range) -> str:
-    if len(those) == 1:
-        return f"iteration {those.start}"
-    return f"iterations {those.start} to {those.stop - 1}"
 
 
 def _link_facts(run: Run) -> dict[str, Any]:

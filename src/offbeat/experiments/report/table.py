@@ -41,13 +41,14 @@ def render_details(rows: Sequence[Row], width: int) -> str:
     names, lines = display_names(rows), list[str]()
     indent = 2 + max(map(len, names.values()), default=0)
     for row in rank_rows(rows):
-        if texts := list(_details(row)):
+        if texts := list(details(row)):
             name = names[row.label].ljust(indent)
             lines += wrap(name + "; ".join(texts), width, " " * indent)
     return "\n".join(lines)
 
 
-def _details(row: Row) -> Iterator[str]:
+def details(row: Row) -> Iterator[str]:
+    """Yield the numbers of a row that the columns leave out."""
     if row.target_iterations is not None:
         yield f"{row.target_iterations:g} iterations to the target"
     if row.target_spread_s is not None:

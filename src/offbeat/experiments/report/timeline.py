@@ -1,12 +1,9 @@
-"""Timeline of one typical period of a trace, packed for the page.
-
-A page can hold hundreds of thousands of spans, so a span is packed into four small integers: index
-of its name, iteration within the period, start relative to the previous span, and duration.
-"""
+"""Windows of a trace: typical iterations of all ranks, on one clock."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +13,7 @@ from typing import Any
 from offbeat.core.plan import CHANNEL, base_link
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
-from offbeat.experiments.report.generations import Generation, Generations, held_generation
-
-MOST_SPANS = 60_000  # spans of one page; above this, ranks and then iterations are left out
-TICKS = 100_000  # resolution of a window
+from offbeat.experiments.report.generations import Generations, held_generation
 
 Key = tuple[str, str, tuple[int, int] | None, tuple[int, int] | None]
 
@@ -44,35 +38,14 @@ class Window:
     shown: Mapping[int, tuple[Span, ...]]
 
     @property
-    def size(self) -> int:
-        """Number of spans shown."""
-        return sum(map(len, self.shown.values()))
-
-    @property
     def stands_for_all(self) -> bool:
         """Whether one simulated row represents all ranks."""
         return self.trace.world_size == 1 and self.trace.notes.get("ranks", 1) > 1
 
     @property
     def generations(self) -> Generations:
-        """Generations of the window's messages.
-
-        Empty if each message finishes in the iteration of its gradients, as colours would then
-        carry no information.
-        """
-        found = Generations.from_spans(self.trace.spans)
-        return found if found.late or self._has_late_messages() else Generations()
-
-    def _has_late_messages(self) -> bool:
-        """Whether a message with gradients ends after its iteration."""
-        before = self.iterations.start - 1
-        for rank, spans in self.shown.items():
-            late = self.zero_s[rank] + self.length_s / TICKS
-            ends = [late + end for end in self.bounds_s(rank)]
-            sent = [s for s in spans if held_generation(s) and s.iteration < self.iterations.stop]
-            if any(s.end_s > ends[max(0, s.iteration - before)] for s in sent):
-                return True
-        return False
+        """Generations of the window's messages."""
+        return Generations.from_spans(self.trace.spans)
 
     def bounds_s(self, rank: int) -> list[float]:
         """Return the begins of the rank's iterations and the end of the last one, from `zero_s`."""
@@ -82,33 +55,58 @@ class Window:
         return [edge - self.zero_s[rank] for edge in edges]
 
 
-def measured_window(run: Run, contestant: Contestant) -> tuple[Repetition, Window] | None:
-    """Return a typical recorded period of the first complete repetition; None without spans.
+def measured_window(
+    run: Run, contestant: Contestant, length_s: float | None = None
+) -> tuple[Repetition, Window] | None:
+    """Return typical recorded iterations of the first complete repetition; None without spans.
 
-    The typical period sends most of the predicted messages. Among several such periods, it is the
-    one with a duration nearest to their median.
+    The window is a typical period, or begins with one and is `length_s` long if as much was
+    recorded. The typical period sends most of the predicted messages. Among several such periods,
+    it is the one with a duration nearest to their median.
     """
     for rep in contestant.complete:
-        start = _typical_start(run, contestant, rep)
+        start = _typical_start(run, contestant, rep, length_s or 0.0)
         if start is not None:
             period = range(start, start + rep.trace.period)
             # Row r of the merged trace's `ends_s` is rank r.
             assert [record.rank for record in rep.ranks] == list(range(len(rep.ranks)))
-            return rep, window_of(rep.trace, period)
+            return rep, window_of(rep.trace, period, length_s)
     return None
 
 
-def predicted_window(contestant: Contestant) -> Window | None:
-    """Return the simulated period. A message that crosses its end also enters at its begin."""
+def predicted_window(contestant: Contestant, length_s: float | None = None) -> Window | None:
+    """Return the simulated period, repeated up to `length_s`.
+
+    A message that crosses the end of the period also enters at its begin.
+    """
     trace = contestant.predicted
     if trace is None or not trace.spans or trace.iterations < trace.period:
         return None
     # A simulation may keep the spans of its last iterations only.
     start = max(trace.first, min(span.iteration for span in trace.spans))
-    period = range(start, start + trace.period)
     if trace.iterations == trace.period:
-        trace = _repeat_period(trace)
-    return window_of(trace, period)
+        period_s = trace.iteration_s() * trace.period
+        copies = math.ceil(length_s / period_s) if length_s and period_s else 1
+        trace = _repeat_period(trace, copies)
+    return window_of(trace, range(start, start + trace.period), length_s)
+
+
+def recorded_runs(run: Run, rep: Repetition) -> list[range]:
+    """Return the recorded iterations that are measured, in runs of whole periods.
+
+    Iterations with an estimated split are left out if a whole period remains.
+    """
+    trace = rep.trace
+    starts = _measured_starts(run, rep, _whole_periods(trace, _recorded_iterations(trace)))
+    runs: list[range] = []
+    for start in starts:
+        if runs and start < runs[-1].stop:
+            continue
+        if runs and start == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, start + trace.period)
+        else:
+            runs.append(range(start, start + trace.period))
+    return runs
 
 
 def estimated_iterations(trace: Trace) -> set[int]:
@@ -120,47 +118,6 @@ def start_of(trace: Trace, rank: int, iteration: int) -> float:
     """Return the begin of an iteration on a rank, in seconds."""
     index = iteration - trace.first
     return trace.ends_s[rank][index - 1] if index else trace.starts_s[rank]
-
-
-def pack(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
-    """Return a window in JSON form. Ranks with equal spans are stored once."""
-    unit = 10.0 ** math.floor(math.log10(max(window.length_s, 1e-6) / TICKS))
-    generations = window.generations
-    names: dict[tuple[Any, ...], int] = {}
-    stored: dict[tuple[int, ...], int] = {}
-    which = []
-    for rank in window.shown:
-        rows = tuple(_rows(window, rank, lanes, generations, names, unit))
-        which.append(stored.setdefault(rows, len(stored)))
-    return {
-        "unit_s": unit,
-        "length": round(window.length_s / unit),
-        "first": window.iterations.start,
-        "iterations": len(window.iterations),
-        "ranks": list(window.shown),
-        "stands_for_all": window.stands_for_all,
-        "which": which,
-        "names": [list(name) for name in names],
-        "rows": [list(rows) for rows in stored],
-        "generations": [(*g, colour) for g, colour in _shown_colours(window, generations).items()],
-        "bounds": [[round(s / unit) for s in window.bounds_s(rank)] for rank in window.shown],
-    }
-
-
-def shrink(windows: Sequence[Window | None], most: int = MOST_SPANS) -> tuple[list[Any], list[str]]:
-    """Reduce windows to `most` spans; return them with sentences about the reduction."""
-    total = sum(w.size for w in windows if w)
-    if total <= most:
-        return list(windows), []
-    count = max(len(w.shown) for w in windows if w)
-    kept = max(1, count * most // total)
-    notes = [f"Timelines show {kept} of {count} ranks, to keep the page small."]
-    fewer = [w and replace(w, shown=_select_ranks(w.shown, kept)) for w in windows]
-    total = sum(w.size for w in fewer if w)
-    if total > most:
-        fewer = [w and _shorten(w, max(1, len(w.iterations) * most // total)) for w in fewer]
-        notes.append("Timelines show the first iterations of each period, to keep the page small.")
-    return fewer, notes
 
 
 def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str]:
@@ -181,14 +138,12 @@ def lane_name(lane: str) -> str:
     return f"{base}, channel {int(index) + 1}" if index.isdecimal() else lane
 
 
-def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | None:
+def _typical_start(
+    run: Run, contestant: Contestant, rep: Repetition, length_s: float
+) -> int | None:
     trace = rep.trace
     sent = _sent_messages(trace, rep.ranks[0].rank)
-    starts = _whole_periods(trace, sent)
-    after = count_skipped(run, rep) + trace.first
-    starts = [t for t in starts if t >= after] or starts
-    rough = estimated_iterations(trace)
-    starts = [t for t in starts if rough.isdisjoint(range(t, t + trace.period))] or starts
+    starts = _measured_starts(run, rep, _whole_periods(trace, sent))
     if not starts:
         return None
     if contestant.predicted is not None and contestant.predicted.spans:
@@ -196,15 +151,42 @@ def _typical_start(run: Run, contestant: Contestant, rep: Repetition) -> int | N
     seconds = trace.iteration_seconds()
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
-    # Prefer a period with a recorded predecessor, as its messages may reach into the period.
-    return min(starts, key=lambda t: (t - 1 not in sent, abs(lengths[t] - middle)))
+
+    def recorded_s(start: int) -> float:
+        """Return the length of the recorded iterations from `start` on."""
+        stop = start
+        while stop in sent and stop < trace.first + trace.iterations:
+            stop += 1
+        return sum(seconds[start - trace.first : stop - trace.first])
+
+    def place(start: int) -> tuple[float, bool, float]:
+        missing_s = max(0.0, length_s - recorded_s(start))
+        # Prefer a period with a recorded predecessor, as its messages may reach into the period.
+        return missing_s, start - 1 not in sent, abs(lengths[start] - middle)
+
+    return min(starts, key=place)
 
 
-def _whole_periods(trace: Trace, recorded: dict[int, Counter[Key]]) -> list[int]:
+def _measured_starts(run: Run, rep: Repetition, starts: list[int]) -> list[int]:
+    """Return the starts after the skipped iterations, without estimated ones; if any remain."""
+    trace = rep.trace
+    after = count_skipped(run, rep) + trace.first
+    starts = [t for t in starts if t >= after] or starts
+    rough = estimated_iterations(trace)
+    return [t for t in starts if rough.isdisjoint(range(t, t + trace.period))] or starts
+
+
+def _recorded_iterations(trace: Trace) -> list[int]:
+    return sorted({span.iteration for span in trace.spans})
+
+
+def _whole_periods(trace: Trace, recorded: Iterable[int]) -> list[int]:
     """Return the iterations at which a whole recorded period begins."""
-    ended = range(trace.first, trace.first + trace.iterations)
+    ended, known = range(trace.first, trace.first + trace.iterations), set(recorded)
     return [
-        t for t in recorded if all(i in recorded and i in ended for i in range(t, t + trace.period))
+        t
+        for t in sorted(known)
+        if all(i in known and i in ended for i in range(t, t + trace.period))
     ]
 
 
@@ -233,19 +215,26 @@ def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: T
     return [t for t in starts if alike[t] == max(alike.values())]
 
 
-def window_of(trace: Trace, iterations: range) -> Window:
-    """Return iterations of a trace as a window, on one clock."""
+def window_of(trace: Trace, iterations: range, length_s: float | None = None) -> Window:
+    """Return iterations of a trace as a window, on one clock.
+
+    With `length_s` the window has this length, and its iterations are those that begin in it.
+    """
     ranks = range(trace.world_size)
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
-    last = iterations.stop - 1 - trace.first
-    ends = [trace.ends_s[rank][last] for rank in ranks]
     # Gossip workers have no common iterations: each worker begins its iteration at zero.
     apart = "gossip" in trace.notes
     offsets = starts if apart else clock_offsets(trace)
     zero = min(start - offset for start, offset in zip(starts, offsets, strict=True))
-    length = max(end - offset for end, offset in zip(ends, offsets, strict=True)) - zero
     zeros = tuple(zero + offset for offset in offsets)
-    return Window(trace, iterations, zeros, length, _seen_spans(trace, zeros, length))
+    if length_s is None:
+        last = iterations.stop - 1 - trace.first
+        length_s = max(trace.ends_s[rank][last] - zeros[rank] for rank in ranks)
+    else:
+        begun = bisect_left(trace.ends_s[0][: trace.iterations], zeros[0] + length_s)
+        last = min(begun, trace.iterations - 1) + trace.first
+        iterations = range(iterations.start, last + 1)
+    return Window(trace, iterations, zeros, length_s, _seen_spans(trace, zeros, length_s))
 
 
 def clock_offsets(trace: Trace) -> tuple[float, ...]:
@@ -281,8 +270,8 @@ def _seen_spans(trace: Trace, zeros: Sequence[float], length: float) -> dict[int
     }
 
 
-def _repeat_period(trace: Trace) -> Trace:
-    """Add copies of the spans of a steady period before and after the period."""
+def _repeat_period(trace: Trace, count: int) -> Trace:
+    """Add a copy of a steady period before the period and `count` copies after it."""
     step_s = trace.iteration_s() * trace.period
     copies = [
         replace(
@@ -292,60 +281,20 @@ def _repeat_period(trace: Trace) -> Trace:
             iteration=span.iteration + k * trace.period,
             carries=_shift_iterations(span.carries, k * trace.period),
         )
-        for k in (-1, 1)
+        for k in (-1, *range(1, count + 1))
         for span in trace.spans
     ]
-    return replace(trace, spans=(*trace.spans, *copies))
+    ends_s = tuple(
+        tuple(end + k * step_s for k in range(count + 1) for end in ends[: trace.period])
+        for ends in trace.ends_s
+    )
+    return replace(trace, spans=(*trace.spans, *copies), ends_s=ends_s)
 
 
 def _shift_iterations(carries: tuple[int, int] | None, iterations: int) -> tuple[int, int] | None:
     return carries and (carries[0] + iterations, carries[1] + iterations)
 
 
-def _rows(
-    window: Window,
-    rank: int,
-    lanes: Sequence[str],
-    generations: Generations,
-    names: dict[tuple[Any, ...], int],
-    unit: float,
-) -> Iterable[int]:
-    previous = 0
-    for span in window.shown[rank]:
-        what = (lanes.index(span.lane), span.kind, *(span.buckets or (-1, -1)), span.bytes)
-        name = (*what, *(_age(span, generations.generation_of(span)) or (0, 0)))
-        start = round((span.start_s - window.zero_s[rank]) / unit)
-        yield names.setdefault(name, len(names))
-        yield span.iteration - window.iterations.start
-        yield start - previous
-        yield round((span.end_s - span.start_s) / unit)
-        previous = start
-
-
-def _age(span: Span, generation: Generation | None) -> tuple[int, int] | None:
+def _age(span: Span, generation: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return (iterations since the begin of the generation, number of merged iterations)."""
     return generation and (span.iteration - generation[0], generation[1] - generation[0])
-
-
-def _shown_colours(window: Window, generations: Generations) -> dict[Generation, int]:
-    """Return colours of generations in the window's spans or that contain its iterations."""
-    held = {generations.generation_of(span) for spans in window.shown.values() for span in spans}
-    own = window.iterations
-    colours = generations.colours(own.start)
-    return {
-        g: colour
-        for g, colour in colours.items()
-        if g in held or (g[0] < own.stop and own.start < g[1])
-    }
-
-
-def _select_ranks(shown: Mapping[int, tuple[Span, ...]], count: int) -> dict[int, tuple[Span, ...]]:
-    """Return `count` evenly spaced ranks with the first one."""
-    ranks, count = list(shown), min(count, len(shown))
-    return {rank: shown[rank] for rank in (ranks[i * len(ranks) // count] for i in range(count))}
-
-
-def _shorten(window: Window, iterations: int) -> Window:
-    """Return the first iterations of a window, with the same ranks."""
-    less = window_of(window.trace, window.iterations[:iterations])
-    return replace(less, shown={rank: less.shown[rank] for rank in window.shown})

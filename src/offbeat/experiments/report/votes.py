@@ -21,6 +21,7 @@ class Votes:
         sent_bytes: bytes sent by one rank.
         spared_bytes: bytes omitted by one rank.
         odd: number of norms of all ranks that were zero or not finite.
+        averaged: number of iterations in which something was averaged.
     """
 
     iterations: tuple[int, ...]
@@ -28,6 +29,7 @@ class Votes:
     sent_bytes: int
     spared_bytes: int
     odd: int
+    averaged: int = 0
 
     @property
     def lssr(self) -> float:
@@ -61,6 +63,7 @@ def votes_of(rep: Repetition) -> Votes | None:
         sum(log["sent_bytes"]),
         sum(log["spared_bytes"]),
         sum(map(_count_odd_norms, rep.ranks)),
+        sum(map(bool, log["sent_bytes"])),
     )
 
 
@@ -74,10 +77,10 @@ def describe_votes(rep: Repetition, votes: Votes) -> str:
     less = f", {words.digits(1 / (1 - votes.lssr))} times less" if 0 < votes.lssr < 1 else ""
     odd = f"; {votes.odd:,} norms were zero or not finite" if votes.odd else ""
     return (
-        f"LSSR {words.digits(votes.lssr)} over {total:,} iterations: a rank has averaged "
+        f"Averaged in {votes.averaged:,} of {total:,} iterations: a rank has averaged "
         f"{words.size(votes.sent_bytes)}{less}, and votes have spared "
-        f"{words.size(votes.spared_bytes)}. A vote to synchronize came from "
-        f"{', '.join(shares)} of them{odd}."
+        f"{words.size(votes.spared_bytes)}. Votes to average: {', '.join(shares)} of the "
+        f"iterations{odd}."
     )
 
 

@@ -185,13 +185,6 @@ def dumps(data: Any) -> str:
         return json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
 
 
-def script_safe(text: str) -> str:
-    """Escape JSON for a script element, so that it contains no HTML character."""
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def _finite(data: Any) -> Any:
     if isinstance(data, float):
         return data if math.isfinite(data) else None
