@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import commands as cli
+from offbeat.core import files
 from offbeat.core.measuring.processors import processors
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments import compare, report
@@ -586,9 +589,47 @@ def test_ctrl_c_keeps_what_was_measured(here):
     assert launched() == ["profile", "ddp", "wfbp"]
     rows = report.summarize(report.load(here / "out"))
     assert [row.repetitions for row in rows] == [1, 0, 0]
+    assert [row.failed for row in rows] == [0, 1, 0]
+    assert [row.not_run for row in rows] == [False, False, True]
+    assert rows[1].problem == "interrupted with Ctrl-C"
+    assert re.search(r"^bsp +was not run$", out, re.MULTILINE)
+    assert "bsp was not run." in out
+    assert "bsp failed" not in out
+    assert read(here / "out" / "run.json")["interrupted"] is True
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+@pytest.mark.parametrize("name", ["job.json", "load.json", "run.json", "summary.json"])
+def test_a_full_disk_names_the_file_and_keeps_what_was_measured(name, here, monkeypatch, capsys):
+    """The disk is full from the second contestant on: no file of that name can be written."""
+    write = files.write_text
+
+    def write_until_full(path: str | Path, text: str) -> None:
+        begun = "dreamddp" in str(path) or (here / "out" / "dreamddp-period=2" / "rep0").exists()
+        if begun and Path(path).name.removesuffix(".part") == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, text)
+
+    monkeypatch.setattr(files, "write_text", write_until_full)
+    outcome = compare.compare(comparison(repetitions=1), here / "out")
+    err = capsys.readouterr().err
+    (failure,) = outcome.failures
+    assert re.search(
+        rf"out/\S*{name} cannot be written: No space left on device; make room", failure
+    )
+    assert failure in err
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    ddp, _ = report.summarize(report.load(here / "out"))
+    assert ddp.iteration_s is not None
+    if name in ("job.json", "load.json"):
+        assert outcome.report is not None
+        assert "what was measured is kept in" in failure
+    else:
+        assert f"write the report with `offbeat report {here / 'out'}`" in failure
+        assert report.write(here / "out").exists()
 
 
 def _text_of(path: Path, process: subprocess.Popen[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from offbeat.core import sim
-from offbeat.core.files import write_text
+from offbeat.core.files import replace_text, write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
@@ -322,13 +323,36 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
             outcome.interrupted = True
         except LabError as error:
             run.report_failure(f"the lab: {error}")
+        except OSError as error:
+            run.report_failure(f"{_file_error(error)}; what was measured is kept in {run_dir}")
+    try:
+        _write_result(record, outcome)
+    except OSError as error:
+        again = f"then write the report with `offbeat report {run_dir}`"
+        run.report_failure(f"{_file_error(error)}, {again}")
+    return outcome
+
+
+def _write_result(record: dict[str, Any], outcome: Outcome) -> None:
+    """Write run.json again and, if anything was measured, the report."""
+    run_dir = outcome.run_dir
+    record["interrupted"] = outcome.interrupted
     if outcome.measured or any(map(records_in, run_dir.glob("*/rep*"))):
         record |= {"emulated": _has_emulated_record(run_dir), "changed": outcome.changed}
         record |= {"contestants": _contestant_entries(outcome.contestants), "notes": outcome.notes}
         record["device"] = outcome.device
         _write_json(run_dir / "run.json", record)
         outcome.report = report.write(run_dir)
-    return outcome
+    else:
+        _write_json(run_dir / "run.json", record)
+
+
+def _file_error(error: OSError) -> str:
+    """Return a message that names the file and the remedy."""
+    what = f"{error.filename or 'a file of the run'} cannot be written: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}; make room on that disk, or give --out a folder on another one"
+    return f"{what}; check the path and its permissions"
 
 
 def given_profile(setup: Setup, path: Path) -> ConvertedProfile:
@@ -695,18 +719,23 @@ class _ComparisonRun(_Launcher):
         comparison, what = self.comparison, self._describe(contestant, repetition)
         directory = self.run_dir / contestant.label / f"rep{repetition}"
         path = self.run_dir / "profile.json"
-        problem, changes = self.launch(
-            what,
-            directory,
-            contestant.strategy,
-            seed=comparison.seeds[repetition],
-            count=partial(blocks.iterations_so_far, blocks.path_of(directory, 0)),
-            profile=str(path.absolute()),
-            pace=Profile.load(path).pace or None,
-            record_dir=str(directory.absolute()),
-            save_strategy=str(_named_path(self.run_dir).absolute()),
-            **(comparison.keeping.job if comparison.keeping is not None else {}),
-        )
+        try:
+            problem, changes = self.launch(
+                what,
+                directory,
+                contestant.strategy,
+                seed=comparison.seeds[repetition],
+                count=partial(blocks.iterations_so_far, blocks.path_of(directory, 0)),
+                profile=str(path.absolute()),
+                pace=Profile.load(path).pace or None,
+                record_dir=str(directory.absolute()),
+                save_strategy=str(_named_path(self.run_dir).absolute()),
+                **(comparison.keeping.job if comparison.keeping is not None else {}),
+            )
+        except KeyboardInterrupt:
+            with suppress(OSError):
+                write_text(directory / PROBLEM, "interrupted with Ctrl-C")
+            raise
         where = {"strategy": contestant.label, "repetition": repetition}
         self.outcome.changed += [{**where, **change} for change in changes]
         if problem is None and not records_in(directory):
@@ -717,8 +746,8 @@ class _ComparisonRun(_Launcher):
             self.progress.print_line(f"{what}: {_seconds_in_words(rep)}")
             return rep
         # The record up to the failure is kept; the report marks it as cut short.
-        write_text(directory / PROBLEM, problem.partition("; the end of")[0])
         self.report_failure(f"{what}: {problem}")
+        write_text(directory / PROBLEM, problem.partition("; the end of")[0])
         return None
 
     def _adopt_executed_plan(self, contestant: Contestant, profile: Profile) -> None:
@@ -853,4 +882,4 @@ def _seconds_in_words(rep: Repetition) -> str:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    write_text(path, json.dumps(data, indent=1))
+    replace_text(path, json.dumps(data, indent=1))

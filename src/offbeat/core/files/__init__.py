@@ -21,6 +21,23 @@ def write_text(path: str | Path, text: str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def replace_text(path: str | Path, text: str) -> None:
+    """Replace a text file in UTF-8 atomically. No reader sees an incomplete file.
+
+    Raises:
+        OSError: names the file, which keeps its former text, as on a full disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    try:
+        write_text(draft, text)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_or_warn(
     write: Callable[[str], object], path: str, what: str, loss: str = "", *, needed: bool
 ) -> None:

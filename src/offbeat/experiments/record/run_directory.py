@@ -18,6 +18,7 @@ from offbeat.experiments.record.record_file import read, records_in
 SCHEMA = 1
 LOG_TAIL_LINES = 12
 PROBLEM = "problem.txt"  # in a repetition's folder: message of its failure
+NOT_RUN = "was not run"  # problem of a repetition that has not begun
 PROFILING = "profiling"  # in a run's folder: folder of the launch that measured the profile
 LOAD = "load.json"  # in a repetition's folder: load of the machine during the repetition
 BEFORE = "disturbed-"  # prefix of the folder of a disturbed repetition that was repeated
@@ -93,6 +94,11 @@ class Repetition:
         """Disturbance that invalidates the repetition as a measurement; None without one."""
         paces = {record.rank: record.pace for record in self.ranks}
         return disturbance_of(self.index, self.load, paces)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run reached this repetition."""
+        return self.problems != (NOT_RUN,)
 
     @property
     def complete(self) -> bool:
@@ -401,7 +407,7 @@ def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetit
     """Return the repetition with a problem for missing ranks and with their last log lines."""
     folder = folder / f"rep{rep.index}"
     if not folder.is_dir():
-        return Repetition(rep.index, (), ("was not run",))
+        return Repetition(rep.index, (), (NOT_RUN,))
     absent = [r for r in range(expected) if r not in {record.rank for record in rep.ranks}]
     known = {path.stem for path in records_in(folder)}
     gone = [r for r in absent if f"rank{r}" not in known]

@@ -39,7 +39,7 @@ class Row:
         label: label of the contestant.
         strategy: strategy with its settings.
         repetitions: number of counted repetitions.
-        failed: number of repetitions that are not counted.
+        failed: number of repetitions that began and are not counted.
         iteration_s: measured seconds per iteration, median over repetitions.
         spread_s: lowest and highest repetition, or quartiles over periods of a single repetition.
         spread_of: which of the two `spread_s` is.
@@ -274,7 +274,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         label=contestant.label,
         strategy=contestant.text,
         repetitions=len(reps),
-        failed=len(contestant.repetitions) - len(reps),
+        failed=sum(rep.begun for rep in contestant.repetitions) - len(reps),
         iterations_per_s=_median(pace[0] for pace in measured),
         updates_per_s=_median(pace[1] for pace in measured),
         sent_bytes=_median(sent_bytes(run, rep) for rep in reps),
@@ -307,7 +307,8 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
 
 def _first_problem(contestant: Contestant) -> str:
     """Return the first problem of a strategy without a counted repetition; empty if not run."""
-    repetitions = [text for rep in contestant.repetitions for text in (*rep.problems, *rep.cuts)]
+    begun = [rep for rep in contestant.repetitions if rep.begun]
+    repetitions = [text for rep in begun for text in (*rep.cuts, *rep.problems)]
     return next(iter([*contestant.problems, *repetitions]), "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offbeat.core.files import write_text
+from offbeat.core.files import replace_text
 from offbeat.core.profile.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
 from offbeat.experiments.report import gossip, words
@@ -35,10 +35,10 @@ def write(run_dir: str | Path) -> Path:
     """
     run = load(run_dir)
     rows = summarize(run)
-    _replace_file(run.path / SUMMARY, words.dumps(summary(run, rows)))
+    replace_text(run.path / SUMMARY, words.dumps(summary(run, rows)))
     traces = {c.label: _write_traces(run.path / c.label, c) for c in run.contestants}
     report = run.path / REPORT
-    _replace_file(report, render(run, rows, traces))
+    replace_text(report, render(run, rows, traces))
     return report
 
 
@@ -82,13 +82,5 @@ def _write_traces(folder: Path, contestant: Contestant) -> dict[str, str]:
         data = trace.to_chrome()
         if gossiped is not None:
             data["traceEvents"] += gossip.trace_events(gossiped, ahead_s)
-        _replace_file(folder / name, words.dumps(data))
+        replace_text(folder / name, words.dumps(data))
     return {source: name for source, name, *_ in found}
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically, so that no reader sees an incomplete file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    write_text(draft, text)
-    draft.replace(path)
