@@ -47,8 +47,9 @@ COUNTED = {True: 4, False: 40}  # iterations whose time is taken, of every one's
 
 
 def contestants() -> Iterator[str]:
-    """Labels: torch's own by name, ours by their text."""
+    """Labels: torch's own by name, ours by their text. `dear` computes what DDP computes."""
     yield from TORCH
+    yield "dear"
     for name in (f"local-sgd:period={PERIOD}", f"dreamddp:period={PERIOD}"):
         yield name
         for wire in WIRES:
