@@ -19,8 +19,9 @@ from support.worlds import run_world
 import offbeat
 from offbeat.experiments.report.write import SUMMARY, write
 
-# Time to a loss counts from the end of the first iteration since 0.2.0.
-CHANGED = {"0.1.0": {"repeated", "target_s"}}
+# Since 0.2.0 time to a loss counts from the end of the first iteration, and measured parts are
+# means over all recorded periods.
+CHANGED = {"0.1.0": {"repeated", "target_s", "split"}}
 ARCHIVES = sorted((Path(__file__).parent / "artifacts").glob("*.tar.xz"))
 
 
@@ -81,3 +82,7 @@ def test_a_record_gives_the_same_summary(folder: Path) -> None:
         assert {name: new[name] for name in old.keys() - changed} == {
             name: value for name, value in old.items() if name not in changed
         }
+        if old["split"] is not None:
+            kept = {name: new["split"][name] for name in old["split"].keys() - {"measured"}}
+            assert kept == {name: value for name, value in old["split"].items() if name in kept}
+            assert new["split"]["measured"].keys() == old["split"]["measured"].keys()

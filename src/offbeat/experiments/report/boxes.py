@@ -266,6 +266,8 @@ def message_boxes(
         begin_s = max(first.start_s - zero_s, until_s)
         if not (begin_s < length_s and end_s > begin_s):
             continue
+        known = [span.buckets for span in group if span.buckets is not None]
+        buckets = (known[0][0], known[-1][1]) if known else None
         noun = NOUNS.get(first.kind, first.kind)
         text = describe(first)
         if others:
@@ -281,7 +283,7 @@ def message_boxes(
                 text,
                 label,
                 range_ if not others else "",
-                None if first.buckets is None else (first.buckets[0], group[-1].buckets[1]),
+                buckets,
             )
         )
         until_s = end_s

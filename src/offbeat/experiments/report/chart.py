@@ -161,8 +161,8 @@ def _band(line: Line, axes: Axes) -> str:
 def _names(lines: Sequence[Line], axes: Axes) -> Iterator[str]:
     """Yield the names at the ends of lines, moved apart where they would overlap."""
     placed: list[tuple[float, float]] = []
-    ends = sorted((axes.y(line.known[-1][1]), axes.x(line.known[-1][0]), line) for line in lines)
-    for y, x, line in sorted(ends, key=lambda end: (end[0], end[1])):
+    ends = [(axes.y(line.known[-1][1]), axes.x(line.known[-1][0]), line) for line in lines]
+    for y, x, line in sorted(ends, key=lambda end: end[:2]):
         at = float(min(max(y, 0), SIZE))
         near = [there for there in placed if abs(there[0] - x) < 0.3 * SIZE]
         while any(abs(at - other) < NEAR * SIZE for _, other in near):

@@ -111,7 +111,8 @@ def draw(
     ]
     shown = measured or predicted
     assert shown is not None
-    numbers = _numbers(shown.bounds_s(ranks[0][0] if ranks else rank), length_s)
+    first = ranks[0][0] if ranks else next(iter(shown.shown))
+    numbers = _numbers(shown.bounds_s(first), length_s)
     count, text = _count_texts(counts, f"iterations in {words.seconds(length_s)}")
     html = figure(Picture(f"{name}: {count} {text}", lanes, length_s, numbers))
     return Drawn(html, count, text, hosts if len(hosts) >= MANY else ())
