@@ -31,21 +31,17 @@ def test_size(value, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.012, "+1.2 %"), (-0.012, "−1.2 %"), (-1e-5, "±0.0 %"), (None, "–")]
+    ("value", "text"), [(0.012, "+1.2 %"), (-0.012, "−1.2 %"), (-0.121, "−12 %"), (None, "–")]
 )
-def test_share(value, text):
-    assert words.share(value) == text
+def test_error(value, text):
+    assert words.error(value) == text
 
 
 def test_a_column_has_one_unit():
     unit = words.unit_for([1.195, 0.412, None])
     assert [unit.text(s) for s in (1.195, 0.412, None)] == ["1,195", "412", "–"]
-    assert unit.full(0.412) == "412 ms"
-    assert unit.span((0.4, 1.2)) == "400 to 1,200"
-    signed = [unit.signed(s) for s in (1.2, -0.0301, 0.0004, -0.0004)]
-    assert signed == ["+1,200", "−30", "±0", "±0"]
     assert words.unit_for([12.0, 3.0]).text(3.0) == "3.00"
-    assert words.unit_for([0.0021]).full(0.0021) == "2,100 µs"
+    assert words.unit_for([0.0021]).text(0.0021) == "2,100"
     assert words.unit_for([]).text(None) == "–"
 
 

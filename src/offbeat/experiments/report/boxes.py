@@ -136,8 +136,8 @@ class Picture:
         return found
 
 
-def figure(picture: Picture) -> str:
-    """Return a picture as one line of HTML."""
+def figure(picture: Picture, zoom: bool = True) -> str:
+    """Return a picture as one line of HTML, with the inner boxes for the zoom."""
     length_s, numbers = picture.length_s, picture.numbers
     parts = [f'<div class="lanes" role="img" tabindex="0" aria-label="{escape(picture.label)}">']
     parts.append('<div class="zoomed">')
@@ -147,7 +147,7 @@ def figure(picture: Picture) -> str:
             parts.append(f'<em style="{_place(begin_s, end_s, length_s)}">{escape(text)}</em>')
         parts.append("</div>")
     for lane in picture.lanes:
-        parts += _lane(lane, length_s)
+        parts += _lane(lane, length_s, zoom)
     middles = picture.middles
     for tie in picture.ties:
         high, low = sorted(middles[i] for i in tie.lanes)
@@ -377,22 +377,21 @@ def _merged(
     return box if len(inner) > 1 else replace(box, inner=())
 
 
-def _lane(lane: Lane, length_s: float) -> Iterator[str]:
+def _lane(lane: Lane, length_s: float, zoom: bool) -> Iterator[str]:
     size = " ".join(filter(None, ("lane", lane.size, "first" * lane.first)))
     yield f'<div class="{size}" data-n="{escape(lane.name)}">'
     if lane.note:
         yield f"<p>{escape(lane.note)}</p>"
     for box in lane.boxes:
-        if box.end_s - box.begin_s < 1e-4 * length_s:
-            continue
-        yield from _box(box, 0.0, length_s, lane.size != "small")
+        if box.end_s - box.begin_s >= 1e-4 * length_s:
+            yield from _box(box, 0.0, length_s, lane.size != "small", zoom)
     for mark in lane.marks:
         if 0 < mark < length_s * (1 - 1e-6):
             yield f'<s style="left:{100 * mark / length_s:.2f}%"></s>'
     yield "</div>"
 
 
-def _box(box: Box, zero_s: float, length_s: float, labelled: bool) -> Iterator[str]:
+def _box(box: Box, zero_s: float, length_s: float, labelled: bool, zoom: bool) -> Iterator[str]:
     buckets = "" if box.buckets is None else f' data-b="{box.buckets[0]}-{box.buckets[1]}"'
     style = _place(box.begin_s - zero_s, box.end_s - zero_s, length_s)
     yield f'<i class="{box.look}" style="{style}"{buckets} title="{escape(box.text)}">'
@@ -400,8 +399,8 @@ def _box(box: Box, zero_s: float, length_s: float, labelled: bool) -> Iterator[s
         yield f"<b>{escape(box.label)}</b>"
     if labelled and box.short:
         yield f"<u>{escape(box.short)}</u>"
-    for inner in box.inner:
-        yield from _box(inner, box.begin_s, box.end_s - box.begin_s, labelled)
+    for inner in box.inner if zoom else ():
+        yield from _box(inner, box.begin_s, box.end_s - box.begin_s, labelled, zoom)
     yield "</i>"
 
 

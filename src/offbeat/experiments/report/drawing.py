@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from markupsafe import Markup
 
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.run_directory import Contestant, Run
@@ -41,18 +43,25 @@ class Drawn:
     """Timeline of one strategy.
 
     Attributes:
+        name: name of the strategy.
         html: lanes.
         count: measured iterations in the window; empty if unknown.
         text: unit of `count` and the predicted number.
         hosts: compute and wait of each host, if there are many: (rank, seconds, seconds).
-        maps: tables of exchanges by "measured" and "predicted".
+        maps: gossip by "measured" and "predicted"; empty for other strategies.
     """
 
-    html: str
+    name: str
+    html: Markup
     count: str
     text: str
     hosts: Sequence[tuple[int, float, float]] = ()
-    maps: Mapping[str, Any] = ()  # type: ignore[assignment]
+    maps: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def most_s(self) -> float:
+        """Longest iteration of a host, for the scale of `hosts`."""
+        return max((compute_s + wait_s for _, compute_s, wait_s in self.hosts), default=1.0)
 
 
 def window_length_s(run: Run) -> float:
@@ -103,8 +112,6 @@ def draw(
         rank = next(iter(predicted.shown))
         describe = describer(predicted.zero_s[rank], predicted.generations, names)
         lanes += _lanes(predicted, rank, order, describe, small=True)
-    if not zoom:
-        lanes = [_without_inner(lane) for lane in lanes]
     counts = [
         None if w is None else _count_within(w.bounds_s(next(iter(w.shown))), length_s)
         for w in (measured, predicted)
@@ -114,8 +121,8 @@ def draw(
     first = ranks[0][0] if ranks else next(iter(shown.shown))
     numbers = _numbers(shown.bounds_s(first), length_s)
     count, text = _count_texts(counts, f"iterations in {words.seconds(length_s)}")
-    html = figure(Picture(f"{name}: {count} {text}", lanes, length_s, numbers))
-    return Drawn(html, count, text, hosts if len(hosts) >= MANY else ())
+    html = figure(Picture(f"{name}: {count} {text}", lanes, length_s, numbers), zoom)
+    return Drawn(name, Markup(html), count, text, hosts if len(hosts) >= MANY else ())
 
 
 def _draw_gossip(gossips: Mapping[str, Any], name: str, length_s: float) -> Drawn:
@@ -131,7 +138,7 @@ def _draw_gossip(gossips: Mapping[str, Any], name: str, length_s: float) -> Draw
     if part.length_s:
         width = f"width:{100 * min(1.0, part.length_s / length_s):.2f}%"
         html = f'<div style="{width}">{figure(gossip_picture(part, label))}</div>'
-    return Drawn(html, count, text, maps=parts)
+    return Drawn(name, Markup(html), count, text, maps=parts)
 
 
 def _lanes(
@@ -208,7 +215,3 @@ def _count_texts(counts: Sequence[float | None], unit: str) -> tuple[str, str]:
 def _numbers(bounds: Sequence[float], length_s: float) -> Numbers:
     pairs = [(a, min(b, length_s)) for a, b in pairwise(bounds) if a < length_s]
     return Numbers(pairs, [str(n + 1) for n in range(len(pairs))])
-
-
-def _without_inner(lane: Lane) -> Lane:
-    return replace(lane, boxes=[replace(box, inner=()) for box in lane.boxes])

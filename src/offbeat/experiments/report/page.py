@@ -69,12 +69,14 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     order = [(row, of[row.label], names[row.label]) for row in rank_rows(rows)]
     table = _table(run, order, found.best)
     target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    losses = {
-        row.label: data for row, contestant, _ in order if (data := curves.draw(contestant, row))
-    }
-    distances = {
-        row.label: data for row, contestant, _ in order if (data := divergence.draw(contestant))
-    }
+    losses = {row.label: data for row, c, _ in order if (data := curves.draw(c, row))}
+    distances = {row.label: data for row, c, _ in order if (data := divergence.draw(c))}
+    apart = chart(
+        _lines(order, distances, "seconds", all_parts=False),
+        "Distance of replicas against seconds, in percent",
+        "s",
+        from_zero=True,
+    )
     timelines, length_s = _timelines(run, order)
     return {
         "run": run,
@@ -88,11 +90,11 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "target": target,
         "timelines": timelines,
         "length_s": length_s,
-        "legend": Markup(boxes.legend("".join(t["html"] for t in timelines))),
+        "legend": Markup(boxes.legend("".join(one.html for one in timelines))),
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
         "charts": _loss_charts(order, losses, target),
-        "distance": Markup(_distance_chart(order, distances)),
+        "distance": Markup(apart),
         "votes": [
             item for row, c, name in order if (item := _votes(c, losses.get(row.label), name))
         ],
@@ -260,31 +262,15 @@ def _predicted_ddp(run: Run) -> Bar | None:
 # --- timelines -----------------------------------------------------------------------------------
 
 
-def _timelines(run: Run, order: Ordered) -> tuple[list[dict[str, Any]], float]:
+def _timelines(run: Run, order: Ordered) -> tuple[list[drawing.Drawn], float]:
     """Return the timelines of all strategies and the length of their window."""
-    length_s = drawing.window_length_s(run)
-    if not length_s:
-        return [], 0.0
-    for zoom in (True, False):
-        drawn = [(name, drawing.draw(run, c, name, length_s, zoom)) for _, c, name in order]
-        if sum(len(one.html) for _, one in drawn if one) < drawing.MOST_BYTES:
+    length_s, drawn = drawing.window_length_s(run), list[drawing.Drawn]()
+    for zoom in (True, False) if length_s else ():
+        found = (drawing.draw(run, c, name, length_s, zoom) for _, c, name in order)
+        drawn = [one for one in found if one is not None]
+        if sum(len(one.html) for one in drawn) < drawing.MOST_BYTES:
             break
-    found = []
-    for name, one in drawn:
-        if one is not None:
-            most_s = max((a + b for _, a, b in one.hosts), default=1.0)
-            found.append(
-                {
-                    "name": name,
-                    "html": Markup(one.html),
-                    "count": one.count,
-                    "text": one.text,
-                    "hosts": one.hosts,
-                    "most_s": most_s,
-                    "maps": one.maps,
-                }
-            )
-    return found, length_s
+    return drawn, length_s
 
 
 # --- was it predicted? ---------------------------------------------------------------------------
@@ -368,11 +354,6 @@ def _loss_charts(order: Ordered, losses: Mapping[str, Any], target: float | None
     short = _lines(order, losses, "iterations", all_parts=False)
     per_iteration = chart(short, "Training loss against iterations", "iterations", line)
     return [Markup(seconds), Markup(per_iteration)]
-
-
-def _distance_chart(order: Ordered, distances: Mapping[str, Any]) -> str:
-    lines = _lines(order, {k: {**v, "raw": v} for k, v in distances.items()}, "seconds", False)
-    return chart(lines, "Distance of replicas against seconds, in percent", "s", from_zero=True)
 
 
 def _loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.core.sim.trace import COMPUTE
-from offbeat.experiments.record.disturbed import Disturbance, describe_disturbances
+from offbeat.experiments.record.disturbed import Disturbance
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 from offbeat.experiments.report.breakdown import Split, split_of
 from offbeat.experiments.report.losses import (
@@ -173,39 +173,6 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
     order = sorted(rows, key=lambda row: (_or_inf(row.target_s), _or_inf(row.iteration_s)))
     first = next((row for row in order if row.can_win), None)
     return order if first is None else [first, *(row for row in order if row is not first)]
-
-
-def measurement_text(rows: Sequence[Row]) -> str:
-    """Return a caption that defines the seconds per iteration, repetitions and spread."""
-    counts = sorted({row.repetitions for row in rows})
-    text = f"median of {' or '.join(map(str, counts))} repetition{'' if counts == [1] else 's'}"
-    spreads = {row.spread_of for row in rows}
-    if "repetitions" in spreads:
-        text += ", lowest to highest below"
-    if "periods" in spreads:
-        one = " (of a single repetition: quartiles over its periods)"
-        text += one if "repetitions" in spreads else ", quartiles over its periods below"
-    if same := [row.label for row in rows if row.same_losses]:
-        text += (
-            f"; repetitions of {', '.join(same)} have equal losses (the script does not use "
-            "OFFBEAT_SEED), so their range is not over seeds"
-        )
-    elif seeds := sorted({seed for row in rows for seed in row.seeds}):
-        text += f"; seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else ""
-    if cut := [row.label for row in rows if row.cut]:
-        text += f"; {', '.join(cut)} cut short: of the iterations until then"
-    failed = sum(row.failed for row in rows)
-    return text + (
-        f"; {failed} failed and do{'es' if failed == 1 else ''} not count" * bool(failed)
-    )
-
-
-def disturbances(run: Run, rows: Sequence[Row]) -> list[str]:
-    """Return one sentence per disturbed contestant, and one if the profile was disturbed."""
-    found = [describe_disturbances(row.disturbed, row.label, row.repetitions) for row in rows]
-    if run.profile_disturbed is not None:
-        found.insert(0, describe_disturbances([run.profile_disturbed], "The profile", 1))
-    return [text for text in found if text]
 
 
 def iteration_s(run: Run, rep: Repetition) -> float | None:

@@ -27,20 +27,6 @@ class Unit:
         """Return the number without the unit."""
         return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
 
-    def signed(self, seconds: float) -> str:
-        """Return the number with its sign: '+1.2', '−0.3', '±0.0'."""
-        text = self.text(abs(seconds))
-        sign = "±" if not float(text.replace(",", "")) else "+" if seconds > 0 else "−"
-        return sign + text
-
-    def full(self, seconds: float | None) -> str:
-        """Return the number with the unit."""
-        return NONE if seconds is None else f"{self.text(seconds)} {self.name}"
-
-    def span(self, low_high_s: tuple[float, float] | None) -> str:
-        """Return 'low to high'; empty for None."""
-        return "" if low_high_s is None else " to ".join(map(self.text, low_high_s))
-
 
 def unit_for(seconds: Iterable[float | None]) -> Unit:
     """Return s, ms or µs by the largest number, with decimals by the smallest one."""
@@ -88,14 +74,6 @@ def size(value: float | None) -> str:
     return f"{digits(value)} B"
 
 
-def share(value: float | None) -> str:
-    """Return a relative difference with its sign, such as '+1.2 %'."""
-    if value is None:
-        return NONE
-    percent = round(100 * value, 1)
-    return "±0.0 %" if percent == 0 else f"{percent:+.1f} %".replace("-", "−")
-
-
 def ratio(value: float | None) -> str:
     """Return a ratio such as '3.31×'."""
     return NONE if value is None else f"{value:.2f}×"
@@ -131,22 +109,9 @@ def rate(rate_bps: float | None) -> str:
     return f"{rate_bps:.6g} bit/s"
 
 
-def unevenness(value: float | None) -> str:
-    """Return an unevenness such as 'at most 2.24×'; empty if unknown."""
-    return "" if value is None else f"at most {ratio(value)}"
-
-
 def loss(value: float | None) -> str:
     """Return a loss with four significant digits."""
     return NONE if value is None else digits(value, 4)
-
-
-def paces(iterations_per_s: float | None, updates_per_s: float | None) -> str:
-    """Return two rates such as '12.9, 3.52'; one number if they are equal."""
-    if iterations_per_s is None:
-        return NONE
-    both = digits(iterations_per_s), NONE if updates_per_s is None else digits(updates_per_s)
-    return both[0] if iterations_per_s == updates_per_s else ", ".join(both)
 
 
 def count(number: int, noun: str) -> str:
