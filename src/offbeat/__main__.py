@@ -4,4 +4,5 @@ import sys
 from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(import_module("offbeat.cli").main())  # as text: the command line is the top floor
+    # Imported by name, because no module may import `cli`, the highest floor (docs/design.md).
+    sys.exit(import_module("offbeat.cli").main())

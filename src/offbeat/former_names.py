@@ -1,4 +1,4 @@
-"""Former names of promised modules: they warn until version 0.3 and return the new module."""
+"""Former names of public modules: they warn until version 0.3 and return the new module."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_looks_after_two_windows_of_ten() -> None:
             loss_of(1.0 if t < 10 else 5.0).backward()
             finding = guard.iteration()
             if finding is not None:
-                looks[t + 1] = finding.departed
+                looks[t + 1] = finding.problem
     finally:
         guard.close()
     assert looks[20] is None  # high in one window

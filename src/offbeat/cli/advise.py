@@ -20,9 +20,9 @@ from offbeat.experiments.advice import Advice, Option, advise, describe_change
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
 
-SHOWN = 12  # options in the table; the JSON output has all options
+SHOWN = 12  # largest number of options in the table; the JSON output has all options
 MEGA = 1e6
-DEFAULT_LINK = "net"  # name of the link of a cluster without a file
+DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
 MARKS = (

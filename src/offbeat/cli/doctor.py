@@ -79,7 +79,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def process_limits() -> dict[str, Any]:
-    """Return the limits of this process that distributed training meets."""
+    """Return the limits of this process that distributed training may exceed."""
     found = {"stdout is a terminal": sys.stdout.isatty()}
     try:
         import resource

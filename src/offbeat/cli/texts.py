@@ -66,7 +66,7 @@ def _resolve_key(key: str, known: Mapping[str, Sequence[str]]) -> list[tuple[str
 def parse_strategies(names: str, settings: Sequence[str] | None) -> list[Strategy]:
     """Return the strategies of names such as "ddp,dreamddp:period=8".
 
-    A single name gets all settings.
+    A single name gets all of `settings`.
     """
     if "," not in names and ":" not in names:
         return [strategy(names, settings)]

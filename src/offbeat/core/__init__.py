@@ -1,4 +1,5 @@
 """The core: plans, rules, profiles, verification, simulation and the runtime.
 
-Private; `offbeat` and the files beside this folder hold the promised names.
+This package is private. The public API is `offbeat` and the modules beside this folder
+(`offbeat.plan`, `offbeat.sim`, ...).
 """

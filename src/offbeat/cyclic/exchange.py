@@ -50,7 +50,7 @@ class Exchange:
         return self.group
 
     def receive(self, landing: Sequence[Tensor], source: int, words: str) -> Arrival:
-        """Start to receive into `landing` from a rank. `words` name the transfer in errors."""
+        """Start receiving into `landing` from a rank. `words` name the transfer in errors."""
         arrival = Arrival(self, landing, source, words)
         self._arrivals.add(arrival)
         return arrival
@@ -63,7 +63,7 @@ class Exchange:
         words: str,
         gone: Callable[[], None] | None = None,
     ) -> None:
-        """Start to send tensors in a time step. Do not write them before the call of `gone`.
+        """Start sending tensors in a time step. Do not write them before the call of `gone`.
 
         `settle` calls `gone` once the tensors have been sent. `words` name the transfer in errors.
         """

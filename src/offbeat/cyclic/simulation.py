@@ -64,7 +64,7 @@ class StageFacts:
 
 
 class Done(NamedTuple):
-    """A work with its begin and end."""
+    """A work with its start and end."""
 
     work: Work
     begin_s: float
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds per iteration, from the begin of the second iteration to that of the last one."""
+        """Seconds per iteration, from the start of the second iteration to that of the last."""
         begins: dict[int, float] = {}
         for done in self.works:
             t = done.work.batch // self.table.n
@@ -135,7 +135,7 @@ class _Simulation:
 
     def run(self) -> Run:
         series = range(self.iterations)
-        # Arrival of a work's inputs; begin of the idle time of each device and of its link.
+        # Arrival of a work's inputs; start of the idle time of each device and of its link.
         self.came: dict[Work, float] = defaultdict(float)
         self.free: dict[int, float] = defaultdict(float)
         self.sends: dict[int, float] = defaultdict(float)

@@ -18,7 +18,7 @@ from offbeat.cyclic.vectors import Shape, Vectors
 class Stage:
     """Trained parameters of a module, in several versions, with gradients and optimizer state.
 
-    Version t are the parameters at the begin of iteration t. The module's own parameters are those
+    Version t are the parameters at the start of iteration t. The module's own parameters are those
     of the newest local version, or empty without local versions.
     """
 

@@ -36,9 +36,9 @@ class Message(NamedTuple):
     """Message from one device to another, sent after time step `sent` and needed in step `due`.
 
     Kinds: `activation` and `gradient` between neighbouring stages; `sum`, the sum of a stage's
-    gradients so far, to which the next micro-batch adds; `total`, the gradient of an iteration, for
-    the update of each copy of a stage; `states`, parameters, gradient sum and optimizer state of a
-    stage. `batch` is the micro-batch whose work needs the message.
+    gradients so far, to which the next micro-batch adds; `total`, the complete gradient of an
+    iteration, for the update of each copy of a stage; `states`, parameters, gradient sum and
+    optimizer state of a stage. `batch` is the micro-batch whose work needs the message.
     """
 
     sent: int
@@ -184,7 +184,7 @@ class Timetable:
                     yield from self._state_messages(work, iterations)
                 else:
                     yield from self._sum_messages(work)
-            # Every copy gets the total of the last iteration, too, though no iteration follows.
+            # Every copy gets the gradient of the last iteration, too, though no iteration follows.
             if not work.backward and self.arriving_total(work.batch, work.stage) in iterations:
                 yield from self._total_messages_of(work.batch, work.stage)
         if self.placement == "zero":
@@ -199,10 +199,10 @@ class Timetable:
         return Message(work.time - 1, work.time, source, work.device, what, work.stage, work.batch)
 
     def arriving_total(self, batch: int, stage: int) -> int | None:
-        """Return the iteration whose total arrives just before this forward, or None.
+        """Return the iteration whose complete gradient arrives just before this forward, or None.
 
-        The first micro-batch that can use a total receives it first. The following micro-batches
-        receive it one by one until all copies of the stage have it.
+        The first micro-batch that can use the gradient receives it first. The following
+        micro-batches receive it one by one until all copies of the stage have it.
         """
         if self.placement == "zero":
             return None
@@ -218,7 +218,8 @@ class Timetable:
             )
 
     def total_messages(self, iteration: int, stage: int) -> Iterator[Message]:
-        """Yield the messages that carry the total of an iteration to all copies of a stage."""
+        """Yield the messages that carry the complete gradient of an iteration to all copies of a
+        stage."""
         first = self.n * (iteration + 2) - 1 - stage
         for batch in range(first, first + self.copies(stage)):
             yield from self._total_messages_of(batch, stage)

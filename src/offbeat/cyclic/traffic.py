@@ -25,7 +25,8 @@ class Traffic:
     """Messages between this device and others, in the order of the timetable.
 
     A device starts to receive a message in the time step in which the message is sent. A message
-    that is due after the iterations begun so far is sent when the next iteration begins.
+    that is due in a time step after the iterations begun so far is sent when the next iteration
+    begins.
     """
 
     def __init__(self, table: Timetable, rank: int, exchange: Exchange | None):
@@ -56,7 +57,7 @@ class Traffic:
         self._horizon = now
 
     def receive(self, time: int, room: Room) -> None:
-        """Start to receive the messages that are sent in a time step.
+        """Start receiving the messages that are sent in a time step.
 
         `room` returns the tensors to receive into, or None for a message of unknown shape. The
         first message of that kind from a peer is preceded by its shape.
@@ -91,7 +92,7 @@ class Traffic:
         self._out[what, stage, batch] = [*tensors]
 
     def send(self, time: int, load: Load, on_sent: OnSent | None = None) -> None:
-        """Start to send the messages of a time step.
+        """Start sending the messages of a time step.
 
         `load` returns the tensors of a stage, and a callback for the end of the send. `on_sent` is
         called with each message and its bytes.

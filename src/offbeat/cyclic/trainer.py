@@ -115,7 +115,7 @@ class Interleaved:
         self._stateful = [self._travels and stage.state.is_present for stage in self._stages]
         self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
-        # By iteration: settings of the optimizer, such as learning rates, at its begin.
+        # By iteration: settings of the optimizer, such as learning rates, at its start.
         self._settings: dict[int, Settings] = {}
         self._coming: dict[tuple[What, int, int], Vectors] = {}  # by kind, stage and micro-batch
         self._with_state: dict[int, bool] = {}  # by stage in transfer to this device
@@ -317,7 +317,7 @@ class Interleaved:
         self._update(t, j, mean)
 
     def _apply_total(self, work: Work) -> None:
-        """Update the local copy of a stage, if an iteration's total is due before this work."""
+        """Update the local copy of a stage, if an iteration's gradient is due before this work."""
         if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
             self._traffic.wait_for("total", work.stage, work.batch, self._stages[work.stage].device)
             t = self.table.arriving_total(work.batch, work.stage)

@@ -21,11 +21,11 @@ class Injection:
     N`, rounded half up, and at least one unless alpha is 0. A single worker shares nothing.
 
     To keep the effective batch size b, a worker loads only `b' = b / (1 + beta * m)` samples,
-    rounded up. The sharing workers together share the missing `b - b'` samples: `beta * b'` each,
-    rounded so that the sum is exact. The workers drawn first may share one sample more. If `b - b'`
-    is 0, no worker shares. All workers, including the sharing ones, receive all shared samples.
-    Every batch therefore has exactly b samples, and the shared samples of a worker occur twice in
-    its own batch.
+    rounded up. The sharing workers together share the missing `b - b'` samples: each of them
+    shares `beta * b'`, rounded so that the sum is exact. The workers drawn first may share one
+    sample more. If `b - b'` is 0, no worker shares. All workers, including the sharing ones,
+    receive all shared samples. Every batch therefore has exactly b samples, and the shared samples
+    of a worker occur twice in its own batch.
 
     Attributes:
         alpha: share of the workers that share samples, from 0 to 1.

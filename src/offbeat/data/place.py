@@ -13,7 +13,7 @@ def place(rank: int | None = None, world_size: int | None = None) -> tuple[int, 
     """Return rank and world size.
 
     The source is the first of: the arguments, `torch.distributed`, the variables RANK and
-    WORLD_SIZE of a launcher. Without any of them, rank 0 of one worker is returned. Raise
+    WORLD_SIZE of a launcher. If there is none of these, rank 0 of one worker is returned. Raise
     ValueError if the values are invalid.
     """
     if dist.is_available() and dist.is_initialized():

@@ -37,7 +37,7 @@ from offbeat.strategies import (
 Change = Literal["same numbers", "averaged", "late", "lossy"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
-MAX_STALENESS = 9  # iterations; that of averaging every ten iterations
+MAX_STALENESS = 9  # largest accepted staleness: that of an average every ten iterations
 DELAYS = (1, 2, 4)
 WIRES = ("int8", "int4")
 LEAST_GAIN = 0.004  # least gain over gentler candidates, by the bound, that merits a simulation

@@ -777,7 +777,8 @@ def _device_record(
 ) -> dict[str, Any]:
     """Return the record of the user's device with predicted seconds per iteration by label.
 
-    Each contestant is planned anew for the device. The prediction is None without such a plan.
+    Each contestant is planned anew for the device. The prediction is None if there is no plan
+    for the device.
     """
     there, seconds = device.apply(profile), dict[str, float | None]()
     for contestant in contestants:

@@ -18,8 +18,8 @@ from offbeat.lab import Cluster
 from offbeat.lab.description import Way
 from offbeat.lab.units import format_rate, format_time
 
-EXACT = 1.01  # ratio of two recorded rates that count as equal
-ESTIMATED = 1.5  # the same if one of the rates is estimated from message payloads
+EXACT = 1.01  # largest ratio of two recorded rates that count as equal
+ESTIMATED = 1.5  # largest such ratio if one of the rates is estimated from message payloads
 Pace = float | Literal["auto", "none"] | None
 
 

@@ -118,8 +118,8 @@ class Connection(Generic[K]):
     def receive(self) -> Iterator[Frame[K]]:
         """Yield the complete frames that have arrived, up to about `AT_ONCE_BYTES`.
 
-        Process each frame before the next one, because its header is checked against the state
-        after it.
+        Process each frame before you ask for the next one: the header of the next frame is checked
+        against the state that this frame leaves.
 
         Raises:
             ConnectionError: the peer has closed the connection, or has not proved the secret.

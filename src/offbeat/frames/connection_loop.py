@@ -57,7 +57,7 @@ class ConnectionLoop(ABC, Generic[P]):
 
     def wake(self) -> None:
         """Wake the thread of the loop. Any thread may call this method."""
-        with suppress(OSError):  # the loop is closed, or has been woken often
+        with suppress(OSError):  # the loop is closed, or the socket is full of earlier wake-ups
             self._wake_sender.send(b"!")
 
     def _process_sockets(self, wait_s: float) -> None:

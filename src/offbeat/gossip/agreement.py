@@ -13,7 +13,7 @@ from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.view import Edge
 
 PERIOD = 50.0  # units of time between two agreements
-MIN_EXCHANGES = 200  # planned exchanges before the measured rate replaces the planned one
+MIN_EXCHANGES = 200  # least number of planned exchanges before the measured rate is used
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 With a codec, an exchange sends codes of x - anchor. Both ends add the decoded change to the anchor
 and use the difference of the two anchors for the exchange. The difference m = own anchor - other
 anchor is equal at both ends except for the sign, so the average is preserved whatever the codec
-loses. The loss is part of the next x - anchor. Both ends apply the effect of the exchange to both
+drops. Dropped parts stay in the next x - anchor. Both ends apply the effect of the exchange to both
 anchors. The next exchange therefore encodes only the changes since the previous one.
 
 Source: CHOCO-SGD (Koloskova, Stich, Jaggi, ICML 2019), with anchors for each edge instead of each

@@ -24,7 +24,7 @@ from offbeat.gossip.anchors import NEVER, Anchors, Coded, advance_anchors, decod
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.state import Mixing, State
 
-MOST = 2048  # longest list of recent exchanges
+MOST = 2048  # largest number of recent exchanges that are kept
 Buffers = tuple[list[Tensor], list[Tensor]]
 
 

@@ -17,7 +17,7 @@ Edge = tuple[int, int]  # the smaller rank first
 Rates = Mapping[Edge, float]  # exchanges per unit time of each edge
 
 DEGREE = 4  # default degree of a random regular graph
-MOST_TRIES = 100  # attempts to generate a connected random regular graph
+MOST_TRIES = 100  # largest number of attempts to generate a connected random regular graph
 
 # --- topologies ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from offbeat.gossip.graphs import Edge, topology
 
-MOST_WORK = 1e9  # limit of a search, in evaluations x workers^3; about ten seconds
+MOST_WORK = 1e9  # largest work of a search, in evaluations x workers^3; about ten seconds
 AT_ONCE = 64  # graphs per evaluation
 THRESHOLDS = 12  # initial graphs without slow pairs
 

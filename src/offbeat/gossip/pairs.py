@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.core.transport.control import Control
 
 TRIPS = 4  # measurements of the delay; the first one is discarded
-MOST_BYTES = 1 << 18  # largest message of a measurement, in each direction
+MOST_BYTES = 1 << 18  # size of the largest message of a measurement, in each direction
 
 Matrix = NDArray[np.float64]
 

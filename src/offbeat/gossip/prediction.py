@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat.gossip.strategies import Gossip
 
 UNITS = 100  # simulated units of time
-MOST_GRADIENTS = 50_000  # upper bound of simulated gradients, all workers together
+MOST_GRADIENTS = 50_000  # largest number of simulated gradients of all workers together
 SHOWN = 20  # units at the end of the simulation whose gradients and exchanges are listed
 
 

@@ -172,8 +172,8 @@ class State:
     def midpoint(self) -> None:
         """Set the weights and x~ to (x + x~)/2, the limit of infinite mixing.
 
-        The average of (x + x~)/2 over workers is exact. The average of x is not: a worker that
-        receives new constants after an exchange to which they should have applied reverts more
+        The average of (x + x~)/2 over workers is exact. The average of x is not exact: a worker
+        that receives new constants after an exchange to which they should have applied reverts more
         mixing than the exchange contains.
         """
         with self._lock:

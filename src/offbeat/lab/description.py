@@ -14,7 +14,7 @@ from offbeat.core.files import write_text
 from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
-MAX_HOSTS = 250  # limited by the last byte of an address in the lab
+MAX_HOSTS = 250  # largest number of hosts, limited by the last byte of an address in the lab
 MAX_LINKS = 16
 
 _SHORT_FORM = ("rate", "latency", "loss")  # top-level keys that describe the only link

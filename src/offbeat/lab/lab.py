@@ -213,8 +213,8 @@ class Lab(_RunningLab):
         permits.
 
         Args:
-            budget_s: approximate limit of the time for eight ways, in seconds. More ways extend it
-                in proportion.
+            budget_s: approximate limit of the time for eight measured pairs, in seconds. More pairs
+                extend the limit in proportion.
         """
         asked = probe_targets(self.cluster)
         budget_s *= max(1.0, len(asked) / MOST_WAYS)

@@ -1,4 +1,7 @@
-"""Configured and measured values of a cluster's links, and the deviations between them."""
+"""Configured and measured values of a cluster's links, and the deviations between them.
+
+A way is the direction from one host to another on one link.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +13,8 @@ from offbeat.lab.description import Cluster, Way
 from offbeat.lab.errors import LabError
 from offbeat.lab.units import format_rate, format_time
 
-MOST_WAYS = 8  # ways of a cluster whose hosts and links are alike
-MOST_DISTINCT = 64
+MOST_WAYS = 8  # largest number of measured ways if hosts and links are alike
+MOST_DISTINCT = 64  # largest number of measured ways with different rates and delays
 TOLERANCE = 0.1  # accepted deviation as a share of the configured value
 
 LEAST_SHARE = 0.9  # required share of the configured total rate
@@ -125,7 +128,7 @@ def probe_targets(cluster: Cluster) -> list[ProbeTarget]:
     """Return the most informative ways.
 
     The first ways cover each configured rate and delay of each link, at most `MOST_DISTINCT` ways.
-    Up to a total of `MOST_WAYS`, further ways reach hosts that are not part of an earlier way.
+    Up to `MOST_WAYS` ways altogether, further ways reach hosts that are not part of an earlier way.
     """
     ways = [
         ProbeTarget.from_cluster(cluster, link.name, one, other)

@@ -23,7 +23,7 @@ from offbeat.server.protocol import Kind
 from offbeat.server.upstream import RefusedError, Upstream, WorkerIdentity
 
 ANSWERS_S = 3.0  # longest wait for the workers' clocks while an error message is composed
-MOST_FAILURES = 5  # broken connections to a server without any frame from it in between
+MOST_FAILURES = 5  # largest number of broken connections to a server without a frame between them
 
 
 class ServerGoneError(RuntimeError):
@@ -112,7 +112,7 @@ class Client(ConnectionLoop[Upstream]):
     # ---- called by the worker ---------------------------------------------------------------
 
     def push(self, settings: Settings, absent: Sequence[int] = (), *, skip: bool = False) -> None:
-        """Start to push `outgoing` for this clock, or to `skip` the clock, and advance the clock.
+        """Start pushing `outgoing` for this clock, or `skip` the clock, and advance the clock.
 
         `settings` are those of the optimizer. `absent` lists the parameters without gradient.
         """

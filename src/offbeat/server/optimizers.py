@@ -183,7 +183,8 @@ def packed_state(
 ) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """Return the state of pieces as JSON-ready descriptions and the flat tensors among its values.
 
-    Descriptions with `elements` refer to the flat tensors, in the same order.
+    Each description with `elements` stands for one flat tensor. The tensors are in the order of
+    these descriptions.
     """
     described: list[dict[str, Any]] = []
     runs: list[Tensor] = []

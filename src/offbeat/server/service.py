@@ -23,7 +23,7 @@ from offbeat.server.protocol import Kind
 from offbeat.server.snapshots import Snapshots
 
 GREETING_S = 10.0  # a connection without handshake and HELLO for this time is closed
-MOST_STRANGERS = 64  # open connections before their handshake; the oldest one is closed
+MOST_STRANGERS = 64  # largest number of connections without handshake; then the oldest is closed
 MOST_MEETING_BYTES = 64 << 20
 
 

@@ -1,8 +1,8 @@
 """Discrete-event simulation of workers with parameter servers.
 
 All servers are alike and hold equal shares of the parameters, so the simulation has one of them.
-Each worker's flow to it has that share of the worker's bytes and rate. All pushes share the
-server's incoming rate and all pulls its outgoing rate (incast).
+The flow of each worker to this server has the server's share of the worker's bytes and rate. All
+pushes share the server's incoming rate and all pulls its outgoing rate (incast).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Worker:
 class Timeline:
     """Times of a simulation, per worker and clock.
 
-    `begins_s` and `computed_s` are the begin and end of compute. `ends_s` is the begin of the push,
+    `begins_s` and `computed_s` are start and end of compute. `ends_s` is the start of the push,
     with which the next clock begins. `pulls` counts requested pulls.
     """
 
@@ -231,7 +231,7 @@ class _Job:
         self._begin(n, now_s)
 
     def _receive_parameters(self, n: int, now_s: float) -> None:
-        """Parameters arrive at a worker, which uses them from the begin of its next clock."""
+        """Parameters arrive at a worker, which uses them from the start of its next clock."""
         worker = self._workers[n]
         worker.pulling, worker.arrived = None, worker.answered
         if worker.waiting:

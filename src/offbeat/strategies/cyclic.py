@@ -35,7 +35,7 @@ RANDOM_PERIOD = 16  # iterations after which random delays repeat
 SUMS, ENTRY, ROUND, OTHERS, TURNS = 0, 2, 3, 6, 7
 PARTS = 64  # slices of the smallest bucket; a turn message sends one of them
 STAGGER_GAIN = 0.01  # relative gain required of the stagger of 1/N of an iteration
-MOST_SIMULATED = 1024  # messages per iteration; with more, stagger "auto" uses "least"
+MOST_SIMULATED = 1024  # largest number of messages for which `stagger="auto"` simulates
 
 Table = tuple[tuple[bool, ...], ...]  # indexed by worker (1, 2, ...) and stage (from the input)
 

@@ -35,16 +35,18 @@ from offbeat.strategies.partial_sync import (
 Solver = Callable[[list[float], list[float], int], solve.Sets]
 
 SLICES_GAIN = 0.02  # relative gain required of slices with `split="auto"`: slices are more messages
-MOST_STARTS = 600  # buckets that may begin a message if all are averaged in one iteration
-# limit of the pieces of all cuts that are estimated; a cut is a set of buckets in slices
+MOST_STARTS = 600  # largest number of buckets that may begin a message in an average of all
+# Largest number of pieces, summed over the cuts whose costs are estimated (MOST_CUT) and over the
+# cuts for which sets are computed (MOST_PIECES). A cut is a set of buckets in slices. Its pieces
+# are these slices and all other buckets.
 MOST_CUT = 60_000
-MOST_PIECES = 6_000  # limit of the pieces of all cuts whose sets are solved
-MOST_SLICES = 4000  # slices of all buckets: more save little and take long to plan
+MOST_PIECES = 6_000
+MOST_SLICES = 4000  # largest number of slices of all buckets: more save little and plan slowly
 SIMULATED_GAIN = 0.005  # relative gain required of other sets in a simulation with noise
-# buckets at either end of which every number is tried; larger numbers are powers of two
+# Every number of sliced buckets at either end is tried up to this one, above it powers of two.
 FEW_ENDS = 8
-LEAST_ITERATIONS = 24  # iterations simulated per candidate, or four periods if that is more
-# limit of simulated buckets times iterations; above it, the closed form is used
+LEAST_ITERATIONS = 24  # least number of iterations simulated per candidate; also at least 4 periods
+# largest number of simulated buckets times iterations; above it, the closed form is used
 MOST_SIMULATED = 10_000
 ROUNDING = 1e-9
 

@@ -23,7 +23,7 @@ from offbeat.strategies.solvers.due import MOST_WORK, Cycle, Orders, Work, due_s
 from offbeat.strategies.solvers.stages import cut
 
 CLIMBED = 2  # cuts (sets of buckets in slices) whose sets are searched
-MOST_CLIMBED = 400  # limit of pieces for a search; with more the greedy sets are used
+MOST_CLIMBED = 400  # largest number of pieces for a search; with more the greedy sets are used
 SEARCHES_WORK = 1_000_000  # work of all searches for sets together: see `due_sets`
 MOVES = 24  # sets of a delayed plan that are simulated
 # relative gain required of other sets in a delayed plan, as most have more messages

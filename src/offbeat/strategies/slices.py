@@ -13,7 +13,7 @@ from offbeat.core.strategy.interface import Strategy
 from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import Compute, Slice, iteration_s, priority_order
 
-MOST_MESSAGES = 1024  # limit of tuning: more messages are slow to plan and to send
+MOST_MESSAGES = 1024  # largest number of messages in tuning; more are slow to plan and to send
 TIE = 1e-3  # relative precision of predictions: within it the order with fewer messages wins
 
 Order = tuple[Payload, ...]

@@ -23,7 +23,7 @@ from offbeat.strategies.slices import (
 )
 from offbeat.strategies.solvers import improved, iteration_s, unit_runs
 
-MOST_EVALUATIONS = 5000  # evaluated orders of all messages
+MOST_EVALUATIONS = 5000  # largest number of evaluated orders of all messages
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ Group = dict[str, Any]
 
 _SCALES = (1.0, 1e4)  # factors of trial gradients; clipping acts above its threshold only
 _RATE = 0.1  # learning rate of trials: the current rate may be 0 in a warm-up
-_LARGEST = 3  # upper bound of each dimension of a stand-in
+_LARGEST = 3  # largest size of each dimension of a stand-in
 
 
 def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
@@ -130,9 +130,11 @@ def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
 def _step_stand_in(
     optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool
 ) -> Tensor | None:
-    """Return a stand-in of group `g` after two steps, alone or with stand-ins of all groups.
+    """Return a stand-in parameter of param group `g` after two steps of a trial optimizer.
 
-    Return None if the steps neither change the stand-in nor create optimizer state for it.
+    The trial optimizer holds only this stand-in if `alone`, otherwise also further stand-ins of
+    this and all other groups. Return None if the steps neither change the stand-in nor create
+    optimizer state for it.
     """
     random = generator()
     first = _stand_ins(optimizer.param_groups[g], 1, scale, random)

@@ -221,8 +221,8 @@ class Flat:
         """Return the tensors of a message as (numbers, trailing elements) per dtype and device.
 
         Both are lists with one view per bucket. Trailing elements are the module buffers that
-        follow parameters, or the absence counts that follow gradients. They are part of the last
-        slice.
+        follow parameters, or the absence counts that follow gradients. Trailing elements are
+        part of the last slice.
         """
         by_key: dict[Key, tuple[list[Tensor], list[Tensor]]] = {}
         last = payload.part + payload.width == payload.parts

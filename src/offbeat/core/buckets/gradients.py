@@ -195,7 +195,7 @@ class Gradients:
         smallest.grad = torch.zeros_like(smallest)
 
     def is_shown(self, copy: int) -> bool:
-        """Whether `p.grad` holds every gradient of a copy after backward, without `show`."""
+        """Whether after backward `p.grad` is every gradient of a copy, so `show` is not needed."""
         return not self.late and not self._absentees[copy]
 
     def show(self, run: range, copy: int) -> None:

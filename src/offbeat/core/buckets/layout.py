@@ -37,8 +37,8 @@ def group_parameters(
         order: names of the parameters in ready order.
         min_bytes: bytes up to which a bucket is filled. A bucket before a change of dtype or
             device, and the last bucket, may be smaller.
-        buffers: names of module buffers. Each is added to the bucket of its module, or to the last
-            bucket if the module has none.
+        buffers: names of module buffers. Each buffer is added to the bucket of its module, or to
+            the last bucket if no bucket has parameters of its module.
     """
     tensors = dict(model.named_parameters())
     groups: list[list[str]] = []

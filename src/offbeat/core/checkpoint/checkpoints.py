@@ -34,7 +34,7 @@ class Checkpoint:
     Attributes:
         path: directory of the checkpoint.
         iteration: iteration after which it was saved.
-        exact: whether training continues bit by bit as the saved run would have. If not, weights,
+        exact: whether training continues bit by bit as the saved run would have. If false, weights,
             optimizer and iteration are loaded, and the strategy begins with a new plan.
         extra: saved values of `extra` that were not loaded into an object.
     """

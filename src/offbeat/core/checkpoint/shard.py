@@ -24,7 +24,7 @@ class Manifest:
     """Description of a shard, and its files with sizes and CRC-32 checksums.
 
     A shard is complete if all files exist with these sizes. `alike` is whether all ranks have the
-    same weights. If they have, any number of ranks can continue from the checkpoint.
+    same weights. If it is true, any number of ranks can continue from the checkpoint.
     """
 
     worker: int

@@ -32,7 +32,7 @@ class Codec(ABC):
     Attributes:
         name: name of the codec in the wires of a plan.
         settings: settings of the codec by name.
-        grain: number of elements of which every shard of a message is a multiple.
+        grain: the number of elements of every shard of a message is a multiple of this.
         linear: whether the mean of the codes is the code of the mean. If true, codes are averaged
             by an all-reduce; if false, every rank's codes are decoded.
         rounds: number of successive messages in one average.

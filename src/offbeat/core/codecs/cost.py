@@ -34,7 +34,7 @@ class Encoded:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the all-reduce that puts as many bytes on the link."""
+        """Return the bytes of the plain all-reduce that loads the link as much as this message."""
         whole = sum(self._rounds)
         return whole // 2 if self._gathers else whole
 
@@ -121,7 +121,8 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
     Args:
         profile: measured profile.
         wire: codec and its settings.
-        sends: whether the times of sends are exact instead of the times of averages.
+        sends: if true, the profile is exact for sends and approximate for averages; if false, the
+            reverse.
     """
     if not any(b.size_bytes for b in profile.buckets):  # nothing is sent, so nothing is encoded
         return profile

@@ -12,8 +12,9 @@ from offbeat.core.transport.collectives import Scratch
 
 ALIGNED = 16  # bytes; alignment of each part of a row, so that it can be viewed as any dtype
 HEAD_BYTES = ALIGNED
-# Indices in the head's two integers. BAD: 1 if the rank's values are not finite, else 0. ORIGIN:
-# fingerprint of the parameters to which encoded changes are relative.
+# Indices of the two integers in the head of a row. The integer at BAD is 1 if the rank's values are
+# not finite, else 0. The integer at ORIGIN is a fingerprint of the parameters to which encoded
+# changes are relative.
 BAD, ORIGIN = 0, 1
 
 

@@ -83,7 +83,8 @@ def common_buffers(plan: Plan) -> frozenset[str]:
 
 
 def with_smaller_share(apply: Apply, factor: float) -> Apply:
-    """Return the apply with the remaining difference between replicas multiplied by `factor`."""
+    """Return the apply with shares `factor` times as large. The difference that it leaves between
+    replicas is then `factor` times as large."""
     shares = {
         name: share * factor
         for name, setting in SETTINGS.get(apply.rule, {}).items()
@@ -121,7 +122,7 @@ def common_buffers_of(apply: Apply) -> list[str]:
 
 
 def origin_setting(apply: Apply) -> str | None:
-    """Return the name of the setting that names a buffer from which differences are taken; None
-    if there is none."""
+    """Return the name of the setting that names the reference buffer, from which differences are
+    taken; None if the rule has no such setting."""
     settings = SETTINGS.get(apply.rule, {})
     return next((name for name, setting in settings.items() if setting.origin), None)

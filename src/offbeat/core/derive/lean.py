@@ -72,7 +72,7 @@ def group_updates(
 
 
 def _only_updates(step: Step) -> bool:
-    """Return whether a step in backward has only updates of its own gradients and releases."""
+    """Return whether a step in backward only applies its own gradients and releases messages."""
     own = all(lag == 0 and effects.is_update(apply) for lag, apply in step.apply)
     return own and not (step.wait or step.decide or step.ask)
 

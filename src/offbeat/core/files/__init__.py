@@ -11,7 +11,8 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file in UTF-8.
 
     Raises:
-        OSError: names the file. Python's own error of a failed write, as to a full disk, does not.
+        OSError: names the file. Python's own error of a failed write, as to a full disk, does not
+            name it.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -47,7 +48,7 @@ def write_or_warn(
         write: function that writes the file at a path.
         path: path of the file.
         what: noun for the contents of the file.
-        loss: effect on later runs without the file, beginning with a comma.
+        loss: end of the warning: effect of the missing file on later runs. Begins with a comma.
         needed: whether to raise the error, as for a command whose only result is the file.
     """
     try:

@@ -148,8 +148,8 @@ class SettingsGuard(Comparison):
     After that it takes place in the first such iteration at least `every` steps after the first
     comparison, or after the last one that `every` has caused.
 
-    `warn` is called on every rank if some ranks have written weights and others have not. This is
-    not an error, because a script may have a reason, such as a norm above a limit.
+    `warn` is called on every rank if some ranks have written weights and others have not. Such
+    a difference is not an error, because a script may have a reason, such as a norm above a limit.
     """
 
     def __init__(

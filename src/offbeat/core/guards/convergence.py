@@ -24,7 +24,7 @@ LOOKS_PER_ESTIMATE = 3  # each estimate of gradient noise leads to a new plan
 class Finding:
     """Result of a look, the same on every rank."""
 
-    departed: str | None  # description of the loss's departure; None if it falls
+    problem: str | None  # description of the problem of the loss, by `LossWatch`; None if none
     noise: GradientNoise | None
 
 

@@ -51,7 +51,7 @@ class ForeignStepGuard:
     def script_steps(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
         """Allow steps of the prepared parameters in the block, each after a call of `before`.
 
-        Other optimizers may step. If `inner`, the prepared optimizer may step too.
+        Other optimizers may step. If `inner` is true, the prepared optimizer may step too.
         """
         self._before, self._inner, self.has_script_step = before, inner, False
         try:

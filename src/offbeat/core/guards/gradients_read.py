@@ -36,7 +36,7 @@ class ReadHook:
         self._attributes, self.opened = [*attributes], False
 
     def open(self) -> None:
-        """Start to watch reads."""
+        """Start watching reads."""
         for name in self._attributes if self._ids else ():
             looks = self._open.setdefault(name, [])
             if not looks:
@@ -46,7 +46,7 @@ class ReadHook:
         self.opened = bool(self._ids)
 
     def close(self) -> None:
-        """Stop to watch reads. Further calls do nothing."""
+        """Stop watching reads. Further calls do nothing."""
         for name in self._attributes if self.opened else ():
             looks = self._open[name]
             looks.remove(self)

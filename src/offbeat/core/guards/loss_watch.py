@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from offbeat.core.profile import GradientNoise
 
-CONSECUTIVE = 2  # high windows, or small falls, in a row before a departure is reported
-FEWEST = 10  # lower bound of the losses in a linear fit
+CONSECUTIVE = 2  # high windows, or small falls, in a row before a problem is reported
+FEWEST = 10  # least number of losses for a linear fit
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ class _Window:
 
 @dataclass
 class LossWatch:
-    """Reports a training loss that departs from falling: not finite, rising, or stalling.
+    """Reports a problem of the training loss: it is not finite, rises or stalls.
 
     Not finite: reported immediately, for any loss of a window.
 
     Rising: the mean of a window is high `CONSECUTIVE` times in a row. It is high if it exceeds the
     lowest mean of earlier windows by more than a margin. The margin is three standard errors (of
-    both means together) plus `tolerance` times the larger of the lowest mean and its fall since
-    the first window.
+    both means together) plus `tolerance * max(|lowest mean|, first mean - lowest mean)`.
 
     Stalling: the loss has fallen by less than `share` of the predicted fall, `CONSECUTIVE` times in
     a row. The fall is that of a line through the losses since the last estimate of the gradient,
@@ -55,8 +54,10 @@ class LossWatch:
     _flat: int = field(default=0, init=False)
 
     def add_window(self, losses: Sequence[float]) -> str | None:
-        """Add the losses of a window, one per iteration. Return a description of a departure, or
-        None."""
+        """Add the losses of a window, one per iteration.
+
+        Return a description of the problem if the loss is not finite or rises, otherwise None.
+        """
         if not losses:
             raise ValueError("losses ([]) must hold at least one; give those of a whole window")
         if not all(map(math.isfinite, losses)):
@@ -82,7 +83,7 @@ class LossWatch:
     def add_estimate(self, noise: GradientNoise) -> str | None:
         """Add an estimate of the gradient over the windows since the last estimate.
 
-        Return a description of a departure, or None.
+        Return a description of the problem if the loss stalls, otherwise None.
         """
         losses, self._stretch = self._stretch, []
         if len(losses) < FEWEST:

@@ -73,7 +73,7 @@ class UsageRecorder:
         self._backwards = 0
 
     def record_backward(self) -> None:
-        """Record the begin of a backward pass."""
+        """Record the start of a backward pass."""
         self._backwards += 1
 
     def record_step(

@@ -27,7 +27,7 @@ def jitter_of(seconds: Sequence[float]) -> float:
 def spread_of(series: Sequence[Sequence[float]]) -> float:
     """Return the median over groups of the relative standard deviation within a group.
 
-    Groups have two or three durations; other groups are left out. Return 0 below `STEADY`.
+    Only groups of two or three durations count. Return 0 below `STEADY`.
     """
     spreads = [
         (max(seconds) - min(seconds)) / RANGE[len(seconds)] / median(seconds)

@@ -35,11 +35,11 @@ SMALL_HALVES, SENDING, VOTE = 0.15, 0.04, 0.07
 MIN_BUCKET_BYTES = 64 * 1024
 SMALL_BYTES = 4096
 NUMBER_BYTES = 4  # bytes of one rank's number in a vote
-LEAST_BYTES = 64  # lower bound of the largest size of a line
+LEAST_BYTES = 64  # `line_sizes` stops shrinking the largest size below this number of bytes
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # 4 KiB to 128 KiB: slices of P3
-MOST_REPEATS, LEAST_REPEATS = 9, 3  # messages of one size
-SERIES = 3  # messages of each size of a line
-# Times below are multiples of the seconds of the smallest message.
+MOST_REPEATS, LEAST_REPEATS = 9, 3  # largest and least number of messages of one size
+SERIES = 3  # messages of each of the three sizes of `line_sizes`
+# LARGE and TELLING are multiples of the seconds of the smallest message.
 LARGE = 5  # a message of this time determines the rate alone
 TELLING = 2  # messages of this time determine the rate together
 COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
@@ -340,7 +340,7 @@ def is_payable(curve: Points, messages: Sequence[int], budget: Budget) -> bool:
 
 
 def line_sizes(smallest: int, total: int, curve: Points, budget: Budget) -> list[int]:
-    """Return three sizes in geometric progression.
+    """Return three sizes in geometric progression, for the fit of a line of seconds over bytes.
 
     The first is the smallest bucket, but at most a quarter of the last. The last is the whole
     model, at most sixteen times the largest explored size, and small enough for a series within the

@@ -18,7 +18,7 @@ class LossTap:
     be nested and closed in any order.
 
     Attributes:
-        began: mark of the begin of the last backward, by the function `mark`.
+        began: mark of the start of the last backward, by the function `mark`.
         ended: mark of the end of the backward before the last one.
     """
 

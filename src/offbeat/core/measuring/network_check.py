@@ -14,8 +14,10 @@ FIRST_BYTES = 64 * 1024
 LONG_S = 0.05  # sizes grow until a message takes this time, measured or predicted
 TRIES = 3  # messages of one size; the fastest counts, because disturbances only delay
 RATIO = 2.0  # accepted ratio of measured and predicted seconds
-SHARE = 0.25  # accepted difference for all gradients, as a share of an iteration's compute
-LEAST_S = 0.005  # accepted difference for all gradients; a busy machine causes such delays
+# Accepted difference of measured and predicted seconds of all gradients: `SHARE` of an iteration's
+# compute, or `LEAST_S` if that is more, because a busy machine delays messages.
+SHARE = 0.25
+LEAST_S = 0.005
 
 
 def compare_network(cluster: Cluster, profile: Profile) -> str | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 
 NUMBERS = 256  # parameters in the sample, the same on every rank
-MOST = 256  # iterations in a sample; if there are more, every second one is dropped
+MOST = 256  # largest number of iterations in a sample; above it every second one is dropped
 
 
 class SampledElements:

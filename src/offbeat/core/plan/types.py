@@ -135,8 +135,8 @@ class Wire:
 
     With an anchor, the codec encodes the difference between the payload and the anchor. The anchor
     moves by the mean of the decoded differences and replaces the payload as the result. The anchor
-    of an all_reduce is equal on all ranks. The anchor of a send belongs to the sender and holds the
-    receiver's copy. The coding error remains in the next difference.
+    of an all_reduce is equal on all ranks. The anchor of a send is the sender's copy of
+    the values that the receiver holds. The coding error remains in the next difference.
 
     Attributes:
         name: name of the codec.
@@ -187,8 +187,8 @@ class Transfer:
         into: buffer that receives the result; None for the buffer of the payload.
         wire: codec; None to send the payload itself.
         when: vote that must result in yes, otherwise the transfer is skipped; None for no vote.
-        ago: number of iterations between that vote and this transfer. If no such iteration
-            exists, the outcome is yes.
+        ago: number of iterations between that vote and this transfer. In the first `ago`
+            iterations the outcome is yes.
     """
 
     payload: Payload
@@ -243,8 +243,8 @@ class Apply:
         ranks: ranks that execute the rule; None for all.
         when: vote that must result in yes, otherwise the rule is skipped; None for no vote.
         args: settings of the rule.
-        ago: number of iterations between that vote and this apply. If no such iteration exists,
-            the outcome is yes.
+        ago: number of iterations between that vote and this apply. In the first `ago`
+            iterations the outcome is yes.
     """
 
     rule: str

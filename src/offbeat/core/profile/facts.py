@@ -250,7 +250,7 @@ class Profile:
             the times are those of the machine.
         codecs: times of the measured codecs. Other codecs take no time.
         broadcast_bytes: bytes of all module buffers that training writes, of all dtypes. Rank 0
-            broadcasts them in each iteration of a strategy that computes the same as DDP.
+            broadcasts these buffers in each iteration of a strategy that computes the same as DDP.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -273,7 +273,7 @@ class Profile:
     broadcast_bytes: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        # A method of a former name, with a warning, until version 0.3.
+        # Return the method that a former name stands for, with a warning, until version 0.3.
         if name not in FORMER_METHODS:
             raise AttributeError(f"'Profile' object has no attribute {name!r}")
         new = FORMER_METHODS[name]

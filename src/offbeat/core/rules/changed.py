@@ -53,7 +53,7 @@ def exceeds_threshold(change: float, threshold: float) -> bool:
 
 @dataclass
 class Course:
-    """Gradient norms of one worker.
+    """History of the gradient norms of one worker.
 
     Attributes:
         weight: weight of the newest value in the mean.
@@ -67,7 +67,7 @@ class Course:
 
     @classmethod
     def of(cls, window: int, weight: float) -> Course:
-        """Return an empty course whose mean covers `window` values."""
+        """Return an empty history with a mean over the last `window` values."""
         return cls(weight, deque(maxlen=window))
 
     def change(self, norm: float, smooth: str) -> float:

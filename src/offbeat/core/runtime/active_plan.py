@@ -49,7 +49,7 @@ class ActivePlan:
         self.actions = self._create_actions(self.program)
         self.messages, self.votes = self.actions.messages, self.actions.votes
         self.cursor: Cursor[Iteration] = Cursor(self.program, self.actions, planned)
-        # True if all updates run at the end, after the vote at the step, and no rule at the step.
+        # True if every update has the moment `end` and no rule has the moment `step`.
         updates = {a.at.point for a in plan.applies if effects.is_update(a)}
         self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
         self._lean = not engine.gradients.sent

@@ -48,4 +48,5 @@ class NamedParameters:
                 vars(self._module)[self.name] = self._own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, self.name)  # in the copy, this is the method of the class
+        # `copy` and `pickle` replace this object by the method of the module's class.
+        return getattr, (self._module, self.name)

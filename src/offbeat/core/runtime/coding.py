@@ -64,7 +64,7 @@ class Coding:
         return self._stale or self._united
 
     def restart_if_outdated(self) -> None:
-        """At the begin of an iteration, restart outdated anchors from the current parameters, and
+        """At the start of an iteration, restart outdated anchors from the current parameters, and
         zero outdated errors."""
         if not self.is_outdated:
             return

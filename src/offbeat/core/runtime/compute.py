@@ -9,7 +9,7 @@ class ComputeObserver:
     """Receiver of callbacks at the end of each piece of compute. This base class does nothing."""
 
     def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
-        """Handle the begin of an iteration's forward.
+        """Handle the start of an iteration's forward.
 
         Args:
             iteration: number of the iteration.

@@ -56,7 +56,7 @@ class BackwardClock:
 
 
 class DDPSession(LoopSession):
-    """Session that passes all calls to DDP and marks the begin and end of iterations."""
+    """Session that passes all calls to DDP and marks the start and end of iterations."""
 
     def __init__(self, job: TrainingJob, bucket_cap_mb: float | None):
         profile, rank, model = job.profile, job.cluster.control.rank, job.model

@@ -553,7 +553,7 @@ class Engine:
         return self.cursor.state is State.READY
 
     def require_skippable(self) -> bool:
-        """Return whether the update of this iteration can be left out.
+        """Return whether the update of this iteration can be left out, or raise.
 
         Return False if gradients are applied in later iterations: the gradients of this iteration
         then count as zero. Raise ValueError if the backward of this iteration has ended and its

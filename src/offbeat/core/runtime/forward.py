@@ -61,7 +61,8 @@ class ForwardHooks:
         """Return the context of a forward of the whole model. It records reads of parameters in the
         first forward."""
         if not self._learnt and _has_compiled_caller():
-            # The graph leaves out the hooks, so all buckets are completed at the start.
+            # torch.compile has traced the caller without these hooks, so the start of the forward
+            # completes all buckets.
             self.remove()
         if not self._handles or self.at_start != 0 or self._compiled or self._first_read:
             return nullcontext()

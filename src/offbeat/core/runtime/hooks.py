@@ -62,7 +62,7 @@ class BackwardPasses(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counters at the begin of an iteration."""
+        """Reset all counters at the start of an iteration."""
         self._left = self.held
         self.reset_pass()
 
@@ -102,7 +102,7 @@ class BackwardHooks(BackwardPasses):
         """Do nothing. The listener receives all buckets; `Sentinels` needs this call."""
 
     def watch(self, output: object) -> None:
-        """Do nothing. The first gradient shows the begin of a backward; `Sentinels` needs this
+        """Do nothing. The first gradient shows the start of a backward; `Sentinels` needs this
         call."""
 
     def begin(self) -> None:

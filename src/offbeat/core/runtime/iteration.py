@@ -18,7 +18,7 @@ class MomentTimes:
 
     Attributes:
         position: position of the moment in the program.
-        begin: begin of the wait.
+        begin: start of the wait.
         waited: end of the wait.
         applied: end of the last rule.
     """
@@ -34,8 +34,8 @@ class Timestamps:
     """Times of the events of one iteration, as device marks; None or empty if not marked.
 
     Attributes:
-        begin: begin of the iteration.
-        forward: begin of forward.
+        begin: start of the iteration.
+        forward: start of forward.
         forward_end: end of forward.
         ready: by bucket b, completion of the gradients of buckets 0..b.
         acted: moments of forward and backward at which the rank has waited or applied rules.

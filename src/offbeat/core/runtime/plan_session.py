@@ -353,7 +353,7 @@ class FlatSession(Session):
 
         All ranks have the same finding and make the same change.
         """
-        if finding.departed is not None:
+        if finding.problem is not None:
             assert self._monitor is not None
             fallback = self._monitor.fallback
             plan = self._checked_plan(fallback)
@@ -361,7 +361,7 @@ class FlatSession(Session):
             if plan.digest == self.plan.digest:  # the fallback runs already
                 return
             self._report_decision(
-                f"{finding.departed}: fell back from {self._strategy} to {fallback}"
+                f"{finding.problem}: fell back from {self._strategy} to {fallback}"
             )
             self.engine.pauses.drain()
             self._adopt(fallback, plan)

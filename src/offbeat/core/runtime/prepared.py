@@ -168,7 +168,7 @@ class Session(ABC):
         unknown, and the listener is never called."""
 
     def on_scaler_step(self) -> None:  # noqa: B027 - nothing to do by default
-        """Handle the begin of a step by a gradient scaler."""
+        """Handle the start of a step by a gradient scaler."""
 
     def skip_step(self) -> None:
         """End one iteration without an update; see `Model.skip_step`."""

@@ -23,7 +23,7 @@ NO_TASK = -1
 class Sentinels(BackwardPasses):
     """Observer of backward passes whose gradients only the optimizer reads.
 
-    A hook on the outputs of the forward detects the begin of a pass and queues a callback at its
+    A hook on the outputs of the forward detects the start of a pass and queues a callback at its
     end. Each expected bucket has a sentinel: a hook on one of its parameters without gradient. When
     this parameter receives its gradient and others of the bucket are missing, the sentinel moves to
     one of those. It ends at the parameter that is last in autograd's order, and stays there.
@@ -107,7 +107,7 @@ class Sentinels(BackwardPasses):
             self._on_pass_begin(blind=False)
 
     def _on_pass_begin(self, *, blind: bool) -> None:
-        """Handle the begin of a pass, before its first gradient unless `blind`."""
+        """Handle the start of a pass, before its first gradient unless `blind`."""
         self._task, self._blind, self._noticed = current_graph_task_id(), blind, False
         self._before = None if blind else self._previous_gradients()
         if self._before and any(g is not None and g._is_view() for g, _ in self._before):

@@ -1,7 +1,7 @@
 """Simulation engine for any plan: sends between two ranks, groups of ranks, rules of single ranks.
 
 Each rank executes its program until it has to wait. A message starts when each of its ranks has
-released it and has ended all earlier messages in its line on that link. A receiver releases a
+released it and has ended all earlier messages in its queue on that link. A receiver releases a
 message at the start of the iteration. Hence the end of a message is computed as soon as its last
 rank is ready. Coupled links, which slow each other down, are the only ones advanced in order of
 time, and only while every rank waits.

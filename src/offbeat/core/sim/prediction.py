@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offbeat.core.strategy.interface import Strategy
 
 SCHEMA = 1
-MOST_ITERATIONS = 2048  # upper limit of simulated iterations before a steady state
+MOST_ITERATIONS = 2048  # largest number of simulated iterations before a steady state
 RANDOM_ITERATIONS = 400  # iterations with jitter or random votes; the second half is averaged
 LONGEST_CYCLE = 12  # longest cycle of a steady state, in periods of the plan
 SHARED_ITERATIONS = 120  # as RANDOM_ITERATIONS, where sends between ranks share links

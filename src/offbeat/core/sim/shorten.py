@@ -62,7 +62,7 @@ class ShortPlan:
 
 
 def shorten(plan: Plan) -> ShortPlan:
-    """Shorten every long stretch of a plan. A plan without one is returned unchanged."""
+    """Shorten every long stretch of a plan. A plan without a long stretch is returned unchanged."""
     program = Program(plan)
     bounds = program.bounds
     starts, pieces = {0: 0}, [(0, 0)]

@@ -19,9 +19,9 @@ from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.spans import rank_spans
 from offbeat.core.sim.trace import Trace
 
-MAX_RANKS = 16  # ranks with spans in a trace
-LEAST_ITERATIONS = 32  # default lower limit of iterations after the prologue
-MOST_ITERATIONS = 2048  # default upper limit of iterations
+MAX_RANKS = 16  # largest number of ranks with spans in a trace
+LEAST_ITERATIONS = 32  # default of the least number of iterations after the prologue
+MOST_ITERATIONS = 2048  # default of the largest number of iterations
 
 
 def run(job: Job) -> Run:

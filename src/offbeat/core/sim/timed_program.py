@@ -242,7 +242,7 @@ class TimedProgram:
 def _closing_iteration(plan: Plan, age: int) -> int:
     """Return the iteration that closes the `age`-th accumulation window, or -1 without windows.
 
-    Gradients of that age exist only after this iteration.
+    Gradients with the age `age` exist only after this iteration.
     """
     phases = [apply.phases for apply in plan.applies if effects.is_window_end(apply)]
     if not phases:

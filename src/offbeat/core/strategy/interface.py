@@ -264,9 +264,9 @@ def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> 
 
     Args:
         profile: profile of the job.
-        fused: whether plans may fuse buckets: C is the time of one message of all buckets,
+        fused: whether plans may fuse buckets. If true, C is the time of one message of all buckets,
             otherwise of one message per bucket.
-        period: iterations per average; C counts once per period.
+        period: iterations per average; C is divided by it.
     """
     profile = profile.slowest()
     compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
@@ -274,7 +274,8 @@ def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> 
 
 
 def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
-    """Return a lower bound, in seconds per iteration, of averages of parameters once per period.
+    """Return a lower bound, in seconds per iteration, of schedules that average each parameter
+    once per period.
 
     The bound is `F + max(B, C / H)` on one link. No message overlaps a forward pass of the slowest
     rank. H is `period`; F, B and C are as in `synchronous_bound_s`, with C for parameters.
@@ -282,7 +283,7 @@ def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
     Args:
         profile: profile of the job.
         period: iterations per average of a parameter.
-        fused: whether plans may fuse buckets: C is the time of one message of all buckets,
+        fused: whether plans may fuse buckets. If true, C is the time of one message of all buckets,
             otherwise of one message per bucket.
 
     Source: DreamDDP, section 3.2.

@@ -51,7 +51,11 @@ def text_of(strategy: Strategy) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """Return the text of a setting. Elements of tuples have / between; rows consist of 0 and 1."""
+    """Return the text of a setting.
+
+    Elements of a tuple are joined by `/`. An element that is a tuple of flags is written as digits,
+    such as 0110.
+    """
     if not isinstance(value, tuple):
         return str(value)
     return "/".join(

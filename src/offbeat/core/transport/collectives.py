@@ -255,7 +255,7 @@ class Ring:
             work.wait(self._timeout)
 
     def _start_shift(self, given: Tensor, taken: Tensor, step: int) -> list[Any]:
-        """Start to send and receive as in `_shift`. Empty shards are not sent."""
+        """Start sending and receiving as in `_shift`. Empty shards are not sent."""
         works: list[Any] = []
         if taken.numel():
             works.append(self._group.recv([taken], (self._rank - step) % self._size, 0))

@@ -28,7 +28,7 @@ from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
 from offbeat.core.verify.interpreter import Array, ConflictError, InterpretedModel, Interpreter
 from offbeat.core.verify.shape import faults
 
-MAX_SLICES = 4096  # upper bound of the elements of one bucket (see `slices_of`)
+MAX_SLICES = 4096  # largest number of elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
 SHARE = 1e-4  # factor on blend shares: its cube is far below TOLERANCE
 YES, NO, MIXED = 0, 1, 2  # outcome of all votes
@@ -325,9 +325,10 @@ def _per_rank_settings(apply: Apply) -> Iterator[tuple[float, ...]]:
 
 
 def slices_of(plan: Plan) -> list[int]:
-    """Return for each bucket the least number of elements that all of its slices divide evenly.
+    """Return for each bucket the number of elements that makes all its slices equally large.
 
-    A reduce_scatter or an all_gather cuts each slice into two shards.
+    It is the least common multiple of the numbers of slices. A reduce_scatter or an all_gather cuts
+    each slice into two shards.
     """
     sizes = [1] * plan.buckets
     for t in plan.transfers:

@@ -239,7 +239,7 @@ class Worker:
         """Raise if the acting rule reads gradients that the rule `local` has applied since
         backward.
 
-        Such gradients are zeros. A copy that backward has never filled is allowed.
+        Applied gradients are zeros. A copy that backward has never filled is allowed.
         """
         if buffer != "grad" or not self.filled[copy]:
             return

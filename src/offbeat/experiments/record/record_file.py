@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary
 SCHEMA = 2
 SUFFIX = ".jsonl"
 COLUMNS = ("ends_s", "losses", "without_update", "warnings", "decisions")
-MOST_UNWRITTEN_BYTES = 1 << 26  # blocks that are kept while the file cannot be written
-MOST_LOSSES = 20_000  # losses kept of a record; longer records are averaged over neighbours
+MOST_UNWRITTEN_BYTES = 1 << 26  # largest size of the blocks kept while the file cannot be written
+MOST_LOSSES = 20_000  # largest number of losses kept of a record; longer records average neighbours
 
 
 def path_of(directory: str | Path, rank: int) -> Path:

@@ -269,8 +269,8 @@ class Run:
 def count_skipped(run: Run, rep: Repetition) -> int:
     """Return the number of first iterations of a trace that are excluded from measured times.
 
-    The profiled iterations are excluded, and at least the first `run.skip` iterations of the plan,
-    rounded up to whole periods if a whole period remains.
+    The profiled iterations are excluded. At least the first `run.skip` iterations of the plan are
+    excluded too, rounded up to whole periods if a whole period remains.
     """
     trace, before = rep.trace, rep.observed - rep.trace.first
     return max(0, whole_periods(run.skip, trace.period, trace.iterations - before) + before)

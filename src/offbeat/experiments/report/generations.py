@@ -1,4 +1,4 @@
-"""Generations: the iterations whose gradients a span holds."""
+"""Generations: the gradients of one iteration or of several merged ones, named by iterations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Generations:
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span]) -> Generations:
-        """Return the generations in the messages among some spans."""
+        """Return the generations that the messages in `spans` carry."""
         found = {(span.iteration, held) for span in spans if (held := held_generation(span))}
         late = any(held != (iteration, iteration + 1) for iteration, held in found)
         return cls(tuple(sorted({held for _, held in found})), late)

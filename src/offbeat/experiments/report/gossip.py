@@ -15,7 +15,7 @@ from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import Box, Lane, Picture, Tie
 
 SHOWN = 10  # length of the window, in mean times of a gradient
-MOST_WORKERS = 64  # most workers with lanes and counts
+MOST_WORKERS = 64  # largest number of workers that get a lane and counts
 EXCHANGES = 1000  # thread id in a Chrome trace, sorted below all others
 
 Span = tuple[float, float]  # start and end in seconds
@@ -70,7 +70,7 @@ class GossipTrace:
             exchanges are known from its partners only.
         exchanges: the last exchanges, in order of time.
         counts: number of exchanges of workers i and j, [N, N].
-        since_s: begin of the interval in which no exchange is missing.
+        since_s: start of the interval in which no exchange is missing.
         until_s: end of this interval.
     """
 

@@ -29,7 +29,8 @@ class Unit:
 
 
 def unit_for(seconds: Iterable[float | None]) -> Unit:
-    """Return s, ms or µs by the largest number, with decimals by the smallest one."""
+    """Return the unit of a column: the largest number chooses s, ms or µs, the smallest one the
+    decimals."""
     values = [abs(s) for s in seconds if s]
     low, high = min(values, default=1.0), max(values, default=1.0)
     name, scale = ("s", 1.0) if high >= 10 else ("ms", 1e-3) if high >= 1e-2 else ("µs", 1e-6)

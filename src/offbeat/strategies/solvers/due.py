@@ -21,7 +21,7 @@ Order = tuple[int, ...]  # messages of one iteration in sending order
 Orders = tuple[Order, ...]  # order of each iteration of the period
 
 ORDER_WORK = 3000  # orders that one search tries, times the squared number of messages
-MOST_WORK = 400_000  # messages in all sets that the searches for sets evaluate; takes about .5 s
+MOST_WORK = 400_000  # largest number of messages in all sets that searches evaluate: about .5 s
 ORDERING = 60  # time of a search for an order, relative to computing the bound of the set
 EXACT = 1e-12  # gains below this share of a cycle are rounding errors
 
@@ -380,8 +380,8 @@ def _exchanges(
 def refill(cycle: Cycle, orders: Orders) -> Orders:
     """Return for each iteration the output-side messages that it can send again in the same time.
 
-    The result is the longest such run. An iteration without messages gets none, because a message
-    would make it a barrier.
+    The result is the longest run of messages that takes no more time. An iteration without messages
+    gets none, because a message would make it a barrier.
     """
     return tuple(_fill(cycle, order) for order in orders)
 

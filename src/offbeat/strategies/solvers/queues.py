@@ -1,9 +1,10 @@
 """DeFT's two queues: choice of the gradients to send during each forward and backward.
 
 Every iteration adds its gradients to the future queue. The current queue holds the pieces of an
-earlier generation that are not sent yet. If backward has time for all of them, the generation
-closes: its update is applied at the end of the iteration, and the remaining future queue becomes
-the current queue. The queues are simulated until they repeat.
+earlier generation that are not sent yet. A generation is the gradients of one iteration or of
+several merged ones. If backward has time for all its pieces, the generation closes: its update is
+applied at the end of the iteration, and the remaining future queue becomes the current queue. The
+queues are simulated until they repeat.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers import knapsack
 from offbeat.strategies.solvers.inputs import Numbers
 
-MOST_GENERATIONS = 8  # simulated generations; without a repetition the best stretch is repeated
+MOST_GENERATIONS = 8  # largest number simulated; without a repetition the best stretch is repeated
 
 _Queue = frozenset[int]
 

@@ -9,7 +9,7 @@ from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Payload
 from offbeat.core.profile import Profile
 
-MOST_PARTS = 256  # slices of a bucket; the time of smaller slices is almost only latency
+MOST_PARTS = 256  # largest number of slices of a bucket; smaller ones take little but latency
 ROUNDING = 1e-12
 # Pairs of shares of the largest message that fits: size up to which consecutive buckets are fused,
 # and size of slices. Smaller messages fill windows better; larger messages have less latency.
