@@ -32,7 +32,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_the_device_computes_and_the_messages_stay():
-    for speed in (DeviceSpeed(times=3), DeviceSpeed(iteration_s=0.02)):
+    for speed in (DeviceSpeed(factor=3), DeviceSpeed(iteration_s=0.02)):
         there = speed.apply(PACED)
         assert compute_s(there) == pytest.approx(0.02)
         assert (there.pace, there.links) == (0.0, PACED.links)

@@ -60,7 +60,7 @@ def test_former_names_are_removed_when_they_are_due() -> None:
 def test_unknown_modules_stay_unknown() -> None:
     with pytest.raises(ModuleNotFoundError):
         __import__("offbeat.never")
-    assert set(former_names.PROMISED) <= set(former_names.MODULES)
+    assert set(former_names.PUBLIC) <= set(former_names.MODULES)
 
 
 def test_former_methods_of_profiles() -> None:

@@ -22,7 +22,7 @@ MODULES = {
     "offbeat.strategies.texts": "offbeat.core.strategy.parsing",
     "offbeat.trace": "offbeat.core.sim.trace",
 }
-PROMISED = {  # where the promised names of a former module are
+PUBLIC = {  # where the public names of a former module are
     "offbeat.numerics": "offbeat.rules",
     "offbeat.plan.check": "offbeat.plan",
     "offbeat.runtime": "offbeat",
@@ -40,7 +40,7 @@ class FormerNames(MetaPathFinder, Loader):
         return ModuleSpec(name, self) if name in MODULES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = PROMISED.get(spec.name, MODULES[spec.name])
+        new = PUBLIC.get(spec.name, MODULES[spec.name])
         warnings.warn(
             f"module {spec.name} is now {new}; the former name will be removed in {REMOVED_IN}",
             FutureWarning,

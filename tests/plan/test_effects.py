@@ -193,7 +193,7 @@ def test_check_and_transforms_do_not_know_names(aliased):
         assert keeps_gradients(other) is keeps_gradients(plan)
         put_off, theirs = defer_updates(plan), defer_updates(other)
         assert (put_off and aliased(put_off)) == theirs
-        assert effects.landing_buffers(other) == effects.landing_buffers(plan)
+        assert effects.delayed_buffers(other) == effects.delayed_buffers(plan)
         assert effects.common_buffers(other) == effects.common_buffers(plan)
 
 

@@ -88,9 +88,9 @@ def test_both_engines_agree(data):
     for name in ("ends_s", "waited_s"):
         near = np.broadcast_to(getattr(fast, name), getattr(slow, name).shape)
         np.testing.assert_allclose(getattr(slow, name), near, rtol=1e-12, atol=1e-12)
-    for link, lines in slow.lines.items():
+    for link, lines in slow.queues.items():
         for line in lines:
-            assert line.ends_s == pytest.approx(fast.lines[link][0].ends_s, rel=1e-12)
+            assert line.ends_s == pytest.approx(fast.queues[link][0].ends_s, rel=1e-12)
 
 
 def agree(trace, truth, plan, goes):

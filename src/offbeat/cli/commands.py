@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
-DEMO_LEAST = 20  # least number of iterations: two periods after the profiled iterations
+DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal

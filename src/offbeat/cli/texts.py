@@ -112,7 +112,7 @@ def parse_device_speed(text: str | None) -> DeviceSpeed | None:
         raise ValueError(f"--device-speed ({text!r}) must be a number above 0 with a unit; {help_}")
     number, unit = float(match[1]), match[2]
     if unit == "x":
-        return DeviceSpeed(times=number)
+        return DeviceSpeed(factor=number)
     return DeviceSpeed(iteration_s=number * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit])
 
 

@@ -49,9 +49,9 @@ class Exchange:
             raise RuntimeError("this worker has failed; start it again")
         return self.group
 
-    def receive(self, landing: Sequence[Tensor], source: int, words: str) -> Arrival:
-        """Start receiving into `landing` from a rank. `words` name the transfer in errors."""
-        arrival = Arrival(self, landing, source, words)
+    def receive(self, tensors: Sequence[Tensor], source: int, words: str) -> Arrival:
+        """Start receiving `tensors` from a rank. `words` name the transfer in errors."""
+        arrival = Arrival(self, tensors, source, words)
         self._arrivals.add(arrival)
         return arrival
 
@@ -125,12 +125,12 @@ class Exchange:
 class Arrival:
     """Tensors that are being received."""
 
-    def __init__(self, exchange: Exchange, landing: Sequence[Tensor], source: int, words: str):
+    def __init__(self, exchange: Exchange, tensors: Sequence[Tensor], source: int, words: str):
         self._exchange, self._source, self._words = exchange, source, words
-        self._landing = [*landing]
+        self._tensors = [*tensors]
         self._hosted = [
             tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
-            for tensor in landing
+            for tensor in tensors
         ]
         with exchange.reporting(f"{words} from rank {source}"):
             self.works = [exchange.open_group.recv([tensor], source, 0) for tensor in self._hosted]
@@ -138,7 +138,7 @@ class Arrival:
     def wait(self) -> list[Tensor]:
         """Wait for all tensors and return them."""
         self._exchange.wait(self.works, self._source, f"{self._words} from rank {self._source}")
-        for tensor, host in zip(self._landing, self._hosted, strict=True):
+        for tensor, host in zip(self._tensors, self._hosted, strict=True):
             if tensor is not host:
                 tensor.copy_(host)
-        return self._landing
+        return self._tensors

@@ -59,7 +59,7 @@ class Traffic:
     def receive(self, time: int, room: Room) -> None:
         """Start receiving the messages that are sent in a time step.
 
-        `room` returns the tensors to receive into, or None for a message of unknown shape. The
+        `room` returns the tensors to receive tensors, or None for a message of unknown shape. The
         first message of that kind from a peer is preceded by its shape.
         """
         if self._exchange is None:
@@ -68,10 +68,10 @@ class Traffic:
         self._exchange.settle(time if self._table.placement == "zero" else time - PATIENCE + 1)
         for message in self._planned.get(time, ()):
             if message.target == self._rank:
-                landing = room(message)
-                if landing is None:
-                    landing = [self._receive_tensor(message)]
-                self._in[_key(message)] = message, self._arrival(message, landing)
+                tensors = room(message)
+                if tensors is None:
+                    tensors = [self._receive_tensor(message)]
+                self._in[_key(message)] = message, self._arrival(message, tensors)
 
     def is_expected(self, what: What, stage: int, batch: int) -> bool:
         """Whether a message is expected from another device and was not taken yet."""
@@ -111,9 +111,9 @@ class Traffic:
                 if on_sent is not None:
                     on_sent(message, sum(tensor.nbytes for tensor in tensors))
 
-    def _arrival(self, message: Message, landing: Sequence[Tensor]) -> Arrival:
+    def _arrival(self, message: Message, tensors: Sequence[Tensor]) -> Arrival:
         assert self._exchange is not None
-        return self._exchange.receive(landing, message.source, _describe(message))
+        return self._exchange.receive(tensors, message.source, _describe(message))
 
     def _receive_tensor(self, message: Message) -> Tensor:
         """Return a tensor for an activation, or for its shape if that is unknown."""

@@ -392,7 +392,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
     after = setting.average == "after_update"
     transfers, applies = [], [local(size, Moment("step"), range(period))]
     for h, members in enumerate(choice.sets):
-        taken, landing = Phases((h,)), Phases(((h + delay) % period,))
+        taken, applied = Phases((h,)), Phases(((h + delay) % period,))
         for piece in (choice.pieces[i] for i in members):
             last = piece.buckets[-1]
             transfers.append(
@@ -409,7 +409,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
                 args = (("source", "param"), ("target", target))
                 at = Moment("step" if after else "grad")
                 applies.append(Apply("copy", piece.buckets, at, taken, args=args))
-            applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), landing))
+            applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), applied))
     everything = setting.profile.payload_bytes("param", range(size))
     facts = layer_set_facts(choice.sets, ((),) * period, choice.pieces)
     return Plan(

@@ -101,10 +101,10 @@ def with_outer(
     An average of snapshots is applied as `w += new - snapshot`, or with `share` as `w = share w +
     (1 - share) new`.
     """
-    landing = effects.landings(plan)
-    if landing:
+    delayed = effects.delayed_applies(plan)
+    if delayed:
         plan = _with_prologue(plan)
-        landing = effects.landings(plan)
+        delayed = effects.delayed_applies(plan)
     settings = {"rate": outer.lr, "momentum": outer.momentum, "nesterov": int(outer.nesterov)}
     args = tuple({**settings, "anchor": COMMON}.items())
     steps = [
@@ -114,7 +114,7 @@ def with_outer(
     ]
     steps += [
         replace(apply, rule="outer", args=(*args, ("buffer", _average_buffer(apply, plan))))
-        for apply in landing
+        for apply in delayed
     ]
     sent = {t.target for t in plan.transfers}
     buffers = tuple(b for b in plan.buffers if share is None or b.name in sent)
@@ -137,10 +137,10 @@ def _blended_applies(plan: Plan, share: float | None) -> list[Apply]:
     """
     if share is None:
         return list(plan.applies)
-    applies, landing, waiting = [], effects.landings(plan), effects.landing_buffers(plan)
+    applies, delayed, waiting = [], effects.delayed_applies(plan), effects.delayed_buffers(plan)
     unsent = set(waiting) - {t.target for t in plan.transfers}
     for apply in plan.applies:
-        if apply in landing:
+        if apply in delayed:
             source = _average_buffer(apply, plan)
             args = {"share": float(share)} | ({} if source == "average" else {"source": source})
             applies.append(replace(apply, rule="blend", args=tuple(args.items())))
@@ -149,22 +149,22 @@ def _blended_applies(plan: Plan, share: float | None) -> list[Apply]:
     return applies
 
 
-def _average_buffer(landing: Apply, plan: Plan) -> str:
-    """Return the buffer that holds the average which `landing` applies."""
-    [average] = effects.reads(landing) & {t.target for t in plan.transfers} - {"param"}
+def _average_buffer(delayed: Apply, plan: Plan) -> str:
+    """Return the buffer that holds the average which `delayed` applies."""
+    [average] = effects.reads(delayed) & {t.target for t in plan.transfers} - {"param"}
     return average
 
 
 def _with_prologue(plan: Plan) -> Plan:
     """Return the plan with a prologue as long as a message takes, in which no average is
     applied."""
-    delay, landings = plan.fact("staleness"), effects.landings(plan)
+    delay, delayed = plan.fact("staleness"), effects.delayed_applies(plan)
     begins = Phases(range(delay))
 
     def shift_phases(rule: Rule) -> Rule:
         cycle = {delay + (phase - delay) % plan.period for phase in rule.phases}
-        landing = isinstance(rule, Apply) and rule in landings
-        early = set() if landing else set(rule.phases) & set(begins)
+        is_delayed = isinstance(rule, Apply) and rule in delayed
+        early = set() if is_delayed else set(rule.phases) & set(begins)
         return replace(rule, phases=Phases(cycle | early))
 
     return replace(

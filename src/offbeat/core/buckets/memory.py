@@ -8,17 +8,18 @@ from typing import Any
 
 
 def give_back() -> None:
-    """Return memory that glibc keeps after it was freed to the operating system.
+    """Return memory to the operating system that glibc keeps after it was freed.
 
     Later allocations have other sizes and would not reuse that memory.
     """
-    trim = _trim()
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
 @cache
-def _trim() -> Any:
+def _malloc_trim() -> Any:
+    """Return glibc's function that gives free memory back to the system, or None without it."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

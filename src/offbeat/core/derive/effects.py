@@ -53,7 +53,7 @@ def writes_only(apply: Apply, buffers: Collection[str]) -> bool:
     return apply.rule in EFFECTS and writes(apply) <= set(buffers)
 
 
-def landings(plan: Plan) -> Sequence[Apply]:
+def delayed_applies(plan: Plan) -> Sequence[Apply]:
     """Return the applies that write a result of an earlier iteration into the parameters.
 
     A plan with a `source` has none, because each rank holds its own parameters.
@@ -63,16 +63,16 @@ def landings(plan: Plan) -> Sequence[Apply]:
     return [
         a
         for a in plan.applies
-        if not is_update(a) and "param" in writes(a) and _lands_late(a, plan)
+        if not is_update(a) and "param" in writes(a) and _is_delayed(a, plan)
     ]
 
 
-def landing_buffers(plan: Plan) -> Sequence[str]:
-    """Return the buffers that hold results for a later landing.
+def delayed_buffers(plan: Plan) -> Sequence[str]:
+    """Return the buffers whose contents a later iteration writes into the parameters.
 
     With their initial values they do not change the parameters.
     """
-    names = {name for apply in landings(plan) for name in reads(apply) - BUILT_IN.keys()}
+    names = {name for apply in delayed_applies(plan) for name in reads(apply) - BUILT_IN.keys()}
     kept = {name for apply in plan.applies for name in common_buffers_of(apply)}
     return sorted(names - kept)
 
@@ -95,7 +95,7 @@ def with_smaller_share(apply: Apply, factor: float) -> Apply:
     return replace(apply, args=tuple((dict(apply.args) | shares).items()))
 
 
-def _lands_late(apply: Apply, plan: Plan) -> bool:
+def _is_delayed(apply: Apply, plan: Plan) -> bool:
     """Return whether the apply reads a buffer that messages of earlier iterations fill or send."""
     for t in plan.transfers:
         carried = {t.payload.buffer, t.target} - BUILT_IN.keys()

@@ -53,10 +53,10 @@ class Comparison(ABC):
             RuntimeError: on every rank, if ranks differ.
         """
 
-    def note_step(self, *, landed: bool) -> None:  # noqa: B027 - nothing to do by default
+    def note_step(self, *, weights_final: bool) -> None:  # noqa: B027 - nothing to do by default
         """Called after a step.
 
-        `landed` is whether no message writes weights before the next forward.
+        `weights_final` is whether no message writes weights before the next forward.
         """
 
     def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
@@ -177,9 +177,9 @@ class SettingsGuard(Comparison):
             self._compared += 1
             self._compare()
 
-    def note_step(self, *, landed: bool) -> None:
+    def note_step(self, *, weights_final: bool) -> None:
         rare = self._steps < FIRST or self._steps % self._every == 0
-        self._changes.note(contents=landed and rare)
+        self._changes.note(contents=weights_final and rare)
         self._steps += 1
 
     def forward_begins(self) -> None:

@@ -15,24 +15,24 @@ class DeviceSpeed:
     """Speed of the compute device that the user describes by one of two values.
 
     Attributes:
-        times: speed relative to the measured machine without a pace; None if `iteration_s` is
-            given.
-        iteration_s: seconds of compute per iteration; None if `times` is given.
+        factor: speed relative to the measured machine without a pace, such as 20 for 20 times as
+            fast; None if `iteration_s` is given.
+        iteration_s: seconds of compute per iteration; None if `factor` is given.
     """
 
-    times: float | None = None
+    factor: float | None = None
     iteration_s: float | None = None
 
-    def of(self, profile: Profile) -> float:
-        """Return the speed of the device relative to the compute times of a profile."""
-        if self.times is not None:
-            return self.times * (profile.pace or 1.0)
+    def relative_to(self, profile: Profile) -> float:
+        """Return how many times as fast the device is as the compute times of a profile."""
+        if self.factor is not None:
+            return self.factor * (profile.pace or 1.0)
         assert self.iteration_s is not None
         return compute_s(profile) / self.iteration_s
 
     def apply(self, profile: Profile) -> Profile:
         """Return the profile with the compute times of the device."""
-        return with_device_speed(profile, self.of(profile))
+        return with_device_speed(profile, self.relative_to(profile))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,17 @@ class Compute:
     def of(cls, profile: Profile, speed: DeviceSpeed | None = None) -> Compute:
         """Return the compute device of a profile, or the device that `speed` describes."""
         if speed is None:
-            return cls(profile.pace, None if profile.pace else 1.0, compute_s(profile))
-        times = speed.of(profile)
-        return cls(0.0, times / (profile.pace or 1.0), compute_s(profile) / times)
+            return cls(
+                pace=profile.pace,
+                device_speed=None if profile.pace else 1.0,
+                iteration_s=compute_s(profile),
+            )
+        factor = speed.relative_to(profile)
+        return cls(
+            pace=0.0,
+            device_speed=factor / (profile.pace or 1.0),
+            iteration_s=compute_s(profile) / factor,
+        )
 
     @property
     def text(self) -> str | None:

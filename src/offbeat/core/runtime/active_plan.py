@@ -183,7 +183,7 @@ class ActivePlan:
     @property
     def has_delayed_averages(self) -> bool:
         """Whether the plan averages snapshots of parameters while training continues."""
-        return bool(effects.landings(self.plan))
+        return bool(effects.delayed_applies(self.plan))
 
     @property
     def has_transfers_at_forward(self) -> bool:
@@ -196,7 +196,7 @@ class ActivePlan:
 
     def discard_delayed_averages(self) -> None:
         """Restart the buffers of averages that have not been applied."""
-        for name in effects.landing_buffers(self.plan):
+        for name in effects.delayed_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 
     def require_unsent(self, iteration: Iteration) -> None:

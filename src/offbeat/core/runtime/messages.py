@@ -68,8 +68,8 @@ class Messages:
                     self._links[t.link].release(message, (), coded)
                     continue
                 like = self._flat.message_tensors(payload, copy, into=t.target)
-                landing = [torch.empty_like(x) for x in like]
-                self._links[t.link].release(message, landing)
+                received = [torch.empty_like(x) for x in like]
+                self._links[t.link].release(message, received)
         return messages
 
     def release(self, message: Message, planned: int) -> None:

@@ -614,7 +614,7 @@ class FlatSession(Session):
         if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self._replicas is not None:
-            self._replicas.note_step(landed=not self.engine.run.has_transfers_at_forward)
+            self._replicas.note_step(weights_final=not self.engine.run.has_transfers_at_forward)
         if self.engine.run.has_transfers_at_forward:
             self._unsampled = self.engine.iteration - 1
         elif self._recorder:

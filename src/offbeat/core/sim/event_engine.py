@@ -17,7 +17,7 @@ import numpy as np
 from offbeat.core.plan import Transfer, groups_of
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run
-from offbeat.core.sim.lines import Line, deadlock_error, undecided_vote_error
+from offbeat.core.sim.link_queue import LinkQueue, deadlock_error, undecided_vote_error
 from offbeat.core.sim.timed_program import Leg, Slot, VoteSlot
 
 
@@ -29,14 +29,14 @@ def run(job: Job) -> Run:
     return Run(
         job,
         [worker.program for worker in workers],
-        {name: [worker.lines[name] for worker in workers] for name in job.links},
+        {name: [worker.queues[name] for worker in workers] for name in job.links},
         np.array([worker.ends_s[: job.iterations] for worker in workers]).T,
         np.array([worker.waited_s[: job.iterations] for worker in workers]).T,
         world.known_s,
     )
 
 
-class _Queue(Line):
+class _RankQueue(LinkQueue):
     """Messages of one rank on one link."""
 
     def __init__(self, name: str) -> None:
@@ -55,9 +55,9 @@ class _World:
             link: {rank: group for group in groups_of(link, job.plan.groups) for rank in group}
             for link in job.plan.links
         }
-        # Messages that at least one of their ranks has not yet added to its line.
+        # Messages that at least one of their ranks has not yet queued.
         self._flows: dict[tuple[int, int, int], Flow] = {}
-        self._landing: deque[tuple[Flow, float]] = deque()
+        self._ending: deque[tuple[Flow, float]] = deque()  # messages with their ends
         self._fluid = Fluid(job.profile)
         # Number of ranks that have voted and time of the last one, by vote and iteration.
         self._ballots: dict[tuple[str, int], tuple[int, float]] = {}
@@ -77,7 +77,7 @@ class _World:
             ended = self._fluid.advance()
             if ended is None:
                 break
-            self._landing.append(ended)
+            self._ending.append(ended)
             self._end_messages()
         waiting = [w for w in self.workers if len(w.ends_s) < self.job.iterations]
         if waiting:
@@ -100,7 +100,7 @@ class _World:
         return flow
 
     def mark_ready(self, flow: Flow, now_s: float) -> None:
-        """Record that a rank has released a message or has reached it in its line.
+        """Record that a rank has released a message or that its queue has reached it.
 
         Start the message if it has no other missing condition.
         """
@@ -111,15 +111,15 @@ class _World:
             if flow.link in self.job.coupled:
                 self._fluid.add(flow)
             else:
-                self._landing.append((flow, flow.start_s + flow.seconds))
+                self._ending.append((flow, flow.start_s + flow.seconds))
 
     def _end_messages(self) -> None:
-        """End the messages in `_landing` and move the next ones to the head of their lines."""
-        while self._landing:
-            flow, end_s = self._landing.popleft()
+        """End the messages in `_ending` and move the next ones to the head of their queues."""
+        while self._ending:
+            flow, end_s = self._ending.popleft()
             flow.end_s = end_s
             for rank in flow.ranks:
-                queue = self.workers[rank].lines[flow.link]
+                queue = self.workers[rank].queues[flow.link]
                 queue.message_s[len(queue.ends_s)] = end_s - flow.start_s
                 queue.ends_s.append(end_s)
                 if len(queue.ends_s) < len(queue.flows):
@@ -154,7 +154,7 @@ class _Worker:
         self.rank, self.world = rank, world
         self.job = world.job
         self.program = world.job.program(rank)
-        self.lines = {name: _Queue(name) for name in world.job.links}
+        self.queues = {name: _RankQueue(name) for name in world.job.links}
         self.ends_s: list[float] = []
         self.waited_s: list[float] = []
         self.blocked: Slot | VoteSlot | None = None
@@ -172,7 +172,7 @@ class _Worker:
             for leg in self.program.legs(iteration):
                 begun = now
                 for slot in leg.due:
-                    queue = self.lines[slot.link]
+                    queue = self.queues[slot.link]
                     flow = queue.flows[queue.number(iteration, slot)]
                     while flow.end_s is None:
                         self.blocked = slot
@@ -193,9 +193,9 @@ class _Worker:
             self.waited_s.append(waited)
 
     def _open_iteration(self, iteration: int, now: float) -> None:
-        """Add the iteration's messages to their lines and release the received ones."""
+        """Add the iteration's messages to their queues and release the received ones."""
         queues = self.program.queues(iteration)
-        for link, queue in self.lines.items():
+        for link, queue in self.queues.items():
             transfers = queues.get(link, ())
             queue.open_iteration([0.0] * len(transfers))
             for t in transfers:
@@ -211,7 +211,7 @@ class _Worker:
         for name, after_s in leg.cast_votes:
             self.world.cast_vote(name, iteration, now + after_s * factor)
         for link, released in leg.released.items():
-            queue = self.lines[link]
+            queue = self.queues[link]
             begin = queue.begins[iteration]
             for position, seconds in zip(released.positions, released.after_s, strict=True):
                 self.world.mark_ready(queue.flows[begin + position], now + seconds * factor)
@@ -222,9 +222,9 @@ class _Worker:
         assert blocked is not None
         if isinstance(blocked, VoteSlot):
             return undecided_vote_error(self.program, iteration, blocked.name)
-        queue = self.lines[blocked.link]
+        queue = self.queues[blocked.link]
         flow = queue.flows[queue.number(iteration, blocked)]
         workers = [self.world.workers[rank] for rank in flow.ranks]
-        lines = [(w, w.lines[blocked.link]) for w in workers]
-        heads = [q.head(w.program) for w, q in lines if len(q.ends_s) < len(q.flows)]
+        queues = [(w, w.queues[blocked.link]) for w in workers]
+        heads = [q.head(w.program) for w, q in queues if len(q.ends_s) < len(q.flows)]
         return deadlock_error(self.program, iteration, blocked, heads)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run, Times
-from offbeat.core.sim.lines import Line, deadlock_error, undecided_vote_error
+from offbeat.core.sim.link_queue import LinkQueue, deadlock_error, undecided_vote_error
 from offbeat.core.sim.timed_program import Leg, Slot
 
 
@@ -19,15 +19,15 @@ def run(job: Job) -> Run:
     """Simulate all ranks; raise ValueError if the plan deadlocks."""
     ranks = _AllRanks(job)
     ranks.run()
-    lines = {name: [line] for name, line in ranks.lines.items()}
+    queues = {name: [queue] for name, queue in ranks.queues.items()}
     ends_s, waited_s = (
         _as_rows(times[: job.iterations]) for times in (ranks.ends_s, ranks.waited_s)
     )
-    return Run(job, [ranks.program], lines, ends_s, waited_s, ranks.known_s)
+    return Run(job, [ranks.program], queues, ends_s, waited_s, ranks.known_s)
 
 
-class SharedLine(Line):
-    """Line of a link on which every message involves all ranks and ends on all at the same time.
+class SharedQueue(LinkQueue):
+    """Queue of a link whose messages involve all ranks and end on all ranks at the same time.
 
     A message starts when the last rank has released it and the link is free.
 
@@ -81,8 +81,8 @@ class _AllRanks:
         self.job = job
         self.program = job.program()
         self._fluid = Fluid(job.profile)
-        self.lines = {
-            name: SharedLine(name, self._fluid if name in job.coupled else None)
+        self.queues = {
+            name: SharedQueue(name, self._fluid if name in job.coupled else None)
             for name in job.links
         }
         self.ends_s: list[Times] = []
@@ -118,10 +118,10 @@ class _AllRanks:
         self._advance_coupled()  # messages for which no rank has waited
 
     def _open_iteration(self, iteration: int) -> None:
-        """Add the iteration's messages to their lines."""
+        """Add the iteration's messages to their queues."""
         seconds = self._message_seconds(iteration)
-        for name, line in self.lines.items():
-            line.open_iteration(seconds.get(name, ()))
+        for name, queue in self.queues.items():
+            queue.open_iteration(seconds.get(name, ()))
 
     def _message_seconds(self, iteration: int) -> dict[str, list[float]]:
         """Return the seconds of every message by link. A message that a vote skips takes 0 s."""
@@ -154,29 +154,29 @@ class _AllRanks:
         return now
 
     def _end_s(self, iteration: int, slot: Slot) -> float:
-        line = self.lines[slot.link]
-        number = line.number(iteration, slot)
-        end_s = line.end_s(number)
-        if end_s is None and line.fluid is not None:
-            self._advance_coupled(line, number)
-            end_s = line.end_s(number)
+        queue = self.queues[slot.link]
+        number = queue.number(iteration, slot)
+        end_s = queue.end_s(number)
+        if end_s is None and queue.fluid is not None:
+            self._advance_coupled(queue, number)
+            end_s = queue.end_s(number)
         if end_s is None:
-            raise deadlock_error(self.program, iteration, slot, [line.head(self.program)])
+            raise deadlock_error(self.program, iteration, slot, [queue.head(self.program)])
         return end_s
 
-    def _advance_coupled(self, awaited: SharedLine | None = None, number: int = 0) -> None:
-        """Advance the coupled links until a message of a line ends, or until no message can run.
+    def _advance_coupled(self, awaited: SharedQueue | None = None, number: int = 0) -> None:
+        """Advance the coupled links until a message of a queue ends, or until no message can run.
 
         All ranks wait for this message, so no message is released before it ends.
         """
-        for line in self.lines.values():
-            line.run_released()
+        for queue in self.queues.values():
+            queue.run_released()
         while awaited is None or len(awaited.ends_s) <= number:
             ended = self._fluid.advance()
             if ended is None:
                 return
             flow, end_s = ended
-            self.lines[flow.link].end_message(flow, end_s)
+            self.queues[flow.link].end_message(flow, end_s)
 
     def _release_leg(self, iteration: int, leg: Leg, now: Times, factor: Times) -> None:
         """Record the votes and releases of a leg at the times of the last rank."""
@@ -188,10 +188,10 @@ class _AllRanks:
                 last_s = (now + released.column_s * factor).max(axis=1).tolist()
             else:
                 last_s = [now + seconds * factor for seconds in released.after_s]
-            line = self.lines[link]
-            begin = line.begins[iteration]
+            queue = self.queues[link]
+            begin = queue.begins[iteration]
             numbers = [begin + position for position in released.positions]
-            line.released_s.update(zip(numbers, last_s, strict=True))
+            queue.released_s.update(zip(numbers, last_s, strict=True))
 
 
 def _as_rows(times: list[Times]) -> NDArray[np.float64]:

@@ -31,11 +31,11 @@ class Flow:
         ranks: ranks that take part.
         seconds: seconds of the message on an idle link.
         sent: whether it is a send from the first rank to the second. A send uses one direction of
-            each rank's line; any other message uses both.
+            each rank's connection to the link; any other message uses both.
         ports: ports that the message uses.
-        missing: number of conditions before the start: for each rank, that the rank has released
-            the message and that its line is free.
-        unseen: number of ranks that have not yet added the message to their lines.
+        missing: number of open conditions before the start: for each rank, that it has released the
+            message and that its queue has reached it.
+        unseen: number of ranks that have not yet queued the message.
         waiters: ranks that wait for the end.
         left_s: remaining seconds at speed 1, at time `since_s`.
         speed: current speed; 0 before the start.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offbeat.core.plan import Plan, Transfer
 from offbeat.core.profile import Profile
 from offbeat.core.sim.costs import Costs
-from offbeat.core.sim.lines import Line
+from offbeat.core.sim.link_queue import LinkQueue
 from offbeat.core.sim.outcomes import Outcomes
 from offbeat.core.sim.ranks import Ranks, lognormal
 from offbeat.core.sim.timed_program import TimedProgram
@@ -129,7 +129,7 @@ class Run:
     Attributes:
         job: input of the engine.
         programs: program of each row.
-        lines: for each link, the line of each row.
+        queues: for each link, the queue of each row.
         ends_s: end of each iteration, `[iteration, row]`.
         waited_s: seconds of waiting in each iteration, `[iteration, row]`.
         known_s: time at which the outcome of a vote is known, by name and iteration.
@@ -137,7 +137,7 @@ class Run:
 
     job: Job
     programs: list[TimedProgram]
-    lines: Mapping[str, Sequence[Line]]
+    queues: Mapping[str, Sequence[LinkQueue]]
     ends_s: NDArray[np.float64]
     waited_s: NDArray[np.float64]
     known_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
@@ -145,8 +145,8 @@ class Run:
     def program(self, rank: int) -> TimedProgram:
         return self.programs[min(rank, len(self.programs) - 1)]
 
-    def line(self, link: str, rank: int) -> Line:
-        return self.lines[link][min(rank, len(self.lines[link]) - 1)]
+    def queue_of(self, link: str, rank: int) -> LinkQueue:
+        return self.queues[link][min(rank, len(self.queues[link]) - 1)]
 
     def factor(self, iteration: int, rank: int) -> float:
         """Return the factor of one rank's compute time in an iteration."""

@@ -192,7 +192,7 @@ def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: st
         here = cycle or _second_half(short.plan, len(result.ends_s))
     window = range(short.number_of(here.start), short.number_of(here.stop))
     iteration_s = _seconds(result, here, short, len(window))
-    busy_s = _mean_over_lines(result, here, short, len(window), _link_busy_s)
+    busy_s = _mean_over_rows(result, here, short, len(window), _link_busy_s)
     waited_s = result.waited_s[here.start : here.stop].mean(axis=1).tolist()
     weights = map(short.weight, here)
     return Prediction(
@@ -202,7 +202,7 @@ def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: st
         exposed_s=sum(s * w for s, w in zip(waited_s, weights, strict=True)) / len(window),
         idle_s={name: max(iteration_s - busy, 0.0) for name, busy in busy_s.items()},
         busy_s=busy_s,
-        bytes_per_iteration=_mean_over_lines(result, here, short, len(window), _bytes),
+        bytes_per_iteration=_mean_over_rows(result, here, short, len(window), _bytes),
         window=window,
         steady=cycle is not None and all(_samples_repeat(short, result, cycle)),
         plan=plan,
@@ -325,7 +325,7 @@ def _state(result: Run, iteration: int, depth: int) -> NDArray[np.float64]:
     """Return all times on which iterations from `iteration` on depend, relative to its start."""
     past = range(iteration - depth, iteration)
     ranks_s = result.ends_s[iteration - 1]
-    messages_s = [line.ends_of(past) for lines in result.lines.values() for line in lines]
+    messages_s = [queue.ends_of(past) for queues in result.queues.values() for queue in queues]
     return np.concatenate([ranks_s, *messages_s]) - ranks_s.max()
 
 
@@ -356,7 +356,7 @@ def _seconds(result: Run, here: range, short: ShortPlan, count: int) -> float:
     return total_s / count
 
 
-def _mean_over_lines(
+def _mean_over_rows(
     result: Run, here: range, short: ShortPlan, n: int, value: Callable[[Run, str, int, int], float]
 ) -> dict[str, float]:
     """Return for each link the mean of `value` over ranks, summed over `here` and divided by `n`.
@@ -366,15 +366,15 @@ def _mean_over_lines(
     return {
         link: fmean(
             sum(value(result, link, row, iteration) * short.weight(iteration) for iteration in here)
-            for row in range(len(lines))
+            for row in range(len(queues))
         )
         / n
-        for link, lines in result.lines.items()
+        for link, queues in result.queues.items()
     }
 
 
 def _link_busy_s(result: Run, link: str, row: int, iteration: int) -> float:
-    return result.lines[link][row].link_busy_s(iteration)
+    return result.queues[link][row].link_busy_s(iteration)
 
 
 def _bytes(result: Run, link: str, row: int, iteration: int) -> float:

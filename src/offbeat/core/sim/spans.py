@@ -95,7 +95,7 @@ class _SpanBuilder:
             slot = self.program.slot(iteration, lag, index)
             t = self.program.program.transfers(iteration - lag)[index]
             if self.program.is_on(t, iteration - lag):
-                times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
+                times = self.run.queue_of(slot.link, self.rank).span_s(iteration, slot)
                 assert times is not None
                 until_s = max(until_s, times[2])
         for lag, vote in step.decide:
@@ -117,7 +117,7 @@ class _SpanBuilder:
         """
         slot = self.program.slot(iteration, 0, index)
         t = self.program.program.transfers(iteration)[index]
-        times = self.run.line(slot.link, self.rank).span_s(iteration, slot)
+        times = self.run.queue_of(slot.link, self.rank).span_s(iteration, slot)
         if times is None or not self.program.is_on(t, iteration):
             return
         free_s, begun_s, end_s = times

@@ -198,12 +198,12 @@ class Ring:
     def reduce_scatter(self, tensor: Tensor) -> None:
         """Pass each shard around the ring. Each rank adds its values; the owner gets the sum."""
         parts = shards(tensor.data, self._size)
-        landing = self._scratch.reserve(parts[0], parts[0].numel())
+        received = self._scratch.reserve(parts[0], parts[0].numel())
         for step in range(1, self._size):
             given = parts[(self._rank - step) % self._size]
             taken = parts[(self._rank - step - 1) % self._size]
-            self._shift(given, landing[: taken.numel()])
-            taken += landing[: taken.numel()]
+            self._shift(given, received[: taken.numel()])
+            taken += received[: taken.numel()]
         parts[self._rank] /= self._size
 
     def all_gather(self, tensor: Tensor) -> None:

@@ -290,7 +290,7 @@ class Worker:
         """Restart the plan after a drain."""
         self.filled = [False] * len(self.filled)
         self.starts_window = True
-        for name in effects.landing_buffers(self.plan):
+        for name in effects.delayed_buffers(self.plan):
             first = self.buffers["param"][self.newest["param"]]
             for copy in self.buffers[name]:
                 copy[...] = first if self.plan.all_buffers[name].start == "param" else 0

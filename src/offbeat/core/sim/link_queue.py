@@ -1,4 +1,4 @@
-"""Lines: queues of the messages on one link, in issue order."""
+"""Queue of the messages on one link, in issue order, with their simulated times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offbeat.core.plan import Transfer
 from offbeat.core.sim.timed_program import Slot, TimedProgram
 
 
-class Line:
+class LinkQueue:
     """Messages of one link in issue order. The link carries one message at a time.
 
     Attributes:
@@ -78,7 +78,7 @@ def deadlock_error(
         program: program of the rank.
         iteration: iteration of the rank.
         slot: message for which the rank waits.
-        heads: iteration and transfer at the head of each line that carries the message.
+        heads: iteration and transfer at the head of each queue that holds the message.
     """
     awaited_in = iteration - slot.lag
     awaited = program.queues(awaited_in)[slot.link][slot.position]
