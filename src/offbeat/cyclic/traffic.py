@@ -59,7 +59,7 @@ class Traffic:
     def receive(self, time: int, room: Room) -> None:
         """Start receiving the messages that are sent in a time step.
 
-        `room` returns the tensors to receive tensors, or None for a message of unknown shape. The
+        `room` returns the tensors to receive into, or None for a message of unknown shape. The
         first message of that kind from a peer is preceded by its shape.
         """
         if self._exchange is None:

@@ -253,7 +253,7 @@ def delayed(
     """
     taken: list[Any] = []
 
-    def landing(iteration: int) -> Collection[Payload]:
+    def averaged_pieces(iteration: int) -> Collection[Payload]:
         first = 0 if outer is None else delay
         return sets[(iteration - first) % len(sets)] if iteration >= 0 else ()
 
@@ -265,7 +265,7 @@ def delayed(
         if average == "after_update":
             taken.append(world.keep())
         then = iteration - delay
-        for piece in landing(then):
+        for piece in averaged_pieces(then):
             if outer is None:
                 world.shift(piece, taken[then])
             else:

@@ -2,7 +2,7 @@
 
 A codec encodes numbers as fewer bytes and decodes them with an error. The reference favours clarity
 over speed; `tensor_codecs.code` returns the implementation on tensors. A codec is a frozen
-dataclass of its settings.
+dataclass of its settings. `register` in `__init__.py` adds it to the wires of plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Backward hooks on every parameter: completion of buckets and end of a backward pass."""
+"""Backward hooks on every parameter: completion of buckets and end of a backward pass.
+
+The events go to `Engine.on_bucket_ready` (engine.py), which executes the plan up to the bucket.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Messages of the transfers of an iteration: payloads and destinations of results."""
+"""Messages of the transfers of an iteration: payloads and destinations of results.
+
+`Cursor.walk` (core/plan/cursor.py) decides when a message is released.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Headline of a comparison: the first strategy, its factor, and reservations."""
+"""Headline of a comparison: the first strategy, its factor, and reservations.
+
+`rank_rows` (summary.py) decides which strategy is first.
+"""
 
 from __future__ import annotations
 
