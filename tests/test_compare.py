@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,7 @@ def test_run_directory(turns):
         "label": "dreamddp-period=2",
         "strategy": "dreamddp",
         "settings": DreamDDP(period=2).settings(),
+        "arguments": [],
     }
     assert turns.outcome.report == out / "report.html"
     for name in ("report.html", "summary.json", "profile.json", "profiling/rank0.log"):
@@ -631,6 +633,84 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_measured(name, here, monk
     else:
         assert f"write the report with `offbeat report {here / 'out'}`" in failure
         assert report.write(here / "out").exists()
+
+
+RESUMABLE = (
+    *("compare", "--keep-disturbed", "--lab", "none", "--hosts", "2", "--strategies"),
+    *("ddp,wfbp,bsp", "--seeds", "3,5"),
+)
+
+
+def test_an_interrupted_comparison_is_resumed(here, capsys):
+    """What is complete stays; what was cut short or has not begun runs with the same seeds."""
+    arguments = ("--args", "wfbp=--rate 2", "train.py")
+    assert cli.main([*RESUMABLE, "--out", "out", *arguments]) == 0
+    before = (here / "out" / "ddp" / "rep1" / "rank0.json").stat().st_mtime_ns
+    shutil.rmtree(here / "out" / "bsp")
+    (here / "out" / "wfbp" / "rep1" / "problem.txt").write_text("interrupted with Ctrl-C")
+    (here / "order.txt").unlink()
+    capsys.readouterr()
+    assert cli.main([*RESUMABLE, "--resume", "out", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "ddp, repetition 1 of 2: kept, as it is complete" in out
+    order = [line.split()[:2] for line in (here / "order.txt").read_text().splitlines()]
+    assert order == [["bsp", "3"], ["wfbp", "5"], ["bsp", "5"]]
+    assert (here / "out" / "ddp" / "rep1" / "rank0.json").stat().st_mtime_ns == before
+    rows = report.summarize(report.load(here / "out"))
+    assert [row.repetitions for row in rows] == [2, 2, 2]
+    assert {row.seeds for row in rows} == {(3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--args", "ddp=-x 1"], "contestants ("),
+        (["--rate", "5mbit"], "cluster ("),
+        (["--pace", "3"], "options ("),
+        (["--out", "new"], "--out (new) is the folder of --resume"),
+    ],
+)
+def test_another_command_is_not_resumed(argv, words, here, capsys):
+    assert cli.main([*RESUMABLE, "--out", "out", "train.py", "fail=profile"]) == 1
+    before = (here / "out" / "run.json").read_text()
+    capsys.readouterr()
+    again = [*RESUMABLE, "--resume", "out", *argv, "train.py", "fail=profile"]
+    assert cli.main(again) == 2
+    assert words in capsys.readouterr().err
+    assert cli.main([*RESUMABLE, "--resume", "nowhere", "train.py"]) == 2
+    assert "run directory (nowhere) must hold the run.json" in capsys.readouterr().err
+    assert (here / "out" / "run.json").read_text() == before
+
+
+def test_arguments_of_one_strategy(here, capsys):
+    """They stand after those of all strategies, in the command of its ranks alone."""
+    (here / "train.py").write_text(f"{SCRIPT}\nprint('words:', *sys.argv[1:], flush=True)")
+    argv = [*RESUMABLE[:7], "ddp,ddp:bucket_cap_mb=1", "--repeat", "1", "--out", "out"]
+    given = ["--args", 'ddp=--name "a b"', "--args", "ddp:bucket_cap_mb=1=--lr 3e-4"]
+    assert cli.main([*argv, *given, "train.py", "emulated"]) == 0
+    said = {
+        label: (here / "out" / label / "rep0" / "rank1.log").read_text().splitlines()[-1]
+        for label in ("ddp", "ddp-bucket_cap_mb=1")
+    }
+    assert said["ddp"] == "words: emulated --name a b"
+    assert said["ddp-bucket_cap_mb=1"] == "words: emulated --name a b --lr 3e-4"
+    assert "ddp with --name a b" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--seeds 0,1 --repeat 2", "--seeds (0,1) replaces --repeat"),
+        ("--seeds 0,1 --seed 4", "--seeds (0,1) replaces --seed"),
+        ("--seeds 0,x", "--seeds ('0,x') must be whole numbers"),
+        ("--seeds 1,1", "--seeds (1,1) must differ"),
+        ("--args dreamdpp=--lr", "strategy of --args ('dreamdpp')"),
+        ("--args dreamddp", "--args ('dreamddp') must be a strategy and its arguments"),
+    ],
+)
+def test_wrong_seeds_and_arguments(argv, words, capsys):
+    assert cli.main(["compare", "--lab", "none", *argv.split(), "train.py"]) == 2
+    assert words in capsys.readouterr().err
 
 
 def _text_of(path: Path, process: subprocess.Popen[str]) -> str:

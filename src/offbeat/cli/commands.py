@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
+REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
@@ -212,7 +213,11 @@ def compare(
             "--set",
         ),
     ] = None,
-    repeat: Annotated[int, number("Runs of each strategy, in turns.")] = 2,
+    args_of: Annotated[
+        list[str] | None, option('Arguments of one: dreamddp="--lr 3e-4".', "--args")
+    ] = None,
+    repeat: Annotated[int | None, number("Runs of each, in turns.  [default: 2]")] = None,
+    seeds: Annotated[str | None, option("Instead of --repeat: a run per seed, 0,1,2.")] = None,
     target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
     keep_disturbed: Annotated[
         bool, option("Do not repeat runs that other programs disturbed.")
@@ -221,32 +226,47 @@ def compare(
     device_speed: DeviceSpeed = None,
     where: Where = WHERE,
     out: OutDir = None,
+    resume: Annotated[Path | None, option("Interrupted run of this command, to complete.")] = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> int:
     """Run a script under several strategies in the same lab, in turns, and report.
 
-    Example: offbeat compare --strategies ddp,ddp:bucket_cap_mb=1,dreamddp --repeat 3 train.py
+    Example: offbeat compare --strategies ddp,dreamddp:period=8 --repeat 3 train.py
     """
     from offbeat.experiments.compare import Comparison, given_profile
 
     device = texts.parse_device_speed(device_speed)
-    compared = partial(Comparison, repeat_disturbed=not keep_disturbed, device=device)
-    texts.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
+    if repeat is not None:
+        texts.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
+    given = texts.parse_seeds(seeds, repeat, where.seed)
+    repeat = len(given) or repeat or REPEAT
+    compared = partial(
+        Comparison, repeat_disturbed=not keep_disturbed, device=device, given_seeds=given
+    )
+    if resume is not None and out is not None:
+        raise ValueError(f"--out ({out}) is the folder of --resume ({resume}); leave --out out")
+    if resume is not None and profile is None and (resume / "profile.json").exists():
+        known = resume / "profile.json"
+    else:
+        known = profile
+    shown = partial(_compare, out=resume or out, json_=json_, verbose=verbose)
+    resumed = resume is not None
     setup, notes = _setup(where, script, args), _misplaced_option_notes("compare", args)
     if strategies.partition(":")[0] != ADVISED:
-        chosen = texts.contestants(strategies, set_ or [])
+        chosen = texts.with_arguments(texts.contestants(strategies, set_ or []), args_of)
         comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
-        return _compare(comparison, out, json_, verbose)
+        return shown(comparison, resume=resumed)
     from offbeat.cli import advise as advising
 
-    with advising.open_profile(setup, profile, stderr=json_) as (path, outcome):
+    with advising.open_profile(setup, known, stderr=json_) as (path, outcome):
         if path is None:
             return _exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
         chosen = advising.advised_contestants(facts, strategies, set_ or [])
+        chosen = texts.with_arguments(chosen, args_of)
         comparison = compared(setup, chosen, repeat, target_loss, path, notes=notes)
-        return _compare(comparison, out, json_, verbose)
+        return shown(comparison, resume=resumed)
 
 
 @app.command
@@ -580,6 +600,7 @@ def _compare(
     *,
     name: str | None = None,
     sentence_last: bool = False,
+    resume: bool = False,
 ) -> int:
     """Run a comparison, print its result and return the exit code.
 
@@ -589,7 +610,8 @@ def _compare(
     from offbeat.experiments.script import script_name
 
     run_dir = out or comparing.default_run_dir(name or script_name(comparison.setup.script))
-    outcome = comparing.compare(comparison, run_dir, comparing.Progress(stderr=json_))
+    progress = comparing.Progress(stderr=json_)
+    outcome = comparing.compare(comparison, run_dir, progress, resume=resume)
     if outcome.report is not None:
         logs = comparing.logs_of(comparison, run_dir)
         _show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)

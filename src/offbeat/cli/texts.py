@@ -6,9 +6,11 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,6 +102,48 @@ def parse_pace(text: str | None) -> float | Literal["auto", "none"] | None:
         raise ValueError(
             f"--pace ({text!r}) must be a number of at least 1, auto or none"
         ) from None
+
+
+def parse_seeds(text: str | None, repeat: int | None, seed: int) -> tuple[int, ...]:
+    """Parse the option --seeds, such as "0,1,2"; empty without it."""
+    if text is None:
+        return ()
+    if repeat is not None or seed:
+        other = "--repeat" if repeat is not None else "--seed"
+        raise ValueError(f"--seeds ({text}) replaces {other}; give one or the other")
+    try:
+        seeds = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise ValueError(f"--seeds ({text!r}) must be whole numbers, as in 0,1,2") from None
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds ({text}) must differ: equal seeds give equal losses")
+    return seeds
+
+
+def with_arguments(
+    chosen: Sequence[Contestant], given: Sequence[str] | None
+) -> tuple[Contestant, ...]:
+    """Return the contestants with their arguments from texts such as 'dreamddp=--lr 3e-4'.
+
+    A text refers to a label, or to all contestants with a strategy of that name.
+    """
+    arguments = {contestant.label: contestant.arguments for contestant in chosen}
+    for text in given or ():
+        # a label holds "=" if it has settings: dreamddp:period=8=--lr 3e-4
+        typed, _, words = text.partition("=-")
+        words = f"-{words}" if words else ""
+        if not words:
+            raise ValueError(
+                f"--args ({text!r}) must be a strategy and its arguments, as in "
+                'dreamddp="--lr 3e-4"'
+            )
+        label = typed.replace(":", "-")
+        found = [c.label for c in chosen if label in (c.label, c.strategy.name)]
+        if not found:
+            require_choice("strategy of --args", typed, [c.label for c in chosen])
+        for name in found:
+            arguments[name] += tuple(shlex.split(words))
+    return tuple(replace(c, arguments=arguments[c.label]) for c in chosen)
 
 
 def parse_device_speed(text: str | None) -> DeviceSpeed | None:

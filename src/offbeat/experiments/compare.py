@@ -56,6 +56,11 @@ from offbeat.strategies import BSP, Strategy
 
 SKIP = 2  # first iterations of a repetition that are not measured; rounded up to whole periods
 WAIT_S = 120.0
+# fields of run.json that are equal in an interrupted run and in the one that resumes it
+SETTINGS_OF_A_RUN = (
+    *("script", "contestants", "seeds", "repetitions", "cluster", "lab", "links", "servers"),
+    "options",
+)
 NO_LIMIT_S = 7 * 24 * 3600.0
 
 MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
@@ -63,10 +68,17 @@ MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some it
 
 @dataclass(frozen=True)
 class Contestant:
-    """One strategy of a comparison. `label` names its directory and its row in the report."""
+    """One strategy of a comparison.
+
+    Attributes:
+        label: name of its directory and of its row in the report.
+        strategy: the strategy.
+        arguments: arguments of the script for this strategy alone, after those for all.
+    """
 
     label: str
     strategy: Strategy
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +216,7 @@ class Comparison:
         repeat_disturbed: whether a disturbed repetition or profile is measured once more.
         notes: remarks that are recorded and printed with the result.
         device: the user's device, on which each contestant is predicted as well.
+        given_seeds: seed of each repetition; empty: those from the setup's seed on.
     """
 
     setup: Setup
@@ -216,10 +229,16 @@ class Comparison:
     repeat_disturbed: bool = False
     notes: tuple[str, ...] = ()
     device: DeviceSpeed | None = None
+    given_seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
             raise ValueError(f"repetitions ({self.repetitions}) must be at least 1")
+        if self.given_seeds and len(self.given_seeds) != self.repetitions:
+            raise ValueError(
+                f"given_seeds ({len(self.given_seeds)}) must be as many as repetitions "
+                f"({self.repetitions})"
+            )
         if self.contestants is None:
             return
         labels = [contestant.label for contestant in self.contestants]
@@ -250,6 +269,8 @@ class Comparison:
     @property
     def seeds(self) -> tuple[int, ...]:
         """Seed of each repetition; equal for all contestants."""
+        if self.given_seeds:
+            return self.given_seeds
         return tuple(self.setup.seed + repetition for repetition in range(self.repetitions))
 
 
@@ -289,18 +310,30 @@ def default_run_dir(script: str) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = None) -> Outcome:
+def compare(
+    comparison: Comparison,
+    run_dir: Path,
+    progress: Progress | None = None,
+    *,
+    resume: bool = False,
+) -> Outcome:
     """Run all contestants in turns and write the run directory with its report.
+
+    With `resume`, `run_dir` holds an interrupted run of the same comparison. Its complete
+    repetitions are kept and all others run.
 
     The failure of a contestant is added to `Outcome.failures`. Ctrl-C ends the comparison early.
     Measurements made before a failure or Ctrl-C are kept.
 
     Raises:
-        ValueError: the run directory is not empty, or the profile does not fit the cluster.
+        ValueError: the run directory is not empty, or with `resume` it is of another comparison, or
+            the profile does not fit the cluster.
         LabError: this machine cannot run the lab.
     """
     progress = progress or Progress()
-    _require_unused_directory(run_dir)
+    before = _read_record(run_dir) if resume else {}
+    if not resume:
+        _require_unused_directory(run_dir)
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
@@ -308,6 +341,10 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         run = _ComparisonRun(comparison, lab, outcome, progress)
         record = _describe_run(comparison, lab) | {"probed": run.probe_links()}
         record["profile"] = None if given is None else given.record()
+        if resume:
+            _require_same(record, before, run_dir)
+            record["started"] = before["started"]
+            outcome.changed = list(before.get("changed", ()))
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
         for note in comparison.notes:
@@ -318,7 +355,11 @@ def compare(comparison: Comparison, run_dir: Path, progress: Progress | None = N
         try:
             if given is not None:
                 progress.print_line(given.text)
-            run.run_contestants(given and given.profile)
+            known = run_dir / "profile.json"
+            if resume and known.exists():
+                run.run_contestants(Profile.load(known))
+            else:
+                run.run_contestants(given and given.profile)
         except KeyboardInterrupt:
             outcome.interrupted = True
         except LabError as error:
@@ -506,6 +547,7 @@ class _Launcher:
         directory: Path,
         strategy: Strategy | None = None,
         *,
+        arguments: tuple[str, ...] = (),
         seed: int | None = None,
         count: Count | None = None,
         **rest: Any,
@@ -519,6 +561,7 @@ class _Launcher:
             step: name of the step for the display.
             directory: folder of the logs and of the job file.
             strategy: strategy of the job; None leaves it to the script.
+            arguments: further arguments of the script.
             seed: seed of the script; None: that of the setup.
             count: returns the number of finished iterations.
             rest: other fields of the job file.
@@ -541,7 +584,7 @@ class _Launcher:
         ):
             result = launch(
                 self.lab,
-                [sys.executable, *setup.script],
+                [sys.executable, *setup.script, *arguments],
                 env=env,
                 log_dir=directory,
                 timeout_s=setup.timeout_s,
@@ -598,6 +641,7 @@ class _ComparisonRun(_Launcher):
         if given is not None:
             given.save(path)
         else:
+            shutil.rmtree(self.run_dir / PROFILING, ignore_errors=True)  # of an interrupted run
             workers = self.setup.workers
             counts = [c.strategy.least_buckets(workers) for c in comparison.contestants or ()]
             if not self.measure(
@@ -686,6 +730,11 @@ class _ComparisonRun(_Launcher):
         """Run one repetition; with `repeat_disturbed`, run a disturbed one once more."""
         outcome = self.outcome
         directory = self.run_dir / contestant.label / f"rep{repetition}"
+        if self._is_measured(directory, repetition):
+            outcome.measured += 1
+            what = self._describe(contestant, repetition)
+            self.progress.print_line(f"{what}: kept, as it is complete")
+            return
         changed = list(outcome.changed)
         rep = self._launch_repetition(contestant, repetition)
         if rep is None:
@@ -710,6 +759,20 @@ class _ComparisonRun(_Launcher):
             outcome.changed = before
             raise
 
+    def _is_measured(self, directory: Path, repetition: int) -> bool:
+        """Whether an interrupted run has left a complete repetition; delete an incomplete one."""
+        if directory.is_dir():
+            rep = load_repetition(directory, repetition)
+            if rep.complete and len(rep.ranks) >= self.setup.workers:
+                return True
+        for folder in (directory, directory.with_name(BEFORE + directory.name)):
+            shutil.rmtree(folder, ignore_errors=True)
+        name, changed = directory.parent.name, self.outcome.changed
+        self.outcome.changed = [
+            c for c in changed if (c["strategy"], c["repetition"]) != (name, repetition)
+        ]
+        return False
+
     def _describe(self, contestant: Contestant, repetition: int) -> str:
         count = self.comparison.repetitions
         return f"{contestant.label}, repetition {repetition + 1} of {count}"
@@ -724,6 +787,7 @@ class _ComparisonRun(_Launcher):
                 what,
                 directory,
                 contestant.strategy,
+                arguments=contestant.arguments,
                 seed=comparison.seeds[repetition],
                 count=partial(blocks.iterations_so_far, blocks.path_of(directory, 0)),
                 profile=str(path.absolute()),
@@ -819,6 +883,27 @@ def _require_unused_directory(run_dir: Path) -> None:
         raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
 
 
+def _read_record(run_dir: Path) -> dict[str, Any]:
+    """Return run.json of an interrupted run."""
+    path = run_dir / "run.json"
+    if not path.is_file():
+        raise ValueError(
+            f"run directory ({run_dir}) must hold the run.json of an interrupted comparison; leave "
+            "--resume out to begin one"
+        )
+    return json.loads(path.read_text())
+
+
+def _require_same(record: dict[str, Any], before: dict[str, Any], run_dir: Path) -> None:
+    """Raise ValueError unless two comparisons have the same settings."""
+    for name in SETTINGS_OF_A_RUN:
+        if (now := json.loads(json.dumps(record[name]))) != (was := before.get(name)):
+            raise ValueError(
+                f"{name} ({json.dumps(now)}) must be that of {run_dir} ({json.dumps(was)}); repeat "
+                "the command that began it and add --resume, or begin another run"
+            )
+
+
 def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
     setup = comparison.setup
     return {
@@ -846,12 +931,18 @@ def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "repetitions": comparison.repetitions,
         "target_loss": comparison.target_loss,
         "skip": SKIP,
+        "options": {"pace": setup.pace, "min_bucket_bytes": setup.min_bucket_bytes},
     }
 
 
 def _contestant_entries(contestants: Iterable[Contestant]) -> list[dict[str, Any]]:
     return [
-        {"label": c.label, "strategy": c.strategy.name, "settings": c.strategy.settings()}
+        {
+            "label": c.label,
+            "strategy": c.strategy.name,
+            "settings": c.strategy.settings(),
+            "arguments": list(c.arguments),
+        }
         for c in contestants
     ]
 

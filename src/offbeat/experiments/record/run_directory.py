@@ -145,6 +145,7 @@ class Contestant:
     plan: Plan | None = None
     predicted: Trace | None = None
     problems: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @property
     def complete(self) -> tuple[Repetition, ...]:
@@ -363,6 +364,7 @@ def _load_contestant(
         plan=plan,
         predicted=predicted,
         problems=plan_problems + predicted_problems,
+        arguments=tuple(entry.get("arguments") or ()),
     )
 
 

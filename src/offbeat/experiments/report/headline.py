@@ -204,7 +204,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     """Return how the numbers came about: hosts, compute, links, what is real, repetitions."""
     pace = max((row.pace for row in rows), default=0.0)
     hosts = run.cluster.get("hosts")
-    texts = []
+    texts = [f"{c.label} with {' '.join(c.arguments)}" for c in run.contestants if c.arguments]
     if isinstance(hosts, int):
         how = ", as layers sleep" if run.emulated else " (compute emulated)" if pace else ""
         rate = f", {shaped}" if (shaped := shaped_rate(run)) else ""
