@@ -24,7 +24,9 @@ from pathlib import Path
 from _views import DOCS, PICTURES, VIEWS, drawn, file_name
 
 END = "<!-- /generated -->\n"
-MARKER = re.compile(rf"^<!-- (\w+)(?:: (.*?))? -->\n(?:(?:(?!<!-- ).*\n)*?{END})?", re.MULTILINE)
+MARKER = re.compile(
+    rf"^<!-- (?!parsed:)(\w+)(?:: (.*?))? -->\n(?:(?:(?!<!-- ).*\n)*?{END})?", re.MULTILINE
+)
 SHOWN = re.compile(r"^<!-- picture: (.*?) -->$", re.MULTILINE)
 
 

@@ -9,14 +9,18 @@ from typing import ClassVar
 
 import pytest
 from support.docs import (
+    COMMAND,
     DOCS,
+    LANGUAGES,
     RANKS,
     REASONS,
     ROOT,
     blocks,
+    check_command,
     commands,
     name_of,
     pages,
+    prose_of,
     run_page,
 )
 from support.promised import MODULES, promised
@@ -24,8 +28,6 @@ from support.scripts import docs_script
 from support.strategy_lists import ALL
 from support.worlds import run_world
 
-from offbeat.cli import texts
-from offbeat.cli.commands import app, mark_script
 from offbeat.core.runtime import metrics
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
@@ -36,7 +38,9 @@ from offbeat.strategies import PartialSync
 def test_the_plan_that_the_design_begins_with():
     buckets = tuple(Bucket(f"b{i}", 0.01, 0.02, 4000) for i in range(3))
     profile = Profile(buckets, (Link("net", 0.001, 1e6),), world_size=2)
-    assert f"```\n{PartialSync(period=3).plan(profile)}\n```" in (DOCS / "design.md").read_text()
+    assert (
+        f"```text\n{PartialSync(period=3).plan(profile)}\n```" in (DOCS / "design.md").read_text()
+    )
 
 
 def test_the_cluster_file_of_the_lab():
@@ -59,15 +63,38 @@ def test_examples(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if any(commands(page))], ids=name_of)
-def test_commands_are_ones(page):
-    """Names of commands, options and strategies, and what settings may be."""
-    for argv in commands(page):
-        _, bound, *_ = app.parse_args(mark_script(argv), exit_on_error=False, print_error=False)
-        given = bound.arguments
-        if "strategies" in given:
-            texts.contestants(given["strategies"], given.get("set_") or [])
-        elif given.get("strategy"):
-            texts.parse_strategies(given["strategy"], given.get("set_"))
+def test_commands_parse(page):
+    """Names of commands, options, strategies and files, and values of settings."""
+    for words in commands(page):
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["offbeat", "run", "--no-such-option", "train.py"],
+        ["OFFBEAT_STRATEGY=bspp", "torchrun", "train.py"],
+        ["torchrun", "--no-such-option", "1", "train.py"],
+        ["python", "benchmarks/none.py"],
+        ["make", "none"],
+        ["rm", "train.py"],
+    ],
+)
+def test_commands_that_do_not_parse(words):
+    with pytest.raises((Exception, SystemExit)):
+        check_command(words)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=name_of)
+def test_every_block_is_run_or_excused(page):
+    """Blocks are commands, examples, files or output; commands stand only in blocks of commands."""
+    for block in blocks(page):
+        assert block.language in LANGUAGES, (block.line, block.text)
+        assert not block.treatment or len(block.reason.split()) > 1, (block.line, block.reason)
+        if block.language == "text":
+            assert not COMMAND.search(block.text), (block.line, block.text)
+    indented = re.findall(r"^ {4,}.*", prose_of(page), re.MULTILINE)
+    assert not [line for line in indented if COMMAND.match(line)]
 
 
 def test_links_of_the_readme():
@@ -75,15 +102,6 @@ def test_links_of_the_readme():
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert targets
     assert not [target for target in targets if not (ROOT / target).exists()]
-
-
-def test_an_example_that_is_not_run_says_why():
-    assert not [
-        (name_of(page), block.line)
-        for page in pages()
-        for block in blocks(page)
-        if block.excuse is not None and len(block.excuse.split()) < 2
-    ]
 
 
 # --- the site ------------------------------------------------------------------------------------

@@ -6,24 +6,35 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from offbeat.cli import texts
+from offbeat.cli.commands import app, mark_script
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FENCE = re.compile(
-    r"(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL
+    r"(?:^ *<!-- (not run|parsed): ([^\n]+) -->\n)?^( *)```(\w*)\n(.*?)^\3```",
+    re.MULTILINE | re.DOTALL,
 )
 GENERATED = re.compile(
     r"^<!-- [^\n]*-->\n(?:(?!<!-- )[^\n]*\n)*?<!-- /generated -->$", re.MULTILINE
 )
-REASONS = ("not run",)
-OURS = "$ offbeat "
+REASONS = ("not run", "parsed")
+LANGUAGES = ("python", "sh", "console", "text", "toml", "bash", "yaml")
+COMMAND = re.compile(
+    r"^ *\$? ?(?:[A-Z_]+=\S+ )*(?:offbeat|torchrun|python|make|srun|mpirun|pip|docker) \S",
+    re.MULTILINE,
+)
+"""First words of a command, which belongs into a block of commands."""
 
 RANKS = {
     "adding-a-codec.md": 2,
@@ -38,16 +49,24 @@ RANKS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `excuse`: why it is not run, None if it is to be."""
+    """Fenced block of a page.
+
+    Attributes:
+        language: python: executed. sh: commands, executed line by line. console: commands, each
+            with the output that it must print. text: output or formulas. Others are files.
+        treatment: "not run"; "parsed": commands whose options are checked; "" otherwise.
+        reason: reason of the treatment.
+    """
 
     language: str
     text: str
     line: int
-    excuse: str | None
+    treatment: str = ""
+    reason: str = ""
 
     @property
     def runs(self) -> bool:
-        return self.excuse is None and (self.language == "python" or self.text.startswith(OURS))
+        return not self.treatment and self.language in ("python", "sh", "console")
 
 
 def pages() -> list[Path]:
@@ -59,9 +78,20 @@ def blocks(page: Path) -> list[Block]:
     """Return the fenced blocks of a page, except generated ones: `docs/fill.py` runs these."""
     text = GENERATED.sub(lambda found: "\n" * found.group().count("\n"), page.read_text())
     return [
-        Block(found[2], found[3], text.count("\n", 0, found.start(3)), found[1])
+        Block(
+            found[4],
+            textwrap.dedent(found[5]),
+            text.count("\n", 0, found.start(5)),
+            found[1] or "",
+            found[2] or "",
+        )
         for found in FENCE.finditer(text)
     ]
+
+
+def prose_of(page: Path) -> str:
+    """Return the text of a page outside of blocks and generated parts."""
+    return FENCE.sub("", GENERATED.sub("", page.read_text()))
 
 
 def name_of(page: Path) -> str:
@@ -69,18 +99,97 @@ def name_of(page: Path) -> str:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Arguments of every line that runs offbeat in a block without a language."""
+    """Yield the words of each command of a page: lines of sh blocks, and of the README's blocks."""
     for block in blocks(page):
-        for line in block.text.splitlines() if not block.language else ():
-            found = re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*offbeat ([a-z].*)", line)
-            if found:
-                yield shlex.split(found[1], comments=True)
+        if block.treatment == "not run":
+            continue
+        if block.language == "sh" or (not block.language and page.name == "README.md"):
+            yield from _commands_in(block.text)
+        elif block.language == "console":
+            yield from _commands_in("\n".join(re.findall(r"^\$ (.*)", block.text, re.MULTILINE)))
+
+
+def _commands_in(text: str) -> Iterator[list[str]]:
+    text = re.sub(r"\$\([^)]*\)", "SUBSTITUTED", text.replace("\\\n", " "))
+    for line in text.splitlines():
+        for command in line.split(" && "):
+            words = shlex.split(command, comments=True)
+            if words:
+                yield words
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Raise unless a command parses: programs, options, strategies, and names of files."""
+    words = list(words)
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        if name == "OFFBEAT_STRATEGY":
+            texts.parse_strategies(value, None)
+    program, *argv = words
+    if program not in PROGRAMS:
+        raise ValueError(f"{program} is none of {', '.join(PROGRAMS)}")
+    PROGRAMS[program](argv)
+
+
+def _check_offbeat(argv: list[str]) -> None:
+    _, bound, *_ = app.parse_args(mark_script(argv), exit_on_error=False, print_error=False)
+    given = bound.arguments
+    if "strategies" in given:
+        texts.contestants(given["strategies"], given.get("set_") or [])
+    elif given.get("strategy"):
+        texts.parse_strategies(given["strategy"], given.get("set_"))
+
+
+def _check_torchrun(argv: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args([word for word in argv if word != "..."])
+    _check_python([parsed.training_script])
+
+
+def _check_python(argv: list[str]) -> None:
+    script = argv[0]
+    places = (ROOT / script, ROOT / "examples" / "frameworks" / script)
+    assert script == "train.py" or any(place.exists() for place in places), script
+
+
+def _check_launcher(argv: list[str]) -> None:
+    """Check the script that srun or mpirun starts."""
+    _check_python(argv[argv.index("python") + 1 :])
+
+
+def _check_make(argv: list[str]) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {word for word in argv if "=" not in word} <= {*targets}, argv
+
+
+def _check_docker(argv: list[str]) -> None:
+    assert (ROOT / argv[argv.index("-f") + 1]).exists(), argv
+
+
+def _check_pip(argv: list[str]) -> None:
+    assert argv[0] == "install", argv
+    for n, word in enumerate(argv):
+        if word in ("-c", "-e", "-r"):
+            assert (ROOT / argv[n + 1].partition("[")[0]).exists(), argv
+
+
+PROGRAMS: dict[str, Callable[[list[str]], None]] = {
+    "offbeat": _check_offbeat,
+    "torchrun": _check_torchrun,
+    "python": _check_python,
+    "srun": _check_launcher,
+    "mpirun": _check_launcher,
+    "make": _check_make,
+    "docker": _check_docker,
+    "pip": _check_pip,
+    **dict.fromkeys(("git", "cd", "export", "openssl", "chmod", "iptables"), lambda _: None),
+}
+"""Check of each program that pages may name. Those of the last line are only listed."""
 
 
 def run_page(page: Path, folder: Path) -> int:
-    """Run a page's examples in their order, on one rank; how many there were."""
-    from offbeat import cli
-
+    """Run the examples of a page in their order, on one rank. Return their number."""
     rank = int(os.environ["RANK"])
     (folder / str(rank)).mkdir()
     os.chdir(folder / str(rank))
@@ -90,30 +199,53 @@ def run_page(page: Path, folder: Path) -> int:
     examples = [block for block in blocks(page) if block.runs]
     for block in examples:
         where = f"{page}, line {block.line}"
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            if block.language == "python":
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()):
                 # Lines count from the top of the page, as tracebacks show them.
                 exec(compile("\n" * block.line + block.text, str(page), "exec"), scope)
-            elif rank == 0:
-                command, _, shown = block.text.removeprefix(OURS).partition("\n")
-                assert cli.main(shlex.split(command)) == 0, where
-                assert said.getvalue() == shown, f"{where}: the command prints\n{said.getvalue()}"
+        elif rank == 0 and block.language == "sh":
+            for words in _commands_in(block.text):
+                _run_command(words, where)
+        elif rank == 0:
+            parts = re.split(r"^\$ (.*)\n", block.text, flags=re.MULTILINE)[1:]
+            for command, shown in zip(parts[::2], parts[1::2], strict=True):
+                printed = _run_command(shlex.split(command), where)
+                assert printed == shown, f"{where}: the command prints\n{printed}"
     return len(examples)
+
+
+def _run_command(words: Sequence[str], where: str) -> str:
+    """Run a command of offbeat or a script of this repository in this process."""
+    from offbeat import cli
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if words[0] == "offbeat":
+            assert cli.main(list(words[1:])) == 0, where
+        else:
+            assert words[0] == "python", f"{where}: only offbeat and scripts are run"
+            argv, script = sys.argv, ROOT / words[1]
+            sys.path.insert(0, str(script.parent))  # scripts import each other
+            sys.argv = list(words[1:])
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            finally:
+                sys.argv = argv
+                sys.path.remove(str(script.parent))
+    return printed.getvalue()
 
 
 def given(page: str) -> dict[str, Any]:
     """Names that a page's examples take for granted, and files."""
     return {
         "README.md": _of_readme,
-        "using.md": _of_readme,
-        "checkpoints.md": _of_checkpoints,
         "codecs.md": _of_readme,
+        "cyclic.md": _of_cyclic,
         "data.md": _of_data,
         "failures.md": _of_readme,
-        "metrics.md": _of_readme,
         "gossip.md": _of_gossip,
-        "cyclic.md": _of_cyclic,
+        "metrics.md": _of_readme,
+        "using.md": _of_using,
     }.get(page, dict)()
 
 
@@ -136,18 +268,22 @@ def _of_readme() -> dict[str, Any]:
     }
 
 
-def _of_checkpoints() -> dict[str, Any]:
-    scope = _of_readme()
-    return scope | {"steps": 8, "batches": iter(scope["loader"]), "resuming": False}
+def _of_using() -> dict[str, Any]:
+    from offbeat.profile import Profile
+
+    Profile.load(DOCS / "example.json").save("profile.json")
+    return _of_readme()
 
 
 def _of_data() -> dict[str, Any]:
+    import numpy as np
     import torch
     import torch.distributed as dist
     from torch.utils.data import TensorDataset
 
     dist.init_process_group("gloo")
     labels = torch.arange(400) % 10
+    np.save("labels.npy", labels.numpy())
     return {"dataset": TensorDataset(torch.zeros(400, 2), labels), "labels": labels, "epochs": 2}
 
 
