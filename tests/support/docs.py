@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +244,7 @@ def given(page: str) -> dict[str, Any]:
         "cyclic.md": _of_cyclic,
         "data.md": _of_data,
         "failures.md": _of_readme,
+        "getting-started.md": _with_profile,
         "gossip.md": _of_gossip,
         "metrics.md": _of_readme,
         "using.md": _of_using,
@@ -268,11 +270,13 @@ def _of_readme() -> dict[str, Any]:
     }
 
 
-def _of_using() -> dict[str, Any]:
-    from offbeat.profile import Profile
+def _with_profile() -> dict[str, Any]:
+    shutil.copy(DOCS / "example.json", "profile.json")
+    return {}
 
-    Profile.load(DOCS / "example.json").save("profile.json")
-    return _of_readme()
+
+def _of_using() -> dict[str, Any]:
+    return _of_readme() | _with_profile()
 
 
 def _of_data() -> dict[str, Any]:
