@@ -44,15 +44,19 @@ class Worker:
 
     def iterate(self, i: int) -> np.ndarray:
         """The weights that its forward has seen."""
+        self.engine.zero_grad()
+        self.forward(i).backward()
+        self.engine.step()
+        return torch.cat([layer.seen for layer in self.net.steps]).numpy()
+
+    def forward(self, i: int) -> torch.Tensor:
+        """The loss of an iteration."""
         engine, sizes = self.engine, list(self.task.sizes)
         a, c = torch.from_numpy(self.a[self.rank]), torch.from_numpy(self.c[self.rank, i])
-        engine.zero_grad()
         with engine.forward_begins():
             loss = self.net(a.split(sizes), c.split(sizes))
         engine.forward_ends()
-        loss.backward()
-        engine.step()
-        return torch.cat([layer.seen for layer in self.net.steps]).numpy()
+        return loss
 
     def save(self) -> Frozen:
         position = capture(self.engine)
@@ -135,3 +139,34 @@ def test_resumed_at_any_iteration() -> None:
         kept += any(name != "grad" for p in positions for name in p["buffers"])
     assert under_way > 5, "too few plans had messages under way"
     assert kept > 5, "too few plans had buffers of their own"
+
+
+def test_a_dropped_iteration_is_not_saved() -> None:
+    """A forward without backward, dropped as `consolidate` and loads do, leaves no message."""
+
+    def save_after_drop(worker: Worker) -> Frozen:
+        worker.iterate(0)
+        worker.forward(1)
+        worker.engine.pauses.pause()
+        return worker.save()
+
+    tried = 0
+    for seed, plan in accepted():
+        if not any(not t.in_place and t.ranks is None for t in plan.transfers):
+            continue
+        task = Quadratic((3,) * plan.buckets, max(ranks_of(plan), 2), 3, seed)
+        saved = lives(plan, task, save_after_drop)
+
+        def rest(worker: Worker, saved: Any = saved) -> np.ndarray:
+            worker.load(saved[worker.rank])
+            worker.engine.pauses.pause()
+            return worker.iterate(1)
+
+        resumed = lives(plan, task, rest)
+        assert np.isfinite(resumed).all(), f"seed {seed}\n{plan}"
+        for frozen in saved:
+            position = frozen.thaw()[2]
+            assert all(one["planned"] < position["planned"] for one in position["iterations"])
+        tried += 1
+        if tried == 6:
+            return

@@ -14,6 +14,7 @@ from support.random_plans import random_plan, ranks_of
 
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.windows import Windows
+from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
 from offbeat.core.plan.cursor import Cursor, Progress, State
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.engine import Engine
@@ -172,6 +173,7 @@ def test_a_dropped_iteration_keeps_its_number(walked: bool) -> None:
     cursor.drop()
     assert (cursor.state, cursor.planned) == (State.IDLE, 1)
     assert log.done == ["release 0", "receive 0", "local 0", "pass 1"]
+    assert [one.planned for one in cursor.recent()] == [0]
     iterate(cursor, log)
     assert log.done[4:] == ["release 1"]
 
@@ -264,6 +266,33 @@ def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
         derived = drained_plan(plan, at[0])
         sent += derived is not None and len(derived.transfers) > 1
     assert sent > 2, "too few plans had messages of a closed window left"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_drain_refuses_values_that_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    class Guarded(Engine):
+        def adopt(self, plan: Plan, planned: int = 0) -> None:
+            guard = FiniteGuard("raise", self.control.rank, self.control.world_size, str)
+            self.suspects = NonfiniteMessages(guard, self.waiting.fail_with)
+            for link in self.links.values():
+                link.guard = guard.run
+            super().adopt(plan, planned)
+
+        def begin(self) -> None:
+            super().begin()
+            if self.iteration == at:
+                self.pauses.drain()
+
+    monkeypatch.setattr(quadratic, "Engine", Guarded)
+    for seed, plan in plans_with_windows()[:8]:
+        if plan.groups:
+            continue
+        task = task_of(plan, seed, at + 1)
+        task.numbers[2][1, at - 1] = np.nan  # the last gradients of rank 1 before the drain
+        with pytest.raises(RuntimeError, match="rank 1 sent values that are not finite"):
+            quadratic.ran(plan, task)
 
 
 def test_a_drained_plan_is_sound() -> None:

@@ -585,6 +585,18 @@ def test_a_rank_that_has_stopped_waiting_is_not_missing() -> None:
         list(pool.map(meet_control, range(3), [LONG_S] * 3))
 
 
+def test_a_rank_that_comes_as_the_wait_ends_is_not_missing() -> None:
+    class Late(PrefixStore):
+        def wait(self, keys: list[str], _: object) -> None:
+            self.set(keys[1], "")
+            raise RuntimeError("wait timeout")
+
+    store = Late("wait", HashStore())
+    control = SimpleNamespace(rank=0, world_size=2, timeout_s=0.05, store=lambda _: store)
+    Control.meet(control, "wait")  # type: ignore[arg-type]
+    assert store.check(["0", "1"])
+
+
 def train_after_another_job() -> list[float]:
     """Rank 1 connects to the store of a job that ends; rank 0 then hosts a store on its port."""
     rank = int(os.environ["RANK"])

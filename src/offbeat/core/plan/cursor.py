@@ -214,6 +214,7 @@ class Cursor(Generic[P]):
         assert now is not None
         self.flush()
         self._actions.pass_unsent_messages(now)
+        del self.iterations[now.planned]  # a checkpoint would contain its messages
         self.now, self.state = None, State.IDLE
 
     def _wait(self, step: Step, planned: int, *, own: bool, earlier: bool) -> None:

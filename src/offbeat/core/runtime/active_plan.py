@@ -46,7 +46,7 @@ class ActivePlan:
         )
         self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
-        self.actions = self._create_actions(self.program)
+        self.actions = self._create_actions(self.program, note_later=self.updates.remedy is None)
         self.messages, self.votes = self.actions.messages, self.actions.votes
         self.cursor: Cursor[Iteration] = Cursor(self.program, self.actions, planned)
         # True if every update has the moment `end` and no rule has the moment `step`.
@@ -60,8 +60,13 @@ class ActivePlan:
                 engine.model, self.flat, engine.complete_bucket, engine.before_read
             )
 
-    def _create_actions(self, program: Program) -> TensorActions:
-        """Return the actions of a program on the storage and the links of this rank."""
+    def _create_actions(self, program: Program, *, note_later: bool) -> TensorActions:
+        """Return the actions of a program on the storage and the links of this rank.
+
+        Args:
+            program: program of this rank.
+            note_later: whether the step checks averaged gradients.
+        """
         engine, flat, waiting = self._engine, self.flat, self._engine.waiting
         messages = Messages(
             program,
@@ -81,7 +86,7 @@ class ActivePlan:
             self.context,
             engine.device,
             engine.suspects,
-            note_later=self.updates.remedy is None,
+            note_later=note_later,
         )
 
     def _needs_forward_hooks(self) -> bool:
@@ -129,10 +134,12 @@ class ActivePlan:
         Args:
             number: number of the next iteration in the run.
         """
+        if self._engine.suspects is not None:
+            self._engine.suspects.check()  # averages that the next step would have checked
         plan = drained_plan(self.plan, self.cursor.planned, tuple(self._engine.links))
         if plan is not None:
             program = Program(plan, self.program.rank)
-            actions = self._create_actions(program)
+            actions = self._create_actions(program, note_later=False)  # there is no step
             cursor: Cursor[Iteration] = Cursor(program, actions)
 
             def create(planned: int) -> Iteration:

@@ -55,7 +55,11 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     run.windows.restart()
     run.context.memory.update(state["memory"])
     run.votes.outcomes.update(state["votes"])
-    recent = [_restore_iteration(engine, saved, planned) for saved in state["iterations"]]
+    recent = [
+        _restore_iteration(engine, saved, planned)
+        for saved in state["iterations"]
+        if saved["planned"] < planned  # version 0.1.0 has also saved a dropped iteration
+    ]
     run.cursor.resume(planned, recent)
     engine.begin()
 

@@ -109,6 +109,8 @@ class Control:
             store.wait(ranks, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             absent = [rank for rank in ranks if not store.check([rank])]
+            if not absent:  # the last rank has come after the end of the wait
+                return
             missing = [rank for rank in absent if not store.check([stopped + rank])]
             store.set(stopped + mine, "")
             store.delete_key(mine)
