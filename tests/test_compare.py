@@ -62,7 +62,7 @@ if f"sleep={what}" in words:
     Path(f"sleeping.{rank}").write_text(str(os.getpid()))
     time.sleep(600)
 if "dwell" in words:
-    time.sleep(1.5)
+    time.sleep(0.5)
 if f"idle={what}" in words:
     sys.exit(0)
 if rank == 0:
@@ -488,7 +488,7 @@ if __name__ == "__main__":
 def test_run_takes_a_strategy_whose_class_the_script_defines(here):
     """It is predicted from the plan that has run."""
     (here / "own.py").write_text(OWN)
-    assert cli.main(["run", "--lab", "none", "--hosts", "2", "--out", "r", "own.py"]) == 0
+    assert cli.main(["run", "--lab", "none", "--hosts", "1", "--out", "r", "own.py"]) == 0
     (entry,) = read(here / "r/run.json")["contestants"]
     assert (entry["strategy"], entry["settings"]["fusion"]) == ("mine", "none")
     (row,) = read(here / "r/summary.json")["rows"]

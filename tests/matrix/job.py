@@ -15,10 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from matrix import references
 from offbeat import A2CiD2, Cyclic, DeFT, DreamDDP, LocalSGD, SelSync, Strategy
-from offbeat.core.runtime import plan_session as session
 from offbeat.core.runtime.prepared import Model, Optimizer
-from offbeat.core.verify.check import raise_if_wrong
-from offbeat.plan import Plan
 from offbeat.profile import Bucket, Link, Profile
 
 STEPS = 5
@@ -72,7 +69,6 @@ class Job:
             self.modules.append((model, reference))
             self.closing.append(reference.close)
             return Model(model, reference), Optimizer(optimizer, reference)
-        session.raise_if_wrong = checked  # type: ignore[assignment]
         options = {"timeout_s": TIMEOUT_S, "compare_every": 1, **options}
         if self.measured:
             options.setdefault("observe", OBSERVED)
@@ -149,16 +145,6 @@ class Job:
         if isinstance(strategy, A2CiD2):
             return references.Reference(model, optimizer)
         return references.Synchronous(model, optimizer)
-
-
-known: set[str] = set()
-
-
-def checked(plan: Plan, profile: Profile) -> None:
-    """Equal plans are checked once in a process, for time."""
-    if plan.digest not in known:
-        raise_if_wrong(plan, profile)
-        known.add(plan.digest)
 
 
 def profile_of(model: nn.Module) -> Profile:
