@@ -1,5 +1,6 @@
 """Modules and names that most ranks need. The server that forks the ranks imports this module."""
 
+import gc
 import os
 
 from offbeat.core.sim import prediction  # noqa: F401
@@ -9,3 +10,5 @@ from support import strategy_lists, workers  # noqa: F401
 _, *paths = os.environ.pop("PYTHONPATH").split(os.pathsep)
 if paths:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+gc.freeze()  # collections in ranks neither visit nor copy what they share
