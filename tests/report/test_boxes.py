@@ -150,7 +150,8 @@ def test_slivers_are_merged_into_their_neighbours():
     apart = [span("forward", 0, 0.01, 0), span("backward", 5, 6, 1)]
     assert merged(*apart) == [("f", 0, 0.01, 0), ("b", 5, 6, 0)]
     beside = [span("update", 0, 1), span("other", 1, 1.01), span("wait", 1.01, 1.02)]
-    assert merged(*beside) == [("u", 0, 1.01, 0), ("w", 1.01, 1.02, 0)]
+    assert merged(*beside) == [("u", 0, 1.02, 0)]
+    assert merged(*beside[:2], span("wait", 1.01, 2)) == [("u", 0, 1.01, 0), ("w", 1.01, 2, 0)]
 
 
 def test_thin_messages_are_merged_and_keep_their_bytes():

@@ -92,15 +92,17 @@ def test_keys_move_between_boxes_and_lanes_and_the_zoom_shows_buckets(tmp_path):
       press(first, "Home", "Escape");
       told.hidden = tip.hidden;
       const box = first.querySelector(".lane i").getBoundingClientRect();
-      const at = { clientX: box.left + 3, clientY: box.top + 3, bubbles: true };
+      const at = { clientX: box.left + 3, clientY: box.top + 3, bubbles: true, movementX: 1 };
       first.querySelector(".lane i").dispatchEvent(new PointerEvent("pointermove", at));
       told.pointed = tip.textContent;
-      document.body.dispatchEvent(new PointerEvent("pointermove", { bubbles: true }));
+      document.body.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, movementX: 1 }));
       told.left = tip.hidden;
+      told.axis = document.querySelector(".axisrow").offsetHeight > 0;
       const count = () => visibleBoxes(first.querySelector(".lane")).length;
       const before = count(), width = first.scrollWidth;
       zoom.value = "4";
       zoom.dispatchEvent(new Event("change"));
+      told.gone = document.querySelector(".axisrow").offsetHeight === 0;
       told.more = count() > before && first.scrollWidth > 3 * width;
       press(first, "ArrowRight");
       told.bucket = tip.textContent;
@@ -120,6 +122,7 @@ def test_keys_move_between_boxes_and_lanes_and_the_zoom_shows_buckets(tmp_path):
     assert " kB" in told["message"] or " MB" in told["message"]
     assert told["same"] == "3"
     assert told["end"] != told["message"]
+    assert told["axis"] == told["gone"] == "true"
     assert told["hidden"] == told["left"] == told["more"] == told["away"] == "true"
     assert told["pointed"] == told["first"]
     assert re.match(r"forward of bucket 5 \(layers.0.linear\), iteration", told["bucket"])

@@ -195,19 +195,16 @@ def compute_boxes(
     # Adjacent slivers form a group of their own, such as updates between parts of backward.
     runs: list[list[Span]] = []
     for n, group in enumerate(groups):
-        both = n and thin[n] and thin[n - 1] and "wait" not in (group[0].kind, runs[-1][0].kind)
-        if both and _adjacent(runs[-1], group, least_s):
+        if n and thin[n] and thin[n - 1] and _adjacent(runs[-1], group, least_s):
             runs[-1] = [*runs[-1], *group]
         else:
             runs.append(group)
     kept: list[list[Span]] = []
     for run in runs:
         last = kept[-1] if kept else None
-        alone = last is None or not _adjacent(last, run, least_s)
-        if alone or "wait" in (_kind(last), _kind(run)):  # type: ignore[arg-type]
-            kept.append(run)
-        elif _length_s(run) < least_s or _length_s(kept[-1]) < least_s:
-            kept[-1] = [*kept[-1], *run]
+        slivers = last is not None and min(_length_s(run), _length_s(last)) < least_s
+        if last is not None and slivers and _adjacent(last, run, least_s):
+            kept[-1] = [*last, *run]
         else:
             kept.append(run)
     merged = _join(kept, least_s, lambda a, b: _kind(a) == _kind(b))

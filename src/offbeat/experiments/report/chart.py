@@ -81,7 +81,7 @@ def chart(
     if not lines:
         return ""
     axes = _axes(lines, target, from_zero)
-    across, up = ticks(0.0, axes.right, 6), ticks(axes.low, axes.high, 4)
+    across, up = ticks(0.0, axes.right, 6), ticks(axes.low, axes.high, 5)
     parts = [
         f'<div class="chart" role="img" tabindex="0" aria-label="{escape(title)}" '
         f'data-x="{axes.right:.6g}" data-y="{axes.low:.6g} {axes.high:.6g}" data-unit="{unit}">'

@@ -41,6 +41,7 @@ function choose(node, x, y) {
 }
 
 document.addEventListener("pointermove", (event) => {
+  if (!event.movementX && !event.movementY) return; // the page has moved, not the pointer
   const node = event.target.closest("[data-text]");
   if (node) choose(node, event.clientX, event.clientY);
   else if (!event.target.closest(".chart")) hideTip();
