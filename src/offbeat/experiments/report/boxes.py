@@ -208,7 +208,7 @@ def compute_boxes(
         else:
             kept.append(run)
     merged = _join(kept, least_s, lambda a, b: _kind(a) == _kind(b))
-    boxes = (_merged(_kind(group), group, zero_s, length_s, describe) for group in merged)
+    boxes = (_merged_box(_kind(group), group, zero_s, length_s, describe) for group in merged)
     return [box for box in boxes if box is not None]
 
 
@@ -350,7 +350,7 @@ def key_of(span: Span, first: int) -> Any:
 # --- HTML ----------------------------------------------------------------------------------------
 
 
-def _merged(
+def _merged_box(
     kind: str, group: Sequence[Span], zero_s: float, length_s: float, describe: Describe
 ) -> Box | None:
     begin_s, end_s = group[0].start_s - zero_s, group[-1].end_s - zero_s

@@ -158,14 +158,16 @@ def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -
     for n, text in enumerate(texts[1:], 1):
         if text.startswith("waited") and named[n - 1][1].startswith("waited"):
             texts[n] = text.removeprefix("waited ")
-    return " ".join([head, f"It {_joined(texts)}." if texts else "", *causes]).replace("  ", " ")
+    return " ".join([head, f"It {_join_texts(texts)}." if texts else "", *causes]).replace(
+        "  ", " "
+    )
 
 
 def _more_or_less(seconds: float) -> str:
     return f"{words.seconds(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
 
 
-def _joined(texts: Sequence[str]) -> str:
+def _join_texts(texts: Sequence[str]) -> str:
     """Return 'a', 'a and b' or 'a, b and c'."""
     return " and ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])
 

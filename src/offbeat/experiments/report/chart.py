@@ -40,7 +40,7 @@ class Line:
     hit: tuple[float, float] | None = None
 
     @property
-    def known(self) -> list[tuple[float, float]]:
+    def known_points(self) -> list[tuple[float, float]]:
         """Points that are no gap."""
         return [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None]
 
@@ -77,7 +77,7 @@ def chart(
         target: horizontal line with its text.
         from_zero: whether the vertical axis begins at zero.
     """
-    lines = [line for line in lines if line.known]
+    lines = [line for line in lines if line.known_points]
     if not lines:
         return ""
     axes = _axes(lines, target, from_zero)
@@ -120,9 +120,13 @@ def _axes(lines: Sequence[Line], target: tuple[float, str] | None, from_zero: bo
     """Return ranges from the lowest value to where the lines begin; rising lines are clipped."""
     right = max(line.xs[-1] for line in lines)
     if from_zero:
-        return Axes(right, 0.0, 1.05 * max(1e-9, *(y for line in lines for _, y in line.known)))
-    lows = [y for line in lines for _, y in line.known] + ([] if target is None else [target[0]])
-    tops = [line.known[0][1] for line in lines]
+        return Axes(
+            right, 0.0, 1.05 * max(1e-9, *(y for line in lines for _, y in line.known_points))
+        )
+    lows = [y for line in lines for _, y in line.known_points] + (
+        [] if target is None else [target[0]]
+    )
+    tops = [line.known_points[0][1] for line in lines]
     for line in lines:
         lows += [y for y in line.low if y is not None]
         tops += [y for y in line.high[:1] if y is not None]
@@ -161,7 +165,9 @@ def _band(line: Line, axes: Axes) -> str:
 def _names(lines: Sequence[Line], axes: Axes) -> Iterator[str]:
     """Yield the names at the ends of lines, moved apart where they would overlap."""
     placed: list[tuple[float, float]] = []
-    ends = [(axes.y(line.known[-1][1]), axes.x(line.known[-1][0]), line) for line in lines]
+    ends = [
+        (axes.y(line.known_points[-1][1]), axes.x(line.known_points[-1][0]), line) for line in lines
+    ]
     for y, x, line in sorted(ends, key=lambda end: end[:2]):
         at = float(min(max(y, 0), SIZE))
         near = [there for there in placed if abs(there[0] - x) < 0.3 * SIZE]

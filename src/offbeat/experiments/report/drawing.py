@@ -89,7 +89,7 @@ def draw(
         return None
     names = [bucket.name for bucket in run.profile.buckets] if run.profile else []
     links = [link.name for link in run.profile.links] if run.profile else []
-    expected_s = {} if predicted is None else _expected(predicted)
+    expected_s = {} if predicted is None else _expected_seconds(predicted)
     order = {
         lane: lane_name(lane) for lane in lanes_of((measured, predicted), links) if lane != COMPUTE
     }
@@ -167,7 +167,7 @@ def _lanes(
         yield Lane("" if small else name, boxes, size, () if small else bounds)
 
 
-def _expected(window: Window) -> dict[Any, float]:
+def _expected_seconds(window: Window) -> dict[Any, float]:
     """Return the predicted seconds of each span, and of each kind of compute per iteration."""
     expected: dict[Any, float] = defaultdict(float)
     for span in window.shown[next(iter(window.shown))]:

@@ -107,7 +107,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "every_gradient": Payload("grad", range(len(run.profile.buckets) if run.profile else 0)),
         "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
         "cluster_tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
-        "started": _started(run),
+        "started": _start_text(run),
         "failed": _failed_repetitions(run),
         "problems": run.failures(),
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
@@ -151,7 +151,7 @@ def _join_units(text: str) -> str:
     return re.sub(r"(?<=\d) (?=(s|ms|µs|times|%)(\W|$))", "\u00a0", text)
 
 
-def _started(run: Run) -> str:
+def _start_text(run: Run) -> str:
     text = run.started.replace("T", " ").replace("Z", " UTC").replace("+00:00", " UTC")
     return re.sub(r"(\d\d:\d\d):\d\d(\.\d+)?", r"\1", text)
 
@@ -208,7 +208,7 @@ def _table_row(
         "ddp": False,
         "row": row,
         "name": name,
-        "about": _about(run, contestant, row),
+        "about": _description(run, contestant, row),
         "best": best,
         "marks": marks,
         "why": why,
@@ -224,7 +224,7 @@ def _table_row(
     }
 
 
-def _about(run: Run, contestant: Contestant, row: Row) -> str:
+def _description(run: Run, contestant: Contestant, row: Row) -> str:
     """Return the settings, if a label has some, and what the plan sends when."""
     typed = typed_text(row)
     sent = "" if contestant.plan is None or run.profile is None else _sends(contestant.plan)

@@ -152,7 +152,7 @@ def _typical_start(
     lengths = {t: sum(seconds[t - trace.first :][: trace.period]) for t in starts}
     middle = median(lengths.values())
 
-    def recorded_s(start: int) -> float:
+    def seconds_recorded(start: int) -> float:
         """Return the length of the recorded iterations from `start` on."""
         stop = start
         while stop in sent and stop < trace.first + trace.iterations:
@@ -160,7 +160,7 @@ def _typical_start(
         return sum(seconds[start - trace.first : stop - trace.first])
 
     def place(start: int) -> tuple[float, bool, float]:
-        missing_s = max(0.0, length_s - recorded_s(start))
+        missing_s = max(0.0, length_s - seconds_recorded(start))
         # Prefer a period with a recorded predecessor, as its messages may reach into the period.
         return missing_s, start - 1 not in sent, abs(lengths[start] - middle)
 
@@ -218,7 +218,7 @@ def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: T
 def window_of(trace: Trace, iterations: range, length_s: float | None = None) -> Window:
     """Return iterations of a trace as a window, on one clock.
 
-    With `length_s` the window has this length, and its iterations are those that begin in it.
+    With `length_s` the window has this length and all iterations that begin in the window.
     """
     ranks = range(trace.world_size)
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
