@@ -118,6 +118,21 @@ def test_a_rule_that_reads_weights_does_not_flush_again() -> None:
     assert log.applied == [1, 0]
 
 
+def test_a_rule_that_a_flush_refuses_is_not_passed_over() -> None:
+    def refuse() -> None:
+        raise ValueError
+
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    log.in_rule = refuse
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            cursor.flush()
+    log.in_rule = lambda: None
+    cursor.flush()
+    assert log.applied == [0]
+
+
 def test_an_excluded_message_is_not_awaited() -> None:
     update = local(1, Moment("grad", 0), Phases([0]))
     cursor, log = at_next_forward(update)

@@ -271,7 +271,11 @@ class Cursor(Generic[P]):
                 step = steps[self._flushed]
                 self._wait(step, planned, own=False, earlier=True)
                 self._flushed += 1
-                self._apply(step, planned, own=False, earlier=True)
+                try:
+                    self._apply(step, planned, own=False, earlier=True)
+                except BaseException:  # the next flush must not pass over the rule
+                    self._flushed -= 1
+                    raise
         finally:
             self._flushing = False
 
