@@ -98,5 +98,5 @@ class DistributedDataParallel(nn.Sequential):
 
 def test_a_wrapped_model_is_refused() -> None:
     model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="within DistributedDataParallel"):
+    with pytest.raises(ValueError, match="must not be wrapped in DistributedDataParallel"):
         offbeat.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

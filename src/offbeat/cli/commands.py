@@ -658,10 +658,10 @@ def _show_run(
         for row in rows:
             if row.split is not None and row.iteration_s:
                 print(f"{row.label}: {explain_error(row.split, row.iteration_s)}")
-        if run.given is not None and run.given["computed"]:
-            print(f"predicted from a computed profile: {run.given['text']}")
         if logs is not None:
             print(f"output of the script: {logs}")
+    if run.given is not None and run.given["computed"]:
+        print(f"predicted from a computed profile: {run.given['text']}")
     for note in run.notes:
         print(f"note: {note}")
     print(f"Report: {page}")

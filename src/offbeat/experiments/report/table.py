@@ -63,8 +63,6 @@ def details(row: Row) -> Iterator[str]:
     if row.predicted_s is not None:
         waits = f", {words.seconds(row.exposed_s)} of it waiting" if row.exposed_s else ""
         yield f"predicted {words.seconds(row.predicted_s)}{waits}"
-    if row.device_s is not None:
-        yield f"predicted {words.seconds(row.device_s)} on your device"
     if row.updates_per_s != row.iterations_per_s and row.updates_per_s is not None:
         yield f"{words.digits(row.updates_per_s)} updates per second"
     if row.lssr is not None:
@@ -123,6 +121,8 @@ def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
         columns.append(
             _Column(("prediction", "error"), lambda row: words.error(row.predicted_error))
         )
+    if any(row.device_s is not None for row in rows):
+        columns.append(_Column(("your device", "predicted"), lambda r: words.seconds(r.device_s)))
     columns.append(_Column(("a host", "sends"), lambda row: words.size(row.sent_bytes), 80))
     if any(row.final_loss is not None or row.diverged for row in rows):
         columns.append(_Column(("final", "loss"), _loss_text, 100))
