@@ -96,7 +96,7 @@ class Repetition:
         return disturbance_of(self.index, self.load, paces)
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the run reached this repetition."""
         return self.problems != (NOT_RUN,)
 

@@ -241,7 +241,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         label=contestant.label,
         strategy=contestant.text,
         repetitions=len(reps),
-        failed=sum(rep.begun for rep in contestant.repetitions) - len(reps),
+        failed=sum(rep.has_begun for rep in contestant.repetitions) - len(reps),
         iterations_per_s=_median(pace[0] for pace in measured),
         updates_per_s=_median(pace[1] for pace in measured),
         sent_bytes=_median(sent_bytes(run, rep) for rep in reps),
@@ -274,7 +274,7 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
 
 def _first_problem(contestant: Contestant) -> str:
     """Return the first problem of a strategy without a counted repetition; empty if not run."""
-    begun = [rep for rep in contestant.repetitions if rep.begun]
+    begun = [rep for rep in contestant.repetitions if rep.has_begun]
     repetitions = [text for rep in begun for text in (*rep.cuts, *rep.problems)]
     return next(iter([*contestant.problems, *repetitions]), "")
 
