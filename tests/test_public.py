@@ -42,6 +42,7 @@ DOCUMENTED = [
     "join",
     "load",
     "prepare",
+    "report_metric",
     "save",
 ]
 

@@ -9,6 +9,7 @@ from offbeat import former_names
 
 if TYPE_CHECKING:
     from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
+    from offbeat.core.measuring.reported import report_metric
     from offbeat.core.plan import Plan
     from offbeat.core.profile import Profile
     from offbeat.core.runtime.prepare import prepare
@@ -74,6 +75,7 @@ __all__ = [
     "join",
     "load",
     "prepare",
+    "report_metric",
     "save",
 ]
 
@@ -88,6 +90,7 @@ _MODULES = {
     "join": "data.shortest",
     "load": "core.checkpoint",
     "prepare": "core.runtime.prepare",
+    "report_metric": "core.measuring.reported",
     "save": "core.checkpoint",
 }
 

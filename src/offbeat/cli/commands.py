@@ -218,7 +218,8 @@ def compare(
     ] = None,
     repeat: Annotated[int | None, number("Runs of each, in turns.  [default: 2]")] = None,
     seeds: Annotated[str | None, option("Instead of --repeat: a run per seed, 0,1,2.")] = None,
-    target_loss: Annotated[float | None, option("Report the time to this training loss.")] = None,
+    target: Annotated[str | None, option("Report the time to loss=4.3 or accuracy=.97.")] = None,
+    target_loss: Annotated[float | None, Parameter("--target-loss", show=False)] = None,
     keep_disturbed: Annotated[
         bool, option("Do not repeat runs that other programs disturbed.")
     ] = False,
@@ -241,8 +242,13 @@ def compare(
         texts.require_range("--repeat", repeat, 1, "it is how often each contestant runs")
     given = texts.parse_seeds(seeds, repeat, where.seed)
     repeat = len(given) or repeat or REPEAT
+    metric, target_loss = texts.parse_target(target, target_loss)
     compared = partial(
-        Comparison, repeat_disturbed=not keep_disturbed, device=device, given_seeds=given
+        Comparison,
+        repeat_disturbed=not keep_disturbed,
+        device=device,
+        given_seeds=given,
+        target=metric,
     )
     if resume is not None and out is not None:
         raise ValueError(f"--out ({out}) is the folder of --resume ({resume}); leave --out out")

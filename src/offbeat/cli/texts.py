@@ -120,6 +120,28 @@ def parse_seeds(text: str | None, repeat: int | None, seed: int) -> tuple[int, .
     return seeds
 
 
+def parse_target(
+    text: str | None, target_loss: float | None
+) -> tuple[tuple[str, float] | None, float | None]:
+    """Return (metric and value, loss) of the options --target and --target-loss."""
+    if target_loss is not None:
+        if text is not None:
+            raise ValueError(f"--target-loss ({target_loss:g}) is --target loss=...; give one")
+        message = f"--target-loss is replaced by --target loss={target_loss:g}"
+        print(f"offbeat: note: {message}", file=sys.stderr, flush=True)
+        return None, target_loss
+    if text is None:
+        return None, None
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not name.strip() or not math.isfinite(value):
+        raise ValueError(f"--target ({text!r}) must be a metric and a number, as in accuracy=.97")
+    return (None, value) if name == "loss" else ((name, value), None)
+
+
 def with_arguments(
     chosen: Sequence[Contestant], given: Sequence[str] | None
 ) -> tuple[Contestant, ...]:

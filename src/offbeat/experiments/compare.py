@@ -216,6 +216,7 @@ class Comparison:
         repeat_disturbed: whether a disturbed repetition or profile is measured once more.
         notes: remarks that are recorded and printed with the result.
         device: the user's device, on which each contestant is predicted as well.
+        target: name and value of a reported metric that replaces the training loss as the target.
         given_seeds: seed of each repetition; empty: those from the setup's seed on.
     """
 
@@ -230,6 +231,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     device: DeviceSpeed | None = None
     given_seeds: tuple[int, ...] = ()
+    target: tuple[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -930,6 +932,8 @@ def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "contestants": _contestant_entries(comparison.contestants or ()),
         "repetitions": comparison.repetitions,
         "target_loss": comparison.target_loss,
+        "target": comparison.target
+        and dict(zip(("name", "value"), comparison.target, strict=True)),
         "skip": SKIP,
         "options": {"pace": setup.pace, "min_bucket_bytes": setup.min_bucket_bytes},
     }

@@ -1,14 +1,15 @@
 """File format of the record of one rank: blocks that are appended during training.
 
-Each block is one line with a JSON object. The fields in `COLUMNS` and `votes` continue the columns
-of the earlier blocks; other fields replace their earlier values. The record of a killed run can be
-read up to its last complete block, and the memory for an unwritten block is bounded.
+Each block is one line with a JSON object. The fields in `COLUMNS`, `votes` and `metrics` continue
+the columns of the earlier blocks; other fields replace their earlier values. The record of a killed
+run can be read up to its last complete block, and the memory for an unwritten block is bounded.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -133,6 +134,7 @@ class _MergedRecord:
         self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS if name != "losses"}
         self._losses = _LossMeans()
         self._votes: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
 
     def add(self, block: dict[str, Any]) -> None:
         if block.pop("schema", None) != SCHEMA:
@@ -144,6 +146,7 @@ class _MergedRecord:
         for iteration, loss in block.pop("losses", ()):
             self._losses.add(iteration, float("nan") if loss is None else loss)
         _extend_columns(self._votes, block.pop("votes", {}))
+        _extend_columns(self._metrics, block.pop("metrics", {}))
         self._fields |= block
 
     def record(self, torn: bool) -> dict[str, Any]:
@@ -170,6 +173,14 @@ class _MergedRecord:
             "schema": 1,
             "losses": [[i, ends[i], loss] for i, loss in self._losses.means() if i < len(ends)],
             "losses_of": self._losses.width,
+            "metrics": {
+                name: [
+                    [i, ends[i], math.nan if value is None else value]
+                    for i, value in values
+                    if i < len(ends)
+                ]
+                for name, values in self._metrics.items()
+            },
             "trace": trace,
             "votes": self._votes,
             "cut": None if closed else _describe_cut(len(ends), torn),

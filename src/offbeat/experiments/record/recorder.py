@@ -17,6 +17,7 @@ from offbeat.core.derive.windows import Windows
 from offbeat.core.files import write_or_warn, write_text
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.measuring.reported import set_receiver
 from offbeat.core.plan import BUILT_IN, Plan, Transfer
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
@@ -132,6 +133,10 @@ class Recorder:
         self.sample: Sample | None = None
         self._votes = VoteLog()
         self._tap = LossTap()
+        self._reached = 0
+        self._metrics: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        self._receive = self._add_metric
+        set_receiver(self._receive)
 
     def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
         """Begin the iterations of the strategy, after `observed` profiled iterations."""
@@ -144,9 +149,14 @@ class Recorder:
 
     def on_step_begin(self, iteration: int) -> None:
         """Take the loss of an iteration, at the beginning of `optimizer.step()`."""
+        self._reached = iteration
         loss = self._tap.take()
         if loss is not None:
             self._losses.append((iteration, loss))
+
+    def _add_metric(self, name: str, value: float) -> None:
+        """Record a metric that the script reports, with the iteration of the last step."""
+        self._metrics[name].append((self._reached, value))
 
     def on_step_end(self, iteration: int) -> None:
         """Sample the parameters, at the end of `optimizer.step()`."""
@@ -224,6 +234,13 @@ class Recorder:
             "votes": self._votes.pop_columns(),
             **more,
         }
+        if self._metrics:
+            block["metrics"] = {
+                name: [[i, value] for i, value in values if i < done]
+                for name, values in self._metrics.items()
+            }
+            for values in self._metrics.values():
+                values[:] = [entry for entry in values if entry[0] >= done]
         self._first = done
         self._losses = [(i, loss) for i, loss in self._losses if i >= done]
         self._ends, self._without_update = [], []

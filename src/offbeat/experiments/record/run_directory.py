@@ -47,6 +47,7 @@ class RankRecord:
         votes: columns of `VoteLog`.
         losses_of: number of iterations that each loss averages.
         cut: description of where an unclosed record ends; empty for a closed one.
+        metrics: (iteration, seconds from the trace's origin, value) of each reported metric.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class RankRecord:
     votes: Mapping[str, Any] = field(default_factory=dict)
     losses_of: int = 1
     cut: str = ""
+    metrics: Mapping[str, tuple[tuple[int, float, float], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Run:
         started: time of the start (ISO 8601, UTC).
         repetitions: planned number of repetitions.
         target_loss: training loss to which the time is measured; None if not set.
+        target: name and value of the metric to which the time is measured instead.
         skip: least number of first iterations that are not measured (see `count_skipped`).
         profile: profile of the run.
         profile_load: load of the machine while the profile was measured.
@@ -219,6 +222,7 @@ class Run:
     started: str = ""
     repetitions: int = 1
     target_loss: float | None = None
+    target: Mapping[str, Any] | None = None
     skip: int = 0
     profile: Profile | None = None
     profile_load: Mapping[str, Any] | None = None
@@ -304,7 +308,7 @@ def load(run_dir: str | Path) -> Run:
         given=data.get("profile"),
         **_tuple_fields(data, "command", "script", "probed", "changed", "notes", "seeds"),
         **_known_fields(data, "cluster", "versions", "lab", "note", "device", "started"),
-        **_known_fields(data, "seed", "skip", "cpus", "target_loss"),
+        **_known_fields(data, "seed", "skip", "cpus", "target_loss", "target"),
     )
 
 
@@ -432,6 +436,10 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
         trace=trace,
         losses=tuple((int(i), float(s), _parse_loss(x)) for i, s, x in data.get("losses", ())),
         sent_bytes=data.get("bytes", {}),
+        metrics={
+            name: tuple((int(i), float(s), float(x)) for i, s, x in values)
+            for name, values in data.get("metrics", {}).items()
+        },
         **_tuple_fields(data, "without_update", "warnings", "checks", "decisions"),
         **_known_fields(
             data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"

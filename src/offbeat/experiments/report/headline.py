@@ -74,30 +74,28 @@ def _compare(run: Run, order: Sequence[Row], base: Row, names: dict[str, str]) -
     """Return the first sentence that holds, for at least two strategies."""
     best = order[0]
     own, other = names[best.label], names[base.label]
-    if best.target_s is None or best.target_loss is None:
+    goal = best.goal
+    if best.target_s is None or goal is None:
         return _compare_iterations(run, best, base, names)
-    loss = words.loss(best.target_loss)
     own_s = words.seconds(best.target_s)
     if all(row.target_s is None for row in order[1:]):
-        return f"{own} is the only one to reach loss {loss}, in {own_s}."
+        return f"{own} is the only one to reach {goal}, in {own_s}."
     if best.is_yardstick:
-        return (
-            f"{own} reaches loss {loss} first, in {own_s}: nothing here is faster on this network."
-        )
+        return f"{own} reaches {goal} first, in {own_s}: nothing here is faster on this network."
     if base.target_s is None:
         count = words.count(base.iterations, "iteration")
-        return f"{own} reaches loss {loss} in {own_s}; {other} does not in {count}."
+        return f"{own} reaches {goal} in {own_s}; {other} does not in {count}."
     times = words.factor(base.target_s / best.target_s)
     other_s = words.seconds(base.target_s)
     second = order[1]
     if _has_overlap(best.target_spread_s, second.target_spread_s):
         if second is base:
-            return f"{own} and {other} reach loss {loss} in about {own_s}: it is a draw."
+            return f"{own} and {other} reach {goal} in about {own_s}: it is a draw."
         return (
-            f"{own} and {names[second.label]} reach loss {loss} in about {own_s}, {other} in "
+            f"{own} and {names[second.label]} reach {goal} in about {own_s}, {other} in "
             f"{other_s}: {times} times sooner. Between the two it is a draw."
         )
-    return f"{own} reaches loss {loss} in {own_s}, {other} in {other_s}: {times} times sooner."
+    return f"{own} reaches {goal} in {own_s}, {other} in {other_s}: {times} times sooner."
 
 
 def _compare_iterations(run: Run, best: Row, base: Row, names: dict[str, str]) -> str:
@@ -117,6 +115,8 @@ def _iteration_text(row: Row, names: dict[str, str]) -> str:
 
 
 def _why_no_target(run: Run) -> str:
+    if run.target is not None:
+        return f"No strategy reached {run.target['name']} {run.target['value']:g}."
     if run.emulated:
         return "Losses do not compare: layers sleep instead of computing."
     if not any(record.losses for _, _, record in run.records()):

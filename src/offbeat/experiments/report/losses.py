@@ -156,7 +156,7 @@ def target_loss(run: Run) -> float | None:
     """
     if run.target_loss is not None:
         return run.target_loss
-    if run.emulated:
+    if run.emulated or run.target is not None:
         return None
     falls = {c.label: _loss_decrease(c) for c in run.contestants}
     enough = KEPT_UP * max(falls.values(), default=0.0)

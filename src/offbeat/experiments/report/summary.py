@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.disturbed import Disturbance
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
+from offbeat.experiments.report import words
 from offbeat.experiments.report.breakdown import Split, split_of
 from offbeat.experiments.report.losses import (
     Curve,
@@ -23,6 +24,7 @@ from offbeat.experiments.report.losses import (
     spread_of_final_losses,
     target_loss,
 )
+from offbeat.experiments.report.metrics import final_metrics, metric_curve, reach
 from offbeat.experiments.report.traffic import link_loads
 from offbeat.experiments.report.votes import votes_of
 
@@ -77,6 +79,9 @@ class Row:
         repeated: number of counted repetitions that replace a disturbed one.
         is_yardstick: whether the strategy is DDP.
         iterations: iterations of a counted repetition, median.
+        metrics: last value of each metric that the script reported, mean over repetitions.
+        target_metric: name of the metric that replaces the loss as the target; None for the loss.
+        target_value: value of `target_metric` to which `target_s` is measured.
         problem: first problem of a strategy without a counted repetition; empty if it was not run.
     """
 
@@ -119,6 +124,16 @@ class Row:
     is_yardstick: bool = False
     iterations: int = 0
     problem: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    target_metric: str | None = None
+    target_value: float | None = None
+
+    @property
+    def goal(self) -> str | None:
+        """Target in words, such as "loss 2.97" or "accuracy 0.97"; None without one."""
+        if self.target_metric is not None and self.target_value is not None:
+            return f"{self.target_metric} {self.target_value:g}"
+        return None if self.target_loss is None else f"loss {words.loss(self.target_loss)}"
 
     @property
     def not_run(self) -> bool:
@@ -196,7 +211,12 @@ def counted_seconds(rep: Repetition) -> Callable[[int, float], float]:
 
 def counted_curve(rep: Repetition) -> Curve:
     """Return the mean losses of a repetition at the seconds of `counted_seconds`."""
-    curve, seconds_of = rank_mean(rep), counted_seconds(rep)
+    return counted(rep, rank_mean(rep))
+
+
+def counted(rep: Repetition, curve: Curve) -> Curve:
+    """Return a curve at the seconds of `counted_seconds`."""
+    seconds_of = counted_seconds(rep)
     return replace(curve, seconds=tuple(map(seconds_of, curve.iterations, curve.seconds)))
 
 
@@ -265,9 +285,16 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
         is_yardstick=contestant.strategy == YARDSTICK,
         iterations=round(_median(rep.trace.iterations for rep in reps) or 0),
         problem="" if reps else _first_problem(contestant),
+        metrics=final_metrics(contestant),
     )
     row = _with_times(row, run, reps)
     row = _with_prediction(row, run, contestant)
+    if run.target is not None:
+        name, value = run.target["name"], run.target["value"]
+        row = replace(row, target_metric=name, target_value=value)
+        return _with_reached(
+            row, [reach(counted(rep, metric_curve(rep, name)), value) for rep in reps]
+        )
     diverged = row.final_loss is None
     return row if target is None or diverged else _with_target(row, reps, target)
 
@@ -314,8 +341,12 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
 
 
 def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
-    curves = [counted_curve(rep).smooth() for rep in reps]
-    reached = [curve.reach(target) or (math.inf, math.inf) for curve in curves]
+    return _with_reached(row, [counted_curve(rep).smooth().reach(target) for rep in reps])
+
+
+def _with_reached(row: Row, found: Sequence[tuple[int, float] | None]) -> Row:
+    """Return the row with (iteration, seconds) of the target in each repetition; None: never."""
+    reached = [entry or (math.inf, math.inf) for entry in found]
     if not reached:
         return row
     times = [seconds for _, seconds in reached]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from offbeat.experiments.record.run_directory import Run
 from offbeat.experiments.report import words
@@ -103,14 +104,15 @@ def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
     """Return the columns, from left to right."""
     unit = words.column_of(s for r in rows for s in (r.iteration_s, r.predicted_s))
     to_loss = words.column_of(r.target_s for r in rows)
-    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
+    target = next((row.goal for row in rows if row.goal is not None), None)
     columns = [_Column(("strategy", ""), lambda row: marks[row.label])]
     if target is not None:
 
         def text(row: Row) -> str:
             return "never" if row.target_s is None else to_loss(row.target_s)
 
-        columns.append(_Column(("to loss", words.loss(target)), text))
+        name, value = target.split(" ")
+        columns.append(_Column((f"to {name}", value), text))
     columns.append(_Column(("iteration", ""), lambda row: unit(row.iteration_s)))
     if any(row.waits_share is not None for row in rows):
         columns.append(_Column(("waits for", "network"), _waits_text, 80))
@@ -126,7 +128,13 @@ def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
     columns.append(_Column(("a host", "sends"), lambda row: words.size(row.sent_bytes), 80))
     if any(row.final_loss is not None or row.diverged for row in rows):
         columns.append(_Column(("final", "loss"), _loss_text, 100))
+    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
+    columns += [_Column(("final", name), partial(_metric_text, name), 80) for name in metrics]
     return columns
+
+
+def _metric_text(name: str, row: Row) -> str:
+    return words.digits(row.metrics[name], 4) if name in row.metrics else words.NONE
 
 
 def _waits_text(row: Row) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 from offbeat.core.files import replace_text
 from offbeat.core.profile.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
-from offbeat.experiments.report import gossip, words
+from offbeat.experiments.report import gossip, metrics, words
 from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.page import render
-from offbeat.experiments.report.summary import Row, summarize
+from offbeat.experiments.report.summary import Row, counted, summarize
 
 REPORT = "report.html"
 SUMMARY = "summary.json"
@@ -58,7 +58,19 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "compute": _compute_record(run),
         "rows": [asdict(row) for row in rows],
         "problems": run.failures(),
+        "curves": {c.label: _metric_curves(c) for c in run.contestants},
     }
+
+
+def _metric_curves(contestant: Contestant) -> list[dict[str, Any]]:
+    """Return the curves of the reported metrics in each counted repetition."""
+    return [
+        {
+            name: metrics.as_columns(counted(rep, metrics.metric_curve(rep, name)))
+            for name in metrics.metric_names([rep])
+        }
+        for rep in contestant.complete
+    ]
 
 
 def _compute_record(run: Run) -> dict[str, Any] | None:
