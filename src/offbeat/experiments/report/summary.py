@@ -211,10 +211,10 @@ def counted_seconds(rep: Repetition) -> Callable[[int, float], float]:
 
 def counted_curve(rep: Repetition) -> Curve:
     """Return the mean losses of a repetition at the seconds of `counted_seconds`."""
-    return counted(rep, rank_mean(rep))
+    return shift_curve(rep, rank_mean(rep))
 
 
-def counted(rep: Repetition, curve: Curve) -> Curve:
+def shift_curve(rep: Repetition, curve: Curve) -> Curve:
     """Return a curve at the seconds of `counted_seconds`."""
     seconds_of = counted_seconds(rep)
     return replace(curve, seconds=tuple(map(seconds_of, curve.iterations, curve.seconds)))
@@ -292,8 +292,8 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     if run.target is not None:
         name, value = run.target["name"], run.target["value"]
         row = replace(row, target_metric=name, target_value=value)
-        return _with_reached(
-            row, [reach(counted(rep, metric_curve(rep, name)), value) for rep in reps]
+        return _with_target_times(
+            row, [reach(shift_curve(rep, metric_curve(rep, name)), value) for rep in reps]
         )
     diverged = row.final_loss is None
     return row if target is None or diverged else _with_target(row, reps, target)
@@ -341,10 +341,10 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
 
 
 def _with_target(row: Row, reps: Sequence[Repetition], target: float) -> Row:
-    return _with_reached(row, [counted_curve(rep).smooth().reach(target) for rep in reps])
+    return _with_target_times(row, [counted_curve(rep).smooth().reach(target) for rep in reps])
 
 
-def _with_reached(row: Row, found: Sequence[tuple[int, float] | None]) -> Row:
+def _with_target_times(row: Row, found: Sequence[tuple[int, float] | None]) -> Row:
     """Return the row with (iteration, seconds) of the target in each repetition; None: never."""
     reached = [entry or (math.inf, math.inf) for entry in found]
     if not reached:

@@ -13,7 +13,7 @@ from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, lo
 from offbeat.experiments.report import gossip, metrics, words
 from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.page import render
-from offbeat.experiments.report.summary import Row, counted, summarize
+from offbeat.experiments.report.summary import Row, shift_curve, summarize
 
 REPORT = "report.html"
 SUMMARY = "summary.json"
@@ -63,10 +63,10 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _metric_curves(contestant: Contestant) -> list[dict[str, Any]]:
-    """Return the curves of the reported metrics in each counted repetition."""
+    """Return the curves of the reported metrics in each shift_curve repetition."""
     return [
         {
-            name: metrics.as_columns(counted(rep, metrics.metric_curve(rep, name)))
+            name: metrics.as_columns(shift_curve(rep, metrics.metric_curve(rep, name)))
             for name in metrics.metric_names([rep])
         }
         for rep in contestant.complete
