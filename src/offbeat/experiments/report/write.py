@@ -63,7 +63,7 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _metric_curves(contestant: Contestant) -> list[dict[str, Any]]:
-    """Return the curves of the reported metrics in each shift_curve repetition."""
+    """Return the curves of the reported metrics in each counted repetition."""
     return [
         {
             name: metrics.as_columns(shift_curve(rep, metrics.metric_curve(rep, name)))
