@@ -312,9 +312,9 @@ def test_bad_calls_of_join(
     (tmp_path / "t.py").write_text("")
     for argv, secret, words in [
         (["nowhere", "t.py"], "a", "must be HOST:PORT of a worker"),
-        (["a:1", "no.py"], "a", "must begin with an existing file"),
-        (["a:1", "t.py"], None, "must be set to the job's secret"),
-        (["--strategy", "wfbp", "a:1", "t.py"], "a", "must be one of gossip"),
+        (["127.0.0.1:1", "no.py"], "a", "must begin with an existing file"),
+        (["127.0.0.1:1", "t.py"], None, "must be set to the job's secret"),
+        (["--strategy", "wfbp", "127.0.0.1:1", "t.py"], "a", "must be one of gossip"),
     ]:
         monkeypatch.delenv("OFFBEAT_SECRET", raising=False)
         if secret is not None:
