@@ -39,6 +39,7 @@ from offbeat.core.measuring.links import (
     worthwhile_bytes,
 )
 from offbeat.core.measuring.timing import Budget, Probe
+from offbeat.core.runtime.iteration import Timestamps
 from offbeat.core.runtime.plan_session import Observer, build_flat
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import Ring
@@ -335,3 +336,20 @@ def test_like_ranks_seldom_seem_to_differ_and_slow_ones_always_do() -> None:
         assert seem_alike([1.25] + [1.0] * (ranks - 1)) < 0.02
     assert are_alike([0.995, 1.005], [0.0, 0.0], 5)
     assert not are_alike([0.98, 1.02], [0.0, 0.0], 5)
+
+
+def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
+    """A discriminator's real samples are backward before the forward of its made samples."""
+    observer = Observer.__new__(Observer)
+    observer._device = SimpleNamespace(seconds=float)
+    observer._tap = SimpleNamespace(began=None, ended=None, take=lambda: None)
+    observer._times, observer._losses, observer.order = [], [], []
+    observer._entered, observer._ready = [("a", 2.0)], [("a", 1.0), ("b", 5.0)]
+    marks = Timestamps(
+        begin=0.0, forward=2.0, forward_end=3.0, backward_end=5.0, waited=5.0, step=5.0, stepped=6.0
+    )
+    observer._record_times(marks)
+    assert dict(observer._times[0].backward) == {"b": 2.0}
+    observer._ready = [("a", 1.0)]
+    observer._record_times(replace(marks, backward_end=1.0))
+    assert len(observer._times) == 1  # no time of a backward is known

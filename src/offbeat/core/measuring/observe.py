@@ -112,7 +112,6 @@ class Observer:
     def _record_times(self, marks: Timestamps) -> None:
         seconds, times = self._device.seconds, _Times()
         first, end = self._forward_marks(marks)
-        self.order = [name for name, _ in self._ready] or self.order
         at = start = seconds(first)
         current = None
         for name, mark in [*self._entered, (None, end)]:
@@ -120,9 +119,14 @@ class Observer:
             if now >= start:  # earlier marks belong to an evaluation or a micro-batch
                 times.forward[current or name or ""] += now - at
                 current, at = name, now
+        # Gradients that were ready before this forward are of the backward of an earlier one.
+        ready = [(name, mark) for name, mark in self._ready if seconds(mark) >= at]
+        if self._ready and not ready and self._times:
+            return
+        self.order = [name for name, _ in ready] or self.order
         # Gradients from torch.autograd.grad are assigned together, when the step begins.
-        for name, mark in self._ready or [(self._ready_order()[0], marks.backward_end)]:
-            times.backward[name] = seconds(mark) - at
+        for name, mark in ready or [(self._ready_order()[0], marks.backward_end)]:
+            times.backward[name] = max(0.0, seconds(mark) - at)
             at = seconds(mark)
         times.update = seconds(marks.stepped) - seconds(marks.step)
         times.other = start - seconds(marks.begin) + seconds(marks.step) - seconds(marks.waited)
