@@ -20,7 +20,7 @@ from offbeat.cli import commands as cli
 from offbeat.cli import texts
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.plan import Plan
-from offbeat.profile import Profile
+from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import LocalSGD, OuterSGD
 
@@ -611,3 +611,13 @@ def test_as_a_module():
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("offbeat: file (no.json) must exist")
+
+
+def test_a_plan_takes_the_text_of_a_strategy(tmp_path, capsys):
+    path = tmp_path / "p.json"
+    Profile((Bucket("b", 0.01, 0.02, 4000),), (Link("net", 0.001, 1e6),), world_size=2).save(path)
+    printed = []
+    for words in (["dreamddp:period=3"], ["dreamddp", "--set", "period=3"]):
+        assert cli.main(["plan", "--profile", str(path), "--strategy", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]

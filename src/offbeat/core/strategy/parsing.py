@@ -39,8 +39,7 @@ UNIONS = (Union, UnionType)
 def parse(text: str) -> Strategy:
     """Return a strategy from its text, as in `dreamddp:period=8:average=before_update`. Raise
     ValueError for invalid text."""
-    name, *settings = parts(text)
-    return strategy(name, settings)
+    return strategy(text, None)
 
 
 def text_of(strategy: Strategy) -> str:
@@ -116,10 +115,11 @@ def pairs(texts: Sequence[str] | None) -> dict[str, str]:
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts or []}
 
 
-def strategy(name: str, settings: Sequence[str] | None) -> Strategy:
-    """Return a strategy from its name and texts such as "period=5". Raise ValueError for invalid
-    text."""
-    return create_from_texts(name, pairs(settings))
+def strategy(text: str, settings: Sequence[str] | None) -> Strategy:
+    """Return a strategy from its text and further settings such as "period=5". Raise ValueError for
+    invalid text."""
+    name, *own = parts(text)
+    return create_from_texts(name, pairs([*own, *(settings or [])]))
 
 
 def with_setting(strategy: Strategy, setting: str, text: str) -> Strategy:
