@@ -55,6 +55,14 @@ def test_no_line_is_too_wide_and_no_name_is_broken(run, width):
     assert "runs/20250102-030405-train/local-sgd/rep0/rank2.log" in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_predictions_for_a_device_are_a_sentence_of_every_width(run, width):
+    rows = [replace(row, device_s=0.02) for row in ROWS[:2]]
+    lines = render(run, rows, width).splitlines()
+    assert "your device: ddp 20.0 ms, dreamddp [1] 20.0 ms" in " ".join(lines)
+    assert max(map(len, lines)) <= width
+
+
 def test_columns_by_width(run):
     heads = {width: render(run, ROWS, width).splitlines()[0].split() for width in (60, 80, 100)}
     assert heads[60] == ["strategy", "to", "loss", "iteration", "vs", "prediction"]

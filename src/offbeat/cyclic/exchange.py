@@ -68,21 +68,22 @@ class Exchange:
         `settle` calls `gone` once the tensors have been sent. `words` name the transfer in errors.
         """
         hosted = [tensor.detach().to(HOST).contiguous() for tensor in tensors]
+        group = self.open_group  # a failure that was reported before is not reported again
         with self.reporting(f"{words} to rank {target}"):
-            works = [self.open_group.send([tensor], target, 0) for tensor in hosted]
+            works = [group.send([tensor], target, 0) for tensor in hosted]
         self._sent.append(_Sent(time, words, target, works, hosted, gone))
 
     def settle(self, before: int) -> None:
         """Wait for the end of all sends that were started before a time step."""
         while self._sent and self._sent[0].time < before:
             sent = self._sent[0]
-            self.wait(sent.works, sent.target, f"{sent.words} to rank {sent.target}")
+            self.wait(sent.works, f"{sent.words} to rank {sent.target}")
             self._sent.popleft()
             if sent.gone is not None:
                 sent.gone()
 
-    def wait(self, works: list[Any], peer: int, words: str) -> None:
-        """Wait for operations with a peer and remove them from `works`.
+    def wait(self, works: list[Any], words: str) -> None:
+        """Wait for operations and remove them from `works`.
 
         After a failure or timeout, closes the group and raises RuntimeError with the suspects.
         """
@@ -132,12 +133,13 @@ class Arrival:
             tensor if tensor.device == HOST else torch.empty_like(tensor, device=HOST)
             for tensor in tensors
         ]
+        group = exchange.open_group
         with exchange.reporting(f"{words} from rank {source}"):
-            self.works = [exchange.open_group.recv([tensor], source, 0) for tensor in self._hosted]
+            self.works = [group.recv([tensor], source, 0) for tensor in self._hosted]
 
     def wait(self) -> list[Tensor]:
         """Wait for all tensors and return them."""
-        self._exchange.wait(self.works, self._source, f"{self._words} from rank {self._source}")
+        self._exchange.wait(self.works, f"{self._words} from rank {self._source}")
         for tensor, host in zip(self._tensors, self._hosted, strict=True):
             if tensor is not host:
                 tensor.copy_(host)

@@ -140,15 +140,18 @@ class Cursor(Generic[P]):
         """Execute all remaining steps up to a position."""
         now = self.now
         assert now is not None
-        steps, release = now.steps, self._actions.release
+        steps = now.steps
         while self._next < len(steps) and (step := steps[self._next]).position <= position:
             if step.wait or step.apply or step.decide or step.ask:
                 self._execute(step, now)
             else:
                 self._next += 1
-                for index in step.release:
-                    if not release(now, index):
-                        now.outstanding.discard(index)
+                self._release(step, now)
+
+    def _release(self, step: Step, now: P) -> None:
+        for index in step.release:
+            if not self._actions.release(now, index):
+                now.outstanding.discard(index)
 
     def _execute(self, step: Step, now: P) -> None:
         """Execute the next step of the iteration."""
@@ -162,9 +165,7 @@ class Cursor(Generic[P]):
         if step.ask:
             now.undecided.update(vote.name for vote in step.ask)
             actions.cast_votes(now, step.ask)
-        for index in step.release:
-            if not actions.release(now, index):
-                now.outstanding.discard(index)
+        self._release(step, now)
         actions.record_times(now, step.position, begin, waited)
 
     def wait(self, position: int) -> Step:

@@ -31,7 +31,12 @@ def render(run: Run, rows: Sequence[Row], width: int, *, sentence: bool = True) 
     Without `sentence` the headline consists of its reservations.
     """
     names, found = display_names(rows), headline(run, rows)
-    lines = [*_table(rows, names, width), *_legend(rows, names), ""]
+    lines = [*_table(rows, names, width), *_legend(rows, names)]
+    if times := [
+        f"{names[row.label]} {words.seconds(row.device_s)}" for row in rows if row.device_s
+    ]:
+        lines += wrap(f"predicted per iteration on your device: {', '.join(times)}", width)
+    lines.append("")
     reservations = " ".join([*[found.sentence] * sentence, *found.reservations])
     lines += wrap(reservations, width)
     return "\n".join([*lines, *wrap(conditions(run, rows), width)])
@@ -123,8 +128,6 @@ def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
         columns.append(
             _Column(("prediction", "error"), lambda row: words.error(row.predicted_error))
         )
-    if any(row.device_s is not None for row in rows):
-        columns.append(_Column(("your device", "predicted"), lambda r: words.seconds(r.device_s)))
     columns.append(_Column(("a host", "sends"), lambda row: words.size(row.sent_bytes), 80))
     if any(row.final_loss is not None or row.diverged for row in rows):
         columns.append(_Column(("final", "loss"), _loss_text, 100))
