@@ -58,6 +58,10 @@ SENTENCES = {
         [replace(DDP, target_s=10.0), FAST],
         "ddp reaches loss 2.500 first, in 10.0 s: nothing here is faster on this network.",
     ),
+    "sooner, but disturbed": (
+        [DDP, replace(FAST, disturbed=(Disturbance(0, foreign=0.3),))],
+        "ddp reaches loss 2.500 in 60.0 s. dreamddp took less time, but that does not count.",
+    ),
     "ddp never": (
         [replace(DDP, target_s=None), FAST, replace(FAST, label="deft", target_s=30.0)],
         "dreamddp reaches loss 2.500 in 20.0 s; ddp does not in 40 iterations.",
