@@ -81,7 +81,7 @@ def _compare(run: Run, order: Sequence[Row], base: Row, names: dict[str, str]) -
     if all(row.target_s is None for row in order[1:]):
         return f"{own} is the only one to reach {goal}, in {own_s}."
     sooner = [row for row in order[1:] if row.target_s and row.target_s < best.target_s]
-    if sooner:  # rows that cannot win; the reservations say why
+    if sooner:  # rows that cannot win, for a reason that is among the reservations
         others = " and ".join(names[row.label] for row in sooner)
         return f"{own} reaches {goal} in {own_s}. {others} took less time, but that does not count."
     if best.is_yardstick:
