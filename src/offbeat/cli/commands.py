@@ -303,7 +303,7 @@ def demo(
     chosen = texts.contestants(DEMO_STRATEGIES, [])
     if not json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
-        print("this takes two to four minutes on two processors", flush=True)
+        print("this takes about five minutes on two processors", flush=True)
     return _compare(Comparison(setup, chosen), out, json_, verbose, name="demo", sentence_last=True)
 
 
