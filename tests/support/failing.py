@@ -21,6 +21,7 @@ from torch import nn
 
 import offbeat
 from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
+from offbeat.core.measuring import network_check
 from support.models import Case, batch, build_model, loss_of, profile_of
 from support.oddities import build
 from support.workers import bits, prepared, rank, snapshot, world_size
@@ -364,8 +365,10 @@ def compile_whole() -> list[str]:
 # ---- profiles and jobs ----------------------------------------------------------------------
 
 
-def train_with_cache(path: str, name: str) -> tuple[str, bool]:
-    """Fingerprint of the profile, and whether it was there from the start."""
+def train_with_cache(path: str, name: str, ratio: float = 2.0) -> tuple[str, bool]:
+    """Fingerprint of the profile, and whether it was there from the start. Messages may take
+    `ratio` times as long as by the profile."""
+    network_check.RATIO = ratio
     case = Case(name, "nesterov")
     model, optimizer = build(case)
     with prepared(model, optimizer, WFBP(), profile=path, observe=2) as (model, optimizer):
