@@ -1,0 +1,294 @@
+"""Record of a job: lines that each rank appends to its file, and their readers.
+
+A line is one JSON object with `kind`, `schema` and `t`, the seconds since 1970. It is appended by
+one write, so that a killed process leaves at most one torn line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from offbeat.core.files import replace_text
+from offbeat.jobs.interval import Interval
+
+SCHEMA = 3
+RUN_FILE, ALIVE_FILE = "run.json", "alive.json"
+RETRY_S = 600.0  # time between two attempts to write after an error
+MOST_UNWRITTEN = 1000  # lines that are kept while the file cannot be written
+DETAIL_BYTES = 1 << 20  # largest size of a file of single iterations
+
+
+def rank_file(folder: Path, rank: int, part: str = "") -> Path:
+    """Return the path of a rank's lines, or of a part: "first", "last" or "before"."""
+    return folder / f"rank{rank}{f'.{part}' if part else ''}.jsonl"
+
+
+class LineWriter:
+    """Writer of the lines of one rank. All methods may be called from any thread.
+
+    If the file cannot be written, as on a full disk, a warning names file and remedy once. The
+    newest `MOST_UNWRITTEN` lines are kept, and written again with a line after `RETRY_S` seconds.
+
+    Args:
+        folder: folder of the run, which is created.
+        rank: rank of this process.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time):
+        self.folder, self._clock = folder, clock
+        self._path = rank_file(folder, rank)
+        self._rank = rank
+        self._lock = threading.RLock()  # a signal handler may write during a write
+        self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
+        self._retry_at, self._has_warned = 0.0, False
+        self._detail_part, self._detail_bytes = "first", 0
+
+    def line(self, kind: str, **fields: Any) -> None:
+        """Append one line."""
+        with self._lock:
+            self._unwritten.append(_encode(kind, self._clock(), fields))
+            if self._clock() < self._retry_at and kind != "end":
+                return
+            try:
+                _append(self._path, b"".join(self._unwritten))
+            except OSError as error:
+                self._retry_at = self._clock() + RETRY_S
+                self._warn(error)
+            else:
+                self._unwritten.clear()
+
+    def detail(self, kind: str, **fields: Any) -> None:
+        """Append a line about single iterations.
+
+        The first `DETAIL_BYTES` of these lines are kept, and the last one to two `DETAIL_BYTES`.
+        """
+        line = _encode(kind, self._clock(), fields)
+        with self._lock:
+            if self._clock() < self._retry_at:
+                return
+            if self._detail_bytes + len(line) > DETAIL_BYTES:
+                last = rank_file(self.folder, self._rank, "last")
+                if self._detail_part == "last":
+                    last.replace(rank_file(self.folder, self._rank, "before"))
+                self._detail_part, self._detail_bytes = "last", 0
+            self._detail_bytes += len(line)
+            try:
+                _append(rank_file(self.folder, self._rank, self._detail_part), line)
+            except OSError as error:
+                self._retry_at = self._clock() + RETRY_S
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"record ({self._path}) cannot be written: {error.strerror or error}; training "
+                f"goes on, and the write is repeated every {RETRY_S:g} s. Make room there, or set "
+                "OFFBEAT_RECORD to another folder",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _encode(kind: str, t: float, fields: dict[str, Any]) -> bytes:
+    line = {"kind": kind, "schema": SCHEMA, "t": round(t, 3), **fields}
+    return f"{json.dumps(line, separators=(',', ':'))}\n".encode()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append in one write. A partial write is taken back and raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, size)
+            raise OSError(28, os.strerror(28), str(path))
+    finally:
+        os.close(file)
+
+
+def write_json(folder: Path, name: str, data: dict[str, Any]) -> None:
+    """Replace a file of the run. Raise OSError, which names the file."""
+    replace_text(folder / name, json.dumps({"schema": SCHEMA, **data}))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position in a file that grows: its inode, and the bytes that were read."""
+
+    inode: int = -1
+    offset: int = 0
+
+
+def follow(path: Path, place: Place = Place()) -> tuple[list[dict[str, Any]], Place]:
+    """Return the complete lines after a position, and the new position.
+
+    A file that was replaced or has become shorter is read from its start. Lines that are no JSON
+    object are left out. Without a file there are no lines.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            same = status.st_ino == place.inode and status.st_size >= place.offset
+            begin = place.offset if same else 0
+            file.seek(begin)
+            data = file.read()
+    except FileNotFoundError:
+        return [], Place()
+    whole = data.rfind(b"\n") + 1
+    parsed = (_parse(line) for line in data[:whole].splitlines())
+    return [line for line in parsed if line is not None], Place(status.st_ino, begin + whole)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = json.loads(line)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) and "kind" in data else None
+
+
+@dataclass
+class RankLines:
+    """Lines of one rank by kind.
+
+    Attributes:
+        head: first line; empty if it is missing.
+        intervals: intervals in order.
+        events: events in order.
+        metrics: metrics in order.
+        details: lines about single iterations: the first ones, and the last ones.
+        all_ranks: on rank 0, lines with the newest sums of all ranks.
+        end: last line of a job that has ended; None if it was cut short.
+        torn: whether the last line is incomplete.
+    """
+
+    head: dict[str, Any] = field(default_factory=dict)
+    intervals: list[Interval] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    all_ranks: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    torn: bool = False
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line. Lines of an unknown kind are ignored."""
+        kind = line["kind"]
+        if kind == "head":
+            self.head = line
+        elif kind == "interval":
+            self.intervals.append(Interval.from_dict(line))
+        elif kind == "end":
+            self.end = line
+        elif (lines := {"event": self.events, "metric": self.metrics}.get(kind)) is not None:
+            lines.append(line)
+        elif kind == "ranks":
+            self.all_ranks.append(line)
+
+
+@dataclass
+class JobRecord:
+    """Record of one attempt of a job, from one or several folders.
+
+    Attributes:
+        folders: folders with the same run.
+        run: content of run.json; empty if it is missing.
+        ranks: lines by rank.
+        alive: content of alive.json; None if it is missing.
+        problems: files that cannot be read, each with the reason.
+    """
+
+    folders: tuple[Path, ...]
+    run: dict[str, Any]
+    ranks: dict[int, RankLines]
+    alive: dict[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self.run.get("world_size") or max(self.ranks, default=-1) + 1)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without lines."""
+        return [rank for rank in range(self.world_size) if rank not in self.ranks]
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a JSON file of the run, such as plan.json; None without it."""
+        for folder in self.folders:
+            data = self._read_json(folder / name)
+            if data is not None:
+                return data
+        return None
+
+    def _read_json(self, path: Path) -> dict[str, Any] | None:
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{path} cannot be read: {error}")
+            return None
+        return data if isinstance(data, dict) else None
+
+
+def load(folders: Sequence[Path]) -> JobRecord:
+    """Read the folders of one run, which hosts without a shared folder have written.
+
+    Raises:
+        ValueError: a folder holds no record, holds one of a newer schema, or the folders hold
+            records of different runs.
+    """
+    record = JobRecord(tuple(folders), {}, {})
+    ids = set()
+    for folder in folders:
+        files = sorted(folder.glob("rank*.jsonl"))
+        if not files and not (folder / RUN_FILE).exists():
+            raise ValueError(f"folder ({folder}) must hold the record of a job; it holds no lines")
+        for path in files:
+            for rank, lines in _read_rank(path, record.ranks):
+                ids |= {lines.head["id"]} if "id" in lines.head else set()
+                record.ranks[rank] = lines
+    record.run = record.json(RUN_FILE) or {}
+    record.alive = record.json(ALIVE_FILE)
+    ids |= {record.run["id"]} if "id" in record.run else set()
+    if len(ids) > 1:
+        raise ValueError(
+            f"folders ({', '.join(map(str, folders))}) must be of one run, not of "
+            f"{' and '.join(sorted(ids))}; report them one by one"
+        )
+    return record
+
+
+def _read_rank(path: Path, known: dict[int, RankLines]) -> Iterator[tuple[int, RankLines]]:
+    """Yield the rank of a file and its lines, added to the known ones."""
+    name, _, part = path.name.removesuffix(".jsonl").partition(".")
+    digits = name.removeprefix("rank")
+    if not digits.isdecimal():
+        return
+    lines = known.get(int(digits), RankLines())
+    found, place = follow(path)
+    for line in found:
+        if line.get("schema", SCHEMA) > SCHEMA:
+            raise ValueError(
+                f"schema ({line['schema']}) of {path} must be at most {SCHEMA}; install the "
+                "version of offbeat that has written it"
+            )
+        if part:
+            lines.details.append(line)
+        else:
+            lines.add(line)
+    lines.torn |= not part and place.offset < path.stat().st_size
+    yield int(digits), lines
