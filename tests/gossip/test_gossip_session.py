@@ -27,7 +27,7 @@ from support.models import Case, build_model
 from support.worlds import run_world, watch_world
 
 from offbeat import ADPSGD, A2CiD2
-from offbeat.gossip.pairs import partners
+from offbeat.core.measuring.tournament import partners
 from offbeat.gossip.tree_reductions import KEPT
 
 TRIP_S = 0.5  # a round trip on a busy machine takes less

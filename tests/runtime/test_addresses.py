@@ -52,7 +52,7 @@ def test_rank_0_hosts_the_store_at_an_address_of_its_own():
 
 
 def test_an_address_that_leads_here_by_translation(monkeypatch):
-    monkeypatch.setattr(addresses, "_is_local", lambda _: False)
+    monkeypatch.setattr(addresses, "is_local", lambda _: False)
     check("127.0.0.1")
 
 

@@ -380,8 +380,8 @@ def test_who_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nobody listens: refused
         others = {1: server.getsockname(), 2: silent.getsockname()}
-        assert unreachable("127.0.0.1", others, 5.0) == [2]
-        assert unreachable("127.0.0.1", {1: others[1]}, 5.0) == []
+        assert unreachable("127.0.0.1", others, 5.0) == {2: "Connection refused"}
+        assert unreachable("127.0.0.1", {1: others[1]}, 5.0) == {}
 
 
 # ---- links that are not alike ---------------------------------------------------------------

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from typing import Any, Protocol
 
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.control import Control
 from offbeat.core.transport.interfaces import ipv4_of
 from offbeat.frames import secret as secrets
+
+
+class Exchange(Protocol):
+    """Exchange of small values between all ranks, such as `Control`."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        ...
 
 
 def own_address(cluster: Cluster) -> str:
@@ -28,7 +35,7 @@ def address_towards(host: str) -> str:
         return s.getsockname()[0]
 
 
-def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], bytes]:
+def common_secret(value: Any, maker: int, exchange: Exchange) -> tuple[list[Any], bytes]:
     """Return every rank's value, and the secret of the job.
 
     The secret is the user's, or one that rank `maker` has drawn. Ranks compare fingerprints of the
@@ -40,10 +47,10 @@ def common_secret(value: Any, maker: int, control: Control) -> tuple[list[Any], 
     """
     own = secrets.own_secret()
     new = secrets.new_secret()
-    everyone = control.gather((value, new.hex() if own is None else None, secrets.nonce().hex()))
+    everyone = exchange.gather((value, new.hex() if own is None else None, secrets.nonce().hex()))
     salt = bytes.fromhex("".join(nonce for *_, nonce in everyone))
     digest = None if own is None else secrets.proof(own, b"salt", salt, b"").hex()
-    digests = control.gather(digest)
+    digests = exchange.gather(digest)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
         words = ", ".join(map(str, odd))

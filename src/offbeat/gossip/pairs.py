@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.core.measuring.tournament import partners
 from offbeat.core.transport.control import Control
 
 TRIPS = 4  # measurements of the delay; the first one is discarded
@@ -41,20 +41,6 @@ def measure_pairs(control: Control, message_bytes: int) -> tuple[Matrix, Matrix]
         rate[partner] = large.nbytes / max(seconds - least_s, 1e-9)
     rates, delays = (np.array(control.gather(row.tolist())) for row in (rate, delay))
     return np.minimum(rates, rates.T), np.maximum(delays, delays.T)
-
-
-def partners(rank: int, size: int) -> Iterator[int | None]:
-    """Yield the partner of a rank in each round of a round-robin tournament; None in a round
-    without one.
-    """
-    seats = size + size % 2
-    for turn in range(seats - 1):
-        if rank == seats - 1:
-            found = turn * (seats // 2) % (seats - 1)
-        else:
-            found = (turn - rank) % (seats - 1)
-            found = seats - 1 if found == rank else found
-        yield None if found >= size else found
 
 
 def _swap(control: Control, partner: int, mine: Tensor) -> float:

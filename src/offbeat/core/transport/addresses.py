@@ -35,14 +35,14 @@ def require_address(rank: int, environ: Mapping[str, str], *, hosts_store: bool)
     if not host or not port.isdecimal():
         return  # torch's own error names the variable
     try:
-        address = _resolve(host)
+        address = resolve(host)
     except OSError as error:
         raise ValueError(
             f"MASTER_ADDR ({host}) must be the name or address of rank 0's host; rank {rank} "
             f"cannot resolve it ({error.strerror or error}). Give the address, as in "
             "torchrun --master-addr 10.0.0.1"
         ) from None
-    if hosts_store and not _is_local(address) and not _arrives_here(address, int(port)):
+    if hosts_store and not is_local(address) and not _arrives_here(address, int(port)):
         raise ValueError(
             f"MASTER_ADDR ({host}) must be an address of rank 0's host ({socket.gethostname()}), "
             "and is one of another host. Start rank 0 there (torchrun --node-rank 0), or give "
@@ -62,7 +62,7 @@ def require_interfaces(option: str, names: Iterable[str]) -> None:
             )
 
 
-def _resolve(host: str) -> tuple[int, str]:
+def resolve(host: str) -> tuple[int, str]:
     """Return (family, address) of a host. Repeat for `RESOLVE_S` seconds before raising OSError."""
     until_s = time.monotonic() + RESOLVE_S
     while True:
@@ -75,7 +75,7 @@ def _resolve(host: str) -> tuple[int, str]:
             time.sleep(PAUSE_S)
 
 
-def _is_local(address: tuple[int, str]) -> bool:
+def is_local(address: tuple[int, str]) -> bool:
     """Whether an address belongs to this host: only then a socket can be bound to it."""
     family, host = address
     with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):

@@ -214,7 +214,7 @@ def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
             for rank, address in enumerate(everyone)
             if rank != control.rank and address is not None
         }
-        missed = [] if own is None else unreachable(own, others, limit_s)
+        missed = [] if own is None else [*unreachable(own, others, limit_s)]
         failures = control.gather(missed)  # every rank listens until all ranks have tried
     pairs = [(a, b) for a, missed in enumerate(failures) for b in missed]
     if pairs:
@@ -229,13 +229,13 @@ def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
         )
 
 
-def unreachable(own: str, others: dict[int, tuple[str, int]], limit_s: float) -> list[int]:
-    """Return the ranks to which a connection from `own` fails within `limit_s`.
+def unreachable(own: str, others: dict[int, tuple[str, int]], limit_s: float) -> dict[int, str]:
+    """Return the ranks to which a connection from `own` fails within `limit_s`, with the reasons.
 
     `others` is (address, port) by rank.
     """
     end = time.monotonic() + limit_s
-    missed: list[int] = []
+    missed: dict[int, str] = {}
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for rank, address in others.items():
             s = stack.enter_context(socket.socket())
@@ -245,11 +245,11 @@ def unreachable(own: str, others: dict[int, tuple[str, int]], limit_s: float) ->
             if code == errno.EINPROGRESS:
                 selector.register(s, selectors.EVENT_WRITE, rank)
             elif code:
-                missed.append(rank)
+                missed[rank] = os.strerror(code)
         while selector.get_map() and (left := end - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)
-                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # type: ignore[union-attr]
-                    missed.append(key.data)
-        missed += [key.data for key in selector.get_map().values()]
-    return sorted(missed)
+                if code := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # type: ignore[union-attr]
+                    missed[key.data] = os.strerror(code)
+        missed |= {key.data: f"no answer in {limit_s:g} s" for key in selector.get_map().values()}
+    return dict(sorted(missed.items()))
