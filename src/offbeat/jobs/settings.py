@@ -28,7 +28,11 @@ MASK = "***"
 
 LogFormat = Literal["text", "json", "off"]
 SinkKind = Literal["prometheus", "textfile", "tensorboard"]
-PACKAGES = {"prometheus": "prometheus_client", "tensorboard": "tensorboard"}
+PACKAGES = {
+    "prometheus": "prometheus_client",
+    "textfile": "prometheus_client",
+    "tensorboard": "tensorboard",
+}
 PROBES = 3  # ranks with a problem that an error names
 
 

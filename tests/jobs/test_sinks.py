@@ -1,0 +1,419 @@
+"""Metrics as Prometheus, node_exporter and TensorBoard read them; the dashboard and the alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.worlds import free_port
+
+from offbeat.jobs import sinks
+from offbeat.jobs.interval import Interval, LinkSums, LossSums, bin_of, combine
+from offbeat.jobs.settings import parse_sinks
+from offbeat.jobs.sinks import SERIES, JobState, RankState, Sink, SinkLabels, open_sinks
+
+pytest.importorskip("prometheus_client", reason="the extra metrics is not installed")
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as families_of
+
+MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
+RUN = "1124-0612-3f9a"
+LABELS = SinkLabels("gpt", RUN, "bsp(period=2)", "0.1.0", ("host-a", 'host "b"\\'))
+NAMES = {series.name for series in SERIES}
+
+
+def interval(rank: int, first: int, n: int = 4, **changed: Any) -> Interval:
+    """Return an interval of iterations of .5 s: .3 of compute, .15 of waiting, .05 of script."""
+    values: dict[str, Any] = {
+        "t": 1e9 + first,
+        "s_sum": 0.5 * n,
+        "s_min": 0.5,
+        "s_max": 0.5,
+        "hist": {bin_of(0.5): n},
+        "own_s": 0.3 * n,
+        "wait_s": 0.15 * n,
+        "script_s": 0.05 * n,
+        "links": {"net": LinkSums(2 * n, 1000 * n, 0.1 * n)},
+        "loss": LossSums(n, 3.0 + rank, 2.5, 1),
+        "updates": n // 2,
+        "rss_bytes": 1 << 30,
+    }
+    return Interval(rank=rank, first=first, n=n, **values | changed)
+
+
+def state_of(*intervals: list[Interval], **changed: Any) -> JobState:
+    """Return the state of a job in which each rank has ended some intervals."""
+    ranks = {
+        done[0].rank: RankState(done[-1], combine(done), 1e9 + done[-1].stop) for done in intervals
+    }
+    values = {"predicted_s": 0.4, "bound_s": 0.35, "divergence": 0.01, "notices": {"slow_rank": 2}}
+    return JobState(ranks, **values | changed)
+
+
+TWO = state_of([interval(0, 0), interval(0, 4)], [interval(1, 0)])
+
+
+@contextmanager
+def opened(text: str, labels: SinkLabels = LABELS) -> Iterator[tuple[list[Sink], list[str]]]:
+    """Sinks of a text, and the warnings that they cause."""
+    warnings: list[str] = []
+    found = open_sinks(parse_sinks("", text), labels, warnings.append)
+    try:
+        yield found, warnings
+    finally:
+        for sink in found:
+            sink.close()
+
+
+def scrape(port: int, accept: str = "text/plain") -> str:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode()
+
+
+def samples_of(text: str) -> dict[tuple[str, ...], float]:
+    """Return the samples by name and by values of all labels except `job_name`, in label order."""
+    samples = {}
+    for family in families_of(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("job_name") == "gpt"
+            samples[(sample.name, *(labels[name] for name in sorted(labels)))] = sample.value
+    return samples
+
+
+# ---- Prometheus -----------------------------------------------------------------------------
+
+
+def test_a_scrape_has_every_series_with_its_type_and_help() -> None:
+    port = free_port()
+    with opened(f"prometheus:{port}") as ((sink,), warnings):
+        assert samples_of(scrape(port))[("offbeat_info", RUN, "bsp(period=2)", "0.1.0")] == 1
+        sink.update(TWO)
+        text = scrape(port)
+        modern = scrape(port, "application/openmetrics-text; version=1.0.0")
+    assert not warnings
+    by_name = {family.name: family for family in families_of(text)}
+    assert len(by_name) == len(SERIES) == 17
+    for series in SERIES:
+        family = by_name[series.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (series.kind, series.help)
+        assert family.samples, series.name
+        for sample in family.samples:
+            assert sample.name == series.name
+            assert set(sample.labels) == {"job_name", *series.labels}
+    assert {sample.name for family in openmetrics(modern) for sample in family.samples} == NAMES
+    for line in text.splitlines():
+        assert line.startswith("# ") or line.split("{")[0] in NAMES
+
+
+def test_values() -> None:
+    """Counters are sums since the start, gauges are of the last interval."""
+    port = free_port()
+    with opened(f"prometheus:{port}") as ((sink,), _):
+        sink.update(TWO)
+        samples = samples_of(scrape(port))
+    first, second = ("host-a", "0"), ('host "b"\\', "1")
+    expected = {
+        ("iterations_total", *first): 8,
+        ("iterations_total", *second): 4,
+        ("updates_total", *first): 4,
+        ("iteration_seconds", *first): 0.5,
+        ("predicted_iteration_seconds",): 0.4,
+        ("bound_iteration_seconds",): 0.35,
+        ("compute_seconds_total", *first): 2.4,
+        ("exposed_seconds_total", *first): 1.2,
+        ("script_seconds_total", *first): 0.4,
+        ("message_seconds_total", "host-a", "net", "0"): 0.8,
+        ("sent_bytes_total", "host-a", "net", "0"): 8000,
+        ("loss", *second): 4.0,
+        ("nonfinite_total", *first): 2,
+        ("divergence",): 0.01,
+        ("last_seen_timestamp_seconds", *first): 1e9 + 8,
+        ("notices_total", "slow_rank"): 2,
+        ("notices_total", "slow_link"): 0,
+        ("resident_bytes", *second): 1 << 30,
+    }
+    for (name, *labels), value in expected.items():
+        assert samples[(f"offbeat_{name}", *labels)] == pytest.approx(value), name
+
+
+def test_unknown_values_have_no_sample() -> None:
+    """Before the first interval; without prediction; with losses that are all NaN; unknown host."""
+    nan = interval(1, 0, loss=LossSums(0, 0.0, 0.0, 4), rss_bytes=None, links={})
+    ranks = {1: RankState(nan, nan, 5.0), 2: RankState(None, None, 6.0, iterations=3)}
+    port = free_port()
+    with opened(f"prometheus:{port}") as ((sink,), _):
+        sink.update(JobState(ranks))
+        samples = samples_of(scrape(port))
+    names = {name for name, *_ in samples}
+    absent = "predicted_iteration_seconds bound_iteration_seconds divergence loss resident_bytes"
+    absent += " message_seconds_total sent_bytes_total"
+    assert names == NAMES - {f"offbeat_{name}" for name in absent.split()}
+    assert samples[("offbeat_nonfinite_total", 'host "b"\\', "1")] == 4
+    assert samples[("offbeat_iterations_total", "", "2")] == 3
+    assert ("offbeat_compute_seconds_total", "", "2") not in samples
+
+
+def test_counters_never_fall() -> None:
+    """Over several intervals, and with heartbeats that are ahead of the intervals."""
+    counters = {series.name for series in SERIES if series.kind == "counter"}
+    ended: list[list[Interval]] = [[], []]
+    before: dict[tuple[str, ...], float] = {}
+    grown = set()
+    port = free_port()
+    with opened(f"prometheus:{port}") as ((sink,), _):
+        for update in range(6):
+            if update % 2 == 0:
+                for rank in range(2):
+                    ended[rank].append(interval(rank, 4 * len(ended[rank])))
+            state = state_of(*ended, notices={"slow_link": update})
+            ranks = {
+                rank: RankState(of.interval, of.totals, of.last_seen_t, 4 * (update // 2) + 3)
+                for rank, of in state.ranks.items()
+            }
+            sink.update(JobState(ranks, notices=state.notices))
+            now = samples_of(scrape(port))
+            for key, value in before.items():
+                if key[0] in counters:
+                    assert now[key] >= value, key
+                    grown |= {key[0]} if now[key] > value else set()
+            before = now
+    assert grown == counters
+
+
+def test_other_hosts_need_a_host_in_the_setting() -> None:
+    """Without a host the target listens on the loopback alone."""
+    port = free_port()
+    for text, address in ((f"{port}", "127.0.0.1"), (f"0.0.0.0:{port}", "0.0.0.0")):
+        with opened(f"prometheus:{text}") as ((sink,), _):
+            assert sink._server.server_address == (address, port)  # type: ignore[attr-defined]
+
+
+def test_a_port_that_is_taken_causes_one_warning(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with opened(f"prometheus:{port},textfile:{tmp_path}/x.prom") as (opened_sinks, warnings):
+            assert warnings == [
+                f"port {port} is taken (OFFBEAT_METRICS); training goes on without metrics"
+            ]
+            (file,) = opened_sinks
+            file.update(TWO)
+            assert (tmp_path / "x.prom").exists()
+
+
+def test_a_sink_that_cannot_be_opened_causes_a_warning() -> None:
+    with opened("prometheus:192.0.2.1:9400") as (opened_sinks, (warning,)):  # an address of no host
+        assert opened_sinks == []
+    assert warning == (
+        "OFFBEAT_METRICS ('prometheus:192.0.2.1:9400') cannot be opened: Cannot assign requested "
+        "address; training goes on without metrics"
+    )
+
+
+# ---- text file ------------------------------------------------------------------------------
+
+
+def test_the_text_file_equals_the_scrape_and_ends_with_the_job(tmp_path: Path) -> None:
+    path, port = tmp_path / "new" / "offbeat.prom", free_port()
+    with opened(f"prometheus:{port},textfile:{path}") as (opened_sinks, warnings):
+        for sink in opened_sinks:
+            sink.update(TWO)
+        assert path.read_text() == scrape(port)
+        assert list(path.parent.iterdir()) == [path]
+    assert not warnings
+    assert list(path.parent.iterdir()) == []
+
+
+def test_the_text_file_is_replaced_at_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "offbeat.prom"
+    with opened(f"textfile:{path}") as ((file,), _):
+        file.update(JobState())
+        file.update(TWO)
+        assert "\noffbeat_loss{" not in path.read_text()
+        monkeypatch.setattr(sinks, "FILE_PERIOD_S", 0.0)
+        file.update(TWO)
+        assert "\noffbeat_loss{" in path.read_text()
+
+
+def test_later_failures_cause_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "FILE_PERIOD_S", 0.0)
+    (tmp_path / "file").write_text("")
+    text = f"textfile:{tmp_path}/file/x.prom"
+    with opened(text) as ((sink,), warnings):
+        for _ in range(3):
+            sink.update(TWO)
+    (warning,) = warnings
+    assert re.fullmatch(
+        rf"OFFBEAT_METRICS \('{re.escape(text)}'\) cannot be written: .+; training goes on\. Make "
+        "room there, or set another target",
+        warning,
+    )
+
+
+# ---- TensorBoard ----------------------------------------------------------------------------
+
+
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    """One point for each interval of rank 0, with means over ranks per iteration."""
+    pytest.importorskip("tensorboard", reason="the extra metrics is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    slow = interval(1, 0, own_s=2.4, s_sum=3.2)
+    with opened(f"tensorboard:{tmp_path}") as ((sink,), warnings):
+        for state in (
+            JobState({0: RankState(None, None, 1.0)}),
+            TWO,
+            TWO,
+            state_of([interval(0, 8)], [slow], predicted_s=None),
+        ):
+            sink.update(state)
+    assert not warnings
+    events = EventAccumulator(str(tmp_path / RUN))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        *("time/iteration_s", "time/predicted_s", "time/bound_s", "time/own_s", "time/exposed_s"),
+        *("time/script_s", "link/net/s", "link/net/bytes", "loss", "divergence", "memory/rss"),
+    }
+    (info,) = events.Tensors("info/text_summary")
+    assert info.tensor_proto.string_val == [b"bsp(period=2), offbeat 0.1.0"]
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(point.step, pytest.approx(point.value)) for point in events.Scalars(name)]
+
+    assert points("time/iteration_s") == [(8, 0.5), (12, 0.65)]
+    assert points("time/own_s") == [(8, 0.3), (12, 0.45)]
+    assert points("time/predicted_s") == [(8, 0.4)]
+    assert points("link/net/bytes") == [(8, 1000), (12, 1000)]
+    assert points("link/net/s") == [(8, 0.1), (12, 0.1)]
+    assert points("loss") == [(8, 3.5), (12, 3.5)]
+    assert points("memory/rss") == [(8, 1 << 30), (12, 1 << 30)]
+
+
+# ---- dashboard and alerts -------------------------------------------------------------------
+
+
+def expressions(node: Any) -> Iterator[str]:
+    """Yield all expressions of Prometheus in a dashboard or in rules."""
+    if isinstance(node, dict):
+        if isinstance(node.get("expr"), str):
+            yield node["expr"]
+        node = list(node.values())
+    if isinstance(node, list):
+        for child in node:
+            yield from expressions(child)
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((MONITORING / "offbeat-dashboard.json").read_text())
+
+
+def alerts() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((MONITORING / "alerts.yml").read_text())
+
+
+@pytest.mark.parametrize("load", [dashboard, alerts])
+def test_all_named_series_exist(load: Any) -> None:
+    found = [*expressions(load())]
+    assert len(found) >= 3
+    for expression in found:
+        assert set(re.findall(r"offbeat_\w+", expression)) <= NAMES
+        assert re.search(r"offbeat_\w+", expression)
+        for label in re.findall(r"by \(([^)]*)\)", expression):
+            assert set(label.split(", ")) <= {"job_name", "rank", "host", "link"}
+
+
+def test_the_dashboard_shows_every_quantity() -> None:
+    board = dashboard()
+    shown = set(re.findall(r"offbeat_\w+", " ".join(expressions(board["panels"]))))
+    assert shown == NAMES - {
+        *("offbeat_iterations_total", "offbeat_updates_total", "offbeat_divergence")
+    }
+    assert [variable["type"] for variable in board["templating"]["list"]] == ["datasource", "query"]
+    for panel in board["panels"]:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["title"]
+        assert panel["description"]
+        assert all(target["datasource"] == panel["datasource"] for target in panel["targets"])
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in board["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells)), "panels overlap"
+    assert max(x for x, _ in cells) < 24
+
+
+def test_the_alerts() -> None:
+    (group,) = alerts()["groups"]
+    assert {rule["alert"]: rule["for"] for rule in group["rules"]} == {
+        "OffbeatSlow": "10m",
+        "OffbeatSilent": "1m",
+        "OffbeatStuck": "5m",
+    }
+    for rule in group["rules"]:
+        assert set(rule["annotations"]) == {"summary", "description"}
+
+
+# Two jobs for 40 minutes: one as predicted, one that becomes slow, loses a rank and gets stuck.
+ALERT_CASES = """
+rule_files: [alerts.yml]
+evaluation_interval: 30s
+tests:
+  - interval: 30s
+    input_series:
+      - {series: 'offbeat_iteration_seconds{job_name="good",rank="0"}', values: '0.41x80'}
+      - {series: 'offbeat_iteration_seconds{job_name="bad",rank="0"}', values: '0.41x20 0.6x60'}
+      - {series: 'offbeat_predicted_iteration_seconds{job_name="good"}', values: '0.4x80'}
+      - {series: 'offbeat_predicted_iteration_seconds{job_name="bad"}', values: '0.4x80'}
+      - {series: 'offbeat_last_seen_timestamp_seconds{job_name="good",rank="0"}', values: '0+30x80'}
+      - {series: 'offbeat_last_seen_timestamp_seconds{job_name="bad",rank="0",host="a"}',
+         values: '0+30x20 600x60'}
+      - {series: 'offbeat_iterations_total{job_name="good",rank="0"}', values: '0+60x80'}
+      - {series: 'offbeat_iterations_total{job_name="bad",rank="0"}', values: '0+60x20 1200x60'}
+    alert_rule_test:
+      - {eval_time: 10m, alertname: OffbeatSlow, exp_alerts: []}
+      - eval_time: 21m
+        alertname: OffbeatSlow
+        exp_alerts: [{exp_labels: {job_name: bad, severity: warning}}]
+      - {eval_time: 11m, alertname: OffbeatSilent, exp_alerts: []}
+      - eval_time: 13m
+        alertname: OffbeatSilent
+        exp_alerts: [{exp_labels: {job_name: bad, rank: "0", host: a, severity: critical}}]
+      - {eval_time: 19m, alertname: OffbeatStuck, exp_alerts: []}
+      - eval_time: 22m
+        alertname: OffbeatStuck
+        exp_alerts: [{exp_labels: {job_name: bad, severity: critical}}]
+"""
+
+
+def test_promtool_accepts_the_alerts_and_fires_them(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool of Prometheus is not installed")
+    rules = alerts()
+    for rule in rules["groups"][0]["rules"]:
+        del rule["annotations"]  # cases name labels alone
+    (tmp_path / "alerts.yml").write_text(json.dumps(rules))
+    (tmp_path / "cases.yml").write_text(ALERT_CASES)
+    for command in (
+        ["check", "rules", str(MONITORING / "alerts.yml")],
+        ["test", "rules", str(tmp_path / "cases.yml")],
+    ):
+        done = subprocess.run([promtool, *command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr + done.stdout
