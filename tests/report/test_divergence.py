@@ -15,8 +15,8 @@ from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.measuring import replica_sample as sampling
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.sim.trace import Trace
-from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
-from offbeat.experiments.report.divergence import draw, gamma, relative_distances
+from offbeat.experiments.record.run_directory import RankRecord, Repetition
+from offbeat.experiments.report.divergence import distance_curve, gamma, relative_distances
 
 RANKS, ITERATIONS = 3, 6
 
@@ -64,10 +64,9 @@ def test_a_sample_is_near() -> None:
     rep, weights = replicas(2000)
     spread, _ = exact(weights)
     assert [*gamma(rep).values()] == pytest.approx(spread, rel=0.2)
-    curve = draw(Contestant("s", "s", {}, (rep,)))
-    assert curve is not None
-    assert curve["iterations"] == [1, 2, 3, 4, 5, 6]
-    assert curve["seconds"] == [1, 2, 3, 4, 5, 6]
+    curve = distance_curve(rep)
+    assert curve.iterations == (0, 1, 2, 3, 4, 5)
+    assert curve.seconds == (1, 2, 3, 4, 5, 6)
 
 
 def test_old_iterations_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +77,7 @@ def test_old_iterations_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_said_of_one_rank() -> None:
     rep, _ = replicas(2)
-    assert draw(Contestant("s", "s", {}, (Repetition(0, rep.ranks[:1]),))) is None
+    assert len(distance_curve(Repetition(0, rep.ranks[:1]))) == 0
 
 
 def test_any_memory_format() -> None:

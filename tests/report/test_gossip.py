@@ -12,8 +12,7 @@ from support.gossip_runs import THREE, record, repetition
 from offbeat import A2CiD2, Profile, sim
 from offbeat.experiments.record.run_directory import Contestant
 from offbeat.experiments.report.boxes import figure
-from offbeat.experiments.report.divergence import draw as draw_divergence
-from offbeat.experiments.report.divergence import relative_distances
+from offbeat.experiments.report.divergence import distance_curve, relative_distances
 from offbeat.experiments.report.gossip import (
     Exchange,
     clock_differences_s,
@@ -152,9 +151,7 @@ def test_distance_is_that_of_one_time() -> None:
     found = relative_distances(repetition([fast, slow]))
     # At 1 rank 1 has nothing yet; at 3 it has 10, at 5 20.
     assert found == pytest.approx({1: 0.0, 2: 2 / 12, 3: 0.0, 4: 2 / 22, 5: 0.0})
-    curve = draw_divergence(Contestant("s", "s", {}, (repetition([fast, slow]),)))
-    assert curve is not None
-    assert curve["seconds"] == [2, 3, 4, 5, 6]
+    assert distance_curve(repetition([fast, slow])).seconds == (2, 3, 4, 5, 6)
     # The other way round: nothing is said of what came after the fast one's end.
     fast = {**fast, "rank": 1}
     slow = record(0, [2, 4, 8], [], numbers=[10, 20, 30])

@@ -59,6 +59,13 @@ def test_a_metric_is_recorded_shown_and_a_target(tmp_path, monkeypatch, capsys):
     assert curves["accuracy"]["iterations"] == [2, 4, 6, 8, 10, 12, 14]
     assert curves["accuracy"]["values"][0] == pytest.approx(0.05)
     assert len(curves["epoch"]["seconds"]) == 14
+    page = (tmp_path / "out" / "report.html").read_text()
+    for name, lines in (("accuracy", 2), ("epoch", 2)):
+        assert f">{name} against time</h2>" in page
+        drawn = page.partition(f'aria-label="{name} against seconds"')[2].partition("</svg>")[0]
+        assert drawn.count('<path class="line') == lines
+    assert '<th role="columnheader" scope="col">to accuracy 0.4</th>' in page
+    assert "<small>accuracy 0.6500</small>" in page
 
 
 def test_a_target_is_reached_from_either_side():

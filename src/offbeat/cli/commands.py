@@ -480,15 +480,33 @@ def report(
     run_dir: Annotated[Path, Parameter(help="Directory that `offbeat compare` wrote.")],
     /,
     *,
+    export: Annotated[
+        Literal["csv", "latex", "svg"] | None,
+        option("Print numbers (csv), the table (latex) or the figures (svg) instead."),
+    ] = None,
+    output: Annotated[
+        Path | None, option("File for the export instead of the terminal.", "--output", "-o")
+    ] = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> int:
-    """Write report.html again from the files of a run.
+    """Write report.html again from the files of a run, or export its results.
 
     Example: offbeat report runs/20250102-030405-train
     """
     from offbeat.experiments import report as reports
 
+    if export is not None:
+        if json_:
+            raise ValueError("--json must not be given with --export; --export csv prints numbers")
+        text = reports.export(reports.load(run_dir), export)
+        if output is None:
+            print(text, end="")
+        else:
+            write_text(output, text)
+        return 0
+    if output is not None:
+        raise ValueError(f"--output ({output}) must be given with --export csv, latex or svg")
     _show_run(run_dir, reports.write(run_dir), json_, verbose)
     return 0
 

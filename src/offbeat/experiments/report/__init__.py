@@ -1,6 +1,7 @@
 """Report of a run directory: summary, HTML page and traces; does not import torch."""
 
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run, load
+from offbeat.experiments.report.export import export
 from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.summary import Row, rank_rows, summarize
 from offbeat.experiments.report.write import write
@@ -11,6 +12,7 @@ __all__ = [
     "Repetition",
     "Row",
     "Run",
+    "export",
     "headline",
     "load",
     "rank_rows",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.experiments.record.run_directory import Run
 from offbeat.experiments.report import words
-from offbeat.experiments.report.breakdown import Parts
+from offbeat.experiments.report.breakdown import Parts, measured_parts
+from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.summary import Row
 
 
@@ -42,7 +43,7 @@ class Bar:
         )
 
 
-def measured_bar(row: Row, parts: tuple[Parts, bool] | None) -> Bar | None:
+def _measured_bar(row: Row, parts: tuple[Parts, bool] | None) -> Bar | None:
     """Return the measured bar of a row; its parts are shares of the recorded periods."""
     if row.iteration_s is None:
         return None
@@ -52,7 +53,7 @@ def measured_bar(row: Row, parts: tuple[Parts, bool] | None) -> Bar | None:
     return Bar(compute_s, row.iteration_s - compute_s, estimated=parts[1])
 
 
-def predicted_bar(row: Row) -> Bar | None:
+def _predicted_bar(row: Row) -> Bar | None:
     """Return the predicted bar of a row."""
     if row.predicted_s is None:
         return None
@@ -61,33 +62,8 @@ def predicted_bar(row: Row) -> Bar | None:
     return Bar(row.predicted_s - row.exposed_s, row.exposed_s)
 
 
-def bars(measured: Bar | None, predicted: Bar | None, bound_s: float | None, most_s: float) -> str:
-    """Return both bars and the bound as HTML; `most_s` is the whole width."""
-    texts = [f"measured {measured.text}"] if measured else []
-    texts += [f"predicted {predicted.text}"] if predicted else []
-    texts += [f"bound {words.seconds(bound_s)}"] if bound_s is not None else []
-    parts = [f'<div class="bars" role="img" aria-label="{"; ".join(texts)}">']
-    if measured is not None:
-        parts.append(_bar(measured, most_s, "m", ("computes", "waits for the network")))
-    if predicted is not None:
-        alone = "" if measured is not None else " outlined"
-        parts.append(_bar(predicted, most_s, "p" + alone, ("", "")))
-    if bound_s is not None:
-        left = min(100.0, 100 * bound_s / most_s)
-        parts.append(
-            f'<span class="bound" style="left:{left:.2f}%" title="bound {words.seconds(bound_s)}">'
-            "</span>"
-        )
-    return "".join([*parts, "</div>"])
-
-
-def _bar(bar: Bar, most_s: float, look: str, labels: Sequence[str]) -> str:
-    looks = ("c", "n" + " est" * bar.estimated) if bar.split else ("a", "n")
-    values = (bar.compute_s, bar.network_s)
-    boxes = "".join(
-        f'<i class="{kind}" style="width:{100 * max(0.0, value) / most_s:.2f}%">'
-        f"{f'<b>{label}</b>' if label and bar.split else ''}</i>"
-        for kind, value, label in zip(looks, values, labels, strict=True)
-        if value > 0
-    )
-    return f'<div class="bar {look}">{boxes}</div>'
+def bars_of(run: Run, order: Ordered) -> list[tuple[Bar | None, Bar | None]]:
+    """Return the measured and the predicted bar of each strategy."""
+    return [
+        (_measured_bar(row, measured_parts(run, c)), _predicted_bar(row)) for row, c, _ in order
+    ]

@@ -1,18 +1,21 @@
-"""Line charts as HTML and SVG: losses and distances of replicas against time or iterations."""
+"""Line charts: paths and labels in shares of the width and the height, and their HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
+from typing import Literal
 
 from offbeat.experiments.report.boxes import ticks
 
-SIZE = 10_000  # coordinates of a chart: [0, SIZE] in both directions
+SIZE = 10_000  # coordinates of a chart in HTML: [0, SIZE] in both directions
 NEAR = 0.075  # share of the height from which names at the ends of lines do not overlap
 
 Values = Sequence[float | None]
+Point = tuple[float, float]  # shares of the width from the left and of the height from the top
 
 
 @dataclass(frozen=True)
@@ -37,152 +40,172 @@ class Line:
     low: Values = ()
     high: Values = ()
     faint: tuple[Sequence[float], Values] | None = None
-    hit: tuple[float, float] | None = None
+    hit: Point | None = None
 
-    @property
-    def known_points(self) -> list[tuple[float, float]]:
+    @cached_property
+    def known_points(self) -> list[Point]:
         """Points that are no gap."""
         return [(x, y) for x, y in zip(self.xs, self.ys, strict=True) if y is not None]
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Ranges of a chart."""
+class Path:
+    """Connected points of a chart: a class of the style sheet, and parts between gaps."""
 
-    right: float
-    low: float
-    high: float
-
-    def x(self, value: float) -> int:
-        return round(SIZE * value / (self.right or 1.0))
-
-    def y(self, value: float) -> int:
-        share = (self.high - value) / (self.high - self.low)
-        return round(SIZE * max(-1.0, min(2.0, share)))
+    look: str
+    parts: Sequence[Sequence[Point]]
+    name: str = ""
 
 
-def chart(
-    lines: Sequence[Line],
-    title: str,
-    unit: str,
-    target: tuple[float, str] | None = None,
-    from_zero: bool = False,
-) -> str:
-    """Return a chart as HTML; empty without a line.
+@dataclass(frozen=True)
+class Label:
+    """Text at a place of a chart, or a mark without text."""
 
-    Args:
-        lines: lines; the last one is in front.
+    look: str
+    text: str
+    place: Point
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines of all strategies on common axes.
+
+    Attributes:
         title: description for screen readers.
         unit: unit of the horizontal axis.
-        target: horizontal line with its text.
-        from_zero: whether the vertical axis begins at zero.
+        lines: lines with at least one point; the last one is in front.
+        target: value of a horizontal line with its text.
+        reach: vertical range: "fall" from the lowest value to where the lines begin (lines that
+            rise are clipped), "zero" from zero to the highest value, "all" for all values.
     """
-    lines = [line for line in lines if line.known_points]
-    if not lines:
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    target: tuple[float, str] | None = None
+    reach: Literal["fall", "zero", "all"] = "fall"
+
+    @cached_property
+    def right(self) -> float:
+        """Largest value of the horizontal axis."""
+        return max(line.xs[-1] for line in self.lines) or 1.0
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """Lowest and highest value of the vertical axis."""
+        known = [y for line in self.lines for _, y in line.known_points]
+        if self.reach == "zero":
+            return 0.0, 1.05 * max(1e-9, *known)
+        lows = known + ([] if self.target is None else [self.target[0]])
+        tops = [line.known_points[0][1] for line in self.lines] if self.reach == "fall" else [*lows]
+        for line in self.lines:
+            lows += [y for y in line.low if y is not None]
+            tops += [y for y in line.high[: 1 if self.reach == "fall" else None] if y is not None]
+            if line.faint is not None:
+                raw = sorted(y for y in line.faint[1] if y is not None)
+                lows += raw[len(raw) // 50 : len(raw) // 50 + 1]
+                tops += [y for y in line.faint[1][:1] if y is not None]
+        low = min(lows)
+        high = max(low + 1e-9 + 1e-3 * abs(low), *tops)
+        return low - 0.05 * (high - low), high + 0.05 * (high - low)
+
+    def place(self, x: float, y: float) -> Point:
+        """Return the place of a point; far outside of the chart it is moved nearer."""
+        low, high = self.range
+        return x / self.right, max(-1.0, min(2.0, (high - y) / (high - low)))
+
+    def paths(self) -> Iterator[Path]:
+        """Yield the grid, bands, lines and the target, from back to front."""
+        for value in ticks(*self.range, 5):
+            yield self._across("grid", value)
+        for line in self.lines:
+            if line.low:
+                yield Path("band", [self._band(line)])
+            if line.faint is not None:
+                yield Path("faint", self._parts(*line.faint))
+        if self.target is not None:
+            yield self._across("target", self.target[0])
+        for n, line in enumerate(self.lines):
+            yield Path(f"line {line.look} d{n % 4}", self._parts(line.xs, line.ys), line.name)
+
+    def labels(self) -> Iterator[Label]:
+        """Yield the texts of the axes, of the target and of the lines, and marked points."""
+        up = ticks(*self.range, 5)
+        step = up[1] - up[0] if len(up) > 1 else 1.0
+        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+        for value in up:
+            yield Label("up", f"{value:.{decimals}f}", self.place(0.0, value))
+        for value in ticks(0.0, self.right, 6):
+            first = not value
+            text = f"{value:g}" + f" {self.unit}" * first
+            yield Label("across" + " first" * first, text, (value / self.right, 1.0))
+        if self.target is not None:
+            yield Label("aim", self.target[1], self.place(0.0, self.target[0]))
+        for line in self.lines:
+            if line.hit is not None:
+                yield Label(f"hit {line.look}", "", self.place(*line.hit))
+        yield from self._names()
+
+    def _across(self, look: str, value: float) -> Path:
+        _, y = self.place(0.0, value)
+        return Path(look, [[(0.0, y), (1.0, y)]])
+
+    def _parts(self, xs: Sequence[float], ys: Values) -> list[list[Point]]:
+        parts: list[list[Point]] = [[]]
+        for x, y in zip(xs, ys, strict=True):
+            if y is not None:
+                parts[-1].append(self.place(x, y))
+            elif parts[-1]:
+                parts.append([])
+        return [part for part in parts if part]
+
+    def _band(self, line: Line) -> list[Point]:
+        known = [
+            (x, a, b)
+            for x, a, b in zip(line.xs, line.low, line.high, strict=True)
+            if a is not None and b is not None
+        ]
+        there = [self.place(x, b) for x, _, b in known]
+        return there + [self.place(x, a) for x, a, _ in reversed(known)]
+
+    def _names(self) -> Iterator[Label]:
+        """Yield the names at the ends of lines, moved apart where they would overlap."""
+        placed: list[Point] = []
+        ends = [(*self.place(*line.known_points[-1]), line) for line in self.lines]
+        for x, y, line in sorted(ends, key=lambda end: (end[1], end[0])):
+            at = min(max(y, 0.0), 1.0)
+            near = [other for left, other in placed if abs(left - x) < 0.3]
+            while any(abs(at - other) < NEAR for other in near):
+                at += NEAR / 4
+            placed.append((x, at))
+            yield Label(f"end{' left' * (x > 0.8)} {line.look}", line.name, (x, at))
+
+
+def as_html(chart: Chart) -> str:
+    """Return a chart as HTML; empty without a line."""
+    if not chart.lines:
         return ""
-    axes = _axes(lines, target, from_zero)
-    across, up = ticks(0.0, axes.right, 6), ticks(axes.low, axes.high, 5)
+    low, high = chart.range
     parts = [
-        f'<div class="chart" role="img" tabindex="0" aria-label="{escape(title)}" '
-        f'data-x="{axes.right:.6g}" data-y="{axes.low:.6g} {axes.high:.6g}" data-unit="{unit}">'
+        f'<div class="chart" role="img" tabindex="0" aria-label="{escape(chart.title)}" '
+        f'data-x="{chart.right:.6g}" data-y="{low:.6g} {high:.6g}" data-unit="{chart.unit}">'
         f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" aria-hidden="true">'
     ]
-    parts += [f'<path class="grid" d="M0 {axes.y(value)}H{SIZE}"/>' for value in up]
-    for line in lines:
-        if line.low:
-            parts.append(f'<path class="band" d="{_band(line, axes)}"/>')
-        if line.faint is not None:
-            parts.append(f'<path class="faint" d="{_path(*line.faint, axes)}"/>')
-    if target is not None:
-        parts.append(f'<path class="target" d="M0 {axes.y(target[0])}H{SIZE}"/>')
-    for n, line in enumerate(lines):
-        look = f"line {line.look} d{n % 4}"
-        name = escape(line.name)
-        parts.append(
-            f'<path class="{look}" data-name="{name}" d="{_path(line.xs, line.ys, axes)}"/>'
-        )
+    for path in chart.paths():
+        name = f' data-name="{escape(path.name)}"' * bool(path.name)
+        parts.append(f'<path class="{path.look}"{name} d="{outline(path, SIZE, SIZE)}"/>')
     parts.append("</svg>")
-    decimals = _decimals(up)
-    parts += [_label(f"{v:.{decimals}f}", 0, axes.y(v), "up") for v in up]
-    for value in across:
-        text = f"{value:g}" + f" {unit}" * (not value)
-        parts.append(_label(text, axes.x(value), SIZE, "across" + " first" * (not value)))
-    if target is not None:
-        parts.append(_label(target[1], 0, axes.y(target[0]), "aim"))
-    for line in lines:
-        if line.hit is not None:
-            parts.append(_label("", axes.x(line.hit[0]), axes.y(line.hit[1]), f"hit {line.look}"))
-    parts += _names(lines, axes)
+    for label in chart.labels():
+        place = f"left:{100 * label.place[0]:.2f}%;top:{100 * label.place[1]:.2f}%"
+        parts.append(f'<span class="{label.look}" style="{place}">{escape(label.text)}</span>')
     return "".join([*parts, "</div>"])
 
 
-def _axes(lines: Sequence[Line], target: tuple[float, str] | None, from_zero: bool) -> Axes:
-    """Return ranges from the lowest value to where the lines begin; rising lines are clipped."""
-    right = max(line.xs[-1] for line in lines)
-    if from_zero:
-        return Axes(
-            right, 0.0, 1.05 * max(1e-9, *(y for line in lines for _, y in line.known_points))
-        )
-    lows = [y for line in lines for _, y in line.known_points] + (
-        [] if target is None else [target[0]]
+def outline(path: Path, width: float, height: float, decimals: int = 0) -> str:
+    """Return the `d` of an SVG path in a chart of this size; bands are closed."""
+    parts = (
+        "L".join(f"{width * x:.{decimals}f} {height * y:.{decimals}f}" for x, y in part)
+        for part in path.parts
+        if part
     )
-    tops = [line.known_points[0][1] for line in lines]
-    for line in lines:
-        lows += [y for y in line.low if y is not None]
-        tops += [y for y in line.high[:1] if y is not None]
-        if line.faint is not None:
-            raw = sorted(y for y in line.faint[1] if y is not None)
-            lows += raw[len(raw) // 50 : len(raw) // 50 + 1]
-            tops += [y for y in line.faint[1][:1] if y is not None]
-    low = min(lows)
-    high = max(low + 1e-9 + 1e-3 * abs(low), *tops)
-    return Axes(right, low - 0.05 * (high - low), high + 0.05 * (high - low))
-
-
-def _path(xs: Sequence[float], ys: Values, axes: Axes) -> str:
-    """Return the points as a path that is interrupted at gaps."""
-    parts, pen = [], "M"
-    for x, y in zip(xs, ys, strict=True):
-        if y is None:
-            pen = "M"
-            continue
-        parts.append(f"{pen}{axes.x(x)} {axes.y(y)}")
-        pen = "L"
-    return "".join(parts)
-
-
-def _band(line: Line, axes: Axes) -> str:
-    points = [
-        (x, a, b)
-        for x, a, b in zip(line.xs, line.low, line.high, strict=True)
-        if a is not None and b is not None
-    ]
-    there = [f"{axes.x(x)} {axes.y(b)}" for x, _, b in points]
-    back = [f"{axes.x(x)} {axes.y(a)}" for x, a, _ in reversed(points)]
-    return f"M{'L'.join([*there, *back])}z" if points else ""
-
-
-def _names(lines: Sequence[Line], axes: Axes) -> Iterator[str]:
-    """Yield the names at the ends of lines, moved apart where they would overlap."""
-    placed: list[tuple[float, float]] = []
-    ends = [
-        (axes.y(line.known_points[-1][1]), axes.x(line.known_points[-1][0]), line) for line in lines
-    ]
-    for y, x, line in sorted(ends, key=lambda end: end[:2]):
-        at = float(min(max(y, 0), SIZE))
-        near = [there for there in placed if abs(there[0] - x) < 0.3 * SIZE]
-        while any(abs(at - other) < NEAR * SIZE for _, other in near):
-            at += NEAR * SIZE / 4
-        placed.append((x, at))
-        side = "end left" if x > 0.8 * SIZE else "end"
-        yield _label(line.name, x, at, f"{side} {line.look}")
-
-
-def _label(text: str, x: float, y: float, look: str) -> str:
-    place = f"left:{100 * x / SIZE:.2f}%;top:{100 * y / SIZE:.2f}%"
-    return f'<span class="{look}" style="{place}">{escape(text)}</span>'
-
-
-def _decimals(values: Sequence[float]) -> int:
-    step = values[1] - values[0] if len(values) > 1 else 1.0
-    return max(0, -math.floor(math.log10(step) + 1e-9))
+    return "".join(f"M{part}{'z' * (path.look == 'band')}" for part in parts)

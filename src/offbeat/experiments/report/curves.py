@@ -1,53 +1,217 @@
-"""Loss curves of the page: one curve per contestant with its range over repetitions."""
+"""Charts of losses, of reported metrics and of the distance between replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from offbeat.experiments.record.run_directory import Contestant, Repetition
-from offbeat.experiments.report.losses import Curve
-from offbeat.experiments.report.summary import Row, counted_curve, counted_seconds
-from offbeat.experiments.report.votes import Votes, votes_of
+from offbeat.experiments.record.run_directory import Contestant, Repetition, Run
+from offbeat.experiments.report import divergence, words
+from offbeat.experiments.report.chart import Chart, Line, Values
+from offbeat.experiments.report.headline import display_names
+from offbeat.experiments.report.losses import SMOOTH, Curve
+from offbeat.experiments.report.metrics import metric_curve, metric_names
+from offbeat.experiments.report.summary import (
+    Row,
+    counted_curve,
+    counted_seconds,
+    rank_rows,
+    shift_curve,
+)
+from offbeat.experiments.report.votes import Votes
 
 MOST_POINTS = 240
 
+Ordered = Sequence[tuple[Row, Contestant, str]]  # best first, with display names
+Axis = Literal["seconds", "iterations"]
+UNITS: dict[Axis, str] = {"seconds": "s", "iterations": "iterations"}
 
-def draw(contestant: Contestant, row: Row) -> dict[str, Any] | None:
-    """Return the loss curve of a contestant in JSON form; None without losses.
 
-    The curve holds the smoothed mean over ranks and repetitions, the lowest and highest repetition,
-    the mean before smoothing, the votes, and the point that reached the target.
+@dataclass(frozen=True)
+class MeanCurve:
+    """Mean of the curves of all repetitions at the iterations that they share.
+
+    Attributes:
+        iterations: numbers of the iterations, counted from 1.
+        seconds: mean of their times.
+        mean: mean of the values; None if not finite.
+        low: lowest repetition; empty for one repetition.
+        high: highest repetition.
     """
-    raw = [curve for rep in contestant.complete if len(curve := counted_curve(rep))]
-    smooth = [curve.smooth() for curve in raw]
-    shared = sorted(set.intersection(*(set(curve.iterations) for curve in smooth))) if raw else []
+
+    iterations: Sequence[float]
+    seconds: Sequence[float]
+    mean: Values
+    low: Values = ()
+    high: Values = ()
+
+
+def mean_curve(curves: Sequence[Curve]) -> MeanCurve | None:
+    """Return the mean of curves, thinned to `MOST_POINTS`; None if they share no iteration."""
+    curves = [curve for curve in curves if len(curve)]
+    shared = sorted(set.intersection(*(set(c.iterations) for c in curves))) if curves else []
     if not shared:
         return None
     shared = _select_points(shared)
-    losses = [_values_at(curve, shared, curve.losses) for curve in smooth]
-    data: dict[str, Any] = {
-        "iterations": [i + 1 for i in shared],
-        "seconds": _means([_values_at(curve, shared, curve.seconds) for curve in smooth]),
-        "mean": _means(losses),
-        "raw": _unsmoothed_curve(raw),
-    }
-    if len(raw) > 1:
-        columns = list(zip(*losses, strict=True))
-        data |= {
-            "low": [_round_value(min(c)) for c in columns],
-            "high": [_round_value(max(c)) for c in columns],
-        }
-    if (votes := votes_of(contestant.complete[0])) is not None:
-        data["votes"] = _vote_marks(contestant.complete[0], votes)
-    if row.target_s is not None and row.target_iterations is not None:
-        data["hit"] = {"seconds": row.target_s, "iterations": row.target_iterations}
-    return data
+    tables = [
+        {i: (s, y) for i, s, y in zip(c.iterations, c.seconds, c.losses, strict=True)}
+        for c in curves
+    ]
+    columns = [[table[i][1] for table in tables] for i in shared]
+    several = columns if len(curves) > 1 else []
+    return MeanCurve(
+        [i + 1 for i in shared],
+        [_round_value(fmean(table[i][0] for table in tables)) or 0.0 for i in shared],
+        [_round_value(fmean(values)) for values in columns],
+        [_round_value(min(values)) for values in several],
+        [_round_value(max(values)) for values in several],
+    )
 
 
-def _vote_marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
+def rank_contestants(run: Run, rows: Sequence[Row]) -> Ordered:
+    """Return rows with their contestants and names, best first."""
+    names, of = display_names(rows), {c.label: c for c in run.contestants}
+    return [(row, of[row.label], names[row.label]) for row in rank_rows(rows)]
+
+
+# --- charts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of a strategy, before and after smoothing."""
+
+    raw: MeanCurve
+    smooth: MeanCurve
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the losses are too few to draw trailing means."""
+        return len(self.raw.mean) < 4 * SMOOTH
+
+
+def losses_of(order: Ordered) -> dict[str, Losses]:
+    """Return the losses of the counted repetitions of each strategy that has some, by label."""
+    found = {}
+    for row, contestant, _ in order:
+        curves = [counted_curve(rep) for rep in contestant.complete]
+        raw, smooth = mean_curve(curves), mean_curve([curve.smooth() for curve in curves])
+        if raw is not None and smooth is not None:
+            found[row.label] = Losses(raw, smooth)
+    return found
+
+
+def loss_chart(order: Ordered, losses: Mapping[str, Losses], axis: Axis) -> Chart:
+    """Return the losses; against seconds with bands and with the losses before smoothing."""
+    target = next((row.target_loss for row, *_ in order if row.target_loss is not None), None)
+    lines = []
+    for row, _, name in order:
+        if row.label not in losses:
+            continue
+        found = losses[row.label]
+        curve = found.raw if found.is_short else found.smooth
+        several = axis == "seconds" and not found.is_short
+        lines.append(
+            Line(
+                name,
+                _look(order, row),
+                getattr(curve, axis),
+                curve.mean,
+                curve.low if several else (),
+                curve.high if several else (),
+                (found.raw.seconds, found.raw.mean) if several else None,
+                _hit(row, axis, row.target_loss),
+            )
+        )
+    line = None if target is None else (target, f"target {words.loss(target)}")
+    return _chart(f"Training loss against {axis}", axis, lines, target=line)
+
+
+def metric_charts(run: Run, order: Ordered, axis: Axis) -> dict[str, Chart]:
+    """Return a chart of each reported metric by its name."""
+    reps = [rep for _, contestant, _ in order for rep in contestant.complete]
+    charts = {}
+    for metric in metric_names(reps):
+        value = run.target["value"] if run.target and run.target["name"] == metric else None
+        lines = []
+        for row, contestant, name in order:
+            curves = [shift_curve(rep, metric_curve(rep, metric)) for rep in contestant.complete]
+            if (own := mean_curve(curves)) is not None:
+                look, hit = _look(order, row), _hit(row, axis, value)
+                xs = getattr(own, axis)
+                lines.append(Line(name, look, xs, own.mean, own.low, own.high, hit=hit))
+        target = None if value is None else (value, f"target {value:g}")
+        charts[metric] = _chart(f"{metric} against {axis}", axis, lines, target, "all")
+    return charts
+
+
+def distance_chart(order: Ordered) -> Chart:
+    """Return the distances between replicas, in percent."""
+    lines = []
+    for row, contestant, name in order:
+        own = mean_curve([divergence.distance_curve(rep) for rep in contestant.complete])
+        if own is not None:
+            lines.append(Line(name, _look(order, row), own.seconds, own.mean))
+    return _chart(
+        "Distance of replicas against seconds, in percent", "seconds", lines, None, "zero"
+    )
+
+
+def _chart(
+    title: str,
+    axis: Axis,
+    lines: Sequence[Line],
+    target: tuple[float, str] | None = None,
+    reach: Literal["fall", "zero", "all"] = "fall",
+) -> Chart:
+    """Return a chart with the best strategy in front."""
+    known = [line for line in reversed(lines) if line.known_points]
+    return Chart(title, UNITS[axis], known, target, reach)
+
+
+def _look(order: Ordered, row: Row) -> str:
+    return "best" if row is order[0][0] else "base" if row.is_yardstick else "other"
+
+
+def _hit(row: Row, axis: Axis, value: float | None) -> tuple[float, float] | None:
+    """Return the point at which a strategy reached the target."""
+    at = row.target_s if axis == "seconds" else row.target_iterations
+    return None if at is None or value is None else (at, value)
+
+
+# --- texts and votes -----------------------------------------------------------------------------
+
+
+def loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Losses]) -> list[str]:
+    """Return sentences about how the losses are drawn and about their limits."""
+    known = losses.values()
+    if not known:
+        return []
+    hosts = "mean over ranks" + " and repetitions" * any(row.repetitions > 1 for row in rows)
+    notes = [f"Training loss, {hosts}, from the end of the first iteration on."]
+    smoothed = any(not found.is_short for found in known)
+    if smoothed:
+        notes.append(f"Lines are trailing means of {SMOOTH} iterations; the faint line is not.")
+    else:
+        notes.append(f"The target is reached by the mean of the last {SMOOTH} iterations.")
+    counts = [len(record.losses) for _, _, record in run.records()]
+    if max(counts, default=0) > MOST_POINTS:
+        width = max(record.losses_of for _, _, record in run.records())
+        means = f", each loss the mean of {width} iterations before smoothing" * (width > 1)
+        notes.append(f"Long curves show {MOST_POINTS} points{means}.")
+    if smoothed and any(found.smooth.low for found in known):
+        notes.append("Bands are the lowest to the highest repetition.")
+    if falling := [row.label for row in rows if row.falling]:
+        notes.append(f"Still falling at the end: {', '.join(falling)}. A longer run ends lower.")
+    if run.emulated:
+        notes.append("Emulated compute: these losses say nothing about learning.")
+    return notes
+
+
+def vote_marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
     """Return the iterations with a yes of each rank, thinned to about `MOST_POINTS` per rank."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
@@ -58,24 +222,6 @@ def _vote_marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
         seconds = [_round_value(seconds_of(i, ends_s[i - first])) for i in said]
         marks.append({"rank": record.rank, "iterations": [i + 1 for i in said], "seconds": seconds})
     return marks
-
-
-def _unsmoothed_curve(raw: Sequence[Curve]) -> dict[str, Any]:
-    shared = _select_points(sorted(set.intersection(*(set(curve.iterations) for curve in raw))))
-    return {
-        "iterations": [i + 1 for i in shared],
-        "seconds": _means([_values_at(curve, shared, curve.seconds) for curve in raw]),
-        "mean": _means([_values_at(curve, shared, curve.losses) for curve in raw]),
-    }
-
-
-def _values_at(curve: Curve, iterations: Sequence[int], values: Sequence[float]) -> list[float]:
-    table = dict(zip(curve.iterations, values, strict=True))
-    return [table[i] for i in iterations]
-
-
-def _means(columns: Sequence[Sequence[float]]) -> list[float | None]:
-    return [_round_value(fmean(values)) for values in zip(*columns, strict=True)]
 
 
 def _round_value(value: float) -> float | None:

@@ -5,36 +5,24 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
-from statistics import fmean
-from typing import Any
 
 import numpy as np
 
-from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition
+from offbeat.experiments.record.run_directory import RankRecord, Repetition
 from offbeat.experiments.report.gossip import clock_differences_s
+from offbeat.experiments.report.losses import Curve
 
 Table = dict[int, np.ndarray]  # sample after each iteration, by iteration
 
 
-def draw(contestant: Contestant) -> dict[str, Any] | None:
-    """Return the divergence of replicas in JSON form; None without samples or with one rank.
+def distance_curve(rep: Repetition) -> Curve:
+    """Return the root mean square distance of the replicas from their average.
 
-    The curve is the root mean square distance of the replicas from their average, in percent of the
-    average's norm, as mean over repetitions.
+    It is in percent of the average's norm. The curve is empty without samples or with one rank.
     """
-    divergences = [of for rep in contestant.complete if (of := relative_distances(rep))]
-    if not divergences:
-        return None
-    shared = sorted(set.intersection(*(set(values) for values in divergences)))
-    ends = [_ends_s(rep) for rep in contestant.complete]
-    first = contestant.complete[0].trace.first
-    means = [fmean(values[i] for values in divergences) for i in shared]
-    curve = {
-        "iterations": [i + 1 for i in shared],
-        "seconds": [float(fmean(e[i - first] for e in ends)) for i in shared],
-        "mean": [float(f"{100 * x:.4g}") if math.isfinite(x) else None for x in means],
-    }
-    return {**curve, "raw": curve}
+    distances, ends, first = relative_distances(rep), _ends_s(rep), rep.trace.first
+    seconds = tuple(float(ends[i - first]) for i in distances)
+    return Curve(tuple(distances), seconds, tuple(100 * x for x in distances.values()))
 
 
 def gamma(rep: Repetition) -> dict[int, float]:

@@ -18,25 +18,28 @@ from offbeat.core.plan import Payload, Plan
 from offbeat.core.sim import predict
 from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Contestant, Run, count_skipped
-from offbeat.experiments.report import boxes, curves, divergence, drawing, words
-from offbeat.experiments.report.bars import Bar, bars, measured_bar, predicted_bar
-from offbeat.experiments.report.breakdown import explain_error, measured_parts
-from offbeat.experiments.report.chart import SIZE, Line, chart
+from offbeat.experiments.report import boxes, curves, drawing, words
+from offbeat.experiments.report.bars import Bar, bars_of
+from offbeat.experiments.report.breakdown import explain_error
+from offbeat.experiments.report.chart import SIZE, Chart, as_html
+from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.decisions import decisions, group_by_text
 from offbeat.experiments.report.headline import (
     conditions,
-    display_names,
     headline,
     shaped_rate,
     typed_text,
 )
-from offbeat.experiments.report.losses import SMOOTH
 from offbeat.experiments.report.pace_notes import describe_late_hosts, describe_pace
-from offbeat.experiments.report.summary import Row, merges_gradients, rank_rows
+from offbeat.experiments.report.summary import Row, merges_gradients
 from offbeat.experiments.report.table import details
 from offbeat.experiments.report.votes import describe_votes, votes_of
 from offbeat.strategies import DDP
 
+METRIC_NOTE = (
+    "Mean over the ranks that report it and over repetitions, from the end of the first iteration "
+    "on. Bands are the lowest to the highest repetition."
+)
 ORDINALS = {2: "2nd", 3: "3rd"}
 
 
@@ -48,6 +51,7 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
     environment.filters |= {
         name: getattr(words, name) for name in ("seconds", "size", "loss", "digits", "sentence")
     }
+    environment.filters["chart"] = lambda chart: Markup(as_html(chart))
     script = asset("page.js")
     return environment.from_string(asset("page.html")).render(
         **view(run, rows, traces),
@@ -64,41 +68,29 @@ def asset(name: str) -> str:
 
 def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the variables of the template."""
-    found, names = headline(run, rows), display_names(rows)
-    of = {contestant.label: contestant for contestant in run.contestants}
-    order = [(row, of[row.label], names[row.label]) for row in rank_rows(rows)]
+    found, order = headline(run, rows), curves.rank_contestants(run, rows)
     table = _table(run, order, found.best)
-    target = next((row.target_loss for row in rows if row.target_loss is not None), None)
-    losses = {row.label: data for row, c, _ in order if (data := curves.draw(c, row))}
-    distances = {row.label: data for row, c, _ in order if (data := divergence.draw(c))}
-    apart = chart(
-        _lines(order, distances, "seconds", all_parts=False),
-        "Distance of replicas against seconds, in percent",
-        "s",
-        from_zero=True,
-    )
+    reservations = list(found.reservations)
+    if table["ddp"] is not None:
+        reservations.append(f"DDP would take {words.seconds(table['ddp'].total_s)} (predicted).")
     timelines, length_s = _timelines(run, order)
     return {
         "run": run,
         "best": found.best,
         "sentence": _join_units(found.sentence),
-        "reservations": _join_units(" ".join([*found.reservations, *table["ddp_text"]])),
+        "reservations": _join_units(" ".join(reservations)),
         "eyebrow": _eyebrow(run, rows),
         "command": shlex.join(run.command_line),
         "banners": _banners(run),
         "table": table,
-        "target": target,
+        "goal": next((row.goal for row in rows if row.goal is not None), None),
         "timelines": timelines,
         "length_s": length_s,
         "legend": Markup(boxes.legend("".join(one.html for one in timelines))),
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
-        "charts": _loss_charts(order, losses, target),
-        "distance": Markup(apart),
-        "votes": [
-            item for row, c, name in order if (item := _votes(c, losses.get(row.label), name))
-        ],
-        "loss_notes": _loss_notes(run, rows, losses),
+        "plots": _plots(run, order, curves.losses_of(order)),
+        "distance": curves.distance_chart(order),
         "conditions": conditions(run, rows),
         "reassurance": describe_pace(run),
         "measured": _measured_text(run),
@@ -113,9 +105,6 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
         "checks": group_by_text(run.records(), lambda record: record.checks),
     }
-
-
-Ordered = Sequence[tuple[Row, Contestant, str]]  # best first, with display names
 
 
 def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
@@ -161,28 +150,25 @@ def _start_text(run: Run) -> str:
 
 def _table(run: Run, order: Ordered, best: Row | None) -> dict[str, Any]:
     """Return the rows of the comparison with their bars, on one scale."""
-    drawn = [(measured_bar(row, measured_parts(run, c)), predicted_bar(row)) for row, c, _ in order]
-    ddp_s = _predicted_ddp(run) if len(order) == 1 else None
-    ends = [bar.total_s for pair in drawn for bar in pair if bar is not None]
-    most_s = max([*ends, ddp_s.total_s if ddp_s else 0.0, 1e-9])
-    rows = [
-        _table_row(run, row, c, name, Markup(bars(*pair, row.bound_s, most_s)), row is best)
-        for (row, c, name), pair in zip(order, drawn, strict=True)
-    ]
-    if ddp_s is not None:
-        outlined = Markup(bars(None, ddp_s, None, most_s))
-        rows.append({"ddp": True, "name": "ddp", "bars": outlined, "iteration_s": ddp_s.total_s})
+    drawn = bars_of(run, order)
+    ddp = _predicted_ddp(run) if len(order) == 1 else None
+    ends = [bar.total_s for pair in [*drawn, (ddp,)] for bar in pair if bar is not None]
     measured = [bar for bar, _ in drawn if bar is not None]
-    texts = [] if ddp_s is None else [f"DDP would take {words.seconds(ddp_s.total_s)} (predicted)."]
+    rows = [row for row, *_ in order]
     return {
-        "rows": rows,
-        "ddp_text": texts,
-        "votes": any(row.lssr is not None for row, _, _ in order),
-        "updates": words.NO_PROGRESS if merges_gradients([row for row, *_ in order]) else "",
-        "speedup": any(row.speedup is not None for row, _, _ in order),
-        "losses": any(row.final_loss is not None or row.diverged for row, _, _ in order),
-        "bound": any(row.bound_s is not None for row, _, _ in order),
-        "predicted": any(row.predicted_s is not None for row, _, _ in order),
+        "rows": [
+            _table_row(run, row, contestant, name, row is best) | {"bars": pair}
+            for (row, contestant, name), pair in zip(order, drawn, strict=True)
+        ],
+        "ddp": ddp,
+        "most_s": max([*ends, 1e-9]),
+        "votes": any(row.lssr is not None for row in rows),
+        "updates": words.NO_PROGRESS if merges_gradients(rows) else "",
+        "speedup": any(row.speedup is not None for row in rows),
+        "losses": any(row.final_loss is not None or row.diverged for row in rows),
+        "metrics": any(row.metrics for row in rows),
+        "bound": any(row.bound_s is not None for row in rows),
+        "predicted": any(row.predicted_s is not None for row in rows),
         "split": any(bar.split for bar in measured),
         "unsplit": any(not bar.split for bar in measured),
         "estimated": [n for (_, _, n), (bar, _) in zip(order, drawn, strict=True)
@@ -190,9 +176,7 @@ def _table(run: Run, order: Ordered, best: Row | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table_row(
-    run: Run, row: Row, contestant: Contestant, name: str, drawn: Markup, best: bool
-) -> dict[str, Any]:
+def _table_row(run: Run, row: Row, contestant: Contestant, name: str, best: bool) -> dict[str, Any]:
     marks = []
     if row.cut:
         cuts = [text for rep in contestant.complete for text in rep.cuts]
@@ -204,18 +188,15 @@ def _table_row(
     why = "was not run" if row.not_run else row.problem
     if row.iteration_s is None and row.repetitions:
         why = why or "no whole period left"
+    times = words.factor(row.speedup).removesuffix(".0") + "×" if row.speedup else words.NONE
     return {
-        "ddp": False,
         "row": row,
         "name": name,
         "about": _description(run, contestant, row),
         "best": best,
         "marks": marks,
         "why": why,
-        "bars": drawn,
-        "speedup": words.factor(row.speedup).removesuffix(".0") + "×"
-        if row.speedup
-        else words.NONE,
+        "speedup": times,
         "error": words.error(row.predicted_error),
         "spread": " to ".join(map(words.seconds, row.spread_s)) if row.spread_s else "",
         "updates": words.digits(row.updates_per_s)
@@ -320,82 +301,38 @@ def _causes(run: Run, row: Row, contestant: Contestant) -> Iterator[str]:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def _lines(order: Ordered, data: Mapping[str, Any], key: str, all_parts: bool = True) -> list[Line]:
-    """Return the lines of a chart; the best strategy's is the last, so it is drawn in front."""
-    lines = []
-    for n, (row, _, name) in enumerate(order):
-        if row.label not in data:
-            continue
-        own = data[row.label]
-        raw = own["raw"]
-        look = "best" if n == 0 else "base" if row.is_yardstick else "other"
-        few = len(raw["mean"]) < 4 * SMOOTH
-        main, faint = (raw, None) if few else (own, (raw[key], raw["mean"]))
-        hit = own.get("hit")
-        lines.append(
-            Line(
-                name,
-                look,
-                main[key],
-                main["mean"],
-                () if few or not all_parts else own.get("low", ()),
-                () if few or not all_parts else own.get("high", ()),
-                faint if all_parts and raw is not own else None,
-                (hit[key], row.target_loss) if hit and row.target_loss is not None else None,
-            )
+def _plots(run: Run, order: Ordered, losses: Mapping[str, curves.Losses]) -> list[dict[str, Any]]:
+    """Return the charts of the loss and of each metric, against seconds and iterations."""
+    loss = {
+        "name": "Loss",
+        "seconds": curves.loss_chart(order, losses, "seconds"),
+        "iterations": curves.loss_chart(order, losses, "iterations"),
+        "notes": curves.loss_notes(run, [row for row, *_ in order], losses),
+    }
+    metrics = [
+        {"name": name, "seconds": chart, "iterations": other, "notes": [METRIC_NOTE], "votes": []}
+        for (name, chart), other in zip(
+            curves.metric_charts(run, order, "seconds").items(),
+            curves.metric_charts(run, order, "iterations").values(),
+            strict=True,
         )
-    return lines[::-1]
-
-
-def _loss_charts(order: Ordered, losses: Mapping[str, Any], target: float | None) -> list[Markup]:
-    """Return the charts of the loss against seconds and against iterations."""
-    line = None if target is None else (target, f"target {words.loss(target)}")
-    seconds = chart(_lines(order, losses, "seconds"), "Training loss against seconds", "s", line)
-    short = _lines(order, losses, "iterations", all_parts=False)
-    per_iteration = chart(short, "Training loss against iterations", "iterations", line)
-    return [Markup(seconds), Markup(per_iteration)]
-
-
-def _loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Any]) -> list[str]:
-    """Return sentences about how the losses are drawn and about their limits."""
-    if not losses:
-        return []
-    hosts = "mean over ranks" + " and repetitions" * any(row.repetitions > 1 for row in rows)
-    notes = [f"Training loss, {hosts}, from the end of the first iteration on."]
-    longest = max(len(data["raw"]["mean"]) for data in losses.values())
-    if longest >= 4 * SMOOTH:
-        notes.append(f"Lines are trailing means of {SMOOTH} iterations; the faint line is not.")
-    else:
-        notes.append(f"The target is reached by the mean of the last {SMOOTH} iterations.")
-    counts = [len(record.losses) for _, _, record in run.records()]
-    if max(counts, default=0) > curves.MOST_POINTS:
-        width = max(record.losses_of for _, _, record in run.records())
-        means = f", each loss the mean of {width} iterations before smoothing" * (width > 1)
-        notes.append(f"Long curves show {curves.MOST_POINTS} points{means}.")
-    if any("low" in data for data in losses.values()) and longest >= 4 * SMOOTH:
-        notes.append("Bands are the lowest to the highest repetition.")
-    if falling := [row.label for row in rows if row.falling]:
-        notes.append(f"Still falling at the end: {', '.join(falling)}. A longer run ends lower.")
-    if run.emulated:
-        notes.append("Emulated compute: these losses say nothing about learning.")
-    return notes
-
-
-def _votes(contestant: Contestant, data: Mapping[str, Any] | None, name: str) -> Any:
-    """Return the votes of each rank as marks below the chart of the loss; None without votes."""
-    rep = next(iter(contestant.complete), None)
-    votes = None if rep is None else votes_of(rep)
-    if rep is None or votes is None:
-        return None
-    end_s = data["raw"]["seconds"][-1] if data else 0.0
-    paths = [
-        {
-            "rank": marks["rank"],
-            "d": "".join(f"M{round(SIZE * s / (end_s or 1))} 0V9" for s in marks["seconds"]),
-        }
-        for marks in (data or {}).get("votes", ())
     ]
-    return {"name": name, "text": describe_votes(rep, votes), "paths": paths}
+    return [{**loss, "votes": list(_votes(order, loss["seconds"]))}, *metrics]
+
+
+def _votes(order: Ordered, losses: Chart) -> Iterator[dict[str, Any]]:
+    """Yield the votes of each rank as marks below the chart of the loss."""
+    for _, contestant, name in order:
+        rep = next(iter(contestant.complete), None)
+        votes = None if rep is None else votes_of(rep)
+        if rep is None or votes is None:
+            continue
+        marks = curves.vote_marks(rep, votes) if losses.lines else []
+        paths = {
+            mark["rank"]: "".join(f"M{round(SIZE * s / losses.right)} 0V9" for s in mark["seconds"])
+            for mark in marks
+        }
+        yield {"name": name, "text": describe_votes(rep, votes), "paths": paths}
 
 
 # --- how it was run ------------------------------------------------------------------------------

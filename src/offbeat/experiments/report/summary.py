@@ -180,6 +180,16 @@ def summarize(run: Run) -> list[Row]:
     ]
 
 
+def repetition_rows(run: Run) -> list[tuple[int, Row]]:
+    """Return a row per contestant and repetition, each with the number of the repetition."""
+    target = target_loss(run)
+    return [
+        (rep.index, _row(run, replace(contestant, repetitions=(rep,)), target))
+        for contestant in run.contestants
+        for rep in contestant.repetitions
+    ]
+
+
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Sort rows by seconds to the target, then by seconds per iteration.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def render(run: Run, rows: Sequence[Row], width: int, *, sentence: bool = True) 
     Without `sentence` the headline consists of its reservations.
     """
     names, found = display_names(rows), headline(run, rows)
-    lines = [*_table(rows, names, width), *_legend(rows, names)]
+    lines = list(_table(grid(rows, width), width))
     if times := [
         f"{names[row.label]} {words.seconds(row.device_s)}" for row in rows if row.device_s
     ]:
@@ -79,14 +80,45 @@ def details(row: Row) -> Iterator[str]:
         yield f"final loss {' to '.join(map(words.loss, row.final_spread))}"
 
 
-def _table(rows: Sequence[Row], names: dict[str, str], width: int) -> Iterator[str]:
-    measured = [row for row in rank_rows(rows) if row.iteration_s is not None]
+@dataclass(frozen=True)
+class Grid:
+    """Cells of the table as text.
+
+    Attributes:
+        heads: two lines of the head of each column.
+        cells: cells of each measured strategy, best first.
+        failed: (name, reason) of each strategy without a measurement.
+        legend: meaning of marks and of numbered names.
+    """
+
+    heads: Sequence[tuple[str, str]]
+    cells: Sequence[Sequence[str]]
+    failed: Sequence[tuple[str, str]]
+    legend: Sequence[str]
+
+
+def grid(rows: Sequence[Row], width: float = math.inf) -> Grid:
+    """Return the cells of the columns that fit into `width` characters."""
+    names = display_names(rows)
     marks = {row.label: names[row.label] + " ~" * bool(row.disturbed) for row in rows}
     columns = [column for column in _columns(rows, marks) if column.least <= width]
-    cells = [[column.text(row) for column in columns] for row in measured]
-    shown = [*zip(*(column.heads for column in columns), strict=True), *cells]
+    measured = [row for row in rank_rows(rows) if row.iteration_s is not None]
+    return Grid(
+        [column.heads for column in columns],
+        [[column.text(row) for column in columns] for row in measured],
+        [
+            (marks[row.label], "was not run" if row.not_run else row.problem)
+            for row in rows
+            if row.iteration_s is None
+        ],
+        list(_legend(rows, names)),
+    )
+
+
+def _table(found: Grid, width: int) -> Iterator[str]:
+    shown = [*zip(*found.heads, strict=True), *found.cells]
     widths = [max(map(len, texts)) for texts in zip(*shown, strict=True)]
-    widths[0] = max(widths[0], *(len(marks[row.label]) for row in rows))
+    widths[0] = max(widths[0], *(len(name) for name, _ in found.failed), 0)
 
     def format_line(texts: Sequence[str]) -> str:
         first, *others = texts
@@ -96,13 +128,11 @@ def _table(rows: Sequence[Row], names: dict[str, str], width: int) -> Iterator[s
     whole = sum(widths) + len(GAP) * (len(widths) - 1)
     yield from map(format_line, shown[:2])
     yield "─" * min(whole, width)
-    yield from map(format_line, cells)
-    for row in rows:
-        if row.iteration_s is None:
-            why = "was not run" if row.not_run else row.problem
-            indent = " " * (widths[0] + len(GAP))
-            first = marks[row.label].ljust(len(indent))
-            yield from wrap(first + why, width, indent)
+    yield from map(format_line, found.cells)
+    indent = " " * (widths[0] + len(GAP))
+    for name, why in found.failed:
+        yield from wrap(name.ljust(len(indent)) + why, width, indent)
+    yield from found.legend
 
 
 def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
