@@ -164,8 +164,10 @@ def _bars(run: Run, order: Ordered, colours: Mapping[str, str]) -> tuple[list[st
             x = LEFT + scale * measured.total_s + 6
             marks.append(_text(words.seconds(measured.total_s), x, top + 12))
         top += PITCH
+    measured_bars = [bar for bar, _ in pairs if bar is not None]
     keys = [("sum", "computes"), ("network", "waits for the network")]
-    keys += [("muted", "parts not recorded")] * any(bar and not bar.split for bar, _ in pairs)
+    keys = keys * any(bar.split for bar in measured_bars)
+    keys += [("muted", "parts not recorded")] * any(not bar.split for bar in measured_bars)
     x = float(LEFT)
     for colour, key in keys:
         marks.append(_rect(x, top, 10, 10, colours[colour]))
