@@ -30,6 +30,7 @@ from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.boxes import Picture
 from offbeat.experiments.report.gossip import gossip_picture, predicted_gossip, visible_part
+from offbeat.jobs.sinks import SERIES
 from offbeat.profile import Link, Profile
 from offbeat.server.simulation import run_served, spans_of
 from offbeat.sim import Ranks, predict, simulate
@@ -136,6 +137,15 @@ def names(module: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def series(_: None) -> str:
+    """Return a table of the series of Prometheus."""
+    lines = ["| series | type | meaning |", "|---|---|---|"]
+    for row in SERIES:
+        labels = f"{{{','.join(row.labels)}}}" if row.labels else ""
+        lines.append(f"| `{row.name}{labels}` | {row.kind} | {row.help} |")
+    return "\n".join(lines) + "\n"
+
+
 def _docstring(module: str, name: str) -> str:
     """Return the docstring of a public name; for a value, the string below its assignment."""
     member = getattr(importlib.import_module(module), name)
@@ -181,6 +191,7 @@ VIEWS: dict[str, Callable[[Any], str]] = {
     "source": source,
     "strategies": strategies,
     "names": names,
+    "series": series,
 }
 
 

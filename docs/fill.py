@@ -11,6 +11,7 @@ A marker is a comment alone on a line. The generated text follows it, up to `<!-
     <!-- source: dreamddp -->               names and publication
     <!-- strategies -->                     table of all strategies
     <!-- names: offbeat.plan -->            table of a module's public names, with links
+    <!-- series -->                         table of the series of Prometheus
 
 A new marker needs no end: this script adds it. Tables of results are filled by `make tables`.
 """
