@@ -47,6 +47,7 @@ COMMANDS = [
     "compare",
     "demo",
     "report",
+    "watch",
     "strategies",
     "graph",
     "doctor",

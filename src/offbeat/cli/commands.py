@@ -512,6 +512,27 @@ def report(
 
 
 @app.command
+def watch(
+    folder: Annotated[Path, Parameter(help="Folder of a run, or of runs: the newest one.")],
+    /,
+    *,
+    once: Annotated[
+        bool, Parameter("--once", help="Print one screen.", negative="", show_default=False)
+    ] = False,
+    json_: Json = False,
+) -> int:
+    """Show a running job: its pace, its ranks, and the rank that delays the others.
+
+    Exit code 1: the job was stopped, or a rank has failed or is silent.
+
+    Example: offbeat watch runs
+    """
+    from offbeat.jobs.watch import watch as show_job
+
+    return show_job(folder, terminal_width(), once=once, as_json=json_)
+
+
+@app.command
 def strategies(
     name: Annotated[str | None, Parameter(help="Explain this strategy and its settings.")] = None,
     /,
