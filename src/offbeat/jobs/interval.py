@@ -28,7 +28,7 @@ class LossSums(NamedTuple):
     """Losses of the iterations of an interval.
 
     Attributes:
-        n: number of losses, without those that are not finite.
+        n: number of finite losses.
         mean: mean of these losses; 0 if there is none.
         last: last of these losses; 0 if there is none.
         nonfinite: number of losses that were NaN or infinite.
@@ -102,8 +102,11 @@ class Interval:
             data[name] = round(data[name], 6)
         data["links"] = {name: [m, b, round(s, 6)] for name, (m, b, s) in self.links.items()}
         data["loss"] = self.loss and [
-            self.loss.n, _rounded(self.loss.mean), _rounded(self.loss.last), self.loss.nonfinite
-        ]  # fmt: skip
+            self.loss.n,
+            _round_loss(self.loss.mean),
+            _round_loss(self.loss.last),
+            self.loss.nonfinite,
+        ]
         return {name: value for name, value in data.items() if value is not None}
 
     @classmethod
@@ -196,6 +199,6 @@ def recent(intervals: Sequence[Interval], seconds: float) -> Iterator[Interval]:
         yield interval
 
 
-def _rounded(loss: float) -> float:
+def _round_loss(loss: float) -> float:
     """Return a loss in the precision of float32."""
     return float(f"{loss:.9g}")
