@@ -362,6 +362,19 @@ def test_json_holds_what_a_screen_shows_and_loads_no_torch(tmp_path: Path) -> No
     assert shown["events"][0]["cause"] == "slow_rank"
 
 
+def test_output_without_utf_8(tmp_path: Path) -> None:
+    make_job(tmp_path / "run", 2, intervals=2, writers=[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "watch", str(tmp_path), "--once"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nseconds ?? 4" in done.stdout
+
+
 # --- a terminal ----------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ milliseconds of a processor.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import textwrap
@@ -55,6 +56,8 @@ def watch(folder: Path, width: int, *, once: bool, as_json: bool) -> int:
     Raises:
         ValueError: there is no run.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars, on a terminal without UTF-8
     job = JobFollower(find_run(folder))
     if once or as_json:
         while not job.is_certain:
