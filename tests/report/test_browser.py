@@ -129,6 +129,49 @@ def test_keys_move_between_boxes_and_lanes_and_the_zoom_shows_buckets(tmp_path):
     assert re.match(r"at \S+ s\s*\S+: \d\.\d{3}", told["chart"])
 
 
+def test_each_of_many_hosts_can_be_shown(tmp_path):
+    facts = profile(4, 9)
+    run = write_run(
+        tmp_path / "run", facts, three(facts), iterations=12, recorded=10, repetitions=1
+    )
+    told = pressed(
+        write(run),
+        tmp_path,
+        KEYS
+        + """
+      const lanes = () => [...document.querySelectorAll(".own .lane.big")];
+      const names = () => lanes().map((lane) => lane.dataset.n).join();
+      const wait = () => new Promise((go) => setTimeout(go, 20));
+      const choice = document.getElementById("host");
+      told.before = names();
+      told.options = choice.options.length;
+      const chosen = async (value) => {
+        choice.value = value;
+        choice.dispatchEvent(new Event("change"));
+        for (let n = 0; n < 50 && names() === told.before; n++) await wait();
+      };
+      (async () => {
+        await chosen("7");
+        told.after = names();
+        told.titles = document.querySelectorAll("main [title]").length;
+        const bars = [...document.querySelector(".hosts").children];
+        told.marked = bars.findIndex((bar) => bar.matches(".chosen"));
+        press(document.querySelector(".lanes"), "ArrowRight");
+        told.first = tip.textContent;
+        await chosen("");
+        await wait();
+        told.back = names();
+      })();
+    """,
+    )
+    assert told["before"] == told["back"] == ",".join(["slowest", "median", "fastest"] * 3)
+    assert told["after"] == ",".join(["host 7"] * 3)
+    assert told["options"] == "10"
+    assert told["titles"] == "0"
+    assert told["marked"] == "7"
+    assert re.match(r"\w+ward, iteration \d", told["first"])
+
+
 @pytest.mark.parametrize("width", [400, 1000])
 def test_nothing_is_wider_than_the_window(tmp_path, width):
     facts = profile(6, 2, NEAR_AND_FAR)

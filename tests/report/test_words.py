@@ -31,7 +31,8 @@ def test_size(value, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.012, "+1.2 %"), (-0.012, "−1.2 %"), (-0.121, "−12 %"), (None, "–")]
+    ("value", "text"),
+    [(0.012, "+1.2 %"), (-0.012, "−1.2 %"), (-0.121, "−12 %"), (-0.0003, "0.0 %"), (None, "–")],
 )
 def test_error(value, text):
     assert words.error(value) == text

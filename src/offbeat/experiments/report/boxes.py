@@ -117,6 +117,7 @@ class Picture:
         length_s: length of the window.
         numbers: texts above the lanes.
         ties: lines between lanes.
+        replaced: number of first lanes that the page replaces by those of another host.
     """
 
     label: str
@@ -124,6 +125,7 @@ class Picture:
     length_s: float
     numbers: Numbers | None = None
     ties: Sequence[Tie] = ()
+    replaced: int = 0
 
     @property
     def middles(self) -> list[float]:
@@ -146,8 +148,10 @@ def figure(picture: Picture, zoom: bool = True) -> str:
         for (begin_s, end_s), text in zip(numbers.intervals, numbers.texts, strict=False):
             parts.append(f'<em style="{_place(begin_s, end_s, length_s)}">{escape(text)}</em>')
         parts.append("</div>")
-    for lane in picture.lanes:
-        parts += _lane(lane, length_s, zoom)
+    parts.append('<div class="own">' * bool(picture.replaced))
+    parts.append(lanes_html(picture.lanes[: picture.replaced], length_s, zoom))
+    parts.append("</div>" * bool(picture.replaced))
+    parts.append(lanes_html(picture.lanes[picture.replaced :], length_s, zoom))
     middles = picture.middles
     for tie in picture.ties:
         high, low = sorted(middles[i] for i in tie.lanes)
@@ -155,6 +159,11 @@ def figure(picture: Picture, zoom: bool = True) -> str:
         style = f"left:{left:.2f}%;top:{high:g}px;height:{low - high:g}px"
         parts.append(f'<s class="tie" style="{style}" title="{escape(tie.text)}"></s>')
     return "".join([*parts, "</div></div>"])
+
+
+def lanes_html(lanes: Iterable[Lane], length_s: float, zoom: bool = False) -> str:
+    """Return lanes as HTML without the figure around them."""
+    return "".join(part for lane in lanes for part in _lane(lane, length_s, zoom))
 
 
 def axis(length_s: float) -> str:
@@ -395,7 +404,8 @@ def _box(box: Box, zero_s: float, length_s: float, labelled: bool, zoom: bool) -
     if labelled and box.label:
         yield f"<b>{escape(box.label)}</b>"
     if labelled and box.short:
-        yield f"<u>{escape(box.short)}</u>"
+        wide = ' class="wide"' * (len(box.short) > 2)
+        yield f"<u{wide}>{escape(box.short)}</u>"
     for inner in box.inner if zoom else ():
         yield from _box(inner, box.begin_s, box.end_s - box.begin_s, labelled, zoom)
     yield "</i>"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ from offbeat.experiments.report.boxes import (
     describer,
     figure,
     key_of,
+    lanes_html,
     message_boxes,
 )
 from offbeat.experiments.report.breakdown import rank_parts
@@ -35,6 +39,7 @@ from offbeat.experiments.report.timeline import (
 
 MANY = 8  # ranks from which slowest, median and fastest host are shown
 MOST_BYTES = 150_000  # size of all timelines up to which buckets are kept for the zoom
+MOST_PACKED_BYTES = 100_000  # size of the lanes of all hosts above which they are left out
 NOT_RECORDED = "not recorded in this run"
 
 
@@ -48,6 +53,7 @@ class Drawn:
         count: measured iterations in the window; empty if unknown.
         text: unit of `count` and the predicted number.
         hosts: compute and wait of each host, if there are many: (rank, seconds, seconds).
+        others: lanes of each of these hosts, by rank.
         maps: gossip by "measured" and "predicted"; empty for other strategies.
     """
 
@@ -56,6 +62,7 @@ class Drawn:
     count: str
     text: str
     hosts: Sequence[tuple[int, float, float]] = ()
+    others: Mapping[int, str] = field(default_factory=dict)
     maps: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -95,10 +102,10 @@ def draw(
     }
     if len(order) == 1 and len(links) < 2:
         order = dict.fromkeys(order, "network")
-    lanes: list[Lane] = []
     hosts = [] if measured is None else _host_parts(measured)
     ranks = [] if measured is None else _shown_ranks(measured, hosts)
-    for rank, host in ranks:
+
+    def measured_lanes(rank: int, host: str) -> list[Lane]:
         assert measured is not None
         describe = describer(
             measured.zero_s[rank],
@@ -107,7 +114,14 @@ def draw(
             expected_s,
             measured.iterations.start,
         )
-        lanes += _lanes(measured, rank, order, describe, host)
+        return list(_lanes(measured, rank, order, describe, host))
+
+    lanes = [lane for rank, host in ranks for lane in measured_lanes(rank, host)]
+    others = {
+        rank: lanes_html(measured_lanes(rank, f"host {rank}"), length_s)
+        for rank, *_ in (hosts if len(ranks) > 1 else ())
+    }
+    replaced = len(lanes) if others else 0
     if predicted is not None:
         rank = next(iter(predicted.shown))
         describe = describer(predicted.zero_s[rank], predicted.generations, names)
@@ -121,8 +135,21 @@ def draw(
     first = ranks[0][0] if ranks else next(iter(shown.shown))
     numbers = _numbers(shown.bounds_s(first), length_s)
     count, text = _count_texts(counts, f"iterations in {words.seconds(length_s)}")
-    html = figure(Picture(f"{name}: {count} {text}", lanes, length_s, numbers), zoom)
-    return Drawn(name, Markup(html), count, text, hosts if len(hosts) >= MANY else ())
+    label = f"{name}: {count} {text}"
+    html = figure(Picture(label, lanes, length_s, numbers, replaced=replaced), zoom)
+    return Drawn(name, Markup(html), count, text, hosts if len(ranks) > 1 else (), others)
+
+
+def pack_lanes(drawn: Sequence[Drawn]) -> str:
+    """Return the lanes of all hosts for the script of the page: JSON, compressed, as text.
+
+    The text is empty if there are few hosts, or if it is longer than `MOST_PACKED_BYTES`.
+    """
+    if not any(one.others for one in drawn):
+        return ""
+    data = json.dumps([dict(one.others) for one in drawn if one.html])
+    packed = base64.b64encode(zlib.compress(data.encode(), 9)).decode()
+    return packed if len(packed) <= MOST_PACKED_BYTES else ""
 
 
 def _draw_gossip(gossips: Mapping[str, Any], name: str, length_s: float) -> Drawn:

@@ -18,16 +18,21 @@ function hideTip() {
   for (const node of document.querySelectorAll(".at, .same")) node.classList.remove("at", "same");
 }
 
+let boxesWithBuckets = [];
+
 // Titles become tooltips; without scripts the browser shows them.
-for (const node of document.querySelectorAll("main [title]")) {
-  node.dataset.text = node.title;
-  node.removeAttribute("title");
+function prepareBoxes() {
+  for (const node of document.querySelectorAll("main [title]")) {
+    node.dataset.text = node.title;
+    node.removeAttribute("title");
+  }
+  boxesWithBuckets = [...document.querySelectorAll("i[data-b]")].map((node) => {
+    const [first, stop] = node.dataset.b.split("-").map(Number);
+    return { node, first, stop };
+  });
 }
 
-const boxesWithBuckets = [...document.querySelectorAll("i[data-b]")].map((node) => {
-  const [first, stop] = node.dataset.b.split("-").map(Number);
-  return { node, first, stop };
-});
+prepareBoxes();
 
 // Marks a box and the boxes of the same buckets under every strategy.
 function choose(node, x, y) {
@@ -94,7 +99,7 @@ for (const figure of document.querySelectorAll(".lanes")) {
 
 const zoom = document.getElementById("zoom");
 if (zoom) {
-  zoom.parentElement.hidden = false;
+  zoom.closest("div").hidden = false;
   const figures = [...document.querySelectorAll(".lanes")];
   zoom.addEventListener("change", () => {
     for (const figure of figures) {
@@ -109,6 +114,32 @@ if (zoom) {
     figure.addEventListener("scroll", () => {
       for (const other of figures) if (other.scrollLeft !== figure.scrollLeft) other.scrollLeft = figure.scrollLeft;
     }, { passive: true });
+}
+
+// --- other hosts --------------------------------------------------------------------------------
+
+const host = document.getElementById("host");
+if (host) {
+  const figures = [...document.querySelectorAll(".lanes")];
+  const shown = figures.map((figure) => figure.querySelector(".own")?.innerHTML);
+  // The lanes of all hosts, one entry per figure: compressed HTML that Python drew.
+  const unpack = async (text) => {
+    const bytes = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Response(stream).json();
+  };
+  const lanes = unpack(host.dataset.lanes);
+  host.addEventListener("change", async () => {
+    const all = await lanes;
+    hideTip();
+    figures.forEach((figure, n) => {
+      const own = figure.querySelector(".own");
+      if (own) own.innerHTML = all[n][host.value] ?? shown[n];
+    });
+    for (const strip of document.querySelectorAll(".hosts"))
+      [...strip.children].forEach((bar, n) => bar.classList.toggle("chosen", host.options[n + 1].selected));
+    prepareBoxes();
+  });
 }
 
 // --- charts -------------------------------------------------------------------------------------

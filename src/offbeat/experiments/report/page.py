@@ -86,6 +86,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "goal": next((row.goal for row in rows if row.goal is not None), None),
         "timelines": timelines,
         "length_s": length_s,
+        "other_hosts": drawing.pack_lanes(timelines),
         "legend": Markup(boxes.legend("".join(one.html for one in timelines))),
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
@@ -343,11 +344,11 @@ def _measured_text(run: Run) -> str:
     reps = [rep for contestant in run.contestants for rep in contestant.complete]
     skipped = sorted({count_skipped(run, rep) for rep in reps} or {run.skip})
     observed = max((rep.observed for rep in reps), default=0)
-    text = (
-        f"Times are medians over whole periods without the first {' or '.join(map(str, skipped))}"
-    )
+    text = "Times are medians over whole periods"
+    if not any(skipped):
+        return f"{text}."
     profiled = f", of which {observed} were profiled" * bool(observed)
-    return f"{text} iterations{profiled}."
+    return f"{text} without the first {' or '.join(map(str, skipped))} iterations{profiled}."
 
 
 def _strategy(

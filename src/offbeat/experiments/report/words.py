@@ -97,7 +97,7 @@ def error(value: float | None) -> str:
     if value is None:
         return NONE
     text = f"{100 * value:+.{int(abs(value) < 0.0995)}f} %"
-    return text.replace("-", "−")
+    return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
 def rate(rate_bps: float | None) -> str:
