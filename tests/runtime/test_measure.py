@@ -61,7 +61,7 @@ def measured(names: list[str], dtype: torch.dtype) -> tuple[Any, Any, dict[str, 
     cluster = connect(specs, HOST, CPU(), 30.0)
     flat = build_flat(model, None)
     sizes = count_bytes()
-    worthwhile_bytes(next(iter(cluster.groups.values())), flat, CPU())
+    worthwhile_bytes(cluster, flat)
     links, contention = measure_cluster(cluster, flat)
     sent = {name: link.bytes_sent for name, link in cluster.links.items()}
     models = sum(sizes) / sum(p.nbytes for p in model.parameters())

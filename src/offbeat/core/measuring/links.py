@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.contention import measure_contention
@@ -20,8 +19,7 @@ from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.plan import Verb
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.collectives import Collective, averaging
-from offbeat.core.transport.device import Device
+from offbeat.core.transport.collectives import Collective
 
 # Budget of all measurements before a plan: seconds, and payload per rank in model sizes. If an
 # all-reduce of the model takes long, the budget is `BUDGET_MODELS` times its seconds, up to
@@ -85,7 +83,8 @@ def measure_cluster(
         probe = Probe(cluster.groups[name], like, cluster.device)
         verbs = cluster.links[name].collectives.by_verb
         part = 1 / len(cluster.specs)
-        measured.append(measure_link(name, probe, verbs, smallest, total, budget, part))
+        link = measure_link(name, probe, verbs, smallest, total, budget, part)
+        measured.append(replace(link, connections=cluster.specs[name].connections))
     if cluster.control.world_size == 1:
         return tuple(replace(link, halves={}) for link in measured), ()
     # Fits may differ between machines in the last bit, so use those of rank 0.
@@ -95,7 +94,7 @@ def measure_cluster(
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
 
 
-def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> int:
+def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:
     """Return the smallest size in bytes that a bucket should have.
 
     A bucket's message should take ten times as long as the smallest message, so that at most a
@@ -103,10 +102,9 @@ def worthwhile_bytes(group: dist.ProcessGroup, flat: Flat, device: Device) -> in
     twenty buckets remain to schedule, and at least 64 KiB.
     """
     total = sum(flat.sizes_bytes)
-    probe = Probe(group, flat.parameter_tensors()[0], device)
-    points = explore(
-        probe, averaging(group), max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT)
-    )
+    probe = Probe(cluster.everyone, flat.parameter_tensors()[0], cluster.device)
+    average = next(iter(cluster.links.values())).collectives.by_verb["all_reduce"]
+    points = explore(probe, average, max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT))
     (_, least_s), (size, seconds) = points[0], points[-1]
     return max(MIN_BUCKET_BYTES, int(min(10 * least_s * size / seconds, total / 20)))
 

@@ -29,6 +29,12 @@ def compare_network(cluster: Cluster, profile: Profile) -> str | None:
         return None
     like = torch.zeros(1, dtype=torch.float32, device=cluster.where)
     for link in profile.links:
+        connections = cluster.specs[link.name].connections
+        if link.connections != connections:
+            return (
+                f"the profile is of another network: connections of link {link.name!r} are "
+                f"{connections} between two ranks, {link.connections} by the profile"
+            )
         probe = Probe(cluster.groups[link.name], like, cluster.device)
         found = compare_link(
             probe, cluster.links[link.name].collectives.by_verb["all_reduce"], link, profile

@@ -92,6 +92,7 @@ class Link:
             unknown if the rate is None.
         asked_loss: largest packet loss between two ranks of the measured network; unknown if
             the rate is None.
+        connections: number of TCP connections between two ranks in the measured network.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Link:
     asked_rate_bps: float | None = None
     asked_latency_s: float = 0.0
     asked_loss: float = 0.0
+    connections: int = 1
 
     def seconds(
         self,

@@ -56,6 +56,10 @@ def _validate_link(link: Link) -> None:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
     _require_number(f"latency_s of link {link.name!r}", link.latency_s)
     _require_number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
+    if not isinstance(link.connections, int) or link.connections < 1:
+        raise ValueError(
+            f"connections of link {link.name!r} ({link.connections!r}) must be at least 1"
+        )
     for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter", "asked_latency_s", "asked_loss"):
         _require_number(f"{name} of link {link.name!r}", getattr(link, name))
     if link.asked_rate_bps is not None:

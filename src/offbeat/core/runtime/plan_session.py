@@ -437,10 +437,7 @@ class FlatSession(Session):
             self._agree_on_buffers()  # averages of parameters include buffers
         self._observer, self._around_forward = None, nullcontext
         control = self._cluster.control
-        first = self._cluster.everyone
-        least = how.min_bucket_bytes or worthwhile_bytes(
-            first, self.engine.flat, self._cluster.device
-        )
+        least = how.min_bucket_bytes or worthwhile_bytes(self._cluster, self.engine.flat)
         needed = 1
         if how.min_bucket_bytes is None:
             needed = max(how.least_buckets, self._strategy.least_buckets(control.world_size))

@@ -491,6 +491,12 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
         raise ValueError(
             f"{over_nccl[0]} needs a model on a GPU ({where}); give gloo:INTERFACE instead"
         )
+    for spec in over_nccl:
+        if spec.connections > 1:
+            raise ValueError(
+                f"{spec} with {spec.connections} connections must use gloo; give "
+                f"gloo:{spec.interface}*{spec.connections}, or set NCCL_NSOCKS_PERTHREAD instead"
+            )
     if len({spec.interface for spec in over_nccl}) > 1:
         raise ValueError(
             f"{over_nccl[1]} must have the interface of {over_nccl[0]}, as NCCL uses one choice in "

@@ -81,7 +81,9 @@ class Cluster:
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
             group = self._group(name, spec, parts)
-            verbs = collectives(group, str(spec.backend), self.where, self.timeout_s)
+            verbs = collectives(
+                group, str(spec.backend), self.where, self.timeout_s, spec.connections
+            )
             if self._everyone is None and not parts:
                 self._everyone = group
             self.groups[name], self._parts[name] = group, parts
@@ -90,7 +92,10 @@ class Cluster:
     def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
         """Return a process group on the link's interface, after a first message in it."""
         try:
-            with bind_interface(spec.interface), self.control.waiting(f"opening link {name!r}"):
+            with (
+                bind_interface(spec.interface, spec.connections),
+                self.control.waiting(f"opening link {name!r}"),
+            ):
                 group = new_group(str(spec.backend), self.timeout_s, parts)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
                 dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)

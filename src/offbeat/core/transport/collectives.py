@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ Collective = Callable[[Tensor], None]
 
 AT_ONCE_BYTES = 8 << 10  # shards of at most this size are sent to all ranks at the same time
 ASKED_BYTES = 64 << 10  # shards of at least this size are sent after a request of the receiver
+PIECE_BYTES = 16 << 10  # a message is split between connections into pieces of at least this size
 
 
 def payload_bytes(verb: Verb, size: int) -> int:
@@ -64,7 +66,11 @@ _all_gather: Callable[..., Any] = (
 
 
 def collectives(
-    group: dist.ProcessGroup, backend: str, device: torch.device, timeout_s: float
+    group: dist.ProcessGroup,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    connections: int = 1,
 ) -> Collectives:
     """Return the collectives of a process group.
 
@@ -72,18 +78,21 @@ def collectives(
     and all other elements are undefined. `all_gather` copies every rank's shard to all ranks.
     `broadcast` copies from the group's first rank. In a group of one rank they do nothing. Version
     counters of tensors stay unchanged. All floating-point dtypes are supported.
+
+    gloo sends each operation over one connection, and the next operation over the next connection.
+    So a large message uses several connections if its pieces are sent at the same time.
     """
     if group.size() == 1:
         silent = dict.fromkeys(VERBS, _do_nothing)
         return Collectives(silent, _no_send, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
-    halves = Ring(group, timeout_s) if backend == "gloo" else Native(group)
+    halves = Ring(group, timeout_s, connections) if backend == "gloo" else Native(group)
     by_verb: dict[Verb, Collective] = {
-        "all_reduce": averaging(group),
+        "all_reduce": averaging(group, connections),
         "reduce_scatter": halves.reduce_scatter,
         "all_gather": halves.all_gather,
-        "broadcast": broadcasting(group),
+        "broadcast": broadcasting(group, connections),
     }
-    direct, exchange = sending(group, timeout_s), halves.exchange
+    direct, exchange = sending(group, timeout_s, connections), halves.exchange
     rank, size = group.rank(), group.size()
     if backend != "gloo" or device.type != "cuda":
         return Collectives(by_verb, direct, exchange, rank, size)
@@ -96,7 +105,24 @@ def collectives(
     return Collectives(by_verb, send, via_host(exchange, buffers), rank, size)
 
 
-def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int, int], None]:
+def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:
+    """Return one view for each connection, or fewer if they would be below `PIECE_BYTES`."""
+    return tensor.chunk(max(1, min(connections, tensor.nbytes // PIECE_BYTES)))
+
+
+def run_in_pieces(operation: Callable[..., Any], tensor: Tensor, connections: int) -> None:
+    """Run an operation of torch.distributed on all pieces of a tensor at the same time."""
+    parts = pieces(tensor, connections)
+    if len(parts) == 1:
+        operation(tensor)
+        return
+    for work in [operation(part, async_op=True) for part in parts]:
+        work.wait()
+
+
+def sending(
+    group: dist.ProcessGroup, timeout_s: float, connections: int = 1
+) -> Callable[[Tensor, int, int], None]:
     """Return a function that sends a tensor from one rank of the job to another.
 
     Both ranks call the function.
@@ -107,7 +133,9 @@ def sending(group: dist.ProcessGroup, timeout_s: float) -> Callable[[Tensor, int
         rank = dist.get_rank()
         other = dist.get_group_rank(group, target if rank == source else source)
         act = group.send if rank == source else group.recv
-        act([tensor.data], other, 0).wait(timeout)
+        parts = pieces(tensor.data, connections)
+        for work in [act([part], other, tag) for tag, part in enumerate(parts)]:
+            work.wait(timeout)
 
     return send
 
@@ -116,21 +144,23 @@ def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
     raise AssertionError("a group of one rank cannot send")
 
 
-def averaging(group: dist.ProcessGroup) -> Collective:
+def averaging(group: dist.ProcessGroup, connections: int = 1) -> Collective:
     """Return an all-reduce that averages."""
 
     def average(tensor: Tensor) -> None:
-        dist.all_reduce(tensor.data, op=dist.ReduceOp.AVG, group=group)
+        reduce = partial(dist.all_reduce, op=dist.ReduceOp.AVG, group=group)
+        run_in_pieces(reduce, tensor.data, connections)
 
     return average
 
 
-def broadcasting(group: dist.ProcessGroup) -> Collective:
+def broadcasting(group: dist.ProcessGroup, connections: int = 1) -> Collective:
     """Return a broadcast from the group's first rank."""
     source = dist.get_global_rank(group, 0)
 
     def broadcast(tensor: Tensor) -> None:
-        dist.broadcast(tensor.data, source, group=group)
+        copy = partial(dist.broadcast, src=source, group=group)
+        run_in_pieces(copy, tensor.data, connections)
 
     return broadcast
 
@@ -189,9 +219,9 @@ class Ring:
     .85 to .96 without.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float):
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, connections: int = 1):
         self._group, self._rank, self._size = group, group.rank(), group.size()
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout, self._connections = timedelta(seconds=timeout_s), connections
         self._scratch = Scratch()
         self._word = torch.zeros(2, dtype=torch.uint8, device="cpu")
 
@@ -257,10 +287,13 @@ class Ring:
     def _start_shift(self, given: Tensor, taken: Tensor, step: int) -> list[Any]:
         """Start sending and receiving as in `_shift`. Empty shards are not sent."""
         works: list[Any] = []
+        to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
         if taken.numel():
-            works.append(self._group.recv([taken], (self._rank - step) % self._size, 0))
+            parts = enumerate(pieces(taken, self._connections))
+            works += [self._group.recv([part], source, tag) for tag, part in parts]
         if given.numel():
-            works.append(self._group.send([given], (self._rank + step) % self._size, 0))
+            parts = enumerate(pieces(given, self._connections))
+            works += [self._group.send([part], to, tag) for tag, part in parts]
         return works
 
 

@@ -35,11 +35,14 @@ class LinkSpec:
         name: name of the link.
         interface: name of its network interface; None lets torch choose.
         backend: "gloo" or "nccl"; None selects the backend of the device.
+        connections: number of TCP connections between two ranks. Large messages are split between
+            them. More than one requires gloo and an interface.
     """
 
     name: str
     interface: str | None = None
     backend: str | None = None
+    connections: int = 1
 
     def __str__(self) -> str:
         on = f" ({self.interface})" if self.interface not in (None, self.name) else ""
@@ -47,29 +50,43 @@ class LinkSpec:
 
 
 def parse_link(text: str) -> LinkSpec:
-    """Return the link of a text "interface", "backend:interface", "backend:" or "backend"."""
-    if not text or CHANNEL in text:
+    """Return the link of a text "interface", "backend:interface", "backend:" or "backend".
+
+    "*N" after an interface sets the number of connections. The name of the link does not contain
+    it, so that a plan is valid for any number.
+    """
+    name, star, count = text.partition("*")
+    if not name or CHANNEL in name:
         raise ValueError(
             f"link ({text!r}) must read INTERFACE or BACKEND:INTERFACE, without {CHANNEL!r}, "
             "as in eth0 or gloo:eth1"
         )
-    backend, _, interface = text.partition(":")
+    backend, _, interface = name.partition(":")
     if backend in BACKENDS:
-        return LinkSpec(text.rstrip(":"), interface or None, backend)
-    return LinkSpec(text, text)
+        spec = LinkSpec(name.rstrip(":"), interface or None, backend)
+    else:
+        spec = LinkSpec(name, name)
+    if not star:
+        return spec
+    if not (count.isdecimal() and int(count) and spec.interface):
+        raise ValueError(
+            f"link ({text!r}) must read INTERFACE*N with at least 1 connection, as in eth0*2"
+        )
+    return replace(spec, connections=int(count))
 
 
 @contextmanager
-def bind_interface(interface: str | None):
+def bind_interface(interface: str | None, connections: int = 1):
     """Use a network interface for process groups that send their first message in the block.
 
     gloo reads the environment variable when a group is created, NCCL with the first message of the
-    process.
+    process. gloo opens one connection between two ranks for each name in the variable.
     """
     if interface is None:
         yield
         return
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    names = ",".join([interface] * connections)
+    wanted = {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": f"={interface}"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -122,6 +139,8 @@ def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpe
     """
     kinds = [spec.backend for spec in specs]
     control.agree("the backends of the links", kinds, "give every rank the same links")
+    counts = [spec.connections for spec in specs]
+    control.agree("the connections of the links", counts, "give every rank the same links")
     addresses = [ipv4_of(spec.interface) if spec.interface else None for spec in specs]
     networks = tuple(str(address.network) if address else None for address in addresses)
     present = tuple(name for _, name in socket.if_nameindex())
