@@ -37,7 +37,7 @@ def interval(rank: int, first: int, n: int = 4, **changed: Any) -> Interval:
         "t": 1e9 + first,
         "s_sum": 0.5 * n,
         "s_min": 0.5,
-        "s_max": 0.5,
+        "s_max": 0.7,
         "hist": {bin_of(0.5): n},
         "own_s": 0.3 * n,
         "wait_s": 0.15 * n,
@@ -178,17 +178,21 @@ def test_counters_never_fall() -> None:
                     ended[rank].append(interval(rank, 4 * len(ended[rank])))
             state = state_of(*ended, notices={"slow_link": update})
             ranks = {
-                rank: RankState(of.interval, of.totals, of.last_seen_t, 4 * (update // 2) + 3)
+                rank: RankState(of.interval, of.totals, of.last_seen_t, 4 * (update // 2) + 5)
                 for rank, of in state.ranks.items()
             }
             sink.update(JobState(ranks, notices=state.notices))
             now = samples_of(scrape(port))
+            assert now[("offbeat_iterations_total", "host-a", "0")] == 4 * len(ended[0]) + 1
             for key, value in before.items():
                 if key[0] in counters:
                     assert now[key] >= value, key
                     grown |= {key[0]} if now[key] > value else set()
             before = now
-    assert grown == counters
+        assert grown == counters
+        sink.update(JobState({0: RankState(None, None, 1.0, iterations=0)}))  # a heartbeat anew
+        key = ("offbeat_iterations_total", "host-a", "0")
+        assert samples_of(scrape(port))[key] == before[key] == 13
 
 
 def test_other_hosts_need_a_host_in_the_setting() -> None:
@@ -225,13 +229,17 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning() -> None:
 # ---- text file ------------------------------------------------------------------------------
 
 
-def test_the_text_file_equals_the_scrape_and_ends_with_the_job(tmp_path: Path) -> None:
+def test_the_text_file_equals_the_scrape_and_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "FILE_PERIOD_S", 0.0)
     path, port = tmp_path / "new" / "offbeat.prom", free_port()
     with opened(f"prometheus:{port},textfile:{path}") as (opened_sinks, warnings):
         for sink in opened_sinks:
             sink.update(TWO)
         assert path.read_text() == scrape(port)
         assert list(path.parent.iterdir()) == [path]
+    opened_sinks[1].update(TWO)  # by a thread that is late
     assert not warnings
     assert list(path.parent.iterdir()) == []
 

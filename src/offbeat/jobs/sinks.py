@@ -67,7 +67,7 @@ class JobState:
     """State of a job.
 
     Attributes:
-        ranks: state by rank.
+        ranks: state by rank, without ranks that have left.
         predicted_s: predicted seconds of an iteration; None without a prediction.
         bound_s: lower bound of the seconds of an iteration; None without one.
         divergence: mean squared distance of the replicas from their mean; None if unknown.
@@ -138,14 +138,16 @@ class Sink(ABC):
 
     def __init__(self, setting: str, warn: Callable[[str], object]):
         self.setting, self._warn = setting, warn
-        self._has_warned = False
+        self._has_warned = self._is_closed = False
 
     def update(self, state: JobState) -> None:
-        """Pass on the newest state. The first error causes a warning."""
-        self._attempt(lambda: self._update(state))
+        """Pass on the newest state. The first error causes a warning. A closed sink ignores it."""
+        if not self._is_closed:
+            self._attempt(lambda: self._update(state))
 
     def close(self) -> None:
         """Close the sink."""
+        self._is_closed = True
         self._attempt(self._close)
 
     def _attempt(self, act: Callable[[], object]) -> None:
@@ -205,6 +207,7 @@ class MetricFamilies:
     def __init__(self, labels: SinkLabels):
         self._labels = labels
         self.state = JobState()
+        self._iterations: dict[int, int] = {}  # highest by rank: a heartbeat may begin anew
 
     def collect(self) -> Iterable[Any]:
         """Return the families of samples, in the order of `SERIES`."""
@@ -236,7 +239,7 @@ class MetricFamilies:
                 add("iteration_seconds", last.mean_s, *place)
                 add("loss", last.loss.mean if last.loss and last.loss.n else None, *place)
                 add("resident_bytes", last.rss_bytes, *place)
-            n = of_rank.iterations
+            n = max(of_rank.iterations, self._iterations.get(rank, 0))
             if (totals := of_rank.totals) is not None:
                 n = max(n, totals.n)
                 add("updates_total", totals.updates, *place)
@@ -247,6 +250,7 @@ class MetricFamilies:
                 for link, sums in sorted(totals.links.items()):
                     add("message_seconds_total", sums.seconds, *place, link)
                     add("sent_bytes_total", sums.bytes, *place, link)
+            self._iterations[rank] = n
             add("iterations_total", n, *place)
         return families.values()
 
