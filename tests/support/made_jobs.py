@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.files import replace_text
 from offbeat.jobs.interval import Interval, LinkSums, LossSums, bin_of
-from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, write_json
+from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, SCHEMA, LineWriter
 
 PREDICTED_S, BOUND_S = 0.412, 0.395
 INTERVAL_S, ITERATIONS = 5.0, 12  # of each interval
@@ -43,7 +45,7 @@ def make_job(
     start = now - intervals * INTERVAL_S
     hosts = [f"host-{rank}" for rank in range(world_size)]
     pids = [48101 + rank for rank in range(world_size)]
-    write_json(
+    _write_json(
         folder,
         RUN_FILE,
         {
@@ -55,7 +57,7 @@ def make_job(
             "hosts": hosts,
             "pids": pids,
             "versions": {"offbeat": "0.2.0"},
-            "links": ["net"],
+            "links": {"net": "gloo:eth0"},
             "launcher": "torchrun",
             "options": {},
             "world_size": world_size,
@@ -69,7 +71,7 @@ def make_job(
         if writers is None or rank in writers:
             writer = LineWriter(folder, rank)
             head = {"id": folder.name, "rank": rank, "host": hosts[rank], "pid": pids[rank]}
-            writer.line("head", t=start, world=world_size, **head)
+            writer.line("head", t=start, world_size=world_size, **head)
             for interval in made:
                 writer.line("interval", **interval.to_dict())
             for event in events if rank == 0 else ():
@@ -143,4 +145,8 @@ def write_alive(
         )
     data = {"id": folder.name, "t": time.time(), "strategy": "dreamddp(period=8)"}
     prediction = {"predicted_s": PREDICTED_S, "bound_s": BOUND_S}
-    write_json(folder, ALIVE_FILE, {**data, **prediction, "ranks": ranks})
+    _write_json(folder, ALIVE_FILE, {**data, **prediction, "ranks": ranks})
+
+
+def _write_json(folder: Path, name: str, data: dict[str, Any]) -> None:
+    replace_text(folder / name, json.dumps({"schema": SCHEMA, **data}))

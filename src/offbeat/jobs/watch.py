@@ -305,8 +305,9 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int | None) -
     """Return the newest events that have room, oldest first."""
     lines: list[Text] = []
     for event in reversed(events):
-        text = f"{event.get('iteration', 0):>9,} {event.get('text', '')}"
-        rows = textwrap.wrap(text, width, subsequent_indent=" " * 10, drop_whitespace=True)
+        text = " ".join(str(event.get("text", "")).split())
+        text = f"{event.get('iteration', 0):>9,} {text}"
+        rows = textwrap.wrap(text, width, subsequent_indent=" " * 10)
         if len(lines) + len(rows) > (4 * EVENT_ROWS if room is None else room - 2):
             break
         style = "yellow" if event.get("event") in ("notice", "warning") else ""
