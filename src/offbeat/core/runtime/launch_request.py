@@ -18,6 +18,7 @@ SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # number of servers; the last ranks serve
 # Rank and number of ranks including servers. RANK and WORLD_SIZE may count workers only.
 RANK_VARIABLE = "OFFBEAT_RANK"
 WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
+CHECKPOINT_VARIABLE = "OFFBEAT_CHECKPOINT"  # directory of checkpoints, in a job without a launcher
 JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a gossip worker
 WORKER_VARIABLE = "OFFBEAT_WORKER"  # former id of a returning worker
 SCHEMA = 1
@@ -67,11 +68,12 @@ class LaunchRequest:
 
 
 def current_job() -> LaunchRequest:
-    """Return the launch request of this process; an empty one without a launcher. Raise ValueError
-    if the file is invalid."""
+    """Return the launch request of this process. Without a launcher, it holds the checkpoints of
+    OFFBEAT_CHECKPOINT. Raise ValueError if the file is invalid."""
     path = os.environ.get(VARIABLE)
     if not path:
-        return LaunchRequest()
+        checkpoint = os.environ.get(CHECKPOINT_VARIABLE) or None
+        return LaunchRequest(checkpoint=checkpoint, resume=checkpoint is not None)
     data = json.loads(Path(path).read_text())
     if data.pop("schema", None) != SCHEMA:
         raise ValueError(f"{VARIABLE} ({path}) must have the schema {SCHEMA}; update offbeat")

@@ -24,7 +24,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.core.buckets.flat import require_supported
-from offbeat.core.checkpoint.checkpoints import enable_checkpoints
+from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import EVERY, Settings, agree_on_optimizer, describe_difference
 from offbeat.core.guards.finite import OnNonfinite, require_policy
@@ -33,6 +33,7 @@ from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
+    CHECKPOINT_VARIABLE,
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
     LaunchRequest,
@@ -49,6 +50,7 @@ from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepared import Model, Optimizer, Session
 from offbeat.core.runtime.training_job import (
     RECORDER,
+    STOP_REQUEST,
     Observation,
     RankRoles,
     TrainingJob,
@@ -68,6 +70,7 @@ from offbeat.core.transport.link import THREAD_PREFIX
 
 if TYPE_CHECKING:
     from offbeat.experiments.record.recorder import Recorder
+    from offbeat.jobs.stopping import StopRequest
 
 OBSERVE = 6
 DEFAULT_STRATEGY = "wfbp"
@@ -198,7 +201,8 @@ def prepare(
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
             f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
             f"on_nonfinite={on_nonfinite}, broadcast_buffers={broadcast_buffers}, "
-            f"servers={servers}"
+            f"servers={servers}, "
+            f"{CHECKPOINT_VARIABLE} {'unset' if job.checkpoint is None else 'set'}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = _agree_on_model(model, whole, strategy, cluster.control)
@@ -234,6 +238,7 @@ def prepare(
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
         recorder = _create_recorder(model, job, cluster, difference)
+        stop_request = _create_stop_request(job, cluster)
         training = TrainingJob(model, whole, cluster, known, how, watch, job, ranks, recorder)
         session = strategy.open(training)
     except BaseException:
@@ -246,6 +251,10 @@ def prepare(
     prepared = Model(model, session, meter), Optimizer(whole, session, meter)
     try:
         enable_checkpoints(job, *prepared)
+        if stop_request is not None:
+            act = None if job.checkpoint is None else partial(save, job.checkpoint, *prepared)
+            stop_request.attach(session, act)
+            session.stop_request = stop_request
     except BaseException:
         prepared[0].close()
         raise
@@ -303,6 +312,15 @@ def _create_recorder(
     recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
     recorder.warnings += [] if difference is None else [difference]
     return recorder
+
+
+def _create_stop_request(job: LaunchRequest, cluster: Cluster) -> StopRequest | None:
+    """Return the handler of SIGTERM; None if there is nothing to save."""
+    if job.checkpoint is None:
+        return None
+    request = load_object(STOP_REQUEST)(cluster.control)
+    cluster.before_close = request.close
+    return request
 
 
 def _choose_strategy(
@@ -426,7 +444,15 @@ def _require_idle_servers() -> None:
 
 
 def _require_one_model(job: LaunchRequest) -> None:
-    if _open_clusters() and (job.record_dir or job.stop_after_profile):
+    if not _open_clusters():
+        return
+    if job.checkpoint is not None:
+        raise ValueError(
+            f"a second model cannot be prepared where {CHECKPOINT_VARIABLE} or `offbeat run "
+            "--checkpoint` names a folder: its checkpoints are of one model. Train both as one "
+            "module with one optimizer, or call offbeat.save and offbeat.load for each of them"
+        )
+    if job.record_dir or job.stop_after_profile:
         raise ValueError(
             "a second model cannot be prepared in a process that `offbeat run`, `compare` or "
             "`profile` has started: profile and record are of one model. Train both as one module "

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offbeat.core.checkpoint.saving import Saver
     from offbeat.core.runtime.iteration import Iteration
     from offbeat.core.runtime.meter import Meter
+    from offbeat.jobs.stopping import StopRequest
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Session(ABC):
         alone: whether ranks do not wait for each other, so that each one saves and loads
             separately.
         saver: background writer of this session's checkpoints; None before the first request.
+        stop_request: handler of SIGTERM; None if the signal has its default action.
         scaler_remedy: reason why GradScaler cannot unscale the gradients, and the alternative; None
             if it can.
     """
@@ -60,6 +62,7 @@ class Session(ABC):
     elsewhere: ClassVar[str | None] = None
     alone: ClassVar[bool] = False
     saver: Saver | None = None
+    stop_request: StopRequest | None = None
 
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +177,11 @@ class Session(ABC):
         """End one iteration without an update; see `Model.skip_step`."""
         self.step(skip_update=True)
 
+    def stop_if_requested(self) -> None:
+        """At the end of an iteration, end the process if it is the last one after SIGTERM."""
+        if self.stop_request is not None:
+            self.stop_request.on_iteration_end(self.iteration)
+
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Complete all updates that earlier steps have requested."""
 
@@ -232,6 +240,7 @@ class Model(nn.Module):
             ValueError: backward has already sent or applied the gradients.
         """
         self._session.skip_step()
+        self._session.stop_if_requested()
 
     def consolidate(self, repair: bool = False) -> None:
         """Average the differences between replicas, so that all replicas are bit-identical. Every
@@ -483,6 +492,7 @@ class Optimizer(torch.optim.Optimizer):
             self._meter.on_step_end()
         if self._after_step is not None:
             self._after_step()
+        self._session.stop_if_requested()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's optimizer. A call of a method that steps the optimizer

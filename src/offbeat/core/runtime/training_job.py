@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Named as text, because the runtime must not import these modules.
 PACE = "offbeat.lab.pace:Pace"
 RECORDER = "offbeat.experiments.record.recorder:Recorder"
+STOP_REQUEST = "offbeat.jobs.stopping:StopRequest"
 
 
 @dataclass(frozen=True)

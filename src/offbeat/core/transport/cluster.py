@@ -49,6 +49,7 @@ class Cluster:
     closed: bool = False
     served: bool = False  # whether parameter servers are in use
     leave: Callable[[], None] | None = None  # exit hook, which refers to the session
+    before_close: Callable[[], None] | None = None
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -129,6 +130,9 @@ class Cluster:
             the groups are kept, because destroying them could abort the process.
         """
         self.closed = True
+        if self.before_close is not None:
+            self.before_close()
+            self.before_close = None
         if self.leave is not None:
             atexit.unregister(self.leave)
             self.leave = None

@@ -22,6 +22,7 @@ from offbeat.core.transport.heartbeat import (
     REPORTED,
     RUNNING,
     WAITING,
+    FailureDetector,
     Heartbeat,
     LazyText,
     RankStatus,
@@ -219,6 +220,11 @@ class Control:
                 raise RuntimeError(
                     f"a collective of all ranks failed, {words}: {error}. {why}"
                 ) from error
+
+    @property
+    def detector(self) -> FailureDetector | None:
+        """Failure detector of this job; None in a job of one rank."""
+        return None if self._heartbeat is None else self._heartbeat.detector
 
     @property
     def needs_abort(self) -> bool:

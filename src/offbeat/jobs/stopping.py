@@ -1,0 +1,340 @@
+"""End of a job by SIGTERM: a last common iteration, a checkpoint, and the end of the record.
+
+A rank that learns of the signal publishes the number of the iteration in progress, and does not
+begin another one before all ranks have done so. The largest number is the last iteration of the
+job. No rank has gone beyond it, and no rank waits for messages of a later iteration.
+
+A thread of its own decides, because torch's C++ code may block the main thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from offbeat.core.checkpoint.saving import Saving
+from offbeat.core.runtime.prepared import Session
+from offbeat.core.transport.control import Control
+from offbeat.core.transport.heartbeat import ACTIVE, STORE_TIMEOUT_S
+
+STOP_S = 20.0  # longest time from the signal to the end; launchers kill 30 s after SIGTERM
+SECOND_S = 2.0  # an earlier second signal counts as the first one, sent by another launcher
+WATCH_EVERY_S = 0.1  # seconds between two looks at the other ranks after the signal
+LOOK_EVERY_S = 1.0  # seconds between two looks at the store for a signal of another rank
+END_S = 2.0  # longest wait for another thread that writes the end
+STORE_LINGER_S = 0.5  # time in which the other ranks read the store that rank 0 may host
+THREAD_NAME = "offbeat-stopping"
+
+REQUESTED = "requested"  # key of the rank that received the signal
+WAKE, HANDLED = 0, 255  # bytes in the socket that are not numbers of signals
+STOPPING = "waiting for all ranks to stop"
+
+
+class StopRequest:
+    """Handler of SIGTERM on one rank.
+
+    The handler is installed if SIGTERM has its default action and the main thread creates the
+    object. On every rank, the object also takes part in the stop that another rank requests.
+
+    Args:
+        control: control of the job.
+        on_end: called once with `how="signal"` and `text` before the signal is passed on. It may be
+            called by any thread. By default, rank 0 prints the text.
+    """
+
+    def __init__(self, control: Control, on_end: Callable[..., Any] | None = None):
+        self._control = control
+        self.on_end: Callable[..., Any] = on_end or self._print_end
+        self._session: Session | None = None
+        self._save: Callable[[], Saving] | None = None
+        self._is_common = False  # whether the ranks stop after the same iteration
+        self._lock = threading.Lock()  # of `_ended` and `_last`
+        self._ended = 0  # number of finished iterations
+        self._last: int | None = None  # number of iterations at the end; may grow until `_agreed`
+        self._requester: int | None = None  # rank that received the signal
+        self._requested_s = 0.0  # local monotonic time at which this rank learned of the signal
+        self._signal_s: float | None = None  # time of the first signal of this rank
+        self._has_second_signal = False
+        self._is_last_ended = False
+        self._outcome: str | None = None
+        self._changed = threading.Event()  # wakes the thread that reads the store
+        self._agreed = threading.Event()  # `_last` is final
+        self._saved = threading.Event()  # this rank has saved the checkpoint, if any
+        self._all_saved = threading.Event()  # all ranks have, or the store is lost
+        self._closed = threading.Event()
+        self._exchanging: threading.Thread | None = None
+        self._ending = threading.Lock()  # held from the start of `on_end`
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._process_id = os.getpid()
+        self._install()
+        threading.Thread(target=self._watch, name=THREAD_NAME, daemon=True).start()
+
+    def attach(self, session: Session, save: Callable[[], Saving] | None) -> None:
+        """Begin to finish iterations before a stop. Until this call, a signal ends the rank at
+        once.
+
+        Args:
+            session: session of this rank.
+            save: begins to save a checkpoint; None: no checkpoint is configured.
+        """
+        # Ranks that do not wait for each other, as with gossip and servers, stop separately.
+        is_separate = session.alone or session.elsewhere is not None
+        with self._lock:
+            if self._requester is not None:  # `_watch` ends this rank
+                return
+            self._session, self._save, self._ended = session, save, session.iteration
+            self._is_common = self._control.world_size > 1 and not is_separate
+        if self._is_common:
+            store: Any = self._control.store(f"stop{self._control.met}")
+            # A blocking wait of another thread occupies the connection of `store`, so use a clone.
+            store = store.clone() if hasattr(store, "clone") else store
+            self._exchanging = threading.Thread(
+                target=self._exchange, args=(store,), name=THREAD_NAME, daemon=True
+            )
+            self._exchanging.start()
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """Save, write the end and pass the signal on, if this iteration is the last one.
+
+        Args:
+            iteration: number of finished iterations.
+        """
+        with self._lock:
+            self._ended = iteration
+            is_last = self._last is not None and iteration >= self._last
+        if is_last:
+            self._stop(iteration)
+
+    def close(self) -> None:
+        """Restore the default action of SIGTERM. If this rank has received the signal, write the
+        end and pass the signal on."""
+        if self._closed.is_set() or os.getpid() != self._process_id:
+            return
+        self._closed.set()
+        self._saved.set()
+        self._wake()
+        if self._exchanging is not None:
+            self._exchanging.join(STORE_TIMEOUT_S)
+        if self._signal_s is not None:
+            self._end("the model was closed")
+        self._uninstall()
+
+    # ---- signal -----------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if not is_default or threading.current_thread() is not threading.main_thread():
+            return
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.siginterrupt(signal.SIGTERM, False)
+        number = self._wakeup.fileno()
+        previous = signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+        if previous not in (-1, number):  # used by other code, so `_handle` wakes the thread
+            signal.set_wakeup_fd(previous)
+        _installed.append(self)
+        _restore_in_forks()
+
+    def _uninstall(self) -> None:
+        with suppress(ValueError):  # not in the main thread: `_handle` passes the signal on
+            if self._is_installed:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            previous = signal.set_wakeup_fd(-1)
+            if previous not in (-1, self._wakeup.fileno()):
+                signal.set_wakeup_fd(previous)
+            _installed[:] = [request for request in _installed if request is not self]
+
+    @property
+    def _is_installed(self) -> bool:
+        """Whether SIGTERM still has this handler, and not a later one of the script."""
+        return signal.getsignal(signal.SIGTERM) == self._handle
+
+    def _handle(self, *_: object) -> None:
+        """Handle SIGTERM in the main thread, for a script's handler that calls the previous one and
+        for a wakeup descriptor of other code."""
+        if self._closed.is_set():
+            self._pass_on()
+        self._wake(HANDLED)
+
+    def _wake(self, value: int = WAKE) -> None:
+        self._changed.set()
+        with suppress(BlockingIOError):
+            self._wakeup.send(bytes([value]))
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            self._signals.settimeout(None if self._requester is None else WATCH_EVERY_S)
+            with suppress(TimeoutError):
+                self._read_signals(self._signals.recv(4096))
+            if self._requester is not None and (why := self._reason_to_end_now()) is not None:
+                self._end(self._outcome or f"Ended after {self._ended} iterations: {why}")
+                return
+
+    def _read_signals(self, numbers: bytes) -> None:
+        is_signal = signal.SIGTERM in numbers and self._is_installed
+        if self._signal_s is None and (is_signal or HANDLED in numbers):
+            self._signal_s = time.monotonic()
+            self._request(self._control.rank)
+        elif is_signal and self._signal_s is not None:
+            self._has_second_signal |= time.monotonic() - self._signal_s > SECOND_S
+
+    def _request(self, rank: int) -> None:
+        """Let this rank stop after the iteration in progress, or a later one of another rank."""
+        with self._lock:
+            if self._requester is not None:
+                return
+            self._requested_s, self._requester = time.monotonic(), rank
+            self._last = self._ended + 1
+        if not self._is_common:
+            self._agreed.set()
+            self._all_saved.set()
+        self._wake()
+
+    # ---- agreement --------------------------------------------------------------------------
+
+    def _exchange(self, store: Any) -> None:
+        """Learn of a signal of another rank, agree on the last iteration, and wait for its end."""
+        try:
+            while self._requester is None:
+                if self._closed.is_set():
+                    return
+                if store.check([REQUESTED]):
+                    self._request(int(store.get(REQUESTED)))
+                elif self._changed.wait(LOOK_EVERY_S):
+                    self._changed.clear()
+            assert self._last is not None
+            store.set(REQUESTED, str(self._requester))
+            last = max(self._collect(store, "last", self._last))
+            with self._lock:
+                self._last = last
+            self._agreed.set()
+            self._saved.wait()
+            self._collect(store, "saved", last)
+            if self._control.rank == 0:
+                time.sleep(STORE_LINGER_S)
+        except RuntimeError:  # the failure detector also reports a lost store
+            pass
+        finally:
+            self._all_saved.set()
+
+    def _collect(self, store: Any, name: str, number: int) -> list[int]:
+        """Publish a number of this rank. Return those of all ranks when all have published."""
+        ranks = range(self._control.world_size)
+        store.set(f"{name}/{self._control.rank}", str(number))
+        store.add(name, 1)
+        while store.add(name, 0) < len(ranks):
+            if self._closed.wait(WATCH_EVERY_S):
+                raise RuntimeError("the model was closed")
+        return [*map(int, store.multi_get([f"{name}/{rank}" for rank in ranks]))]
+
+    def _reason_to_end_now(self) -> str | None:
+        """Return why this rank ends without the end of the iteration; None if it does not."""
+        if self._session is None:
+            return "training has not begun"
+        if self._has_second_signal:
+            return "a second SIGTERM has arrived"
+        if time.monotonic() - self._requested_s > STOP_S:
+            return f"the job did not stop within {STOP_S:g} s"
+        if self._is_last_ended or not self._is_common:
+            return None
+        return self._describe_lost_rank()
+
+    def _describe_lost_rank(self) -> str | None:
+        detector = self._control.detector
+        assert detector is not None
+        states = enumerate(detector.statuses)
+        ended = [r for r, status in states if status.state not in ACTIVE and r != detector.rank]
+        if lost := detector.failed_peers() or ended:
+            return f"rank {lost[0]} {detector.describe_suspect(lost[0])}"
+        lost_s = detector.store_lost_s
+        if lost_s is not None and time.monotonic() - lost_s > detector.timeout_s:
+            return "the store of rank 0 does not respond"
+        return None
+
+    # ---- end --------------------------------------------------------------------------------
+
+    def _stop(self, iteration: int) -> None:
+        with self._control.waiting(STOPPING):
+            self._agreed.wait()
+        assert self._last is not None
+        if iteration < self._last:
+            return
+        self._is_last_ended = True
+        self._outcome = f"Stopped after {iteration} iterations{self._save_checkpoint()}"
+        self._saved.set()
+        self._all_saved.wait()
+        with suppress(Exception):  # an exit by a signal does not flush
+            sys.stdout.flush()
+        self._end(self._outcome)
+
+    def _save_checkpoint(self) -> str:
+        """Save the checkpoint, if one is configured. Return the rest of the sentence."""
+        assert self._session is not None
+        if self._save is None:
+            return ""
+        if self._session.observing:
+            return ", without a checkpoint: the measurement of the profile has not ended"
+        try:
+            return f"; the checkpoint is {self._save().wait()}"
+        except Exception as error:
+            return f", without a checkpoint: {error}"
+
+    def _end(self, text: str) -> None:
+        """Write the end and pass the signal on."""
+        if self._ending.acquire(timeout=END_S):
+            with suppress(Exception):  # the process ends in any case
+                self.on_end(how="signal", text=f"Rank {self._requester} received SIGTERM. {text}")
+        self._pass_on()
+
+    def _print_end(self, how: str, text: str) -> None:
+        if self._control.rank == 0:
+            print(f"offbeat: {text}", file=sys.stderr, flush=True)
+
+    def _pass_on(self) -> None:
+        """Send SIGTERM to this process, with its default action or the script's handler."""
+        if not self._is_installed:
+            self._last = None
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        with suppress(Exception):
+            # Python sets a handler only in the main thread.
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(END_S)
+        os._exit(128 + signal.SIGTERM)  # the first process of a container has no default action
+
+
+_installed: list[StopRequest] = []  # requests whose handler this process has installed
+
+
+@cache
+def _restore_in_forks() -> None:
+    """Restore the default action of SIGTERM in forks of this process, such as those of a
+    DataLoader.
+
+    The signal is blocked meanwhile. Otherwise the handler of the fork could write to the socket of
+    this process.
+    """
+    masks = threading.local()
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def restore() -> None:
+        for request in [*_installed]:
+            request._uninstall()
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

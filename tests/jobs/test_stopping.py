@@ -1,0 +1,100 @@
+"""SIGTERM: a last common iteration and a checkpoint, or the end alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import stopping_jobs as jobs
+from support.worlds import TESTS, run_world, watch_world
+
+from offbeat.core.checkpoint.folder import Folder
+
+TERMINATED = -signal.SIGTERM
+SCRIPT = """
+import sys
+from support import stopping_jobs
+stopping_jobs.train(sys.argv[1], 1_000_000, pauses_s=(0.01, 0.01))
+"""
+
+
+def ends(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("end*"))]
+
+
+def require_resumable(folder: Path) -> None:
+    """One checkpoint, from which a job continues bit for bit."""
+    [name] = Folder(folder / "kept").names()
+    iterations = int(name.rpartition("-")[2]) + 4
+    resumed = run_world(jobs.train, 2, str(folder), iterations)
+    assert resumed == run_world(jobs.train, 2, None, iterations)
+
+
+@pytest.mark.parametrize(("signalled", "sender"), [((0, 1), "[01]"), ((1,), "1")])
+def test_all_ranks_stop_after_the_same_iteration(
+    signalled: tuple[int, ...], sender: str, tmp_path: Path
+) -> None:
+    """Rank 0 is faster, and leads by up to a period."""
+    job = (str(tmp_path), 1_000_000, signalled, (0.0, 0.05), 7)
+    outcomes = watch_world(jobs.train, 2, *job)
+    assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
+    assert max(one.seconds for one in outcomes) < 15
+    [name] = Folder(tmp_path / "kept").names()
+    count = name.rpartition("-")[2]
+    text = f"Stopped after {count} iterations; the checkpoint is {tmp_path}/kept/{name}"
+    found = ends(tmp_path)
+    assert len(found) == 2
+    for end in found:
+        assert re.fullmatch(f"signal: Rank {sender} received SIGTERM. {re.escape(text)}", end)
+
+
+def test_torchrun_and_resume(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*torchrun, "--nproc-per-node", "2", str(script), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while len([*tmp_path.glob("at*")]) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        process.terminate()
+        _, errors = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert "Stopped after" in " ".join(ends(tmp_path)), errors
+    require_resumable(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("act", "text", "codes"),
+    [
+        (jobs.lose_a_rank, "rank 1 has died or stands still", [TERMINATED, -signal.SIGKILL]),
+        (jobs.receive_two, "a second SIGTERM has arrived", [TERMINATED] * 2),
+        (jobs.block, "the job did not stop within 1.5 s", [TERMINATED] * 2),
+    ],
+)
+def test_end_without_a_checkpoint(
+    act: Callable[[str], Any], text: str, codes: list[int], tmp_path: Path
+) -> None:
+    outcomes = watch_world(act, 2, str(tmp_path), timeout_s=25)
+    assert [one.exitcode for one in outcomes] == codes
+    assert f"received SIGTERM. Ended after {jobs.AT} iterations: {text}" in ends(tmp_path)[0]
+    assert Folder(tmp_path / "kept").names() == []
+
+
+def test_handlers_of_scripts_and_forks(tmp_path: Path) -> None:
+    expected = (["before", "after"], TERMINATED)
+    assert run_world(jobs.keep_handlers, 2, str(tmp_path)) == [expected] * 2
