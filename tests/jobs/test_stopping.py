@@ -16,6 +16,7 @@ import pytest
 from support import stopping_jobs as jobs
 from support.worlds import TESTS, run_world, watch_world
 
+from offbeat import A2CiD2, LocalSGD
 from offbeat.core.checkpoint.folder import Folder
 
 TERMINATED = -signal.SIGTERM
@@ -43,7 +44,7 @@ def test_all_ranks_stop_after_the_same_iteration(
     signalled: tuple[int, ...], sender: str, tmp_path: Path
 ) -> None:
     """Rank 0 is faster, and leads by up to a period."""
-    job = (str(tmp_path), 1_000_000, signalled, (0.0, 0.05), 7)
+    job = (str(tmp_path), 1_000_000, signalled, (0.0, 0.05), LocalSGD(period=7))
     outcomes = watch_world(jobs.train, 2, *job)
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
     assert max(one.seconds for one in outcomes) < 15
@@ -54,6 +55,16 @@ def test_all_ranks_stop_after_the_same_iteration(
     assert len(found) == 2
     for end in found:
         assert re.fullmatch(f"signal: Rank {sender} received SIGTERM. {re.escape(text)}", end)
+
+
+def test_ranks_that_do_not_wait_for_each_other_stop_separately(tmp_path: Path) -> None:
+    job = (str(tmp_path), 1_000_000, (0, 1), (0.0, 0.05), A2CiD2())
+    outcomes = watch_world(jobs.train, 2, *job)
+    assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
+    for rank, end in enumerate(ends(tmp_path)):
+        [name] = Folder(tmp_path / "kept" / f"worker-{rank}").names()
+        assert end.startswith(f"signal: Rank {rank} received SIGTERM. Stopped after ")
+        assert end.endswith(f"/worker-{rank}/{name}")
 
 
 def test_torchrun_and_resume(tmp_path: Path) -> None:

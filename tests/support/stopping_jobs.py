@@ -21,6 +21,7 @@ from support.models import Case
 from support.workers import rank
 
 CASE = Case("mlp", "nesterov")
+PERIODIC = LocalSGD(period=3)
 AT = 4  # iteration in which signals arrive
 
 
@@ -47,10 +48,10 @@ def train(
     iterations: int,
     signalled: Sequence[int] = (),
     pauses_s: Sequence[float] = (0.0, 0.0),
-    period: int = 3,
+    strategy: offbeat.Strategy = PERIODIC,
 ) -> str:
     """Digest after the iterations. The `signalled` ranks receive SIGTERM in iteration `AT`."""
-    made = open_job(folder, LocalSGD(period=period))
+    made = open_job(folder, strategy)
     for t in range(offbeat.iteration(made.model), iterations):
         if t == AT and rank() in signalled:
             send_signal()
