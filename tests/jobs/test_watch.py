@@ -86,7 +86,7 @@ def test_screen_of_a_silent_rank(tmp_path: Path, width: int) -> None:
     assert text.splitlines()[0].endswith("rank 21 silent")
     assert f"\nranks  {'w' * 21}!{'w' * 10}\n" in text
     table = text.partition("rank host")[2].splitlines()
-    assert table[1].startswith("  21 host-21        1,437 ")
+    assert table[1].startswith("  21 host-21        1,440 ")
     assert table[1].endswith("SILENT 47 s, in its script")
     assert "waiting for param of bl" in table[2]  # the phase is left out before the message is
     assert "last heartbeat at most 0.4 s ago" in text
@@ -135,7 +135,7 @@ def test_line_without_a_terminal(tmp_path: Path) -> None:
         view(JobFollower(make_job(tmp_path / "a", 4, slow=2)))
     )
     silent = line(view(JobFollower(make_job(tmp_path / "b", 4, silent=3))))
-    assert silent.startswith("iteration 1,440, 4")
+    assert silent.startswith("iteration 1,443, 4")
     assert silent.endswith(", rank 3 silent")
 
 

@@ -130,7 +130,7 @@ def write_alive(
         elif slow is not None:
             state, activity = states[0] if rank == slow else waiting
         interval = newest.get(rank)
-        iteration = -1 if interval is None else interval.stop - 3 * (rank == silent)
+        iteration = -1 if interval is None else interval.stop + 3 * (silent not in (None, rank))
         ranks.append(
             {
                 "rank": rank,

@@ -367,7 +367,7 @@ def _rank_view(
         host=str(entry.get("host", "")),
         pid=entry.get("pid"),
         age_s=age_s,
-        iteration=int(entry.get("iteration", -1)),
+        iteration=max(int(entry.get("iteration", -1)), -1 if interval is None else interval.stop),
         state=state,
         activity=" ".join(str(entry.get("activity", "")).split()),
         silent=state in ACTIVE and (silent_s is not None or age_s > HEARTBEAT_TIMEOUT_S),

@@ -338,11 +338,13 @@ def _flow(parts: Sequence[Text], width: int, gap: str) -> list[Text]:
 
 
 def _seconds(seconds: float | None) -> str:
-    """Return at most seven characters with three digits: "2.13 ms", "384 ms", "12.3 s"."""
+    """Return at most seven characters with three digits: "213 µs", "38.4 ms", "12.3 s"."""
     if seconds is None:
         return "-"
+    if seconds < 0.9995e-3:
+        return f"{1e6 * seconds:.0f} µs"
     if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-5 else "0 ms"
+        return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
