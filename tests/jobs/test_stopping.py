@@ -106,6 +106,12 @@ def test_end_without_a_checkpoint(
     assert Folder(tmp_path / "kept").names() == []
 
 
+def test_handler_of_a_script_is_called_after_the_checkpoint(tmp_path: Path) -> None:
+    outcomes = watch_world(jobs.leave_by_handler, 2, str(tmp_path))
+    assert [one.exitcode for one in outcomes] == [TERMINATED, 3]
+    assert len(Folder(tmp_path / "kept").names()) == 1
+
+
 def test_handlers_of_scripts_and_forks(tmp_path: Path) -> None:
     expected = (["before", "after"], TERMINATED)
     assert run_world(jobs.keep_handlers, 2, str(tmp_path)) == [expected] * 2
