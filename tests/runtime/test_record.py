@@ -21,22 +21,22 @@ from offbeat.core.transport.device import CPU
 from offbeat.experiments.record import record_file as blocks
 from offbeat.experiments.record import recorder as record
 from offbeat.experiments.record.record_file import RecordWriter, iterations_so_far, path_of, read
-from offbeat.experiments.record.recorder import Recorder
+from offbeat.experiments.record.recorder import RunRecorder
 from offbeat.profile import Bucket, Link
 
 
 @pytest.fixture
-def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunRecorder]:
     """One of rank 3 with blocks of ten iterations."""
     monkeypatch.setattr(record, "BLOCK_ITERATIONS", 10)
     monkeypatch.setattr(record, "BLOCK_S", math.inf)
-    made = Recorder(tmp_path, 3, CPU())
+    made = RunRecorder(tmp_path, 3, CPU())
     made.origin_s = 0.0
     yield made
     made._tap.close()
 
 
-def train(recorder: Recorder, iterations: int, first: int = 0) -> None:
+def train(recorder: RunRecorder, iterations: int, first: int = 0) -> None:
     """Iteration i ends at second i + 1 with the loss 1 / (i + 1)."""
     for i in range(first, first + iterations):
         recorder._tap._loss = torch.tensor(1 / (i + 1))
@@ -48,7 +48,7 @@ def train(recorder: Recorder, iterations: int, first: int = 0) -> None:
 MARKS = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")
 
 
-def test_a_record_that_was_closed(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_record_that_was_closed(recorder: RunRecorder, tmp_path: Path) -> None:
     """Of three blocks; decisions, warnings and what else is known at the end are in it once."""
     recorder.start("x(period=1)", None, observed=2)
     train(recorder, 15)
@@ -70,7 +70,7 @@ def test_a_record_that_was_closed(recorder: Recorder, tmp_path: Path) -> None:
     assert {row[at] for row in rows} == {22, 23, 24}
 
 
-def test_what_a_kill_leaves(recorder: Recorder, tmp_path: Path) -> None:
+def test_what_a_kill_leaves(recorder: RunRecorder, tmp_path: Path) -> None:
     """Every length of the file can be read: whole blocks count, the torn one does not."""
     recorder.start("x", None, observed=0)
     train(recorder, 30)
@@ -92,7 +92,9 @@ def test_what_a_kill_leaves(recorder: Recorder, tmp_path: Path) -> None:
         assert ("middle of a block" in found["cut"]) == (size not in ends)
 
 
-def test_blocks_that_do_not_belong_together_are_refused(recorder: Recorder, tmp_path: Path) -> None:
+def test_blocks_that_do_not_belong_together_are_refused(
+    recorder: RunRecorder, tmp_path: Path
+) -> None:
     recorder.start("x", None, observed=0)
     train(recorder, 30)
     path = path_of(tmp_path, 3)
@@ -107,7 +109,7 @@ def test_blocks_that_do_not_belong_together_are_refused(recorder: Recorder, tmp_
             read(path)
 
 
-def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) -> None:
+def test_a_disk_that_is_full_warns_once(recorder: RunRecorder, monkeypatch: Any) -> None:
     """And training goes on."""
 
     def full(*_: Any) -> None:
@@ -121,7 +123,7 @@ def test_a_disk_that_is_full_warns_once(recorder: Recorder, monkeypatch: Any) ->
     recorder.write({})
 
 
-def test_a_record_goes_on_after_a_full_disk(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_record_goes_on_after_a_full_disk(recorder: RunRecorder, tmp_path: Path) -> None:
     """With the blocks that could not be written, and none of them torn."""
     recorder.start("x", None, observed=0)
     path = path_of(tmp_path, 3)
@@ -136,7 +138,7 @@ def test_a_record_goes_on_after_a_full_disk(recorder: Recorder, tmp_path: Path) 
 
 
 def test_blocks_of_a_disk_that_stays_full_are_dropped(
-    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: RunRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the limit on, so that the record has no gap."""
     monkeypatch.setattr(blocks, "MOST_UNWRITTEN_BYTES", 0)
@@ -176,7 +178,7 @@ writer.append({{**head, "first": 2, "ends_s": [3.0]}})
 
 
 def test_a_plan_on_a_full_disk_is_a_warning_that_names_it(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 0, CPU())
+    recorder = RunRecorder(tmp_path, 0, CPU())
     (tmp_path / "plan.json").symlink_to("/dev/full")
     plan = BSP().plan(Profile((Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 2))
     with pytest.warns(UserWarning, match=rf"{tmp_path}/plan.json.*No space left"):
@@ -185,7 +187,7 @@ def test_a_plan_on_a_full_disk_is_a_warning_that_names_it(tmp_path: Path) -> Non
     recorder._tap.close()
 
 
-def test_memory_stays_flat(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_stays_flat(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three thousand iterations after the first thousand keep less than 20 bytes each."""
     monkeypatch.setattr(record, "BLOCK_ITERATIONS", 100)
     recorder.start("x", None, observed=0)

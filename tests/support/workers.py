@@ -323,10 +323,10 @@ def promise_of(t: Transfer) -> str:
 
 
 def train_and_hear(*args: Any) -> tuple[Trained, list[str]]:
-    """As `train_with`, and the lines that this rank has printed."""
+    """As `train_with`, and the messages that this rank has printed, one per line."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        return train_with(*args), said.getvalue().splitlines()
+        return train_with(*args), said.getvalue().replace("\n         ", " ").splitlines()
 
 
 def train_with(

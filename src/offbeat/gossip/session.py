@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,8 +46,8 @@ class GossipSession(LoopSession):
         super().__init__(job, pace, watch)
         self._flats, self._state = joined.flats, joined.state
         self._clock, self._gossip = joined.clock, joined.gossip
-        if job.recorder and not job.recorder.notes.get("emulated"):
-            job.recorder.sample = Sample(self._flats)
+        if job.recorder:
+            job.recorder.set_sample(partial(Sample, self._flats))
         self._untouched = WeightChanges(
             (n, p) for n, p in model.named_parameters() if p.requires_grad
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+CAUSES = ("slow_rank", "slow_compute", "slow_link", "slow_script", "unknown")  # of notices
 PER_OCTAVE = 8  # bins of the histogram per doubling of the seconds
 
 
@@ -101,12 +102,9 @@ class Interval:
         for name in ("t", "s_sum", "s_min", "s_max", "own_s", "wait_s", "script_s"):
             data[name] = round(data[name], 6)
         data["links"] = {name: [m, b, round(s, 6)] for name, (m, b, s) in self.links.items()}
-        data["loss"] = self.loss and [
-            self.loss.n,
-            _round_loss(self.loss.mean),
-            _round_loss(self.loss.last),
-            self.loss.nonfinite,
-        ]
+        if self.loss is not None:
+            n, mean, last, nonfinite = self.loss
+            data["loss"] = [n, _round_loss(mean), _round_loss(last), nonfinite]
         return {name: value for name, value in data.items() if value is not None}
 
     @classmethod
@@ -141,11 +139,12 @@ def quantile(hist: Mapping[int, int], share: float) -> float:
     total, below = sum(hist.values()), 0
     if not total:
         raise ValueError("hist ({}) must hold at least one iteration")
-    for b in sorted(hist):
+    *others, last = sorted(hist)
+    for b in others:
         below += hist[b]
         if below >= share * total:
-            break
-    return 2.0 ** ((b + 0.5) / PER_OCTAVE)
+            return 2.0 ** ((b + 0.5) / PER_OCTAVE)
+    return 2.0 ** ((last + 0.5) / PER_OCTAVE)
 
 
 def combine(intervals: Sequence[Interval]) -> Interval:
@@ -163,7 +162,12 @@ def combine(intervals: Sequence[Interval]) -> Interval:
         for b, n in interval.hist.items():
             hist[b] = hist.get(b, 0) + n
         for name, sums in interval.links.items():
-            links[name] = LinkSums(*map(sum, zip(links.get(name, LinkSums()), sums, strict=True)))
+            before = links.get(name, LinkSums())
+            links[name] = LinkSums(
+                before.messages + sums.messages,
+                before.bytes + sums.bytes,
+                before.seconds + sums.seconds,
+            )
     return replace(
         last,
         first=intervals[0].first,

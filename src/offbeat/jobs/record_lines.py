@@ -46,6 +46,7 @@ class LineWriter:
 
     def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time):
         self.folder, self._clock = folder, clock
+        folder.mkdir(parents=True, exist_ok=True)
         self._path = rank_file(folder, rank)
         self._rank = rank
         self._lock = threading.RLock()  # a signal handler may write during a write
@@ -88,6 +89,17 @@ class LineWriter:
                 self._retry_at = self._clock() + RETRY_S
                 self._warn(error)
 
+    def replace(self, name: str, data: dict[str, Any]) -> None:
+        """Replace a JSON file of the run."""
+        with self._lock:
+            if self._clock() < self._retry_at:
+                return
+            try:
+                replace_text(self.folder / name, json.dumps({"schema": SCHEMA, **data}))
+            except OSError as error:
+                self._retry_at = self._clock() + RETRY_S
+                self._warn(error)
+
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -115,11 +127,6 @@ def _append(path: Path, data: bytes) -> None:
             raise OSError(28, os.strerror(28), str(path))
     finally:
         os.close(file)
-
-
-def write_json(folder: Path, name: str, data: dict[str, Any]) -> None:
-    """Replace a file of the run. Raise OSError, which names the file."""
-    replace_text(folder / name, json.dumps({"schema": SCHEMA, **data}))
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.core.files import replace_text
-from offbeat.jobs.interval import Interval
+from offbeat.jobs.interval import CAUSES, Interval
 from offbeat.jobs.settings import METRICS_VARIABLE, SinkSetting
 
 LOOPBACK = "127.0.0.1"  # interface of the Prometheus target if the setting names no host
 FILE_PERIOD_S = 10.0  # shortest time between two versions of a text file; scrapes are 15 s apart
-CAUSES = ("slow_rank", "slow_link", "slow_script", "unknown")  # counted from 0 for increase()
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,12 @@ def save(
     position = session.capture_position()
     saver = _saver(session)
     manifest = Manifest(
-        session.worker, saver.company.size, position.iteration, session.strategy, position.alike
+        session.worker,
+        saver.company.size,
+        position.iteration,
+        session.strategy,
+        position.alike,
+        session.record,
     )
     frozen = partial(_freeze_all, model, optimizer, position.state, extra or {})
     return saver.save(_folder(path, session), frozen, manifest, keep)
@@ -138,6 +143,7 @@ def load(
     optimizer.load_state_dict(found["optimizer"])
     rest = _load_extra(found["extra"], extra or {}, directory)
     session.resume(manifest.iteration, found["state"] if exact else None)
+    session.note_loaded(manifest.record)
     if exact:
         randomness.restore(found["random"], session.cluster.where)
         if session.worker == 0 and (loaders := randomness.count_unseeded_loaders()):

@@ -24,7 +24,8 @@ class Manifest:
     """Description of a shard, and its files with sizes and CRC-32 checksums.
 
     A shard is complete if all files exist with these sizes. `alike` is whether all ranks have the
-    same weights. If it is true, any number of ranks can continue from the checkpoint.
+    same weights. If it is true, any number of ranks can continue from the checkpoint. `record` is
+    the id of the record of the run; None if it was not recorded.
     """
 
     worker: int
@@ -32,6 +33,7 @@ class Manifest:
     iteration: int
     strategy: str
     alike: bool
+    record: str | None = None
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     schema: int = SCHEMA
 

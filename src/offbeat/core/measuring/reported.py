@@ -42,3 +42,9 @@ def set_receiver(receiver: Receiver | None) -> None:
     """Pass metrics to a function from now on. None discards them."""
     global _receiver
     _receiver = receiver
+
+
+def clear_receiver(receiver: Receiver) -> None:
+    """Discard metrics from now on, unless another function has replaced this receiver."""
+    if _receiver == receiver:
+        set_receiver(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ from offbeat.core.plan import Plan
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
 from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.prepared import Position
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
-
-if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
 
 queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -31,16 +29,20 @@ class BackwardClock:
     are available after the next synchronized forward has begun.
     """
 
-    def __init__(self, module: DistributedDataParallel) -> None:
-        self._module = module
+    def __init__(self, module: DistributedDataParallel, every: int = 1) -> None:
+        """Read the times of one in `every` backwards. On a GPU, each read waits for the device."""
+        self._module, self._every, self._forwards = module, every, 0
         self._start = 0
         sample = getattr(module, "_set_ddp_runtime_logging_sample_rate", None)
         if sample is not None:
-            sample(1)
+            sample(every)
 
     def new_times(self) -> tuple[float, float] | None:
         """Return the seconds of messages and the seconds for which compute waited for messages;
-        None if the times of the last backward were returned before."""
+        None if they are not due, or were returned before."""
+        self._forwards += 1
+        if self._forwards % self._every:
+            return None
         try:
             data = self._module._get_ddp_logging_data()
             start = int(data["backward_compute_time_start"])
@@ -79,7 +81,9 @@ class DDPSession(LoopSession):
         if profile is not None:
             scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
             self._backward_s = profile.backward_s * scale
-        self._clock = BackwardClock(self.module) if job.recorder else None
+        self._clock: BackwardClock | None = None
+        if job.recorder and (job.recorder.splits_every == 1 or job.cluster.where.type == "cpu"):
+            self._clock = BackwardClock(self.module, job.recorder.splits_every)
         self._pending: Iteration | None = None  # waits for its split until the next forward
 
     def begin(self) -> None:
@@ -239,7 +243,7 @@ def open_ddp_session(
     """
     session = DDPSession(job, bucket_cap_mb)
     if job.recorder:
-        job.recorder.start(strategy, plan, observed=0)
+        job.recorder.start(strategy, plan, 0, job.profile)
     job.open_connections()
     session.begin()
     return session

@@ -235,7 +235,7 @@ class Engine:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
         ready times are recorded."""
         size = self.plan.buckets
-        if self.reports.listener is not None or type(self.compute) is not ComputeObserver:
+        if self.reports.needs_ready_times or type(self.compute) is not ComputeObserver:
             return range(size)
         return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 

@@ -116,11 +116,13 @@ class Reports:
     Attributes:
         listener: receives each iteration.
         watcher: receives each iteration before the listener does.
+        needs_ready_times: whether the listener needs the time at which each bucket is ready.
     """
 
     def __init__(self) -> None:
         self.listener: Callable[[Iteration], None] | None = None
         self.watcher: Callable[[Iteration], None] | None = None
+        self.needs_ready_times = False
         self._recent: deque[Iteration] = deque()
 
     def add(self, done: Iteration) -> None:

@@ -15,10 +15,10 @@ from offbeat.core.guards.finite import all_finite
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Session
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import TrainingJob
 
 if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +44,14 @@ from offbeat.core.plan import Plan, vote_channel
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.compute import ComputeObserver
+from offbeat.core.runtime.console import console
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import (
     Observation,
     TrainingJob,
@@ -61,7 +64,6 @@ from offbeat.core.transport.cluster import Cluster
 from offbeat.core.verify.check import raise_if_wrong
 
 if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
 # Named as text, because the runtime must not import these modules.
@@ -186,10 +188,13 @@ class FlatSession(Session):
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
         self._adopt(self._strategy, plan, trial)
-        self.engine.reports.listener = self._recorder.add_iteration if self._recorder else None
+        reports = self.engine.reports
+        reports.listener, reports.needs_ready_times = None, False
         if self._recorder:
-            self._recorder.start(str(self._strategy), self.plan, observed)
-            self._recorder.sample = None if self._is_emulated else Sample.of(self.engine.flat)
+            reports.listener = self._recorder.add_iteration
+            reports.needs_ready_times = self._recorder.needs_ready_times
+            self._recorder.start(str(self._strategy), self.plan, observed, self.profile)
+            self._recorder.set_sample(partial(Sample.of, self.engine.flat))
         self._stop_guard()
         self._monitor = self._strategy.monitor()
         if self._monitor is not None:
@@ -317,7 +322,7 @@ class FlatSession(Session):
         self._guard_links()
         self.plan = plan
         if self._recorder:
-            self._recorder.plan = plan
+            self._recorder.set_plan(plan)
         self._start_plan(plan if trial is None else trial, 0)
         if self._pace is None and self.profile.pace:
             self._pace = open_pace(self.profile, control.rank)
@@ -382,7 +387,7 @@ class FlatSession(Session):
         """Print one line on rank 0 and add it to the report."""
         self._report_decision(what, warn=False)
         if self._cluster.control.rank == 0:
-            print(f"offbeat: {what}", file=sys.stderr, flush=True)
+            console.print("decision", what, iteration=self.engine.iteration)
 
     def _report_decision(self, what: str, warn: bool = True) -> None:
         """Add a decision to the report; on rank 0, also warn of it."""
@@ -430,6 +435,7 @@ class FlatSession(Session):
                 self.engine.change_at_end(lambda: self._plan_from(observer, how, observed))
 
         self.engine.reports.listener = listen
+        self.engine.reports.needs_ready_times = True
 
     def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
@@ -520,7 +526,7 @@ class FlatSession(Session):
             self.engine.set_compute(ComputeObserver())
         self.profile = Profile.from_dict(state["profile"])
         if self._recorder:
-            self._recorder.sample = None  # belongs to the old storage
+            self._recorder.set_sample(None)
         self.engine.relayout(specs_of_profile(self._model, self.profile))
         self._parameters.attach(self.engine.flat.parameters)
         if state["varied"] and not self._varied:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -31,6 +31,7 @@ from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
+from offbeat.core.runtime.console import console
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
     CHECKPOINT_VARIABLE,
@@ -48,8 +49,11 @@ from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepared import Model, Optimizer, Session
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import (
-    RECORDER,
+    OPEN_OBSERVER,
+    READ_SETTINGS,
+    RUN_RECORDER,
     STOP_REQUEST,
     Observation,
     RankRoles,
@@ -69,7 +73,6 @@ from offbeat.core.transport.interfaces import LinkSpec, parse_link
 from offbeat.core.transport.link import THREAD_PREFIX
 
 if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
     from offbeat.jobs.stopping import StopRequest
 
 OBSERVE = 6
@@ -94,7 +97,8 @@ def prepare(
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
     broadcast_buffers: bool = True,
-    metrics: Metrics | Log | None = None,
+    metrics: Metrics | Log | str | None = None,
+    record: str | Path | None = None,
     mesh: None = None,
     process_group: None = None,
 ) -> tuple[Model, Any]:
@@ -132,7 +136,10 @@ def prepare(
         broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
             before the next forward, as under torch's DDP. Applies to synchronous strategies; under
             other strategies, every rank keeps its own buffers.
-        metrics: log of training metrics, see `offbeat.metrics`. It may differ between ranks.
+        metrics: log of training metrics, see `offbeat.metrics`, which may differ between ranks; or
+            sinks as in the variable OFFBEAT_METRICS, such as "prometheus:9400".
+        record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
+            takes precedence.
         mesh: must be None, because every rank holds a whole replica.
         process_group: must be None, because all ranks of the job average.
 
@@ -164,7 +171,14 @@ def prepare(
         require_count("min_bucket_bytes", min_bucket_bytes, remedy=remedy)
     require_count("compare_every", compare_every, least=0, remedy="0 turns comparisons off")
     require_policy(on_nonfinite)
-    if metrics is not None and not isinstance(metrics, Metrics):
+    sinks = metrics if isinstance(metrics, str) else None
+    settings = load_object(READ_SETTINGS)(
+        os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
+    )
+    console.format = settings.log
+    if isinstance(metrics, str):
+        metrics = None
+    elif metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
     is_list = isinstance(optimizer, Sequence)
     parts = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -195,7 +209,7 @@ def prepare(
         )
     if job.checkpoint is not None and strategy.needs.no_checkpoint is not None:
         raise ValueError(strategy.needs.no_checkpoint)
-    cluster = _connect(model, links, timeout_s)
+    cluster, recorder = _connect(model, links, timeout_s), None
     try:
         options = (
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
@@ -217,7 +231,7 @@ def prepare(
                 known, difference = None, f"{difference}; it is measured again"
             else:
                 difference += "; plan and predictions do not fit, so measure it again"
-            notice = difference if notice is None else f"{notice}\noffbeat: {difference}"
+            notice = difference if notice is None else f"{notice}\n{difference}"
         how = Observation(
             observe,
             min_bucket_bytes,
@@ -230,21 +244,27 @@ def prepare(
         )
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if cluster.control.rank == 0:
-            print(
-                _startup_message(strategy, notice, cluster, known, observe),
-                file=sys.stderr,
-                flush=True,
-            )
+            for text in _notices(notice, cluster):
+                console.print("notice", text, "warning")
+            console.print("start", _startup_message(strategy, cluster, known, observe))
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
-        recorder = _create_recorder(model, job, cluster, difference)
-        stop_request = _create_stop_request(job, cluster)
+        recorder = _create_recorder(model, job, cluster)
+        if recorder is None:
+            recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster)
+        if recorder is not None and difference is not None:
+            recorder.warnings.append(difference)
+        stop_request = _create_stop_request(job, cluster, recorder)
         training = TrainingJob(model, whole, cluster, known, how, watch, job, ranks, recorder)
         session = strategy.open(training)
     except BaseException:
+        if recorder is not None:
+            recorder.write({})
         cluster.close()
         raise
     session.strategy = str(strategy)
+    if recorder is not None:
+        recorder.attach(session)
     _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
     cluster.leave = run_at_process_exit(partial(_close_at_exit, session, cluster))
     meter = _create_meter(metrics, samples, session, model, cluster, ranks)
@@ -302,23 +322,23 @@ def _create_meter(
     return Meter(metrics, session, cluster.device, board, often, trained)
 
 
-def _create_recorder(
-    model: nn.Module, job: LaunchRequest, cluster: Cluster, difference: str | None
-) -> Recorder | None:
+def _create_recorder(model: nn.Module, job: LaunchRequest, cluster: Cluster) -> Recorder | None:
     """Return the recorder of this rank; None if the launcher requests no record."""
     if not job.record_dir:
         return None
-    recorder = load_object(RECORDER)(job.record_dir, cluster.control.rank, cluster.device)
+    recorder = load_object(RUN_RECORDER)(job.record_dir, cluster.control.rank, cluster.device)
     recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
-    recorder.warnings += [] if difference is None else [difference]
     return recorder
 
 
-def _create_stop_request(job: LaunchRequest, cluster: Cluster) -> StopRequest | None:
-    """Return the handler of SIGTERM; None if there is nothing to save."""
-    if job.checkpoint is None:
+def _create_stop_request(
+    job: LaunchRequest, cluster: Cluster, recorder: Recorder | None
+) -> StopRequest | None:
+    """Return the handler of SIGTERM; None if there is nothing to save or to record."""
+    on_end = recorder.end if recorder is not None and recorder.keeps_end else None
+    if job.checkpoint is None and on_end is None:
         return None
-    request = load_object(STOP_REQUEST)(cluster.control)
+    request = load_object(STOP_REQUEST)(cluster.control, on_end)
     cluster.before_close = request.close
     return request
 
@@ -359,17 +379,21 @@ def _save_strategy(strategy: Strategy | str | None, job: LaunchRequest, path: st
 
 
 def _startup_message(
-    strategy: Strategy, notice: str | None, cluster: Cluster, known: Profile | None, observe: int
+    strategy: Strategy, cluster: Cluster, known: Profile | None, observe: int
 ) -> str:
-    """Return one line about the run, after the notices."""
+    """Return one line about the run."""
     ranks = cluster.control.world_size
     links = ", ".join(map(str, cluster.specs.values()))
     how = ""
     if strategy.needs.profile:
         how = ", profile given" if known else f", observing {observe} iterations"
-    line = f"offbeat: {strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
-    notices = [notice, _nodes_notice(os.environ, ranks)]
-    return "\n".join([*(f"offbeat: {one}" for one in notices if one is not None), line])
+    return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
+
+
+def _notices(notice: str | None, cluster: Cluster) -> list[str]:
+    """Return the notices about settings and nodes, for the start of a run."""
+    nodes = _nodes_notice(os.environ, cluster.control.world_size)
+    return [text for text in (notice, nodes) if text is not None]
 
 
 def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:

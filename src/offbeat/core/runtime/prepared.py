@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offbeat.core.checkpoint.saving import Saver
     from offbeat.core.runtime.iteration import Iteration
     from offbeat.core.runtime.meter import Meter
+    from offbeat.core.runtime.recording import Recorder
     from offbeat.jobs.stopping import StopRequest
 
 
@@ -63,6 +64,18 @@ class Session(ABC):
     alone: ClassVar[bool] = False
     saver: Saver | None = None
     stop_request: StopRequest | None = None
+    _recorder: Recorder | None = None
+
+    @property
+    def record(self) -> str | None:
+        """Id of the record of this run; None if it is not recorded."""
+        return self._recorder.id if self._recorder is not None else None
+
+    def note_loaded(self, record: str | None) -> None:
+        """Handle the load of a checkpoint of a run with the id `record`; None: it was not
+        recorded."""
+        if self._recorder is not None:
+            self._recorder.on_load(record, self.iteration)
 
     @abstractmethod
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -201,11 +201,13 @@ class Sentinels(BackwardPasses):
 
     def _first_missing(self, indices: range) -> int | None:
         """Return the first of these parameters that has no gradient of this pass; None if all have
-        one."""
+        one. A parameter that the script has frozen gets none."""
+        parameters = self._parameters
         if self._before is None:
-            parameters = self._parameters
-            return next((i for i in indices if parameters[i].grad is None), None)
-        return next((i for i in indices if not self._has_gradient(i)), None)
+            missing = (i for i in indices if parameters[i].grad is None)
+        else:
+            missing = (i for i in indices if not self._has_gradient(i))
+        return next((i for i in missing if parameters[i].requires_grad), None)
 
     def _report_ready(self) -> None:
         b = self._expected[self._next]

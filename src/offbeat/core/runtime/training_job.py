@@ -12,17 +12,19 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest
+from offbeat.core.runtime.recording import Recorder
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
 if TYPE_CHECKING:
-    from offbeat.experiments.record.recorder import Recorder
     from offbeat.lab.pace import Pace
 
 # Named as text, because the runtime must not import these modules.
 PACE = "offbeat.lab.pace:Pace"
-RECORDER = "offbeat.experiments.record.recorder:Recorder"
+OPEN_OBSERVER = "offbeat.jobs.observer:open_observer"
+READ_SETTINGS = "offbeat.jobs.settings:read_settings"
+RUN_RECORDER = "offbeat.experiments.record.recorder:RunRecorder"
 STOP_REQUEST = "offbeat.jobs.stopping:StopRequest"
 
 

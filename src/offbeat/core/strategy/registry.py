@@ -12,6 +12,7 @@ from offbeat.core.strategy.interface import Strategy, load_object, require_choic
 
 ENTRY_POINTS = "offbeat.strategies"  # entry point group of strategies in other packages
 
+BASELINE = "ddp"  # strategy with which all others are compared
 # Synchronous strategies come first. Paths are text, so that listing the names imports nothing.
 BUILT_IN = {
     "ddp": "offbeat.strategies.ddp:DDP",

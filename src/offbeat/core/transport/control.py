@@ -221,6 +221,22 @@ class Control:
                     f"a collective of all ranks failed, {words}: {error}. {why}"
                 ) from error
 
+    def statuses(self) -> list[dict[str, Any]]:
+        """Return by rank the iteration, state and activity of its last heartbeat, and its age in
+        seconds. A process that trains alone has no heartbeat."""
+        heartbeat, now_s = self._heartbeat, time.monotonic()
+        if heartbeat is None:
+            return [{"age_s": 0.0, "iteration": -1, "state": RUNNING, "activity": IN_SCRIPT}]
+        return [
+            {
+                "age_s": round(now_s - status.received_s, 3),
+                "iteration": status.iteration,
+                "state": status.state,
+                "activity": status.activity,
+            }
+            for status in heartbeat.detector.statuses
+        ]
+
     @property
     def detector(self) -> FailureDetector | None:
         """Failure detector of this job; None in a job of one rank."""

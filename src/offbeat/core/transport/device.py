@@ -38,6 +38,10 @@ class Device(ABC):
         """Return the time of a mark in perf_counter seconds. Waits until it is reached."""
 
     @abstractmethod
+    def has_reached(self, mark: Mark) -> bool:
+        """Return whether a mark is reached. The host does not wait."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait until the device has completed all work."""
 
@@ -58,6 +62,9 @@ class CPU(Device):
 
     def seconds(self, mark: Mark) -> float:
         return mark
+
+    def has_reached(self, mark: Mark) -> bool:
+        return True
 
     def finish(self) -> None:
         pass
@@ -98,6 +105,9 @@ class CUDA(Device):
     def seconds(self, mark: Mark) -> float:
         mark.synchronize()
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
+
+    def has_reached(self, mark: Mark) -> bool:
+        return mark.query()
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from offbeat.core.files import write_or_warn, write_text
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.measuring.reported import set_receiver
-from offbeat.core.plan import BUILT_IN, Plan, Transfer
-from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
-from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.iteration import BackwardSplit, Iteration
+from offbeat.core.runtime.iteration_spans import iteration_spans
+from offbeat.core.runtime.recording import Recorder
+from offbeat.core.sim.trace import Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import RecordWriter, path_of
 
@@ -106,16 +109,16 @@ class VoteLog:
         return columns
 
 
-class Recorder:
+class RunRecorder(Recorder):
     """Recorder that appends the measurements of one rank to `directory`/rank{r}.jsonl in blocks.
 
     `write` closes the record. The memory of the recorder does not grow with the iterations.
     """
 
     def __init__(self, directory: str | Path, rank: int, device: Device):
+        super().__init__()
         self._blocks = RecordWriter(path_of(directory, rank))
         self._rank, self._device = rank, device
-        self.origin_s: float = time.perf_counter()
         self._first, self._failed = 0, False
         self._written_s, self._window_due = time.monotonic(), 0
         self._ends: list[Mark] = []  # since the last block, as are losses, warnings and decisions
@@ -123,14 +126,10 @@ class Recorder:
         self._without_update: list[int] = []
         self._spans: deque[list[Span]] = deque(maxlen=WINDOW_PERIODS)
         self._splits = SplitSums()
-        self.plan: Plan | None = None
         self.observed: int = 0
         self.strategy: str = ""
-        self.warnings: list[str] = []
         self.decisions: list[dict[str, Any]] = []
-        self.notes: dict[str, Any] = {}
-        self.pace: dict[str, float] | None = None
-        self.sample: Sample | None = None
+        self._sample: Sample | None = None
         self._votes = VoteLog()
         self._tap = LossTap()
         self._reached = 0
@@ -138,8 +137,9 @@ class Recorder:
         self._receive = self._add_metric
         set_receiver(self._receive)
 
-    def start(self, strategy: str, plan: Plan | None, observed: int) -> None:
-        """Begin the iterations of the strategy, after `observed` profiled iterations."""
+    def start(
+        self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
+    ) -> None:
         self.strategy, self.plan, self.observed = strategy, plan, observed
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
@@ -148,7 +148,6 @@ class Recorder:
             write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
 
     def on_step_begin(self, iteration: int) -> None:
-        """Take the loss of an iteration, at the beginning of `optimizer.step()`."""
         self._reached = iteration
         loss = self._tap.take()
         if loss is not None:
@@ -159,18 +158,22 @@ class Recorder:
         self._metrics[name].append((self._reached, value))
 
     def on_step_end(self, iteration: int) -> None:
-        """Sample the parameters, at the end of `optimizer.step()`."""
-        if self.sample is not None:
-            self.sample.take(iteration)
+        if self._sample is not None:
+            self._sample.take(iteration)
+
+    def set_sample(self, create: Callable[[], Sample] | None) -> None:
+        # Emulated layers compute nothing, so their replicas do not differ.
+        if create is None or self.notes.get("emulated"):
+            self._sample = None
+        else:
+            self._sample = create()
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
-        """Record a decision of the runtime, such as a new plan or a fallback."""
         self.decisions.append({"iteration": iteration, "what": what})
         if warning is not None:
             self.warnings.append(warning)
 
     def add_iteration(self, done: Iteration) -> None:
-        """Record a finished iteration."""
         if self.plan is not None and not Windows(self.plan).applied_window(done.planned):
             self._without_update.append(done.number)
         if voting := self._vote_names:
@@ -178,16 +181,17 @@ class Recorder:
         if done.split is not None:
             self._splits.add(done.number, done.split)
         self._ends.append(done.marks.end)
-        self._spans.append(list(_spans(done, self.plan, self._rank, self._device, self.origin_s)))
+        spans = iteration_spans(done, self.plan, self._rank, self._device, self.origin_s)
+        self._spans.append([*spans])
         self._append_if_due()
 
     @property
     def _vote_names(self) -> Sequence[str]:
         return [] if self.plan is None else [vote.name for vote in self.plan.votes]
 
-    def write(self, bytes_sent: dict[str, int]) -> None:
-        """Write the last block and mark the record as closed."""
-        self._add_block({"bytes": bytes_sent, "pace": self.pace, **self._fields(), "closed": True})
+    def write(self, bytes_sent: Mapping[str, int]) -> None:
+        last = {"bytes": dict(bytes_sent), "pace": self.pace, "closed": True}
+        self._add_block({**self._fields(), **last})
         self._tap.close()
 
     def _append_if_due(self) -> None:
@@ -210,7 +214,7 @@ class Recorder:
         return {
             "spans": spans_to_dict(spans),
             "notes": {**self.notes, **self._splits.notes()},
-            "sample": self.sample.record() if self.sample else None,
+            "sample": self._sample.record() if self._sample else None,
         }
 
     def _add_block(self, more: Mapping[str, Any]) -> None:
@@ -266,99 +270,3 @@ def _write_plan(plan: Plan, path: str) -> None:
 def _round_loss(loss: float) -> float:
     """Round to the precision of float32."""
     return float(f"{loss:.9g}")
-
-
-def _spans(
-    done: Iteration, plan: Plan | None, rank: int, device: Device, origin: float
-) -> Iterator[Span]:
-    def at(mark: Mark) -> float:
-        return device.seconds(mark) - origin
-
-    size = plan.buckets if plan is not None else len(done.marks.ready)
-    buffers = plan.all_buffers if plan is not None else BUILT_IN
-    split = done.split
-    for kind, start, end, bucket in _compute_intervals(done.marks, size, device):
-        run = None if bucket is None else (bucket, bucket + 1)
-        if kind == "backward" and bucket is None and split is not None:
-            begin_s, end_s = at(start), at(end)
-            middle_s = max(begin_s, end_s - split.waited_s)
-            yield Span(rank, COMPUTE, "backward", done.number, begin_s, middle_s)
-            yield Span(rank, COMPUTE, "wait", done.number, middle_s, end_s)
-            sent = (max(begin_s, end_s - split.sent_s), end_s)
-            whole = (0, size) if size else None
-            yield Span(rank, split.link, "grad", done.number, *sent, whole, split.sent_bytes)
-            continue
-        yield Span(rank, COMPUTE, kind, done.number, at(start), at(end), run)
-    for message in done.messages:
-        if message.end is None:  # failed, skipped, or unfinished at the end of the run
-            continue
-        t = message.transfer
-        run = (t.payload.buckets.start, t.payload.buckets.stop)
-        half = t.verb in ("reduce_scatter", "all_gather")
-        kind = t.verb if half or t.verb == "broadcast" else buffers[t.payload.buffer].kind
-        start, end = at(message.start), at(message.end)
-        carries = _carried_iterations(plan, done, t)
-        size = message.sent_bytes
-        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
-
-
-def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
-    """Return the iterations [first, stop) whose gradients a message holds, if merged or late."""
-    windows = None if plan is None else Windows(plan)
-    if windows is None or not windows.late or t.payload.buffer != "grad":
-        return None
-    window = windows.window(done.planned, t.payload.age)
-    begun = done.number - done.planned
-    return begun + window.start, begun + window.stop
-
-
-def _compute_intervals(
-    marks: Timestamps, buckets: int, device: Device
-) -> Iterator[tuple[str, Mark, Mark, int | None]]:
-    """Yield (kind, start, end, bucket) of each interval of the compute lane, in order."""
-    at, bucket = marks.begin, None
-    forward = [acted for acted in marks.acted if acted.position < buckets]
-    backward = {acted.position - buckets: acted for acted in marks.acted}
-    if marks.forward is not None:
-        early, later = _split_actions(forward, marks, device)
-        for acted in early:
-            yield "other", at, acted.begin, None
-            yield from _action_spans(acted, buckets - 1 - acted.position)
-            at = acted.applied
-        yield "other", at, marks.forward, None
-        at = marks.forward
-        for acted in later:
-            yield "forward", at, acted.begin, bucket
-            bucket = buckets - 1 - acted.position
-            yield from _action_spans(acted, bucket)
-            at = acted.applied
-        yield "forward", at, marks.forward_end, bucket
-        at = marks.forward_end
-    for b, ready in enumerate(marks.ready):
-        if ready is not None:
-            yield "backward", at, ready, b
-            at = ready
-        if b in backward:
-            yield from _action_spans(backward[b], b)
-            at = backward[b].applied
-    yield "backward", at, marks.backward_end, None
-    yield "wait", marks.backward_end, marks.waited, None
-    yield "other", marks.waited, marks.step, None
-    yield "update", marks.step, marks.stepped, None
-    yield "wait", marks.stepped, marks.end, None
-
-
-def _split_actions(
-    forward: list[MomentTimes], marks: Timestamps, device: Device
-) -> tuple[list[MomentTimes], list[MomentTimes]]:
-    """Split updates in forward into those before the recorded forward and those within it."""
-    if not forward:
-        return [], []
-    begin_s = device.seconds(marks.forward)
-    early = [acted for acted in forward if device.seconds(acted.begin) < begin_s]
-    return early, forward[len(early) :]
-
-
-def _action_spans(acted: MomentTimes, bucket: int) -> Iterator[tuple[str, Mark, Mark, int | None]]:
-    yield "wait", acted.begin, acted.waited, bucket
-    yield "update", acted.waited, acted.applied, bucket

@@ -8,7 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NONE = "–"
+from offbeat.jobs.words import (
+    NONE as NONE,
+)
+from offbeat.jobs.words import (
+    digits as digits,
+)
+from offbeat.jobs.words import (
+    error as error,
+)
+from offbeat.jobs.words import (
+    percent as percent,
+)
+from offbeat.jobs.words import (
+    seconds as seconds,
+)
+from offbeat.jobs.words import (
+    size as size,
+)
+
 NO_PROGRESS = (
     "Iterations without an update are no progress: where gradients are merged, compare updates per "
     "second as well."
@@ -37,25 +55,6 @@ def unit_for(seconds: Iterable[float | None]) -> Unit:
     return Unit(name, scale, max(0, min(2, 2 - math.floor(math.log10(low / scale)))))
 
 
-def digits(value: float, count: int = 3) -> str:
-    """Return `count` significant digits without an exponent: '1,234', '56.7', '0.0120'."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
-    exponent = int(f"{value:.{count - 1}e}".partition("e")[2])  # of the rounded value
-    decimals = max(0, count - 1 - exponent)
-    return f"{value:,.{min(decimals, 12)}f}"
-
-
-def seconds(value: float | None) -> str:
-    """Return a time such as '1.13 s', '341 ms' or '12.3 µs'."""
-    if value is None:
-        return NONE
-    for name, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(value) >= 0.9995 * scale:
-            return f"{digits(value / scale)} {name}"
-    return f"{digits(value / 1e-6)} µs"
-
-
 def column_of(values: Iterable[float | None]) -> Callable[[float | None], str]:
     """Return a function that writes all times of a column in one unit, with three digits."""
     high = max((abs(s) for s in values if s), default=1.0)
@@ -63,16 +62,6 @@ def column_of(values: Iterable[float | None]) -> Callable[[float | None], str]:
         ("s", 1.0) if high >= 0.9995 else ("ms", 1e-3) if high >= 9.995e-4 else ("µs", 1e-6)
     )
     return lambda value: NONE if value is None else f"{digits(value / scale)} {name}"
-
-
-def size(value: float | None) -> str:
-    """Return bytes in decimal units, such as '8.39 MB'."""
-    if value is None:
-        return NONE
-    for name, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= 0.9995 * scale:
-            return f"{digits(value / scale)} {name}"
-    return f"{digits(value)} B"
 
 
 def ratio(value: float | None) -> str:
@@ -83,21 +72,6 @@ def ratio(value: float | None) -> str:
 def factor(value: float | None) -> str:
     """Return a factor with two digits, such as '3.1' or '12'."""
     return NONE if value is None else digits(value, 2)
-
-
-def percent(value: float | None) -> str:
-    """Return a share such as '9 %'; with one decimal below 1 %."""
-    if value is None:
-        return NONE
-    return f"{100 * value:.{int(0 < abs(value) < 0.00995)}f} %"
-
-
-def error(value: float | None) -> str:
-    """Return a relative error such as '+0.3 %' or '−12 %'; one decimal below 10 %."""
-    if value is None:
-        return NONE
-    text = f"{100 * value:+.{int(abs(value) < 0.0995)}f} %"
-    return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
 def rate(rate_bps: float | None) -> str:

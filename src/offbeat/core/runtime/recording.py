@@ -1,0 +1,81 @@
+"""Recorder: interface of the sessions to an observer that records a rank's iterations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.iteration import Iteration
+
+if TYPE_CHECKING:
+    from offbeat.core.runtime.prepared import Session
+
+
+class Recorder:
+    """Observer of one rank. A subclass overrides what it records; the base records nothing.
+
+    Attributes:
+        id: id of the run in checkpoints; None for a run that no checkpoint names.
+        needs_ready_times: whether the time at which each bucket is ready is recorded. It costs a
+            hook per bucket.
+        splits_every: iterations between two reads of torch's own times of a backward (DDP only).
+        keeps_end: whether the record states how the job ended.
+        origin_s: `perf_counter` seconds at the start of the record.
+        plan: plan that runs; None before planning, and for strategies without a plan.
+        notes: facts about the run.
+        warnings: warnings since the last block of the record.
+        pace: adherence of an emulated host to its pace; None for a host at full speed.
+    """
+
+    splits_every: ClassVar[int] = 1
+    needs_ready_times: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.keeps_end = False
+        self.origin_s: float = time.perf_counter()
+        self.plan: Plan | None = None
+        self.notes: dict[str, Any] = {}
+        self.warnings: list[str] = []
+        self.pace: dict[str, float] | None = None
+
+    def start(
+        self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
+    ) -> None:
+        """Begin the iterations of the strategy, after `observed` profiled iterations."""
+
+    def set_plan(self, plan: Plan) -> None:
+        """Handle the plan that runs from now on."""
+        self.plan = plan
+
+    def on_load(self, record: str | None, iteration: int) -> None:
+        """Handle a loaded checkpoint of a run with the id `record`; None: it was not recorded."""
+
+    def set_sample(self, create: Callable[[], Sample] | None) -> None:
+        """Set the function that creates the sample of the parameters. None: their storage has
+        changed."""
+
+    def on_step_begin(self, iteration: int) -> None:
+        """Handle the begin of `optimizer.step()`."""
+
+    def add_iteration(self, done: Iteration) -> None:
+        """Record a finished iteration."""
+
+    def on_step_end(self, iteration: int) -> None:
+        """Handle the end of `optimizer.step()`, or of the forward that completes its update."""
+
+    def decide(self, iteration: int, what: str, warning: str | None) -> None:
+        """Record a decision of the runtime, such as a new plan or a fallback."""
+
+    def attach(self, session: Session) -> None:
+        """Handle the session that has been opened."""
+
+    def end(self, how: str, text: str = "") -> None:
+        """Record how the job ended: "ended", "raised" or "signal"."""
+
+    def write(self, bytes_sent: Mapping[str, int]) -> None:
+        """Write the rest of the record, and close it."""

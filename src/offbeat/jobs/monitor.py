@@ -1,0 +1,283 @@
+"""Monitor of a job on rank 0: alive.json, the lines of rank 0, notices and messages."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.console import console
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.registry import BASELINE
+from offbeat.core.transport.control import Control
+from offbeat.jobs.interval import Interval, combine
+from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
+from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
+from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
+from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
+from offbeat.jobs.words import count_text, duration, percent, seconds, size
+
+RANKS_SHORTEST_S, RANKS_AGE_SHARE = 60.0, 100  # rank 0 keeps the sums of all ranks this often
+FIRST_LINE_S, RAREST_LINE_S = 10.0, 600.0  # time to the first line, and the longest between two
+
+
+class JobMonitor:
+    """Monitor of all ranks, on rank 0. Its thread is the board's.
+
+    Args:
+        settings: settings of the job.
+        facts: content of run.json.
+        strategy: strategy that runs.
+        servers: number of ranks that serve.
+        control: heartbeat of all ranks.
+        writer: lines of rank 0; None without a record.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        facts: Mapping[str, Any],
+        strategy: Strategy,
+        servers: int,
+        control: Control,
+        writer: LineWriter | None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._settings, self._facts, self._strategy = settings, facts, strategy
+        self._servers, self._control, self._writer, self._clock = servers, control, writer, clock
+        self._totals: dict[int, Interval] = {}
+        self._newest: dict[int, Interval] = {}
+        self._began_s = time.monotonic()
+        self._ranks_due_s = self._began_s + RANKS_SHORTEST_S
+        self._line_due_s, self._line_every_s = self._began_s + FIRST_LINE_S, FIRST_LINE_S
+        self._planned: tuple[Plan | None, Profile | None] | None = None  # not yet predicted
+        self._first = 0  # first iteration of the strategy
+        self._outlook: Outlook | None = None
+        labels = SinkLabels(
+            facts["job_name"],
+            facts["id"],
+            facts["strategy"],
+            facts["versions"]["offbeat"],
+            facts["hosts"],
+        )
+        self._sinks = open_sinks(
+            settings.sinks, labels, lambda text: console.print("metrics", text, "warning")
+        )
+        self.notices: Counter[str] = Counter()
+        self.decisions = 0
+
+    @property
+    def _folder(self) -> str | None:
+        return None if self._writer is None else str(self._writer.folder)
+
+    # ---- called by the training thread ------------------------------------------------------
+
+    def on_plan(self, plan: Plan | None, profile: Profile | None, iteration: int) -> None:
+        """Handle the plan that begins with an iteration, or the start of a strategy without a
+        plan."""
+        suffix = "" if self._planned is None and self._outlook is None else f"-{iteration}"
+        self._planned, self._first = (plan, profile), iteration
+        for name, part in (("plan", plan), ("profile", profile)):
+            if part is not None and self._writer is not None:
+                self._writer.replace(f"{name}{suffix}.json", part.to_dict())
+
+    def on_end(self, how: str, text: str, total: Interval | None, before: int) -> None:
+        """Print three lines about the whole job.
+
+        Args:
+            how: "ended", "raised" or "signal".
+            text: error or signal.
+            total: sums over the iterations of rank 0 after the measurement of the profile.
+            before: iterations of processes before this one.
+        """
+        for sink in self._sinks:
+            sink.close()
+        lines = self._describe_end(how, text, total, before)
+        fields = {"how": how} | ({"iterations": total.n} if total is not None else {})
+        console.print("end", "\n".join(lines), "info" if how == "ended" else "warning", **fields)
+
+    # ---- called by the board's thread -------------------------------------------------------
+
+    def on_round(self, newest: Mapping[int, Interval]) -> None:
+        """Handle the newest intervals of all ranks, every few seconds."""
+        for rank, interval in newest.items():
+            before = self._newest.get(rank)
+            if before is None or interval.t != before.t:
+                total = self._totals.get(rank)
+                self._totals[rank] = interval if total is None else combine([total, interval])
+        self._newest = dict(newest)
+        if self._planned is not None:
+            planned, self._planned = self._planned, None
+            self._announce(*planned)
+        self._compare()
+        self._print_line()
+        statuses = self._control.statuses()
+        for sink in self._sinks:
+            sink.update(self._state(statuses))
+        if self._writer is not None:
+            self._write_alive(self._writer, statuses)
+            self._write_ranks(self._writer)
+
+    def _announce(self, plan: Plan | None, profile: Profile | None) -> None:
+        """Predict the plan, and print what it does."""
+        is_first = self._outlook is None
+        outlook = Outlook.of(self._strategy, plan, profile, self._facts["hosts"], self._servers)
+        self._outlook = outlook
+        lines, numbers = [], dict[str, Any]()
+        if profile is not None:
+            summary = (type(self._strategy).__doc__ or "").partition("\n")[0]
+            lines.append(describe_plan(outlook, summary))
+        if outlook.prediction is not None:
+            line, numbers = describe_prediction(outlook)
+            lines.append(line)
+            if self._writer is not None:
+                self._writer.replace("predicted.json", outlook.prediction.trace.to_dict())
+        elif profile is None:
+            lines.append(f"{self._facts['strategy']} measures no profile, so nothing is predicted")
+        if is_first:
+            lines.append(self._record_hint())
+        console.print("plan", "\n".join(lines), strategy=self._facts["strategy"], **numbers)
+
+    def _record_hint(self) -> str:
+        if self._folder is None:
+            return f"nothing is recorded; {RECORD_VARIABLE}=runs keeps what happens"
+        return f"watch it with: offbeat watch {self._folder}"
+
+    def _compare(self) -> None:
+        own = self._newest.get(0)
+        if self._outlook is None or own is None or own.first < self._first:
+            return
+        notice = self._outlook.compare(self._newest, 0, time.monotonic())
+        if notice is not None:
+            self._report(notice)
+
+    def _report(self, notice: Notice) -> None:
+        """Print a notice and add it to the record."""
+        cause = {} if notice.cause is None else {"cause": notice.cause.name}
+        if notice.cause is not None:
+            self.notices[notice.cause.name] += 1
+            if notice.cause.rank is not None:
+                cause["rank"] = notice.cause.rank
+        numbers = {"iteration": notice.iteration, "s": notice.measured_s, **cause}
+        assert self._outlook is not None
+        numbers["predicted_s"] = self._outlook.iteration_s
+        console.print(notice.event, notice.text, "notice", **numbers)
+        if self._writer is not None:
+            self._writer.line("event", event=notice.event, text=notice.text, **numbers)
+
+    def _print_line(self) -> None:
+        """Print a line about the newest interval, ever more rarely."""
+        now_s, own = time.monotonic(), self._newest.get(0)
+        if now_s < self._line_due_s or own is None or self._outlook is None:
+            return
+        self._line_every_s = min(2 * self._line_every_s, RAREST_LINE_S)
+        self._line_due_s = now_s + self._line_every_s
+        predicted_s = self._outlook.iteration_s
+        parts = [f"{own.stop:,} iterations", f"{seconds(own.mean_s)} each"]
+        if predicted_s is not None:
+            error = own.mean_s / predicted_s - 1
+            parts[-1] += f" (predicted {seconds(predicted_s)}, {error:+.0%})"
+        parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")
+        if own.loss is not None and own.loss.n:
+            parts.append(f"loss {own.loss.mean:.4g}")
+        console.print(
+            "progress", ", ".join(parts), iterations=own.stop, s=own.mean_s, predicted_s=predicted_s
+        )
+
+    def _describe_end(self, how: str, text: str, total: Interval | None, before: int) -> list[str]:
+        if total is None:
+            return [f"no iteration has ended{f'; {text}' if text else ''}"]
+        count = count_text(total.stop - before, "iteration")
+        if how == "ended":
+            first = count
+        elif how == "signal":
+            first = f"{text.rstrip('.')}. {count}"
+        else:
+            first = f"stopped by {text.partition(':')[0]} after {count}"
+        predicted_s = None if self._outlook is None else self._outlook.iteration_s
+        first += f" in {duration(total.s_sum)}, {seconds(total.mean_s)} each"
+        if predicted_s is not None:
+            first += f", predicted {seconds(predicted_s)}"
+        sent = sum(link.bytes for link in total.links.values())
+        second = f"{percent(total.wait_s / total.s_sum)} waiting; {size(sent)} sent per rank"
+        if self._outlook is not None and (baseline := self._outlook.baseline) is not None:
+            whole_s = baseline.iteration_s * total.n
+            second += f"; {BASELINE}: {duration(whole_s)} (predicted)"
+        third = []
+        if total.loss is not None and total.loss.n:
+            third.append(f"loss {total.loss.last:.4g} at the end")
+        if self.notices.total():
+            third.append(count_text(self.notices.total(), "notice"))
+        if self.decisions:
+            third.append(count_text(self.decisions, "decision"))
+        if self._folder is not None:
+            third.append(f"offbeat report {self._folder}")
+        return [first, second, *(["; ".join(third)] if third else [])]
+
+    # ---- files ------------------------------------------------------------------------------
+
+    def _state(self, statuses: Sequence[Mapping[str, Any]]) -> JobState:
+        """Return the state of all ranks for the sinks."""
+        outlook, now = self._outlook, self._clock()
+        ranks = {
+            rank: RankState(
+                self._newest.get(rank),
+                self._totals.get(rank),
+                now - status["age_s"],
+                max(0, status["iteration"]),
+            )
+            for rank, status in enumerate(statuses)
+        }
+        return JobState(
+            ranks,
+            None if outlook is None else finite(outlook.iteration_s),
+            None if outlook is None else finite(outlook.bound_s),
+            notices=dict(self.notices),
+        )
+
+    def _write_alive(self, writer: LineWriter, statuses: Sequence[Mapping[str, Any]]) -> None:
+        hosts, pids = self._facts["hosts"], self._facts["pids"]
+        ranks = [
+            {
+                "rank": rank,
+                "host": hosts[rank],
+                "pid": pids[rank],
+                **status,
+                "interval": self._newest[rank].to_dict() if rank in self._newest else None,
+            }
+            for rank, status in enumerate(statuses)
+        ]
+        outlook = self._outlook
+        alive = {
+            "id": self._facts["id"],
+            "t": self._clock(),
+            "strategy": self._facts["strategy"],
+            "predicted_s": None if outlook is None else finite(outlook.iteration_s),
+            "bound_s": None if outlook is None else finite(outlook.bound_s),
+            "ranks": ranks,
+        }
+        writer.replace(ALIVE_FILE, alive)
+
+    def _write_ranks(self, writer: LineWriter) -> None:
+        """Write a line with the sums of all ranks, ever more rarely."""
+        now_s = time.monotonic()
+        if now_s < self._ranks_due_s:
+            return
+        age_s = now_s - self._began_s
+        self._ranks_due_s = now_s + max(RANKS_SHORTEST_S, age_s / RANKS_AGE_SHARE)
+        names = ("n", "s_sum", "own_s", "wait_s", "script_s")
+        sums = {
+            rank: [round(getattr(total, name), 3) for name in names]
+            for rank, total in self._totals.items()
+        }
+        writer.line("ranks", sums=sums)
+
+
+def finite(value: float | None) -> float | None:
+    """Return a value that JSON can hold; None for infinity and NaN."""
+    return value if value is not None and math.isfinite(value) else None

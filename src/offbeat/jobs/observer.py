@@ -1,0 +1,312 @@
+"""Observer of a job: what a rank records, publishes and prints, wherever the job was started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from offbeat.core.derive.windows import Windows
+from offbeat.core.measuring.loss import LossTap
+from offbeat.core.measuring.reported import clear_receiver, set_receiver
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.iteration_spans import iteration_spans
+from offbeat.core.runtime.launch_request import current_servers
+from offbeat.core.runtime.prepared import Session
+from offbeat.core.runtime.recording import Recorder
+from offbeat.core.sim.trace import spans_to_dict
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.heartbeat import run_at_process_exit
+from offbeat.jobs.board import Board
+from offbeat.jobs.interval import Interval, combine
+from offbeat.jobs.monitor import JobMonitor
+from offbeat.jobs.record_lines import RUN_FILE, LineWriter
+from offbeat.jobs.settings import (
+    OFF,
+    JobSettings,
+    launcher_name,
+    mask_secrets,
+    require_same_settings,
+)
+from offbeat.jobs.tally import Tally
+
+SHORTEST_S = 5.0  # shortest interval
+AGE_SHARE = 1000  # an interval lasts at least the age of the job divided by this
+SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
+SPANS_PERIODS = 3  # periods of the plan in a timeline
+MOST_SPANS_BYTES = 1 << 16
+MOST_TEXT = 2000  # characters of the text of an error
+
+
+class JobObserver(Recorder):
+    """Observer of one rank of a job.
+
+    Every rank must create it at the same point of `prepare`. Without a record it keeps no files.
+
+    Args:
+        settings: settings of the job, the same on all ranks.
+        strategy: the strategy that runs.
+        cluster: links and control of this rank.
+        clock: seconds since 1970.
+    """
+
+    splits_every: ClassVar[int] = 16
+    needs_ready_times: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        strategy: Strategy,
+        cluster: Cluster,
+        clock: Callable[[], float] = time.time,
+    ):
+        super().__init__()
+        control = cluster.control
+        self._device, self._rank, self._clock = cluster.device, control.rank, clock
+        self._session: Session | None = None
+        self._tap = LossTap()
+        self._tally = Tally(control.rank, cluster.device, self._session_traffic, clock)
+        self._total: Interval | None = None
+        self._due_s = time.monotonic() + SHORTEST_S
+        self._began_s = time.monotonic()
+        self._before = 0  # iterations of processes before this one
+        self._ended = False
+        self._window: list[Iteration] | None = []  # iterations of the next timeline
+        self._window_due_s = 0.0
+        self._windows: Windows | None = None
+        self._profile: Profile | None = None
+        self._metrics: dict[str, list[float]] = {}
+        own = {"host": socket.gethostname(), "pid": os.getpid(), **versions()}
+        own["id"] = new_id(clock())
+        everyone = control.gather(own)
+        self.id = run_id = str(everyone[0]["id"])
+        self._writer: LineWriter | None = None
+        self.keeps_end = settings.record is not None
+        folder = Path(settings.record) / run_id if settings.record else None
+        if folder is not None:
+            self._writer = LineWriter(folder, control.rank, clock)
+            self._line("head", id=self.id, rank=control.rank, world_size=control.world_size,
+                       host=own["host"], pid=own["pid"])  # fmt: skip
+        self.monitor: JobMonitor | None = None
+        if control.rank == 0:
+            facts = {
+                "id": self.id,
+                "job_name": settings.job_name,
+                "strategy": str(strategy),
+                "argv": mask_secrets(sys.argv),
+                "world_size": control.world_size,
+                "hosts": [one["host"] for one in everyone],
+                "pids": [one["pid"] for one in everyone],
+                "versions": {name: own[name] for name in versions()},
+                "links": {name: str(spec) for name, spec in cluster.specs.items()},
+                "launcher": launcher_name(os.environ),
+                "started": clock(),
+            }
+            if self._writer is not None:
+                self._writer.replace(RUN_FILE, facts)
+            self.monitor = JobMonitor(
+                settings, facts, strategy, current_servers(), control, self._writer, clock
+            )
+        self._board = Board(control, self.monitor.on_round if self.monitor else None)
+        self._receive = self._add_metric
+        set_receiver(self._receive)
+        self._at_exit = run_at_process_exit(self._end_at_exit)
+
+    def attach(self, session: Session) -> None:
+        self._session = session
+        for warning in self.warnings:  # of the preparation
+            self.decide(0, warning, warning)
+
+    def _session_traffic(self) -> Mapping[str, int]:
+        return self._session.traffic() if self._session is not None else {}
+
+    def _line(self, kind: str, **fields: Any) -> None:
+        if self._writer is not None:
+            self._writer.line(kind, **fields)
+
+    # ---- called by the session --------------------------------------------------------------
+
+    def start(
+        self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
+    ) -> None:
+        self._close_interval()
+        first = self._next_iteration
+        if profile is not None:
+            self._total = None  # iterations that were measured are none of the strategy
+        self.plan = plan
+        self._set_window(plan)
+        self._profile = profile
+        if self.monitor is not None:
+            self.monitor.on_plan(plan, profile, first)
+
+    def set_plan(self, plan: Plan) -> None:
+        if self.plan is not None and plan is not self.plan:
+            self._close_interval()
+            self._set_window(plan)
+            if self.monitor is not None:
+                self.monitor.on_plan(plan, self._profile, self._next_iteration)
+        self.plan = plan
+
+    def on_step_begin(self, iteration: int) -> None:
+        if (loss := self._tap.take()) is not None:
+            self._tally.add_loss(loss)
+        before = self._session.iteration - iteration if self._session is not None else 0
+        if before != self._before:  # a checkpoint was loaded
+            self._close_interval()
+            self._before = before
+
+    def add_iteration(self, done: Iteration) -> None:
+        windows = self._windows
+        applied = windows is None or bool(windows.applied_window(done.planned))
+        applied = applied and not done.skipped and not done.abandoned
+        self._tally.add(done, self._before + done.number, applied)
+        if self._window is not None:
+            self._add_to_timeline(done)
+        if time.monotonic() >= self._due_s:
+            self._close_interval()
+
+    def decide(self, iteration: int, what: str, warning: str | None) -> None:
+        kind = "decision" if warning is None else "warning"
+        if self.monitor is not None:
+            self.monitor.decisions += 1
+        self._line("event", iteration=self._before + iteration, event=kind, text=what)
+
+    def on_load(self, record: str | None, iteration: int) -> None:
+        self._line("event", iteration=iteration, event="checkpoint", continues=record,
+                   text=f"continued from a checkpoint after {iteration:,} iterations")  # fmt: skip
+
+    def write(self, bytes_sent: Mapping[str, int]) -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.end("ended")
+        else:
+            self.end("raised", f"{type(error).__name__}: {error}"[:MOST_TEXT])
+
+    # ---- end --------------------------------------------------------------------------------
+
+    def end(self, how: str, text: str = "") -> None:
+        """Write the end of the record, once. Any thread may call this method.
+
+        Args:
+            how: "ended", "raised" or "signal".
+            text: error or signal.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if how == "ended":
+            self._tally.end()
+        self._close_interval()
+        self._line("end", how=how, iteration=self._next_iteration, text=text)
+        self._board.close()
+        if self.monitor is not None:
+            self.monitor.on_end(how, text, self._total, self._before)
+        self._tap.close()
+        clear_receiver(self._receive)
+        atexit.unregister(self._at_exit)
+        self._session = None
+
+    def _end_at_exit(self) -> None:
+        """End a record whose session did not close."""
+        self.write({})
+
+    @property
+    def _next_iteration(self) -> int:
+        return self._total.stop if self._total is not None else self._before
+
+    # ---- intervals --------------------------------------------------------------------------
+
+    def _close_interval(self) -> None:
+        now_s = time.monotonic()
+        self._due_s = now_s + max(SHORTEST_S, (now_s - self._began_s) / AGE_SHARE)
+        microseconds = self._tally.iterations_us
+        interval = self._tally.close_interval()
+        if interval is None:
+            return
+        self._total = interval if self._total is None else combine([self._total, interval])
+        if self._writer is not None:
+            self._writer.line("interval", **interval.to_dict())
+            self._writer.detail("iterations", first=interval.first, us=microseconds)
+            for name, values in self._metrics.items():
+                last = interval.stop - 1
+                mean = sum(values) / len(values)
+                self._line("metric", iteration=last, name=name, value=mean, n=len(values))
+        self._metrics = {}
+        self._board.post(interval)
+
+    def _add_metric(self, name: str, value: float) -> None:
+        """Record a metric that the script reports: one line per interval, with the mean."""
+        self._metrics.setdefault(name, []).append(value)
+
+    # ---- timelines --------------------------------------------------------------------------
+
+    def _set_window(self, plan: Plan | None) -> None:
+        self._windows = None if plan is None else Windows(plan)
+        self._window, self._window_due_s = [], 0.0
+
+    def _add_to_timeline(self, done: Iteration) -> None:
+        """Collect `SPANS_PERIODS` periods every `SPANS_EVERY_S` seconds, and write their spans."""
+        assert self._window is not None
+        period = self.plan.period if self.plan is not None else 1
+        now_s = time.monotonic()
+        if self._writer is None or now_s < self._window_due_s or done.planned < period:
+            return
+        self._window.append(done)
+        if len(self._window) < max(2, SPANS_PERIODS * period) + 1:
+            return
+        self._window_due_s = now_s + SPANS_EVERY_S
+        whole, self._window = self._window[:-1], []  # the device has reached all but the last
+        spans = [
+            span
+            for one in whole
+            for span in iteration_spans(one, self.plan, self._rank, self._device, self.origin_s)
+        ]
+        fields = {"first": self._before + whole[0].number, "origin_s": self.origin_s}
+        table = spans_to_dict(spans)
+        if len(str(table)) <= MOST_SPANS_BYTES:
+            self._writer.detail("spans", **fields, spans=table)
+
+
+def open_observer(
+    settings: JobSettings, strategy: Strategy, cluster: Cluster
+) -> JobObserver | None:
+    """Return the observer of this rank; None if nothing is recorded, printed or exported.
+
+    Every rank must call it. Rank 0's console output counts for all ranks.
+
+    Raises:
+        ValueError: on every rank, if settings differ or a rank cannot use them.
+    """
+    require_same_settings(settings, os.environ, cluster.control)
+    logs = cluster.control.gather(settings.log)[0] != OFF
+    if settings.record is None and not settings.sinks and not logs:
+        return None
+    return JobObserver(settings, strategy, cluster)
+
+
+def new_id(t: float) -> str:
+    """Return an id of a run: day, UTC and four random digits, as in "1124-0612-3f9a"."""
+    return f"{time.strftime('%m%d-%H%M', time.gmtime(t))}-{secrets.token_hex(2)}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of offbeat, torch and Python."""
+    from offbeat import __version__
+
+    return {
+        "offbeat": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
