@@ -158,7 +158,7 @@ class JobMonitor:
 
     def _report(self, notice: Notice) -> None:
         """Print a notice and add it to the record."""
-        cause = {} if notice.cause is None else {"cause": notice.cause.name}
+        cause: dict[str, Any] = {} if notice.cause is None else {"cause": notice.cause.name}
         if notice.cause is not None:
             self.notices[notice.cause.name] += 1
             if notice.cause.rank is not None:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
