@@ -193,12 +193,7 @@ class JobMonitor:
         if total is None:
             return [f"no iteration has ended{f'; {text}' if text else ''}"]
         count = count_text(total.stop - before, "iteration")
-        if how == "ended":
-            first = count
-        elif how == "signal":
-            first = f"{text.rstrip('.')}. {count}"
-        else:
-            first = f"stopped by {text.partition(':')[0]} after {count}"
+        first = count if how != "raised" else f"stopped by {text.partition(':')[0]} after {count}"
         predicted_s = None if self._outlook is None else self._outlook.iteration_s
         first += f" in {duration(total.s_sum)}, {seconds(total.mean_s)} each"
         if predicted_s is not None:
@@ -217,7 +212,8 @@ class JobMonitor:
             third.append(count_text(self.decisions, "decision"))
         if self._folder is not None:
             third.append(f"offbeat report {self._folder}")
-        return [first, second, *(["; ".join(third)] if third else [])]
+        signal = [text] if how == "signal" else []
+        return [*signal, first, second, *(["; ".join(third)] if third else [])]
 
     # ---- files ------------------------------------------------------------------------------
 
