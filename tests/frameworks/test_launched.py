@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,9 +17,21 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from support.worlds import TESTS
 
-EXAMPLES = TESTS.parent / "examples"
+LAUNCH = TESTS.parent / "examples" / "launch"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN = ("OFFBEAT_", "SLURM_", "PET_", "TORCHELASTIC_", "RAY_")
 LIMIT_S = 100
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """Return variables of this process without any launcher's, and with a folder for records."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN) and k not in LAUNCHER}
+    return kept | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "OFFBEAT_RECORD": str(tmp_path / "record"),
+        **more,
+    }
 
 
 # ---- SLURM ----------------------------------------------------------------------------------
@@ -41,16 +56,12 @@ def test_the_batch_script_of_slurm(tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text(FAKE_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OFFBEAT_", "SLURM_"))}
-    environment = {k: v for k, v in kept.items() if k not in LAUNCHER}
-    environment |= {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_CPUS_PER_TASK": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    batch = ["bash", str(EXAMPLES / "slurm" / "dreamddp.sbatch"), str(EXAMPLES / "launched.py")]
+    variables = environment(
+        tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_CPUS_PER_TASK="1"
+    )
+    batch = ["bash", str(LAUNCH / "srun.sbatch"), str(LAUNCH / "train.py")]
     done = subprocess.run(
-        batch, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        batch, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"2 ranks, loss \d\.\d{4}\n", done.stdout)  # of rank 0 alone
@@ -58,7 +69,7 @@ def test_the_batch_script_of_slurm(tmp_path: Path) -> None:
 
 
 def test_the_batch_script_asks_for_what_slurm_knows() -> None:
-    text = (EXAMPLES / "slurm" / "dreamddp.sbatch").read_text()
+    text = (LAUNCH / "srun.sbatch").read_text()
     head = text.partition("\n\n")[0].splitlines()
     assert head[0] == "#!/bin/bash"
     options = {line.split()[1].partition("=")[0] for line in head[1:]}
@@ -74,98 +85,122 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Metadata(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+
+
 class Variable(Strict):
     name: str
     value: str  # a number must be quoted
 
 
 class Resources(Strict):
-    limits: dict[str, str | int] = {}
-    requests: dict[str, str | int] = {}
+    limits: dict[str, str | int]
 
 
-class Container(Strict):
-    """Those of core/v1 that a training needs."""
+class RuntimeReference(Strict):
+    kind: Literal["TrainingRuntime", "ClusterTrainingRuntime"]
+    name: str
 
-    name: Literal["pytorch"]  # the operator's default container name
-    image: str
+
+class Trainer(Strict):
     command: list[str]
-    env: list[Variable] = []
-    resources: Resources = Resources()
+    env: list[Variable]
+    resourcesPerNode: Resources  # noqa: N815 - the API's
 
 
-class PodSpec(Strict):
-    containers: Annotated[list[Container], Field(min_length=1)]
+class TrainJobSpec(Strict):
+    runtimeRef: RuntimeReference  # noqa: N815
+    trainer: Trainer
 
 
-class Template(Strict):
-    spec: PodSpec
+class TrainJob(Strict):
+    """The fields of Kubeflow Trainer, trainer.kubeflow.org/v1alpha1, that the manifest may use."""
 
-
-class Replica(Strict):
-    replicas: Annotated[int, Field(ge=1)]
-    restartPolicy: Literal["Always", "OnFailure", "Never", "ExitCode"]  # noqa: N815 - the API's
-    template: Template
-
-
-class Replicas(Strict):
-    Master: Replica
-    Worker: Replica
-
-
-class RunPolicy(Strict):
-    cleanPodPolicy: Literal["All", "Running", "None"]  # noqa: N815
-    backoffLimit: int  # noqa: N815
-
-
-class Spec(Strict):
-    nprocPerNode: str  # noqa: N815
-    runPolicy: RunPolicy  # noqa: N815
-    pytorchReplicaSpecs: Replicas  # noqa: N815
-
-
-class Metadata(Strict):
-    name: Annotated[str, Field(pattern=r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")]
-
-
-class PyTorchJob(Strict):
-    """The fields of Kubeflow's training operator, kubeflow.org/v1, that the manifest may use."""
-
-    apiVersion: Literal["kubeflow.org/v1"]  # noqa: N815
-    kind: Literal["PyTorchJob"]
+    apiVersion: Literal["trainer.kubeflow.org/v1alpha1"]  # noqa: N815
+    kind: Literal["TrainJob"]
     metadata: Metadata
-    spec: Spec
+    spec: TrainJobSpec
 
 
-def manifest() -> Any:
+def manifests() -> list[Any]:
     yaml = pytest.importorskip("yaml")
-    return yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
+    return list(yaml.safe_load_all((LAUNCH / "trainjob.yaml").read_text()))
 
 
 def test_the_manifest_of_kubernetes() -> None:
-    job = PyTorchJob.model_validate(manifest())
-    replicas = job.spec.pytorchReplicaSpecs
-    assert replicas.Master.replicas == 1  # rank 0
-    for replica in (replicas.Master, replicas.Worker):
-        (container,) = replica.template.spec.containers
-        script = container.command[1]
-        assert (TESTS.parent / script).is_file()
-        variables = {variable.name for variable in container.env}
-        assert not variables & set(LAUNCHER)  # which the operator sets
+    claim, runtime, job = manifests()
+    checked = TrainJob.model_validate(job)
+    assert (runtime["kind"], runtime["metadata"]["name"]) == (
+        checked.spec.runtimeRef.kind,
+        checked.spec.runtimeRef.name,
+    )
+    script = next(word for word in checked.spec.trainer.command if word.endswith(".py"))
+    assert (TESTS.parent / script).is_file()
+    variables = {variable.name: variable.value for variable in checked.spec.trainer.env}
+    assert not [name for name in variables if name.startswith("PET_") or name in LAUNCHER]
+
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    assert node["name"] == container["name"] == "node"  # names that the operator requires
+    (mount,) = container["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": variables["OFFBEAT_RECORD"]}
+    assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-@pytest.mark.parametrize(
-    "path", [("kind",), ("spec", "pytorchReplicaSpecs", "Master"), ("metadata", "name")]
-)
+@pytest.mark.parametrize("path", [("kind",), ("spec", "runtimeRef", "name"), ("metadata", "name")])
 def test_the_schema_finds_what_is_missing(path: tuple[str, ...]) -> None:
-    job = manifest()
+    job = manifests()[2]
     *way, last = path
     inner = job
     for name in way:
         inner = inner[name]
     del inner[last]
     with pytest.raises(ValueError, match=last):
-        PyTorchJob.model_validate(job)
+        TrainJob.model_validate(job)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_the_command_of_the_trainjob(tmp_path: Path) -> None:
+    """Two pods with the operator's variables train together, with one process each."""
+    trainer = TrainJob.model_validate(manifests()[2]).spec.trainer
+    assert trainer.command[0] == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", *trainer.command[1:]]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    variables = environment(
+        tmp_path,
+        OFFBEAT_STRATEGY="dreamddp:period=8",
+        PET_NNODES="2",
+        PET_NPROC_PER_NODE="2",  # of the operator on pods with two processors
+        PET_MASTER_ADDR="localhost",
+        PET_MASTER_PORT=port,
+    )
+    pods = [
+        subprocess.Popen(
+            command,
+            cwd=TESTS.parent,
+            env=variables | {"PET_NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (first, words), (second, _) = [pod.communicate(timeout=LIMIT_S - 10) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.terminate()  # torchrun ends its process
+    assert [pod.returncode for pod in pods] == [0, 0], words
+    assert re.fullmatch(r"2 ranks, loss \d\.\d{4}\n", first)
+    assert second == ""
+    assert "dreamddp(period=8), 2 ranks" in words
 
 
 # ---- Ray ------------------------------------------------------------------------------------
@@ -173,16 +208,30 @@ def test_the_schema_finds_what_is_missing(path: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 @pytest.mark.timeout(300)
-def test_the_script_of_ray() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "frameworks" / "with_ray.py")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+def test_the_script_of_ray(tmp_path: Path) -> None:
+    """Two real workers of Ray Train get the driver's variables and train together."""
+    variables = environment(
+        tmp_path,
+        HOME=str(tmp_path),  # for Ray's results
+        RAY_AUTH_MODE="disabled",
+        RAY_USAGE_STATS_ENABLED="0",
+        OFFBEAT_STRATEGY="dreamddp:period=4",
     )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"'first': ([\d.]+), 'last': ([\d.]+)", done.stdout)
-    assert found, done.stdout
+    with subprocess.Popen(
+        [sys.executable, str(LAUNCH / "with_ray.py")],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as driver:
+        try:
+            printed, _ = driver.communicate(timeout=280)
+        finally:  # a driver that is killed leaves processes of Ray
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(driver.pid, signal.SIGKILL)
+    assert driver.returncode == 0, printed
+    assert "dreamddp(period=4), 2 ranks" in printed
+    found = re.search(r"loss ([\d.]+) to ([\d.]+)", printed)
+    assert found, printed
     assert float(found[2]) < 0.9 * float(found[1])

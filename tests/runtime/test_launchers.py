@@ -70,6 +70,57 @@ def test_alone_or_started_by_torchrun(environment: dict[str, str]) -> None:
     assert torchrun_variables(environment) == {}
 
 
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+TRAIN_JOB = TORCHRUN | {
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "3",
+    "PET_MASTER_ADDR": "offbeat-node-0-0.offbeat",
+    "PET_MASTER_PORT": "29500",
+    "MASTER_ADDR": "offbeat-node-0-0.offbeat",
+}
+RAY = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "41234",
+    "RAY_JOB_ID": "02000000",
+    "RAY_RAYLET_PID": "7",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place", "address"),
+    [
+        (SRUN, ("5", "8", "1"), "gpu07"),
+        (SRUN | {"MASTER_ADDR": "10.0.0.1"}, ("5", "8", "1"), "10.0.0.1"),
+        (OPEN_MPI, ("1", "2", "1"), LOOPBACK),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("1", "2", "0"), LOOPBACK),
+        (TORCHRUN, ("3", "4", "0"), "10.0.0.1"),
+        (SRUN | TORCHRUN, ("3", "4", "0"), "10.0.0.1"),  # srun torchrun ...
+        (TRAIN_JOB, ("3", "4", "0"), "offbeat-node-0-0.offbeat"),
+        (RAY, ("1", "2", "1"), "10.0.0.1"),
+        (SRUN | RAY, ("1", "2", "1"), "10.0.0.1"),  # nodes of Ray that srun has started
+    ],
+)
+def test_rank_and_address(
+    environment: dict[str, str], place: tuple[str, str, str], address: str
+) -> None:
+    """Variables as each launcher sets them, with no launcher installed."""
+    found = environment | torchrun_variables(environment)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == place
+    assert found["MASTER_ADDR"] == address
+    assert 1024 < int(found["MASTER_PORT"]) < 65536
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [

@@ -1,11 +1,11 @@
-"""A script that any launcher may start: torchrun, srun, mpirun, a PyTorchJob of Kubernetes.
+"""A script for any launcher: torchrun, srun, mpirun, a TrainJob of Kubernetes.
 
-    torchrun --nproc-per-node 2 examples/launched.py
-    sbatch examples/slurm/dreamddp.sbatch
-    kubectl apply -f examples/kubernetes/pytorchjob.yaml
+    torchrun --nproc-per-node 2 examples/launch/train.py
+    sbatch examples/launch/srun.sbatch
+    kubectl apply -f examples/launch/trainjob.yaml
 
-offbeat finds out its place among the processes. Whoever needs it too asks `torch.distributed`, once
-`offbeat.prepare` has been called.
+`offbeat.prepare` reads rank and address from the launcher's variables. After it, a script reads its
+rank from `torch.distributed`.
 """
 
 import argparse
@@ -22,8 +22,8 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def made_up() -> TensorDataset:
-    """Points and the values of a function there, the same on every rank."""
+def make_data() -> TensorDataset:
+    """Return points and the values of a function at them, the same on every rank."""
     x = torch.rand(512, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, torch.sin(3 * x).sum(1, keepdim=True))
 
@@ -38,7 +38,7 @@ def main() -> None:
     model, optimizer = offbeat.prepare(model, optimizer)  # <- the one changed line
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    data = made_up()
+    data = make_data()
     sampler = DistributedSampler(data, size, rank)
     loader = DataLoader(data, batch_size=32, sampler=sampler)
     loss = torch.zeros(())
