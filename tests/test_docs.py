@@ -104,6 +104,8 @@ def test_links_of_the_readme():
     assert not [target for target in targets if not (ROOT / target).exists()]
 
 
+LAUNCH = ROOT / "examples" / "launch"
+
 # --- the site ------------------------------------------------------------------------------------
 
 
@@ -241,14 +243,14 @@ def test_meanings_of_settings():
     "example",
     [
         *sorted((DOCS.parent / "examples" / "frameworks").glob("*.py")),
-        DOCS.parent / "examples" / "slurm" / "dreamddp.sbatch",
-        DOCS.parent / "examples" / "kubernetes" / "pytorchjob.yaml",
+        *(LAUNCH / name for name in ("srun.sbatch", "trainjob.yaml", "with_ray.py")),
     ],
     ids=lambda path: path.name,
 )
-def test_the_frameworks_page_shows_what_is_run(example):
+def test_pages_show_what_is_run(example):
     kind = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}[example.suffix]
-    assert f"```{kind}\n{example.read_text()}```" in (DOCS / "frameworks.md").read_text()
+    page = "jobs.md" if example.parent == LAUNCH else "frameworks.md"
+    assert f"```{kind}\n{example.read_text()}```" in (DOCS / page).read_text()
 
 
 def test_the_metrics_page_names_all_numbers():
