@@ -59,6 +59,11 @@ def lbfgs() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
 
 
+def sparse() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Embedding(3, 2, sparse=True)
+    return model, torch.optim.SparseAdam(model.parameters())
+
+
 def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.data)
@@ -83,6 +88,7 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
         ),
         (foreign, {}, "parameter 0 of the optimizer's group 1 must belong to the model; build the"),
         (lbfgs, {}, "optimizer (LBFGS) must have a step() that needs no closure"),
+        (sparse, {}, "optimizer (SparseAdam) must accept dense gradients, because sparse ones"),
         (shared, {}, "parameters '0.weight' and '1.weight' share memory but are two objects"),
     ],
 )
@@ -100,6 +106,17 @@ def test_refused_when_prepared_already() -> None:
     assert model == again
     assert model.startswith("the model is prepared already; call prepare once, or model.close()")
     assert optimizer == "the optimizer is prepared already; call prepare once"
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(), DreamDDP(period=2)], ids=str)
+def test_a_loop_without_steps_is_reported_once(strategy: Strategy) -> None:
+    first, second = run_world(failing.pass_without_steps, 2, strategy, 50)
+    [[warning], within_no_sync] = first
+    assert within_no_sync == []
+    assert second == [[], []]
+    assert "optimizer.step() was not called in the last 20 backward passes" in warning
+    assert "call step() of the optimizer that offbeat.prepare returned" in warning
+    assert run_world(failing.pass_without_steps, 2, strategy, 19) == [[[], []]] * 2
 
 
 def test_an_error_leaves_nothing_behind() -> None:

@@ -11,7 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,23 @@ def prepare_again() -> list[str]:
     iterate(model, optimizer, 0)
     model.close()
     return words
+
+
+def pass_without_steps(strategy: Strategy, passes: int) -> list[list[str]]:
+    """Warnings of `passes` backward passes without a step: all, and all within no_sync()."""
+    found = []
+    for accumulates in (False, True):
+        model, plain = build(CASE)
+        model, _ = offbeat.prepare(model, plain, strategy, profile=profile_of(CASE, world_size()))
+        with warnings.catch_warnings(record=True) as caught, ExitStack() as stack:
+            warnings.simplefilter("always")
+            if accumulates:
+                stack.enter_context(model.no_sync())
+            for t in range(passes):
+                loss_of(model, *batch(CASE, rank(), t)).backward()
+        found.append([str(one.message) for one in caught if "backward passes" in str(one.message)])
+        model.close()
+    return found
 
 
 def prepare_two_as_job(job: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
+from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
@@ -38,6 +38,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
+    needs: ClassVar[Needs] = Needs(sparse_gradients=True)
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb

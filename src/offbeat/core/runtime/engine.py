@@ -74,6 +74,7 @@ class Engine:
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself
         self.repeats = False  # whether gradients were averaged more than once before a step
+        self.passes_without_step = 0  # backward passes since the last step, except in no_sync()
         self._repeated = False  # whether all ranks have run several backward passes before a step
         # Whether this iteration has, and whether any backward had, a forward in evaluation mode.
         self._evaluated = self._trains_in_eval = False
@@ -391,6 +392,7 @@ class Engine:
         """Pass the rest of the forward part of the program at the first gradient of a backward
         pass."""
         self._looks.close()
+        self.passes_without_step += not self.hooks.accumulating
         now = self.cursor.now
         if now is None:
             self._trains_in_eval |= self._evaluated
@@ -491,6 +493,8 @@ class Engine:
         """
         now, mark = self.end_backward(skip_update), self.device.mark
         now.abandoned = abandoned = abandoned and not self._stepped_by_script
+        if not abandoned:
+            self.passes_without_step = 0
         self._stepped_by_script = False
         self._looks.close()
         if self.watched is not None and not abandoned:

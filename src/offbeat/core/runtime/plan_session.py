@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 # Named as text, because the runtime must not import these modules.
 TURNS = "offbeat.lab.turns:Turns"
 PACED_PROFILE = "offbeat.lab.pace:paced_profile"
+MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
 
@@ -99,6 +100,7 @@ class FlatSession(Session):
         self._earlier_iterations = 0  # iterations of processes before this one
         self._loaded = False  # whether a load since the last iteration restarts the plan
         self._united = -1  # the engine's iteration of the last `consolidate`
+        self._reports_missing_step = True  # until the warning about it
         self.engine = Engine(
             model,
             flat,
@@ -561,6 +563,8 @@ class FlatSession(Session):
                 self.engine.flat.restore_parameters if shared else None
             )
             self._require_untouched()
+            if self._reports_missing_step and self.engine.passes_without_step >= MANY_PASSES:
+                self._report_missing_step()
             if self._replicas is not None and self.engine.cursor.now is None and self.engine.trains:
                 self._replicas.forward_begins()
             if self._loaded and self.engine.trains and not self._cluster.closed:
@@ -631,6 +635,15 @@ class FlatSession(Session):
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._apply_finding(finding)
+
+    def _report_missing_step(self) -> None:
+        """Warn once that the script runs backward without a step of the prepared optimizer."""
+        self._reports_missing_step = False
+        self._report_decision(
+            f"optimizer.step() was not called in the last {MANY_PASSES} backward passes, so "
+            f"{self._strategy} runs no updates; call step() of the optimizer that offbeat.prepare "
+            "returned, or wrap backward passes that only accumulate in `with model.no_sync():`"
+        )
 
     def _require_untouched(self) -> None:
         if self.engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:

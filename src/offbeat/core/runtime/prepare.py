@@ -189,6 +189,7 @@ def prepare(
                 "them, each with parameters of its own"
             )
         _require_unprepared(model, one)
+        _require_dense_gradients(one, strategy)
     whole = _join_optimizers(model, parts, strategy) if is_list else parts[0]
     _require_idle_servers()
     _require_one_model(job)
@@ -490,6 +491,14 @@ def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"optimizer ({type(optimizer).__name__}) must have a step() that needs no closure, as "
             "an iteration has one backward; use one such as SGD or AdamW"
+        )
+
+
+def _require_dense_gradients(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam) and not strategy.needs.sparse_gradients:
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must accept dense gradients, because sparse "
+            "ones become dense in offbeat's buckets; use Adam or SGD, or the strategy ddp"
         )
 
 

@@ -37,6 +37,7 @@ class Needs:
         allows_joining: further processes may join the running job.
         survives_ranks: the launcher lets the other ranks continue when a rank fails.
         one_optimizer: `prepare` refuses a list of optimizers.
+        sparse_gradients: optimizers receive sparse gradients of sparse embeddings.
         script: the class exists only in the training script, so other processes can neither
             import it nor make its plan.
         no_checkpoint: reason why `offbeat.save` is refused, and the remedy; None if it is
@@ -48,6 +49,7 @@ class Needs:
     allows_joining: bool = False
     survives_ranks: bool = False
     one_optimizer: bool = False
+    sparse_gradients: bool = False
     script: bool = False
     no_checkpoint: str | None = None
 
