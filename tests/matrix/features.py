@@ -455,6 +455,15 @@ def sparse(job: Job) -> None:
     usual(job, model, optimizer)
 
 
+@feature("sparse embeddings under `SparseAdam`")
+def sparse_adam(job: Job) -> None:
+    module = seeded(lambda: Tied(sparse=True, tied=False))
+    for part in (module.middle, module.head):
+        part.requires_grad_(False)
+    model, optimizer = job.prepare(module, torch.optim.SparseAdam([module.embedding.weight]))
+    usual(job, model, optimizer)
+
+
 @feature("BatchNorm")
 def batch_norm(job: Job) -> None:
     def build() -> nn.Module:
