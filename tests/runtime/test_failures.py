@@ -119,8 +119,20 @@ def test_a_rank_with_less_data() -> None:
     other, early = watch_world(failing.train_until, 2, *args, timeout_s=PATIENCE_S)
     assert re.search(WHERE, other.error), other.error
     assert "in consolidate, comparing values" in other.error, other.error
-    assert early.error.startswith("a collective of all ranks failed, "), early.error
+    remedy = "consolidate() was called on rank 1, but not on rank 0; call it on every rank, in "
+    assert early.error.startswith(remedy), early.error
+    assert "a collective of all ranks failed, " in early.error, early.error
     assert named(other) == named(early) == []
+
+
+@pytest.mark.parametrize("strategy", [EAGER, DDP()], ids=str)
+def test_consolidate_on_one_rank_names_the_others(strategy: Strategy) -> None:
+    """Rank 0 is alone, as the store of these jobs ends with it."""
+    args = (0, strategy, TIMEOUT_S)
+    alone, other = watch_world(failing.consolidate_on, 2, *args, timeout_s=PATIENCE_S)
+    assert other.result == "left"
+    text = "consolidate() was called on rank 0, but not on rank 1; call it on every rank, in "
+    assert alone.error.startswith(text), alone.error
 
 
 def test_every_step_after_a_failure_refers_to_it() -> None:

@@ -56,6 +56,22 @@ def train_until(strategy: Strategy, how: str, who: int, timeout_s: float, observ
     return "done"
 
 
+def consolidate_on(who: int, strategy: Strategy, timeout_s: float) -> str:
+    """Consolidate once on all ranks, and then on rank `who` alone; the others leave."""
+    model, optimizer = build(CASE)
+    profile = profile_of(CASE, world_size())
+    model, optimizer = offbeat.prepare(
+        model, optimizer, strategy, profile=profile, timeout_s=timeout_s
+    )
+    iterate(model, optimizer, 0)
+    model.consolidate()
+    iterate(model, optimizer, 1)
+    if rank() == who:
+        model.consolidate()
+    model.close()
+    return "left"
+
+
 def happen(how: str) -> None:
     if how == "raises":
         raise KeyError("a mistake in the user's loop")

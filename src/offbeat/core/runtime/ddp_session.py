@@ -214,11 +214,12 @@ class DDPSession(LoopSession):
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
         self._cluster.control.set_activity("in consolidate")
-        if repairing:
-            repair(self._model, self._optimizer, self._cluster)
-        else:
-            require_equal(self._model, "ddp", self._cluster.control)
-            average_replicas(self._model, self._cluster)
+        with self._cluster.control.joint_call("consolidate"):
+            if repairing:
+                repair(self._model, self._optimizer, self._cluster)
+            else:
+                require_equal(self._model, "ddp", self._cluster.control)
+                average_replicas(self._model, self._cluster)
 
     def traffic(self) -> dict[str, int]:
         # DDP averages every gradient in every iteration.

@@ -721,16 +721,17 @@ class FlatSession(Session):
         self._cluster.require_open()
         self._cluster.control.set_activity("in consolidate")
         self._forget_weights()
-        self.engine.pauses.drain()
-        if self.engine.plan.source is not None:
-            take(self.engine.plan.source, self._model, self._cluster)
-        elif not sends_only_gradients(self.engine.plan):
-            average_replicas(self._model, self._cluster)
-        elif repairing:
-            repair(self._model, self.engine.optimizer, self._cluster)
-        else:
-            require_equal(self._model, self._strategy, self._cluster.control)
-            average_replicas(self._model, self._cluster)
+        with self._cluster.control.joint_call("consolidate"):
+            self.engine.pauses.drain()
+            if self.engine.plan.source is not None:
+                take(self.engine.plan.source, self._model, self._cluster)
+            elif not sends_only_gradients(self.engine.plan):
+                average_replicas(self._model, self._cluster)
+            elif repairing:
+                repair(self._model, self.engine.optimizer, self._cluster)
+            else:
+                require_equal(self._model, self._strategy, self._cluster.control)
+                average_replicas(self._model, self._cluster)
         self._united = self.engine.iteration
 
     def close(self) -> None:

@@ -88,6 +88,7 @@ class Control:
             store = distributed_c10d._get_default_store()
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
             self._heartbeat.add_user(self.met)
+        self._joint_calls: dict[str, int] = {}
         self.hosts: list[str] = self.gather(socket.gethostname())
 
     def meet(self, what: str) -> None:
@@ -241,6 +242,48 @@ class Control:
     def detector(self) -> FailureDetector | None:
         """Failure detector of this job; None in a job of one rank."""
         return None if self._heartbeat is None else self._heartbeat.detector
+
+    @contextmanager
+    def joint_call(self, name: str) -> Iterator[None]:
+        """Run a call that every rank must make in the body.
+
+        If a wait for other ranks fails in it, the error names the ranks without this call.
+
+        Args:
+            name: name of the call, such as "consolidate".
+        """
+        if self.world_size == 1:
+            yield
+            return
+        number = self._joint_calls.get(name, 0)
+        self._joint_calls[name] = number + 1
+        store, own = self.store(f"{name}/{self.met}"), f"/{self.rank}"
+        store.set(f"{number}{own}", "")
+        if number:
+            store.delete_key(f"{number - 1}{own}")  # every rank has made that call
+        try:
+            yield
+        except RuntimeError as error:
+            absent = self._absent_ranks(store, number)
+            if not getattr(error, "is_peer_error", False) or not absent:
+                raise
+            raise RuntimeError(
+                f"{name}() was called on rank {self.rank}, but not on rank {', '.join(absent)}; "
+                f"call it on every rank, in the same place of the script: {error}"
+            ) from error
+
+    def _absent_ranks(self, store: Store, number: int) -> list[str]:
+        """Return the live ranks that have not begun a joint call.
+
+        None are known if a rank is dead, which explains the failure, or if the store is lost.
+        """
+        detector = self.detector
+        if detector is None or detector.store_lost_s is not None or detector.dead_peers():
+            return []
+        try:
+            return [str(r) for r in range(self.world_size) if not store.check([f"{number}/{r}"])]
+        except RuntimeError:
+            return []
 
     @property
     def needs_abort(self) -> bool:
