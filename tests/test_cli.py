@@ -51,6 +51,7 @@ COMMANDS = [
     "strategies",
     "graph",
     "doctor",
+    "check",
 ]
 
 

@@ -145,7 +145,11 @@ def _check_torchrun(argv: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args([word for word in argv if word != "..."])
-    _check_python([parsed.training_script])
+    if parsed.module:
+        assert parsed.training_script == "offbeat", argv
+        _check_offbeat(parsed.training_script_args)
+    else:
+        _check_python([parsed.training_script])
 
 
 def _check_python(argv: list[str]) -> None:
@@ -155,8 +159,10 @@ def _check_python(argv: list[str]) -> None:
 
 
 def _check_launcher(argv: list[str]) -> None:
-    """Check the script that srun or mpirun starts."""
-    _check_python(argv[argv.index("python") + 1 :])
+    """Check the script, or the command of offbeat, that srun or mpirun starts."""
+    if "offbeat" in argv:
+        return _check_offbeat(argv[argv.index("offbeat") + 1 :])
+    return _check_python(argv[argv.index("python") + 1 :])
 
 
 def _check_make(argv: list[str]) -> None:

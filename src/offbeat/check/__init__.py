@@ -1,0 +1,1 @@
+"""`offbeat check`: facts of all hosts of a job, and measurement of the network between them."""

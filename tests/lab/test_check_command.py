@@ -1,0 +1,130 @@
+"""`offbeat check` between the hosts of a lab."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from support.checking import (
+    be_outdated,
+    block,
+    check_in,
+    differ,
+    end_early,
+    hide_the_name,
+    namespaces_of,
+    share,
+)
+from support.worlds import run_world
+
+from offbeat.check.command import limit_s
+from offbeat.lab import Cluster, Lab
+
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.usefixtures("namespaces"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root enters the namespaces of a lab"),
+]
+PORT = 29600
+
+
+def printed_by_rank_0(printed: list[tuple[int, str, str]], code: int) -> list[str]:
+    """Return the lines of rank 0, after checks that all ranks end alike and only rank 0 prints."""
+    assert [ended for ended, _, _ in printed] == [code] * len(printed)
+    assert {out for _, out, _ in printed[1:]} == {""}
+    lines = printed[0][1].splitlines()
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def verdicts(lines: list[str]) -> list[str]:
+    """Return the verdicts, each in one line."""
+    text = re.sub(r"\n {7,8}(?=\S)", " ", "\n".join(lines))
+    return re.findall(r"^(?:fails|slow|beware): .*", text, re.MULTILINE)
+
+
+def numbers(lines: list[str], first: str) -> list[float]:
+    """Return the numbers of the line that begins with a text."""
+    (line,) = [line for line in lines if line.startswith(first)]
+    return [float(text) for text in re.findall(r"(?<!\S)\d*\.?\d+", line.removeprefix(first))]
+
+
+def test_all_is_well() -> None:
+    with Lab(Cluster.simple(3, "20mbit")) as lab:
+        printed = check_in(lab, 3)
+    lines = printed_by_rank_0(printed, 0)
+    assert re.fullmatch(r"offbeat check: 3 ranks on 3 hosts, eth0, \d+ s", lines[0])
+    assert int(lines[0].split()[-2]) <= limit_s(3)
+    assert re.match(r"  meeting    all 3 met at 10\.77\.0\.1:\d+ within \S+ s$", lines[1])
+    assert lines[-1] == "all well"
+    rates = [numbers(lines, f"  {rank}  host-{'abc'[rank]}")[:2] for rank in range(3)]
+    assert all(14 < rate < 23 for row in rates for rate in row)
+    assert 14 < numbers(lines, "  at once")[0] < 23
+
+
+def test_only_what_deserves_attention() -> None:
+    with Lab(Cluster.simple(2, "20mbit")) as lab:
+        lines = printed_by_rank_0(check_in(lab, 2, "--strict", change=differ), 1)
+        quick = printed_by_rank_0(check_in(lab, 2, "--quick", change=differ), 0)
+    torch, files, clock = verdicts(lines)
+    assert torch.startswith("beware: rank 1 (host-b) has torch 2.12.0, the others 2.13")
+    assert files == (
+        "beware: 200 files may be open on rank 1 (host-b), about 258 are needed. ulimit -n 65536"
+    )
+    assert re.match(r"beware: the clock of rank 1 \(host-b\) is 1\.[78] s ahead", clock)
+    assert verdicts(quick) == [torch, files]
+    assert not any(line.startswith("  Mbit/s") for line in quick)
+
+
+def test_blocked_ports_are_named() -> None:
+    with Lab(Cluster.simple(4, "20mbit")) as lab:
+        names = namespaces_of(lab)[1:]
+        for host, peer in ((1, 2), (2, 1), (3, 0)):
+            run_world(block, 1, names[host], lab.address(peer), PORT)
+        printed = check_in(lab, 4, "--quick", "--port", str(PORT))
+    one_way, both_ways = verdicts(printed_by_rank_0(printed, 1))
+    assert one_way == (
+        "fails: rank 0 (host-a) cannot reach rank 3 (host-d, 10.77.0.4) on eth0: no answer in 3 "
+        "s; rank 3 reaches rank 0. Open TCP 1024-65535 from 10.77.0.1 on host-d, or name another "
+        "interface (OFFBEAT_LINKS=...)."
+    )
+    assert both_ways.startswith(
+        "fails: rank 1 (host-b) cannot reach rank 2 (host-c, 10.77.0.3) on eth0: no answer in 3 "
+        "s; rank 2 cannot reach rank 1."
+    )
+
+
+def test_a_slow_pair_is_named() -> None:
+    pair = 'hosts = 3\nrate = "20mbit"\n[[pairs]]\nhosts = [0, 2]\nrates = { net = "2mbit" }'
+    with Lab(Cluster.from_toml(pair)) as lab:
+        (found,) = verdicts(printed_by_rank_0(check_in(lab, 3), 0))
+    assert re.match(
+        r"slow: +rank \d \(host-[ac]\) <-> rank \d \(host-[ac]\) [12]\.?\d? Mbit/s, the others "
+        r"(1[4-9]|2\d) \(median\)",
+        found,
+    )
+
+
+def test_a_shared_link_is_named() -> None:
+    with Lab(Cluster.simple(4, "20mbit")) as lab:
+        run_world(share, 1, namespaces_of(lab)[0], (1, 3), 20_000_000)
+        lines = printed_by_rank_0(check_in(lab, 4), 0)
+    shared = r"slow: +at once [\d.]+ Mbit/s, alone (1\d|2\d): hosts share a link"
+    assert any(re.match(shared, text) for text in verdicts(lines)), lines
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (be_outdated, "fails: rank 2 (host-c) has offbeat 0.0.9, the others"),
+        (hide_the_name, "fails: rank 2 (host-c) listens on 127.0.1.1, which no other host reaches"),
+        (end_early, "fails: rank 1 (host-b) has not finished step 3: it has ended, hangs"),
+    ],
+)
+def test_faults_that_end_the_check(change, text: str) -> None:
+    with Lab(Cluster.simple(3, "20mbit")) as lab:
+        printed = check_in(lab, 3, change=change)
+    (found,) = verdicts(printed[0][1].splitlines())
+    assert found.startswith(text)
+    assert printed[0][0] == printed[2][0] == 1
