@@ -53,7 +53,7 @@ class LinkFindings:
         following = [*self.hosts[1:], *self.hosts[:1]]
         return [*zip(self.hosts, following, strict=True)] if len(self.hosts) > 1 else []
 
-    def alone_bps(self) -> float:
+    def single_rate_bps(self) -> float:
         """Return the mean rate of the pairs of the ring, each without other traffic.
 
         The pairs of one round may share a link. The first pair is measured again without other

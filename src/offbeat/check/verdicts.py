@@ -62,7 +62,7 @@ def link_verdicts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[V
     yield from _shorten(FAILS, [*_failure_texts(facts, found)])
     yield from _shorten(SLOW, [*_slow_texts(facts, found)])
     if found.at_once_bps:
-        at_once, alone = fmean(found.at_once_bps.values()), found.alone_bps()
+        at_once, alone = fmean(found.at_once_bps.values()), found.single_rate_bps()
         if at_once < SHARED * alone:
             yield (
                 SLOW,
