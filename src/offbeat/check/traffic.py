@@ -73,9 +73,9 @@ def transfer(
                 selector.register(s, event)
             while selector.get_map() and (now_s := time.monotonic()) < end_s + DRAIN_S:
                 if is_sending and first is None and now_s > begin_s + WARM_UP * seconds:
-                    first = _acknowledged_bytes(sending)
+                    first = _read_acknowledged(sending)
                 if is_sending and now_s >= end_s:
-                    last, is_sending = _acknowledged_bytes(sending), False
+                    last, is_sending = _read_acknowledged(sending), False
                     if first is not None and last[0] > first[0]:
                         rate_bps = 8 * (last[1] - first[1]) / (last[0] - first[0])
                     for s in sending:
@@ -103,7 +103,7 @@ def _receive(s: socket.socket, into: bytearray) -> bool:
         return False
 
 
-def _acknowledged_bytes(sockets: Sequence[socket.socket]) -> tuple[float, int]:
+def _read_acknowledged(sockets: Sequence[socket.socket]) -> tuple[float, int]:
     """Return the time, and the bytes that the peers' kernels have acknowledged until then."""
     total = 0
     for s in sockets:
