@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import sys
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -309,6 +315,78 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     assert points("link/net/s") == [(8, 0.1), (12, 0.1)]
     assert points("loss") == [(8, 3.5), (12, 3.5)]
     assert points("memory/rss") == [(8, 1 << 30), (12, 1 << 30)]
+
+
+# ---- a job ----------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import offbeat
+
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = offbeat.prepare(model, optimizer, "wfbp")
+stop = torch.zeros(())
+while not stop:
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    stop.fill_(Path(sys.argv[1]).exists())
+    dist.all_reduce(stop)
+model.close()
+"""
+
+
+def test_a_job_of_torchrun_is_scraped(tmp_path: Path) -> None:
+    """From the first heartbeats to the intervals of both ranks, while counters never fall."""
+    script, stop, file, port = (
+        tmp_path / "t.py",
+        tmp_path / "stop",
+        tmp_path / "x.prom",
+        free_port(),
+    )
+    script.write_text(SCRIPT)
+    counters = {series.name for series in SERIES if series.kind == "counter"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*torchrun, "--nproc-per-node", "2", str(script), str(stop)],
+        env={k: v for k, v in os.environ.items() if not k.startswith("OFFBEAT_")}
+        | {"OFFBEAT_METRICS": f"prometheus:{port},textfile:{file}", "OFFBEAT_JOB_NAME": "gpt"}
+        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        before: dict[tuple[str, ...], float] = {}
+        until = time.monotonic() + 80
+        while sum(name == "offbeat_loss" for name, *_ in before) < 2 and time.monotonic() < until:
+            time.sleep(0.5)
+            assert process.poll() is None
+            with contextlib.suppress(urllib.error.URLError):
+                now = samples_of(scrape(port))
+                assert all(now[key] >= x for key, x in before.items() if key[0] in counters)
+                before = now
+        written = samples_of(file.read_text())
+        stop.touch()
+        _, errors = process.communicate(timeout=20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    assert {name for name, *_ in before} | {"offbeat_divergence"} == NAMES
+    assert {name for name, *_ in written} >= {"offbeat_info", "offbeat_iterations_total"}
+    for rank in "01":
+        place = (socket.gethostname(), rank)
+        assert before[("offbeat_iteration_seconds", *place)] > 0.02
+        assert abs(before[("offbeat_last_seen_timestamp_seconds", *place)] - time.time()) < 30
+        sent = before[("offbeat_sent_bytes_total", place[0], "net", rank)]
+        assert sent >= 4 * 65 * 64 * before[("offbeat_updates_total", *place)] > 0
+    assert not file.exists()
 
 
 # ---- dashboard and alerts -------------------------------------------------------------------
