@@ -132,12 +132,13 @@ class Outlook:
         self._intervals = self._intervals[-max(2 * len(window), LEAST_INTERVALS) :]
         measured_s = median(interval.mean_s for interval in window)
         threshold = self._threshold(sum(interval.n for interval in window))
-        departs = measured_s > (1 + threshold) * predicted_s
-        if not departs:
-            self._suspected = False
+        accepted_s = (1 + threshold) * predicted_s
+        was_suspected = self._suspected
+        # The newest interval must depart, too, because the cause is derived from it.
+        self._suspected = min(measured_s, own.mean_s) > accepted_s
+        if measured_s <= accepted_s:
             return self._recover(measured_s, threshold, predicted_s)
-        first_time, self._suspected = not self._suspected, True
-        if first_time:
+        if not (was_suspected and self._suspected):
             return None
         cause = self._cause(newest, measured_s - predicted_s)
         if not self._is_news(cause, measured_s, now_s):

@@ -1,0 +1,158 @@
+"""Departures from the prediction and their causes, from made-up intervals of four ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offbeat import WFBP, Profile
+from offbeat.core.profile import Bucket, Link
+from offbeat.jobs import outlook
+from offbeat.jobs.interval import CAUSES, Interval, LinkSums
+from offbeat.jobs.outlook import Notice, Outlook
+
+RANKS = 4
+HOSTS = ["host-a", "host-b", "host-c", "host-d"]
+PROFILE = Profile(
+    buckets=tuple(Bucket(f"b{k}", 0.02, 0.04, 4000) for k in range(4)),
+    links=(Link("eth0", latency_s=2e-3, bytes_per_s=4e5),),
+    world_size=RANKS,
+    update_s=0.01,
+    other_s=0.01,
+    jitter=0.02,
+)
+INTERVAL_S = 5.0
+
+
+@pytest.fixture
+def expected() -> Outlook:
+    strategy = WFBP()
+    return Outlook.of(strategy, strategy.plan(PROFILE), PROFILE, HOSTS, 0)
+
+
+class Job:
+    """Makes the intervals of all ranks as a profile and factors predict them."""
+
+    def __init__(self, expected: Outlook):
+        assert expected.prediction is not None
+        self.expected, self.rng = expected, random.Random(0)
+        self.iteration, self.now_s = 0, 0.0
+        self.own_s = PROFILE.forward_s + PROFILE.backward_s + PROFILE.update_s
+        self.busy_s = expected.prediction.busy_s["eth0"]
+        self.exposed_s = expected.prediction.exposed_s
+
+    def interval(
+        self,
+        compute: Mapping[int, float] | None = None,
+        link: float = 1.0,
+        script_s: Mapping[int, float] | None = None,
+        unexplained_s: float = 0.0,
+    ) -> dict[int, Interval]:
+        """All ranks end an iteration together: who is early waits in its messages."""
+        own = {r: self.own_s * (compute or {}).get(r, 1.0) for r in range(RANKS)}
+        script = {r: (script_s or {}).get(r, PROFILE.other_s) for r in range(RANKS)}
+        busy = {r: own[r] + script[r] for r in range(RANKS)}
+        latest = max(busy.values())
+        extra = self.busy_s * (link - 1)
+        noise = self.rng.uniform(0.99, 1.01)
+        s = noise * (latest + self.exposed_s + extra + unexplained_s)
+        n = max(1, round(INTERVAL_S / s))
+        found = {}
+        for r in range(RANKS):
+            wait = s - own[r] - script[r]
+            sent = LinkSums(4 * n, 4000 * n, n * (self.busy_s * link + latest - busy[r]))
+            found[r] = Interval(
+                r, self.iteration, n, 0.0, n * s, s, s, {-20: n}, n * own[r], n * wait,
+                n * script[r], {"eth0": sent},
+            )  # fmt: skip
+        self.iteration += n
+        self.now_s += n * s
+        return found
+
+    def run(self, seconds: float, **factors: Any) -> list[Notice]:
+        notices, end_s = [], self.now_s + seconds
+        while self.now_s < end_s:
+            newest = self.interval(**factors)
+            for _ in range(3):  # rounds are shorter than intervals
+                notice = self.expected.compare(newest, 0, self.now_s)
+                if notice is not None:
+                    notices.append(notice)
+        return notices
+
+
+def test_ten_steady_minutes_bring_no_notice(expected: Outlook) -> None:
+    assert Job(expected).run(600) == []
+
+
+SLOW: dict[str, tuple[dict[str, Any], int | None, str]] = {
+    "slow_rank": ({"compute": {2: 2.1}}, 2, "Rank 2 (host-c) computes 2.1 times as long"),
+    "slow_compute": (
+        {"compute": dict.fromkeys(range(RANKS), 1.5)}, None, "All ranks compute 1.5 times",
+    ),
+    "slow_link": ({"link": 4.0}, None, "Messages on link 'eth0' take 4 times as long"),
+    "slow_script": ({"script_s": {1: 0.3}}, 1, "The script of rank 1 (host-b) takes 300 ms"),
+    "unknown": ({"unexplained_s": 0.2}, None, "Nothing that is measured explains it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_named_once(cause: str, expected: Outlook) -> None:
+    job = Job(expected)
+    factors, rank, text = SLOW[cause]
+    assert job.run(120) == []
+    begun = job.iteration
+    notices = job.run(900, **factors)
+    assert [notice.event for notice in notices] == ["notice"]
+    (notice,) = notices
+    assert notice.cause is not None
+    assert (notice.cause.name, notice.cause.rank) == (cause, rank)
+    assert text in notice.text
+    assert abs(notice.iteration - begun) <= 40
+    back = job.run(120)
+    assert [notice.event for notice in back] == ["recovered"]
+    assert back[0].text.startswith("as predicted again since iteration")
+
+
+def test_another_cause_is_reported_after_ten_minutes(expected: Outlook) -> None:
+    job = Job(expected)
+    assert [n.cause.name for n in job.run(300, compute={2: 2.1}) if n.cause] == ["slow_rank"]
+    assert job.run(200, script_s={1: 0.4}) == []
+    later = job.run(300, script_s={1: 0.4})
+    assert [n.cause.name for n in later if n.cause] == ["slow_script"]
+
+
+def test_jitter_of_the_profile_is_no_departure(expected: Outlook) -> None:
+    job = Job(replace(expected, profile=replace(PROFILE, jitter=0.9)))
+    assert job.run(300, compute={2: 1.25}) == []
+    assert [n.event for n in Job(expected).run(300, compute={2: 1.25})] == ["notice"]
+
+
+def test_a_single_disturbed_interval_is_no_departure(expected: Outlook) -> None:
+    job = Job(expected)
+    for _ in range(10):
+        assert job.run(40) == []
+        assert job.run(4, compute={0: 3.0}) == []
+
+
+def test_a_strategy_without_a_profile_is_not_predicted() -> None:
+    found = Outlook.of(WFBP(), None, None, HOSTS, 0)
+    assert found.iteration_s is None
+    interval: Callable[..., Interval] = lambda: Interval(0, 0, 1, 0, 9, 9, 9, {}, 9, 0, 0)  # noqa: E731
+    assert found.compare({0: interval()}, 0, 0.0) is None
+
+
+def test_description_of_the_plan_and_the_prediction(expected: Outlook) -> None:
+    text = outlook.describe_plan(expected, "Send gradients.")
+    assert (
+        text
+        == "Send gradients; eth0 carries 3.20 Mbit/s, 2.00 ms; 16.0 kB of parameters in 4 buckets"
+    )
+    line, numbers = outlook.describe_prediction(expected)
+    assert expected.prediction is not None
+    assert numbers["predicted_s"] == expected.prediction.iteration_s
+    assert line.startswith("predicted ")
+    assert "; " not in line
