@@ -64,22 +64,22 @@ def work(strategy: str, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def network() -> Iterator[None]:
-    """Namespaces with 10.77.0.1, .2, .3 on a bridge."""
+def network(hosts: int = HOSTS, rate: str = "100mbit") -> Iterator[None]:
+    """Namespaces with 10.77.0.1, .2, .3 on a bridge, which sends at most `rate` to each."""
     run(f"ip link add {BRIDGE} type bridge")
     try:
         run(f"ip link set {BRIDGE} up")
-        for host in range(HOSTS):
+        for host in range(hosts):
             run(f"ip netns add {PREFIX}{host}")
             run(f"ip link add {PREFIX}v{host} type veth peer name eth0 netns {PREFIX}{host}")
             run(f"ip link set {PREFIX}v{host} master {BRIDGE} up")
             run(f"ip -n {PREFIX}{host} addr add 10.77.0.{host + 1}/24 dev eth0")
             run(f"ip -n {PREFIX}{host} link set eth0 up")
             run(f"ip -n {PREFIX}{host} link set lo up")
-            run(f"tc qdisc add dev {PREFIX}v{host} root tbf rate 100mbit burst 64kb latency 50ms")
+            run(f"tc qdisc add dev {PREFIX}v{host} root tbf rate {rate} burst 64kb latency 50ms")
         yield
     finally:
-        for host in range(HOSTS):
+        for host in range(hosts):
             run(f"ip netns del {PREFIX}{host}", check=False)
         run(f"ip link del {BRIDGE}", check=False)
         while any(Path("/sys/class/net").glob(f"{PREFIX}v*")):  # namespaces go when they like

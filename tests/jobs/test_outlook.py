@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from offbeat import WFBP, Profile
 from offbeat.core.profile import Bucket, Link
+from offbeat.core.runtime.console import Console
 from offbeat.jobs import outlook
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
 from offbeat.jobs.outlook import Notice, Outlook
@@ -149,10 +151,29 @@ def test_description_of_the_plan_and_the_prediction(expected: Outlook) -> None:
     text = outlook.describe_plan(expected, "Send gradients.")
     assert (
         text
-        == "Send gradients; eth0 carries 3.20 Mbit/s, 2.00 ms; 16.0 kB of parameters in 4 buckets"
+        == "Send gradients; eth0 carries 4.80 Mbit/s, latency 2.00 ms; 16.0 kB of parameters in 4 buckets"
     )
     line, numbers = outlook.describe_prediction(expected)
     assert expected.prediction is not None
     assert numbers["predicted_s"] == expected.prediction.iteration_s
     assert line.startswith("predicted ")
     assert "; " not in line
+
+
+def test_lines_are_wrapped_between_words_and_never_before_a_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console()
+    text = " ".join(f"took {k} ms" for k in range(100, 140))
+    console.print("x", text)
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) < 80 for line in lines)
+    assert lines[0].startswith("offbeat: took 100 ms")
+    assert not any(line.strip().startswith("ms") for line in lines)
+    assert " ".join(line.strip() for line in lines).removeprefix("offbeat: ") == text
+    console.format = "json"
+    console.print("plan", "two\nlines", predicted_s=1.5)
+    assert json.loads(capsys.readouterr().err)["text"] == "two\nlines"
+    console.format = "off"
+    console.print("plan", "nothing")
+    assert capsys.readouterr().err == ""

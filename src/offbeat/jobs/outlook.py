@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from offbeat.core.plan import Plan
-from offbeat.core.profile import Profile
+from offbeat.core.profile import Link, Profile
 from offbeat.core.sim.prediction import Prediction, predict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE, create
@@ -258,7 +258,7 @@ class Outlook:
                 continue
             took_s = min(sums.seconds / n for sums, n in zip(times, counts, strict=True))
             if took_s - busy_s > found.excess_s:
-                mbps = 8e-6 * link.bytes_per_s
+                mbps = wire_mbps(link, self.profile.world_size)
                 now_mbps = digits(mbps * busy_s / took_s)
                 text = (
                     f"Messages on link {link.name!r} take {took_s / busy_s:.2g} times as long as "
@@ -279,12 +279,18 @@ def _predict(
         return None
 
 
+def wire_mbps(link: Link, ranks: int) -> float:
+    """Return the Mbit/s that a rank sends in a large all-reduce by a ring."""
+    return 8e-6 * link.bytes_per_s * 2 * (ranks - 1) / ranks
+
+
 def describe_plan(outlook: Outlook, summary: str) -> str:
     """Return what the plan does, the rates of the links, and the size of the model."""
     profile = outlook.profile
     assert profile is not None
     links = ", ".join(
-        f"{link.name} carries {digits(8e-6 * link.bytes_per_s)} Mbit/s, {seconds(link.latency_s)}"
+        f"{link.name} carries {digits(wire_mbps(link, profile.world_size))} Mbit/s"
+        + (f", latency {seconds(link.latency_s)}" if link.latency_s else "")
         for link in profile.links
     )
     total = sum(bucket.size_bytes for bucket in profile.buckets)

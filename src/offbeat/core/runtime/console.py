@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -44,17 +45,22 @@ class Console:
         print(line, file=sys.stderr, flush=True)
 
 
+_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|µs|min|h|d|%|[kMGT]?B|Mbit/s|Gbit/s)\b|%)")
+_NO_BREAK = "\0"  # a number and its unit stay on one line
+
+
 def _wrap(text: str) -> str:
     is_terminal = sys.stderr.isatty()
     columns = min(WIDEST, shutil.get_terminal_size().columns) if is_terminal else PLAIN
-    return textwrap.fill(
-        text,
+    wrapped = textwrap.fill(
+        _UNIT.sub(_NO_BREAK, text),
         max(40, columns - 1),
         initial_indent=PREFIX,
         subsequent_indent=" " * len(PREFIX),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return wrapped.replace(_NO_BREAK, " ")
 
 
 console = Console()
