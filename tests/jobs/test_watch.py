@@ -63,7 +63,7 @@ def test_screen_of_a_slow_rank(tmp_path: Path, width: int, world_size: int) -> N
     assert lines[0].startswith(f"1124-0612-3f9a  dreamddp(period=8)  {world_size} ranks")
     assert lines[0].endswith("running")
     assert (f"on {world_size} hosts" in text) == (width > 60)
-    for fact in ("iteration 1,440", "predicted 412 ms (+6", "% waiting", "loss 3.01", "seconds ▁"):
+    for fact in ("iteration 1,440", "predicted 412 ms (+6", " % waiting", "loss 3.01", "seconds ▁"):
         assert fact in text, fact
     (bars,) = (row for row in lines if row.startswith("seconds "))
     assert bars.count("▁") > 2 * (bars.count("█") + bars.count("▇")) > 0  # the last quarter is slow
@@ -127,7 +127,7 @@ def test_failed_rank_and_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert "rank 1 failed" in text
     assert "FAILED: ValueError: no more data" in text
     assert "3 losses not finite" in text
-    assert "50% between iterations" in text
+    assert "50 % between iterations" in text
 
 
 def test_line_without_a_terminal(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
+from offbeat.jobs.words import NONE, percent, seconds, size
 
 WIDE = 72  # characters of a line from which less important facts are shown
 POLL_S = 1.0  # time between two screens
@@ -117,7 +118,7 @@ def _print_lines(job: JobFollower) -> None:
 def screen(shown: JobView, width: int, height: int | None = None) -> list[Text]:
     """Return the lines of a screen. Without `height` there may be any number of lines."""
     lines = _flow(_title(shown, width), width, "  ")
-    lines += _flow(_pace(shown), width, "   ")
+    lines += _flow(_pace(shown), width, "  ")
     if shown.series_s:
         lines.append(Text(_sparkline(shown.series_s, width)))
     if len(shown.ranks) <= ALL_RANKS and (
@@ -187,15 +188,15 @@ def _title(shown: JobView, width: int) -> list[Text]:
 def _pace(shown: JobView) -> list[Text]:
     if shown.iteration_s is None:
         return [Text("no iteration has ended yet")]
-    pace, style = f"{_seconds(shown.iteration_s)} each", ""
+    pace, style = f"{seconds(shown.iteration_s)} each", ""
     if shown.predicted_s:
         deviation = shown.iteration_s / shown.predicted_s - 1
-        pace += f", predicted {_seconds(shown.predicted_s)} ({deviation:+.0%})"
+        pace += f", predicted {seconds(shown.predicted_s)} ({deviation:+.0%})"
         style = "yellow" if abs(deviation) > OFF_PREDICTION else ""
     parts = [Text(f"iteration {shown.iteration:,}"), Text(pace, style)]
-    parts.append(Text(f"{shown.wait_share or 0:.0%} waiting"))
+    parts.append(Text(f"{percent(shown.wait_share)} waiting"))
     if shown.script_share is not None and shown.script_share >= SCRIPT_SHARE:
-        parts.append(Text(f"{shown.script_share:.0%} between iterations"))
+        parts.append(Text(f"{percent(shown.script_share)} between iterations"))
     if shown.loss is not None:
         parts.append(Text(f"loss {shown.loss:.4g}"))
     if shown.nonfinite_losses:
@@ -206,12 +207,12 @@ def _pace(shown: JobView) -> list[Text]:
 def _sparkline(series_s: Sequence[float], width: int) -> str:
     """Return bars of the mean seconds per iteration of groups of intervals, and their range."""
     bars = width - len("seconds  ") - len(" 38.4 ms to 38.4 ms")
-    size = -(-len(series_s) // bars)
-    means = [fmean(series_s[i : i + size]) for i in range(0, len(series_s), size)]
+    group = -(-len(series_s) // bars)
+    means = [fmean(series_s[i : i + group]) for i in range(0, len(series_s), group)]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / max(high - low, (BARS_RANGE - 1) * low, 1e-9)
     drawn = "".join(BARS[round((mean - low) * scale)] for mean in means)
-    return f"seconds {drawn} {_seconds(low)} to {_seconds(high)}"
+    return f"seconds {drawn} {seconds(low)} to {seconds(high)}"
 
 
 def _table(ranks: Sequence[RankView], width: int) -> list[Text]:
@@ -238,11 +239,11 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("rank", ">4", lambda rank: str(rank.rank)),
     Column("host", "<10.10", lambda rank: rank.host),
-    Column("iteration", ">9", lambda rank: f"{rank.iteration:,}" if rank.iteration >= 0 else "-"),
-    Column("compute", ">7", lambda rank: _seconds(rank.compute_s)),
-    Column("waiting", ">7", lambda rank: _seconds(rank.wait_s), WIDE),
-    Column("script", ">7", lambda rank: _seconds(rank.script_s), 90),
-    Column("sent/s", ">7", lambda rank: _bytes(rank.sent_bytes_per_s), WIDE),
+    Column("iteration", ">9", lambda rank: f"{rank.iteration:,}" if rank.iteration >= 0 else NONE),
+    Column("compute", ">7", lambda rank: seconds(rank.compute_s)),
+    Column("waiting", ">7", lambda rank: seconds(rank.wait_s), WIDE),
+    Column("script", ">7", lambda rank: seconds(rank.script_s), 90),
+    Column("sent/s", ">7", lambda rank: size(rank.sent_bytes_per_s), WIDE),
 )
 
 
@@ -295,7 +296,7 @@ def _range_parts(ranks: Sequence[RankView]) -> list[Text]:
     """Return the ranges of the ranks that have no row."""
     parts = [f"{len(ranks)} others"]
     if times := [rank.compute_s for rank in ranks if rank.compute_s is not None]:
-        parts[0] += f": compute {_seconds(min(times))} to {_seconds(max(times))}"
+        parts[0] += f": compute {seconds(min(times))} to {seconds(max(times))}"
     if ages := [rank.age_s for rank in ranks if rank.state in ACTIVE]:
         parts.append(f"last heartbeat at most {max(ages):.1f} s ago")
     return [Text(part, "dim") for part in parts]
@@ -335,25 +336,3 @@ def _flow(parts: Sequence[Text], width: int, gap: str) -> list[Text]:
         else:
             lines.append(part)
     return lines
-
-
-def _seconds(seconds: float | None) -> str:
-    """Return at most seven characters with three digits: "213 µs", "38.4 ms", "12.3 s"."""
-    if seconds is None:
-        return "-"
-    if seconds < 0.9995e-3:
-        return f"{1e6 * seconds:.0f} µs"
-    if seconds < 0.9995:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
-
-
-def _bytes(number: float | None) -> str:
-    """Return at most seven characters: "5.04 MB"."""
-    if number is None:
-        return "-"
-    for unit in ("B", "kB", "MB"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
