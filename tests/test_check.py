@@ -221,7 +221,7 @@ def test_under_torchrun() -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", str(free_port()), "-m", "offbeat", "check"),
+            *("--master-port", str(free_port()), "-m", "offbeat", "check", "--strict"),
         ],
         capture_output=True,
         text=True,

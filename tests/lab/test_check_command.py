@@ -65,8 +65,8 @@ def test_all_is_well() -> None:
 
 def test_only_what_deserves_attention() -> None:
     with Lab(Cluster.simple(2, "20mbit")) as lab:
-        lines = printed_by_rank_0(check_in(lab, 2, "--strict", change=differ), 1)
-        quick = printed_by_rank_0(check_in(lab, 2, "--quick", change=differ), 0)
+        lines = printed_by_rank_0(check_in(lab, 2, differ, strict=True), 1)
+        quick = printed_by_rank_0(check_in(lab, 2, differ, quick=True), 0)
     torch, files, clock = verdicts(lines)
     assert torch.startswith("beware: rank 1 (host-b) has torch 2.12.0, the others 2.13")
     assert files == (
@@ -80,9 +80,9 @@ def test_only_what_deserves_attention() -> None:
 def test_blocked_ports_are_named() -> None:
     with Lab(Cluster.simple(4, "20mbit")) as lab:
         names = namespaces_of(lab)[1:]
-        for host, peer in ((1, 2), (2, 1), (3, 0)):
-            run_world(block, 1, names[host], lab.address(peer), PORT)
-        printed = check_in(lab, 4, "--quick", "--port", str(PORT))
+        pairs = [(names[host], lab.address(peer)) for host, peer in ((1, 2), (2, 1), (3, 0))]
+        run_world(block, 1, pairs, PORT)
+        printed = check_in(lab, 4, port=PORT, quick=True)
     one_way, both_ways = verdicts(printed_by_rank_0(printed, 1))
     assert one_way == (
         "fails: rank 0 (host-a) cannot reach rank 3 (host-d, 10.77.0.4) on eth0: no answer in 3 "
@@ -124,7 +124,7 @@ def test_a_shared_link_is_named() -> None:
 )
 def test_faults_that_end_the_check(change, text: str) -> None:
     with Lab(Cluster.simple(3, "20mbit")) as lab:
-        printed = check_in(lab, 3, change=change)
+        printed = check_in(lab, 3, change)
     (found,) = verdicts(printed[0][1].splitlines())
     assert found.startswith(text)
     assert printed[0][0] == printed[2][0] == 1

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from offbeat.lab import Lab, syscalls
 from offbeat.lab.addressing import address
@@ -27,47 +28,36 @@ def namespaces_of(lab: Lab) -> list[str]:
 def check_in(
     lab: Lab,
     ranks: int,
-    *argv: str,
     change: Callable[[int], None] | None = None,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    *,
+    port: int | None = None,
+    quick: bool = False,
+    strict: bool = False,
 ) -> list[Printed]:
     """Return what `offbeat check` prints on every rank, one rank per host.
 
     `change` is called with the rank in the process of each rank.
     """
     names = namespaces_of(lab)[1:]
-    return run_world(
-        check_on_host,
-        ranks,
-        names,
-        argv,
-        change,
-        environ or {},
-        timeout_s=timeout_s,
-        imports=("offbeat.cli", "offbeat.check.command", "support.checking"),
-    )
+    options = {"port": port, "quick": quick, "strict": strict}
+    return run_world(check_on_host, ranks, names, options, change)
 
 
 def check_on_host(
-    names: Sequence[str],
-    argv: Sequence[str],
-    change: Callable[[int], None] | None,
-    environ: Mapping[str, str],
+    names: Sequence[str], options: Mapping[str, Any], change: Callable[[int], None] | None
 ) -> Printed:
-    from offbeat import cli
+    from offbeat.check.command import check
 
     rank = int(os.environ["RANK"])
     enter(names[rank])
     socket.gethostname = lambda: f"host-{chr(ord('a') + rank)}"
     os.environ |= {"MASTER_ADDR": address(0, 0), "OFFBEAT_LINKS": "eth0", "LOCAL_RANK": "0"}
-    os.environ |= environ
     if change is not None:
         change(rank)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = cli.main(["check", *argv])
+            code = check(**options)
         except SystemExit as end:
             code = int(end.code or 0)
     return code, out.getvalue(), err.getvalue()
@@ -83,14 +73,15 @@ def enter(name: str) -> None:
 # --- faults --------------------------------------------------------------------------------------
 
 
-def block(name: str, peer: str, port: int) -> None:
-    """Drop what a host answers from a port to a peer, so that the peer cannot connect to it."""
+def block(pairs: Sequence[tuple[str, str]], port: int) -> None:
+    """In each namespace drop the answers from a port to an address, which then cannot connect."""
     from pyroute2.iproute import IPRoute
 
-    enter(name)
-    with IPRoute() as ip:
-        sport = f"{port}:{port}"
-        ip.rule("add", dst=peer, dst_len=32, ip_proto=6, sport_range=sport, action="blackhole")
+    for name, peer in pairs:
+        enter(name)
+        with IPRoute() as ip:
+            sport = f"{port}:{port}"
+            ip.rule("add", dst=peer, dst_len=32, ip_proto=6, sport_range=sport, action="blackhole")
 
 
 def share(center: str, hosts: Sequence[int], rate_bps: int) -> None:
