@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -34,6 +35,17 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     }
 
 
+def recorded(tmp_path: Path) -> tuple[str, str, set[str]]:
+    """Return launcher and name of the one recorded job, and the files of ranks in its record."""
+    (folder,) = (tmp_path / "record").iterdir()
+    facts = json.loads((folder / "run.json").read_text())
+    ranks = {path.name for path in folder.glob("rank?.jsonl")}
+    return facts["launcher"], facts["job_name"], ranks
+
+
+BOTH_RANKS = {"rank0.jsonl", "rank1.jsonl"}
+
+
 # ---- SLURM ----------------------------------------------------------------------------------
 
 FAKE_SRUN = """#!{python}
@@ -44,7 +56,7 @@ job = str(random.randrange(10**6))  # of which the port is made
 def task(rank):
     of_task = {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2",
                "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": job,
-               "SLURM_STEP_NODELIST": "localhost"}}
+               "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "night"}}
     return subprocess.Popen([sys.executable, *command[1:]], env={{**os.environ, **of_task}})
 sys.exit(max(process.wait() for process in [task(0), task(1)]))
 """
@@ -66,6 +78,7 @@ def test_the_batch_script_of_slurm(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"2 ranks, loss \d\.\d{4}\n", done.stdout)  # of rank 0 alone
     assert "dreamddp(period=8), 2 ranks" in done.stderr
+    assert recorded(tmp_path) == ("srun", "night", BOTH_RANKS)
 
 
 def test_the_batch_script_asks_for_what_slurm_knows() -> None:
@@ -201,6 +214,7 @@ def test_the_command_of_the_trainjob(tmp_path: Path) -> None:
     assert re.fullmatch(r"2 ranks, loss \d\.\d{4}\n", first)
     assert second == ""
     assert "dreamddp(period=8), 2 ranks" in words
+    assert recorded(tmp_path) == ("TrainJob", "train", BOTH_RANKS)
 
 
 # ---- Ray ------------------------------------------------------------------------------------
@@ -235,3 +249,4 @@ def test_the_script_of_ray(tmp_path: Path) -> None:
     found = re.search(r"loss ([\d.]+) to ([\d.]+)", printed)
     assert found, printed
     assert float(found[2]) < 0.9 * float(found[1])
+    assert recorded(tmp_path) == ("Ray", "ray", BOTH_RANKS)

@@ -263,9 +263,11 @@ def default_name(environment: Mapping[str, str], argv: Sequence[str]) -> str:
 # ---- secrets --------------------------------------------------------------------------------
 
 _SECRET = r"(?:key|token|password|secret|credential|auth)"
-_SECRET_OPTION = re.compile(rf"-[^=:\s]*{_SECRET}[^=:\s]*", re.IGNORECASE)
+_SECRET_OPTION = re.compile(rf"-[^=:\s]*?{_SECRET}[^=:\s]*", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
-    rf"([^\s=:]*{_SECRET}[^\s=:]*\s*[=:]\s*)(?!//)\S.*", re.IGNORECASE | re.DOTALL
+    # The bound of a name keeps the search in a long word linear.
+    rf"({_SECRET}[^\s=:]{{0,64}}\s*[=:]\s*)(?!//)\S.*",
+    re.IGNORECASE | re.DOTALL,
 )
 _URL_USER = re.compile(r"(://)(?:[^\s:/@]*:\S*|[^\s/@]*)@")
 _OPTION = re.compile(r"--\S|-\D$")  # a longer word after a single dash may be a secret
@@ -284,6 +286,6 @@ def mask_secrets(argv: Sequence[str]) -> list[str]:
             masked.append(MASK)
             continue
         is_value = _SECRET_OPTION.fullmatch(word) is not None
-        without_user = _URL_USER.sub(rf"\1{MASK}@", word)
+        without_user = _URL_USER.sub(rf"\1{MASK}@", word) if "@" in word else word
         masked.append(_SECRET_VALUE.sub(rf"\1{MASK}", without_user))
     return masked
