@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,7 +15,6 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -379,7 +379,7 @@ def test_output_without_utf_8(tmp_path: Path) -> None:
 # --- a terminal ----------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
     """`offbeat watch` in a terminal of 80x24, and what it has written to it."""
     master, slave = pty.openpty()
@@ -457,3 +457,61 @@ def test_interrupt_in_a_terminal(tmp_path: Path) -> None:
         assert process.wait(60) == 130
     assert "iteration 24" in text().rpartition("\x1b[?1049l")[2]
     assert "Traceback" not in text()
+
+
+# --- a job of torchrun ---------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import offbeat
+model = torch.nn.Linear(32, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer = offbeat.prepare(model, optimizer, offbeat.WFBP(), observe=4)
+stop = torch.zeros(1)
+while not stop:
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 32)).square().mean()
+    time.sleep(0.05 * (1 + int(os.environ["RANK"])))
+    loss.backward()
+    optimizer.step()
+    stop.fill_(Path(sys.argv[1]).exists())
+    dist.all_reduce(stop)
+model.close()
+"""
+
+
+def test_job_of_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 computes 50 ms longer. The screen states it, and that the job has ended."""
+    script, stop, runs = tmp_path / "t.py", tmp_path / "stop", tmp_path / "runs"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*torchrun, "--nproc-per-node", "2", str(script), str(stop)],
+        env={k: v for k, v in os.environ.items() if not k.startswith("OFFBEAT_")}
+        | {"OFFBEAT_RECORD": str(runs), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+    )
+    try:
+        until, shown = time.monotonic() + 80, None
+        while shown is None or not any(rank.delays_others for rank in shown.ranks):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.5)
+            shown = view(JobFollower(find_run(runs))) if any(runs.glob("*/run.json")) else None
+        stop.touch()
+        assert process.wait(30) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (shown.strategy, shown.world_size, shown.hosts, shown.state) == ("wfbp", 2, 1, "running")
+    assert shown.predicted_s is not None
+    assert shown.iteration_s is not None
+    assert shown.iteration_s > 0.1
+    assert [rank.delays_others for rank in shown.ranks] == [False, True]
+    assert cli.main(["watch", str(runs), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "wfbp  2 ranks  ended" in text
+    assert "delays others: " in text
