@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -257,14 +260,17 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     session.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with prepared(module, plain, strategy, **given) as (model, optimizer):
-            go_on(model, optimizer, CASE, range(iterations))
-            names = [model._session.plan.strategy]
-            trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
-            united = bits(model)
-    return Watched(trained, names, [], [str(w.message) for w in caught], [], united)
+    with (
+        redirect_stderr(io.StringIO()) as printed,
+        prepared(module, plain, strategy, **given) as (model, optimizer),
+    ):
+        go_on(model, optimizer, CASE, range(iterations))
+        names = [model._session.plan.strategy]
+        trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
+        united = bits(model)
+    text = " ".join(printed.getvalue().split())  # lines are wrapped
+    lines = re.findall(r"offbeat: [^;]*; WFBP runs instead of DeFT", text)
+    return Watched(trained, names, [], lines, [], united)
 
 
 def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[float, float]]:

@@ -185,7 +185,7 @@ class FlatSession(Session):
         elif trial is None and _allows_one_backward(plan):
             self.engine.hooks.held = ALL
         for warning in caught:
-            self._report_decision(str(warning.message))
+            self._report_line(str(warning.message))
 
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
