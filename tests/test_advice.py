@@ -214,6 +214,20 @@ def test_settings_are_not_separated_by_commas():
         parse("dreamddp:period=4,wire=int4")
 
 
+def test_the_text_is_as_wide_as_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    slow().save(tmp_path / "p.json")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["advise", "--profile", "p.json"]) == 0
+    narrow = capsys.readouterr().out
+    [long] = [line for line in narrow.splitlines() if len(line) > 80]
+    assert long.startswith("    --strategies ")  # one word of the command
+    assert re.search("^advised: ", narrow, re.MULTILINE)
+    monkeypatch.delenv("COLUMNS")
+    assert cli.main(["advise", "--profile", "p.json"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "profile.json"
     slow().save(path)
@@ -223,7 +237,7 @@ def test_the_command(tmp_path, capsys):
     assert found["advised"] in found["compared"]
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
-    assert found["command"] in said
+    assert found["command"] in re.sub(r" \\\n +", " ", said)
     assert re.search(r"^\* \S+ .*^\* advised: ", said, re.MULTILINE | re.DOTALL)
     assert re.search(r"^\+ also worth comparing", said, re.MULTILINE)
     assert re.search("^stale: iterations until", said, re.MULTILINE)

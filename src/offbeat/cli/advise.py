@@ -16,6 +16,7 @@ from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.parsing import pairs, parse_value, text_of
 from offbeat.experiments.advice import Advice, Option, advise, describe_change
+from offbeat.experiments.report.table import wrap
 
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
@@ -25,6 +26,7 @@ MEGA = 1e6
 DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
+NARROW_COLUMNS = ("", "ms", *COLUMNS[2:])
 MARKS = (
     "* advised: the gentlest strategy that is nearly as fast as the fastest one",
     "+ also worth comparing on your model",
@@ -34,33 +36,46 @@ MARKS = (
 )
 
 
-def advice_text(advice: Advice, command: str, compute: str | None = None) -> str:
-    """Return the text of `offbeat advise`: table of options, advice, notes, compare command."""
+def advice_text(advice: Advice, command: str, compute: str | None, width: int) -> str:
+    """Return the text of `offbeat advise`: table of options, advice, notes, compare command.
+
+    If a line of the table is longer than `width`, the last column names only the kind of change.
+    Lines of the command break between options.
+    """
     shown = list(advice.options[:SHOWN])
     shown += [option for option in advice.compared if option not in shown]
     left = len(advice.options) - len(shown)
-    lines = [_table([COLUMNS, *(_row(option, advice) for option in shown)])]
-    if left > 0:
-        lines.append(f"and {left} more that are slower (--json has all)")
-    lines += ["", *MARKS, ""]
-    lines.append(f"advised: {text_of(advice.chosen.strategy)} ({describe_change(advice.chosen)})")
-    lines += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
-    lines.append("losses are not predicted; compare on your model:")
-    lines.append(f"  {command}")
-    return "\n".join(lines)
+    table = _table([COLUMNS, *(_row(o, advice, describe_change(o)) for o in shown)])
+    if any(len(line) > width for line in table):
+        table = _table([NARROW_COLUMNS, *(_row(o, advice, o.change) for o in shown)])
+    lines = table + [f"and {left} more that are slower (--json has all)"] * (left > 0)
+    chosen = advice.chosen
+    notes = [f"advised: {text_of(chosen.strategy)} ({describe_change(chosen)})"]
+    notes += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
+    notes.append("losses are not predicted; compare on your model:")
+    for text in ("", *MARKS, "", *notes):
+        lines += wrap(text, width, "  ") or [""]
+    return "\n".join([*lines, *_command_lines(command, width)])
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows with aligned columns, except for the last one."""
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines with aligned columns, except for the last one."""
     numbers = align_columns([row[:-1] for row in rows]).splitlines()
-    return "\n".join(f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True))
+    return [f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True)]
 
 
-def _row(option: Option, advice: Advice) -> list[str]:
+def _row(option: Option, advice: Advice, change: str) -> list[str]:
     mark = "*" if option == advice.chosen else "+" if option in advice.compared else " "
     name = f"{mark} {text_of(option.strategy)}"
     numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
-    return [name, *numbers, str(option.staleness), describe_change(option)]
+    return [name, *numbers, str(option.staleness), change]
+
+
+def _command_lines(command: str, width: int) -> list[str]:
+    """Return a shell command on one line, or with an option per line if it is too long."""
+    if len(command) + 2 <= width:
+        return [f"  {command}"]
+    return f"  {command}".replace(" --", " \\\n    --").splitlines()
 
 
 def compare_command(

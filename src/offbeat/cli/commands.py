@@ -34,6 +34,7 @@ DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
+ADVICE_WIDTH = 140  # of `advise`, whose table has a sentence per row
 LEAST_WIDTH = 60  # least width of a table in characters; a narrower terminal wraps its lines
 
 app = App(
@@ -471,7 +472,8 @@ def advise(
     advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
     command = advising.compare_command(advice, facts, profile, device_speed)
     data = {**advising.to_dict(advice, command), "compute": compute.record()}
-    print_result(json_, data, advising.advice_text(advice, command, compute.text))
+    text = advising.advice_text(advice, command, compute.text, terminal_width(ADVICE_WIDTH))
+    print_result(json_, data, text)
     return 0
 
 
@@ -714,11 +716,11 @@ def _show_run(
         print("", *table.wrap(reports.headline(run, rows).sentence, width), sep="\n")
 
 
-def terminal_width() -> int:
-    """Return the characters per line of the terminal, or of other output."""
-    if not sys.stdout.isatty():
-        return PLAIN_WIDTH
-    return max(LEAST_WIDTH, shutil.get_terminal_size().columns)
+def terminal_width(plain: int = PLAIN_WIDTH) -> int:
+    """Return the characters per line: `COLUMNS`, else those of the terminal, else `plain`."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return plain
+    return max(LEAST_WIDTH, shutil.get_terminal_size((plain, 0)).columns)
 
 
 def print_result(json_: bool, data: Any, text: str) -> None:
