@@ -236,6 +236,7 @@ def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job._tally = Tally(0, CPU(), lambda: {"eth0": int(1e6 * now[0])}, lambda: now[0])
     job._writer = LineWriter(tmp_path, 0, lambda: now[0])
     job._total, job._metrics, job._began_s, job._due_s = None, {}, 0.0, 0.0
+    job._line_due_s, job._unwritten, job._microseconds = 0.0, [], []
     job._board = SimpleNamespace(post=lambda _: None)  # type: ignore[assignment]
     took, weeks_s = [], 3 * 7 * 86400.0
     while now[0] < weeks_s:

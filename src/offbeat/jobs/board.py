@@ -7,15 +7,21 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
+from offbeat.core.measuring.replica_sample import SampledElements
+from offbeat.core.runtime.meter import SampleBoard, gamma
 from offbeat.core.transport.control import Control
 from offbeat.jobs.interval import Interval
 
 ROUND_S = 2.0  # time between two reads of rank 0
 CLOSE_S = 2.0  # longest wait for the thread at the end of a job
 THREAD_NAME = "offbeat-board"
+
+
+OnRound = Callable[[Mapping[int, Interval], float | None], None]
 
 
 class Board:
@@ -26,17 +32,27 @@ class Board:
     Args:
         control: agreement between the ranks of the job.
         on_round: on rank 0, called every `ROUND_S` seconds, and once at the end, with the newest
-            interval of each rank that has published one; None on other ranks.
+            interval of each rank that has published one, and `divergence`; None on other ranks.
+
+    Attributes:
+        divergence: on rank 0, mean squared distance of the replicas from their mean by the newest
+            sample that all ranks have published; None without one.
     """
 
-    def __init__(self, control: Control, on_round: Callable[[Mapping[int, Interval]], None] | None):
+    def __init__(self, control: Control, on_round: OnRound | None):
         self._rank, self._ranks = control.rank, range(control.world_size)
+        self.divergence: float | None = None
+        self._samples: SampleBoard | None = None
+        self._unsent_sample: tuple[int, float, Tensor] | None = None
+        self._sample: tuple[int, float] | None = None  # number and weight of the newest sample
         self._store: Any = None
         if control.world_size > 1:
             store: Any = distributed_c10d._get_default_store()
             # A blocking wait of another thread occupies the connection of a store.
             clone = store.clone() if hasattr(store, "clone") else store
             self._store = PrefixStore(f"offbeat/intervals/{control.met}", clone)
+            samples = PrefixStore("samples", self._store)
+            self._samples = SampleBoard(samples, self._rank, self._ranks)
         self._on_round = on_round
         self._newest: dict[int, Interval] = {}
         self._known: set[int] = set()  # ranks that have published
@@ -48,6 +64,12 @@ class Board:
     def post(self, interval: Interval) -> None:
         """Publish the newest interval of this rank. Returns at once."""
         self._unsent = interval
+        if self._on_round is None:
+            self._wake.set()
+
+    def post_sample(self, number: int, elements: SampledElements) -> None:
+        """Publish the current values of sampled parameters under a number. Returns at once."""
+        self._unsent_sample = number, elements.weight, elements.numbers()
         if self._on_round is None:
             self._wake.set()
 
@@ -66,7 +88,7 @@ class Board:
                 stopped = self._stopped
                 self._exchange()
                 if self._on_round is not None:
-                    self._on_round(dict(self._newest))
+                    self._on_round(dict(self._newest), self.divergence)
                 if stopped:
                     return
         except RuntimeError:  # the store is lost, and the heartbeat reports it
@@ -78,6 +100,10 @@ class Board:
             self._newest[self._rank] = unsent
             if self._store is not None and self._on_round is None:
                 self._store.set(str(self._rank), json.dumps(unsent.to_dict()))
+        sample, self._unsent_sample = self._unsent_sample, None
+        if self._samples is not None and sample is not None:
+            self._sample = sample[0], sample[1]
+            self._samples.post(sample[0], sample[2])
         if self._on_round is not None and self._store is not None:
             self._read()
 
@@ -88,3 +114,8 @@ class Board:
         known = sorted(self._known)
         for rank, text in zip(known, self._store.multi_get([str(r) for r in known]), strict=True):
             self._newest[rank] = Interval.from_dict(json.loads(text))
+        if self._samples is not None and self._sample is not None:
+            number, weight = self._sample
+            rows = self._samples.read(number)
+            if rows is not None:
+                self.divergence, self._sample = weight * gamma(rows), None

@@ -14,6 +14,7 @@ from offbeat.core.runtime.console import console
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE
 from offbeat.core.transport.control import Control
+from offbeat.core.transport.heartbeat import LEFT
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
@@ -68,6 +69,7 @@ class JobMonitor:
         self._sinks = open_sinks(
             settings.sinks, labels, lambda text: console.print("metrics", text, "warning")
         )
+        self._divergence: float | None = None
         self.notices: Counter[str] = Counter()
         self.decisions = 0
 
@@ -103,8 +105,14 @@ class JobMonitor:
 
     # ---- called by the board's thread -------------------------------------------------------
 
-    def on_round(self, newest: Mapping[int, Interval]) -> None:
-        """Handle the newest intervals of all ranks, every few seconds."""
+    def on_round(self, newest: Mapping[int, Interval], divergence: float | None) -> None:
+        """Handle the newest intervals of all ranks, every few seconds.
+
+        Args:
+            newest: newest interval of each rank.
+            divergence: mean squared distance of the replicas from their mean; None if unknown.
+        """
+        self._divergence = divergence
         for rank, interval in newest.items():
             before = self._newest.get(rank)
             if before is None or interval.t != before.t:
@@ -228,11 +236,13 @@ class JobMonitor:
                 max(0, status["iteration"]),
             )
             for rank, status in enumerate(statuses)
+            if status["state"] != LEFT
         }
         return JobState(
             ranks,
             None if outlook is None else finite(outlook.iteration_s),
             None if outlook is None else finite(outlook.bound_s),
+            divergence=finite(self._divergence),
             notices=dict(self.notices),
         )
 

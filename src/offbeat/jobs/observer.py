@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,11 @@ import torch
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.measuring.loss import LossTap
+from offbeat.core.measuring.replica_sample import Sample, SampledElements
 from offbeat.core.measuring.reported import clear_receiver, set_receiver
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
+from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers
@@ -42,8 +45,10 @@ from offbeat.jobs.settings import (
 )
 from offbeat.jobs.tally import Tally
 
-SHORTEST_S = 5.0  # shortest interval
-AGE_SHARE = 1000  # an interval lasts at least the age of the job divided by this
+INTERVAL_S = 5.0  # intervals that rank 0 receives
+AGE_SHARE = 1000  # a recorded interval lasts at least the age of the job divided by this
+SAMPLE_S = 60.0  # least time between two samples of the parameters, by the profile
+SAMPLE_ITERATIONS = 1000  # iterations between two samples without a profile
 SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
 SPANS_PERIODS = 3  # periods of the plan in a timeline
 MOST_SPANS_BYTES = 1 << 16
@@ -75,12 +80,17 @@ class JobObserver(Recorder):
         super().__init__()
         control = cluster.control
         self._device, self._rank, self._clock = cluster.device, control.rank, clock
+        self._device_type = cluster.where.type
         self._session: Session | None = None
         self._tap = LossTap()
         self._tally = Tally(control.rank, cluster.device, self._session_traffic, clock)
         self._total: Interval | None = None
-        self._due_s = time.monotonic() + SHORTEST_S
         self._began_s = time.monotonic()
+        self._due_s, self._line_due_s = self._began_s + INTERVAL_S, self._began_s
+        self._unwritten: list[Interval] = []
+        self._microseconds: list[int] = []
+        self._elements: SampledElements | None = None
+        self._sample_every = SAMPLE_ITERATIONS
         self._before = 0  # iterations of processes before this one
         self._ended = False
         self._window: list[Iteration] | None = []  # iterations of the next timeline
@@ -141,19 +151,21 @@ class JobObserver(Recorder):
     def start(
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
     ) -> None:
-        self._close_interval()
+        self._close_interval(write=True)
         first = self._next_iteration
         if profile is not None:
             self._total = None  # iterations that were measured are none of the strategy
         self.plan = plan
         self._set_window(plan)
         self._profile = profile
+        if profile is not None:
+            self._sample_every = max(100, ceil(SAMPLE_S / compute_s(profile)))
         if self.monitor is not None:
             self.monitor.on_plan(plan, profile, first)
 
     def set_plan(self, plan: Plan) -> None:
         if self.plan is not None and plan is not self.plan:
-            self._close_interval()
+            self._close_interval(write=True)
             self._set_window(plan)
             if self.monitor is not None:
                 self.monitor.on_plan(plan, self._profile, self._next_iteration)
@@ -164,7 +176,7 @@ class JobObserver(Recorder):
             self._tally.add_loss(loss)
         before = self._session.iteration - iteration if self._session is not None else 0
         if before != self._before:  # a checkpoint was loaded
-            self._close_interval()
+            self._close_interval(write=True)
             self._before = before
 
     def add_iteration(self, done: Iteration) -> None:
@@ -176,6 +188,17 @@ class JobObserver(Recorder):
             self._add_to_timeline(done)
         if time.monotonic() >= self._due_s:
             self._close_interval()
+
+    def set_sample(self, create: Callable[[], Sample] | None) -> None:
+        # A copy from a GPU would wait for the device.
+        if create is None or self._device_type != "cpu":
+            self._elements = None
+        else:
+            self._elements = create().elements
+
+    def on_step_end(self, iteration: int) -> None:
+        if self._elements is not None and (iteration + 1) % self._sample_every == 0:
+            self._board.post_sample(iteration // self._sample_every, self._elements)
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
         kind = "decision" if warning is None else "warning"
@@ -208,7 +231,7 @@ class JobObserver(Recorder):
         self._ended = True
         if how == "ended":
             self._tally.end()
-        self._close_interval()
+        self._close_interval(write=True)
         self._line("end", how=how, iteration=self._next_iteration, text=text)
         self._board.close()
         if self.monitor is not None:
@@ -228,23 +251,33 @@ class JobObserver(Recorder):
 
     # ---- intervals --------------------------------------------------------------------------
 
-    def _close_interval(self) -> None:
+    def _close_interval(self, *, write: bool = False) -> None:
+        """Publish the sums since the last interval, and add them to the record.
+
+        Args:
+            write: write the line of the record even if it is not due.
+        """
         now_s = time.monotonic()
-        self._due_s = now_s + max(SHORTEST_S, (now_s - self._began_s) / AGE_SHARE)
-        microseconds = self._tally.iterations_us
+        self._due_s = now_s + INTERVAL_S
+        self._microseconds += self._tally.iterations_us
         interval = self._tally.close_interval()
-        if interval is None:
-            return
-        self._total = interval if self._total is None else combine([self._total, interval])
+        if interval is not None:
+            self._total = interval if self._total is None else combine([self._total, interval])
+            self._unwritten.append(interval)
+            self._board.post(interval)
+        if self._unwritten and (write or now_s >= self._line_due_s):
+            self._line_due_s = now_s + (now_s - self._began_s) / AGE_SHARE
+            self._write_interval(combine(self._unwritten))
+
+    def _write_interval(self, interval: Interval) -> None:
         if self._writer is not None:
             self._writer.line("interval", **interval.to_dict())
-            self._writer.detail("iterations", first=interval.first, us=microseconds)
+            self._writer.detail("iterations", first=interval.first, us=self._microseconds)
             for name, values in self._metrics.items():
-                last = interval.stop - 1
                 mean = sum(values) / len(values)
+                last = interval.stop - 1
                 self._line("metric", iteration=last, name=name, value=mean, n=len(values))
-        self._metrics = {}
-        self._board.post(interval)
+        self._unwritten, self._microseconds, self._metrics = [], [], {}
 
     def _add_metric(self, name: str, value: float) -> None:
         """Record a metric that the script reports: one line per interval, with the mean."""

@@ -38,7 +38,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
-    needs: ClassVar[Needs] = Needs(sparse_gradients=True)
+    needs: ClassVar[Needs] = Needs(measures=False, sparse_gradients=True)
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb

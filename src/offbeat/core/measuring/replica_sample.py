@@ -57,10 +57,13 @@ class Sample:
     """Values of the same sampled parameters after several iterations.
 
     `storages` are the flat tensors of the parameters.
+
+    Attributes:
+        elements: the sampled parameters.
     """
 
     def __init__(self, storages: Sequence[Tensor]) -> None:
-        self._chosen = SampledElements(storages)
+        self.elements = SampledElements(storages)
         self._every = 1
         self._seen: list[tuple[int, list[Tensor]]] = []
 
@@ -73,7 +76,7 @@ class Sample:
         """Record the values after an iteration, without waiting for the device."""
         if iteration % self._every:
             return
-        self._seen.append((iteration, self._chosen.parts()))
+        self._seen.append((iteration, self.elements.parts()))
         if len(self._seen) > MOST:
             self._every *= 2
             self._seen = [seen for seen in self._seen if seen[0] % self._every == 0]
@@ -89,6 +92,6 @@ class Sample:
         numbers = np.array([row.numpy() for row in rows], dtype="<f8")
         return {
             "iterations": [i for i, _ in self._seen],
-            "weight": self._chosen.weight,
+            "weight": self.elements.weight,
             "numbers": base64.b64encode(numbers.tobytes()).decode(),
         }

@@ -176,7 +176,6 @@ class DDPSession(LoopSession):
             self._optimizer.step()
             if self._pace is not None:
                 self._pace.on_model_update()
-        self._cluster.control.set_iteration(self._done.number + 1)
 
     def _record(self, done: Iteration, recorder: Recorder) -> None:
         self._report()

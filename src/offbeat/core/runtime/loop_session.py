@@ -112,6 +112,7 @@ class LoopSession(Session):
             self._recorder.on_step_end(number)
         if self._listener is not None:
             self._listener(self._done)
+        self._cluster.control.set_iteration(number + 1)
         self._done = self._new_iteration(number + 1)
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -386,8 +386,10 @@ def _startup_message(
     ranks = cluster.control.world_size
     links = ", ".join(map(str, cluster.specs.values()))
     how = ""
-    if strategy.needs.profile:
-        how = ", profile given" if known else f", observing {observe} iterations"
+    if known is not None:
+        how = ", profile given"
+    elif strategy.needs.profile and strategy.needs.measures:
+        how = f", observing {observe} iterations"
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
 
 

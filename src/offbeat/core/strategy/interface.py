@@ -33,6 +33,8 @@ class Needs:
 
     Attributes:
         profile: a profile is given or measured first, and the strategy makes a plan from it.
+        measures: a missing profile is measured in the first iterations; otherwise the job runs
+            without one.
         servers: the last ranks of the job serve parameters.
         allows_joining: further processes may join the running job.
         survives_ranks: the launcher lets the other ranks continue when a rank fails.
@@ -45,6 +47,7 @@ class Needs:
     """
 
     profile: bool = True
+    measures: bool = True
     servers: bool = False
     allows_joining: bool = False
     survives_ranks: bool = False

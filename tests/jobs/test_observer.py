@@ -1,0 +1,81 @@
+"""Records of jobs that no launcher of the project has started, for every kind of session."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import observed_jobs
+from support.worlds import run_world
+
+from offbeat import Plan, Profile
+from offbeat.jobs.interval import Interval, combine
+from offbeat.jobs.record_lines import load
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers"), [("dreamddp:period=2", 0), ("ddp", 0), ("a2cid2", 0), ("ssp", 1)]
+)
+def test_a_record_of_each_kind_of_session(strategy: str, servers: int, tmp_path: Path) -> None:
+    ranks = 2 + servers
+    said = run_world(observed_jobs.train_recorded, ranks, str(tmp_path), strategy, "text", servers)
+    (folder,) = tmp_path.iterdir()
+    record = load([folder])
+    assert record.missing == []
+    assert record.problems == []
+    run = record.run
+    assert [run["id"], run["job_name"], run["world_size"]] == [folder.name, "a-job", ranks]
+    assert run["strategy"].startswith(strategy.partition(":")[0])
+    for rank, lines in record.ranks.items():
+        assert lines.head["id"] == folder.name
+        assert lines.end is not None
+        assert lines.end["how"] == "ended"
+        if rank >= 2:  # a server trains nothing
+            assert lines.intervals == []
+            continue
+        whole = combine(lines.intervals)
+        assert [whole.first, whole.n, whole.updates] == [0, 8, 8]
+        assert whole.loss is not None
+        assert whole.loss.n == 8
+        assert whole.links["net"].bytes > 0
+        assert whole.own_s > 0
+        assert [(m["name"], m["value"]) for m in lines.metrics] == [("accuracy", 0.5)]
+    assert record.alive is not None
+    assert [one["rank"] for one in record.alive["ranks"]] == [*range(ranks)]
+    newest = Interval.from_dict(record.alive["ranks"][0]["interval"])
+    assert newest == record.ranks[0].intervals[-1]
+    text = " ".join(said[0].split())
+    assert "8 iterations in" in text
+    assert f"offbeat report {folder}" in text
+    assert said[1] in ("", "served"), "rank 0 prints for all"
+    planned = (folder / "plan.json").exists()
+    assert planned == (strategy == "dreamddp:period=2"), "the others measure no profile"
+    assert planned != (f"{run['strategy']} measures no profile, so nothing is predicted" in text)
+    if planned:
+        for name, kind in (("plan.json", Plan), ("profile.json", Profile)):
+            kind.from_dict(json.loads((folder / name).read_text()))
+
+
+def test_messages_as_json_and_none(tmp_path: Path) -> None:
+    said = run_world(observed_jobs.train_recorded, 2, str(tmp_path), "wfbp", "json")
+    lines = [json.loads(line) for line in said[0].splitlines()]
+    assert {line["event"] for line in lines} >= {"start", "end"}
+    assert all(isinstance(line["t"], float) and line["level"] for line in lines)
+    assert lines[-1]["how"] == "ended"
+    assert run_world(observed_jobs.observers, 2, "off") == [["NoneType", ""]] * 2
+    ((name, text), _) = run_world(observed_jobs.observers, 2, "text")
+    assert name == "JobObserver"
+    assert "bsp, 2 ranks" in text
+
+
+def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run_world(observed_jobs.train_twice, 2, str(runs), str(tmp_path / "checkpoints"))
+    records = sorted((load([folder]) for folder in runs.iterdir()), key=lambda r: r.run["started"])
+    first, second = records
+    events = [e for e in second.ranks[1].events if e["event"] == "checkpoint"]
+    assert [(e["continues"], e["iteration"]) for e in events] == [(first.run["id"], 8)]
+    whole = combine(second.ranks[1].intervals)
+    assert [whole.first, whole.n] == [8, 8]
+    assert not [e for e in first.ranks[1].events if e["event"] == "checkpoint"]

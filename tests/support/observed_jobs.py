@@ -1,0 +1,67 @@
+"""Jobs that keep a record without a launcher, as ranks of a world."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import offbeat
+from support.models import Case, build_model, build_optimizer
+from support.workers import batch, loss_of, rank
+
+CASE = Case("mlp", "sgd")
+ITERATIONS = 8
+
+
+def train(strategy: str, checkpoint: str | None = None, servers: int = 0) -> str:
+    """Train a few iterations; return what this rank has printed."""
+    if servers:
+        os.environ["OFFBEAT_SERVERS"] = str(servers)
+    model = build_model(CASE)
+    text = io.StringIO()
+    with redirect_stderr(text), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = offbeat.prepare(
+            model, build_optimizer(CASE, model), strategy, observe=2, timeout_s=20
+        )
+        if checkpoint is not None and Path(checkpoint).exists():
+            offbeat.load(checkpoint, model, optimizer)
+        for t in range(ITERATIONS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(CASE, rank(), t)).backward()
+            optimizer.step()
+        offbeat.report_metric("accuracy", 0.5)
+        if checkpoint is not None:
+            offbeat.save(checkpoint, model, optimizer).wait()
+        model.close()
+    return text.getvalue()
+
+
+def train_recorded(folder: str, strategy: str, log: str = "text", servers: int = 0) -> str:
+    os.environ |= {"OFFBEAT_RECORD": folder, "OFFBEAT_LOG": log, "OFFBEAT_JOB_NAME": "a-job"}
+    try:
+        return train(strategy, servers=servers)
+    except SystemExit:  # of a server
+        return "served"
+
+
+def train_twice(folder: str, checkpoint: str) -> list[str]:
+    """Train, save, and continue in another run."""
+    os.environ |= {"OFFBEAT_RECORD": folder}
+    return [train("wfbp", checkpoint) for _ in range(2)]
+
+
+def observers(log: str) -> list[Any]:
+    """The recorder of a session without a record, and the threads of its model."""
+    os.environ |= {"OFFBEAT_LOG": log}
+    model = build_model(CASE)
+    text = io.StringIO()
+    with redirect_stderr(text):
+        model, _ = offbeat.prepare(model, build_optimizer(CASE, model), "bsp", observe=2)
+        recorder = model._session._recorder
+        model.close()
+    return [type(recorder).__name__, text.getvalue()]
