@@ -138,7 +138,7 @@ def quantile(hist: Mapping[int, int], share: float) -> float:
     """
     total, below = sum(hist.values()), 0
     if not total:
-        raise ValueError("hist ({}) must hold at least one iteration")
+        raise ValueError(f"hist ({dict(hist)}) must hold at least one iteration")
     *others, last = sorted(hist)
     for b in others:
         below += hist[b]

@@ -21,6 +21,7 @@ from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
 from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
 from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
 from offbeat.jobs.words import count_text, duration, percent, seconds, size
+from offbeat.jobs.words import error as deviation
 
 RANKS_SHORTEST_S, RANKS_AGE_SHARE = 60.0, 100  # rank 0 keeps the sums of all ranks this often
 FIRST_LINE_S, RAREST_LINE_S = 10.0, 600.0  # time to the first line, and the longest between two
@@ -188,8 +189,9 @@ class JobMonitor:
         predicted_s = self._outlook.iteration_s
         parts = [f"{own.stop:,} iterations", f"{seconds(own.mean_s)} each"]
         if predicted_s is not None:
-            error = own.mean_s / predicted_s - 1
-            parts[-1] += f" (predicted {seconds(predicted_s)}, {error:+.0%})"
+            parts[-1] += (
+                f" (predicted {seconds(predicted_s)}, {deviation(own.mean_s / predicted_s - 1)})"
+            )
         parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")
         if own.loss is not None and own.loss.n:
             parts.append(f"loss {own.loss.mean:.4g}")

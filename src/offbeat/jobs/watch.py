@@ -23,6 +23,7 @@ from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
 from offbeat.jobs.words import NONE, percent, seconds, size
+from offbeat.jobs.words import error as relative_error
 
 WIDE = 72  # characters of a line from which less important facts are shown
 POLL_S = 1.0  # time between two screens
@@ -191,7 +192,7 @@ def _pace(shown: JobView) -> list[Text]:
     pace, style = f"{seconds(shown.iteration_s)} each", ""
     if shown.predicted_s:
         deviation = shown.iteration_s / shown.predicted_s - 1
-        pace += f", predicted {seconds(shown.predicted_s)} ({deviation:+.0%})"
+        pace += f", predicted {seconds(shown.predicted_s)} ({relative_error(deviation)})"
         style = "yellow" if abs(deviation) > OFF_PREDICTION else ""
     parts = [Text(f"iteration {shown.iteration:,}"), Text(pace, style)]
     parts.append(Text(f"{percent(shown.wait_share)} waiting"))
