@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
-from offbeat.core.transport import heartbeat, rendezvous
+from offbeat.core.transport import heartbeat, heartbeat_traffic, rendezvous
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.heartbeat import (
     ABORTED,
@@ -53,9 +53,13 @@ class Store:
         if self.gone:
             raise RuntimeError("Broken pipe")
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         self._respond()
-        self.values[key] = value.encode()
+        self.values[key] = value.encode() if isinstance(value, str) else value
+
+    def compare_set(self, key: str, expected: str, _: str) -> bytes:
+        self._respond()
+        return self.values.get(key, expected.encode())
 
     def check(self, keys: list[str]) -> bool:
         self._respond()
@@ -69,8 +73,8 @@ class Store:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbeat]]]:
     """Heartbeats of four ranks that have read each other; rank 3 is the observer."""
+    monkeypatch.setattr(heartbeat_traffic, "INTERVAL_S", 0.02)
     for name, seconds in {
-        "INTERVAL_S": 0.02,
         "HEARTBEAT_TIMEOUT_S": 0.3,
         "STORE_TIMEOUT_S": 0.1,
     }.items():
@@ -81,7 +85,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbe
     for one in heartbeats:
         one.add_user()
     until(
-        lambda: all(status.sequence > 0 for one in heartbeats for status in one.detector.statuses)
+        lambda: all(
+            status.heard_round > 0 for one in heartbeats for status in one.detector.statuses
+        )
     )
     yield store, heartbeats
     store.gone = True
@@ -105,18 +111,31 @@ def returns_early() -> Iterator[None]:
     assert time.monotonic() - start_s < LONG_S / 2
 
 
+def read_status(one: Heartbeat, rank: int) -> RankStatus:
+    """Status of a rank in the table, which only a failure report reads while all ranks run."""
+    one._table = None
+    one._exchange_heartbeats()
+    return one.detector.statuses[rank]
+
+
 def stop_thread(one: Heartbeat) -> None:
     one._stopped.set()
 
 
 def test_update_ignores_a_known_sequence_number() -> None:
     """A new iteration changes `changed_s`; a known sequence number changes nothing."""
-    status = RankStatus()
+    status = RankStatus(sequence=0)
     found = []
     for now_s, sequence, iteration in [(1.0, 1, 5), (2.0, 2, 6), (3.0, 3, 6), (4.0, 3, 6)]:
-        status.update(now_s, sequence, [iteration, RUNNING, "in forward", []])
-        found.append((status.iteration, status.received_s, status.changed_s))
-    assert found == [(5, 1.0, 1.0), (6, 2.0, 2.0), (6, 3.0, 2.0), (6, 3.0, 2.0)]
+        status.update(now_s, int(10 * now_s), sequence, [iteration, RUNNING, "in forward", []])
+        found.append((status.iteration, status.received_s, status.changed_s, status.heard_round))
+    assert found == [(5, 1.0, 1.0, 10), (6, 2.0, 2.0, 20), (6, 3.0, 2.0, 30), (6, 3.0, 2.0, 30)]
+
+
+def test_first_heartbeat_that_a_collector_reads_may_be_old() -> None:
+    status = RankStatus(received_s=0.5)
+    status.update(1.0, 10, 7, [5, RUNNING, "in forward", []])
+    assert (status.iteration, status.received_s, status.heard_round) == (5, 0.5, 0)
 
 
 def test_waiting_ranks_are_not_suspects(ranks: tuple[Store, list[Heartbeat]]) -> None:
@@ -124,6 +143,7 @@ def test_waiting_ranks_are_not_suspects(ranks: tuple[Store, list[Heartbeat]]) ->
     for one in heartbeats:
         one.state = WAITING
     time.sleep(0.5)
+    assert read_status(heartbeats[3], 0).state == WAITING
     assert heartbeats[3].detector.suspects(waited_s=0.5) == []
     assert not heartbeats[3].detector.needs_abort
 
@@ -131,7 +151,7 @@ def test_waiting_ranks_are_not_suspects(ranks: tuple[Store, list[Heartbeat]]) ->
 def test_silent_rank_is_suspect(ranks: tuple[Store, list[Heartbeat]]) -> None:
     _, heartbeats = ranks
     heartbeats[1].iteration, heartbeats[1].activity = 7, "in forward"
-    until(lambda: heartbeats[3].detector.statuses[1].iteration == 7)
+    until(lambda: read_status(heartbeats[3], 1).iteration == 7)
     stop_thread(heartbeats[1])
     heartbeats[3].wait_for_failed_peers()
     assert heartbeats[3].detector.suspects(waited_s=0.0) == [1]
@@ -146,6 +166,7 @@ def test_hanging_rank_is_suspect_and_waiting_ranks_are_not(
     _, heartbeats = ranks
     heartbeats[0].state = heartbeats[1].state = heartbeats[3].state = WAITING
     time.sleep(0.5)
+    assert read_status(heartbeats[3], 0).state == WAITING
     assert heartbeats[3].detector.suspects(waited_s=0.6) == [2]
     assert "keeps the others waiting: in its script" in heartbeats[3].detector.describe_suspect(2)
     assert (
@@ -329,8 +350,8 @@ def test_rank_that_left_is_suspect_in_its_generation(ranks: tuple[Store, list[He
     for rank in (1, 3):
         heartbeats[rank].add_user()  # second user
     heartbeats[1].remove_user()  # one of two users
-    sequence = heartbeats[3].detector.statuses[1].sequence
-    until(lambda: heartbeats[3].detector.statuses[1].sequence > sequence + 1)
+    heard_round = heartbeats[3].detector.round
+    until(lambda: heartbeats[3].detector.statuses[1].heard_round > heard_round + 1)
     assert heartbeats[3].detector.statuses[1].state == RUNNING
 
 
@@ -365,7 +386,7 @@ def test_status_of_an_earlier_generation_is_ignored(
     assert str(heartbeats[3].detector.statuses[1]) == heartbeat.IN_SCRIPT
     heartbeats[1].add_user()
     heartbeats[1].activity = "in forward"
-    until(lambda: heartbeats[3].detector.statuses[1].activity == "in forward")
+    until(lambda: read_status(heartbeats[3], 1).activity == "in forward")
     for one in (heartbeats[1], heartbeats[3]):
         one.remove_user()
 
@@ -436,11 +457,11 @@ def test_error_in_an_activity_is_not_a_lost_store(
 
     heartbeats[1].activity = describe
     heartbeats[1].iteration = 7
-    until(lambda: heartbeats[3].detector.statuses[1].iteration == 7)
+    until(lambda: read_status(heartbeats[3], 1).iteration == 7)
     assert heartbeats[1].detector.store_lost_s is None
     assert "dictionary changed size" in heartbeats[3].detector.statuses[1].activity
     heartbeats[1].activity = "in forward"
-    until(lambda: heartbeats[3].detector.statuses[1].activity == "in forward")
+    until(lambda: read_status(heartbeats[3], 1).activity == "in forward")
 
 
 def test_live_rank_that_others_suspect_has_not_died(
