@@ -20,7 +20,7 @@ from offbeat.core.transport.heartbeat import (
     WAITING,
     Heartbeat,
 )
-from offbeat.core.transport.heartbeat_traffic import RECEIVED_BYTES, SENT_BYTES, received_bps
+from offbeat.core.transport.heartbeat_traffic import RECEIVED_BYTES, SENT_BYTES, traffic_bps
 
 PREFIX = f"default_pg/offbeat/{'0' * 16}/offbeat/heartbeat"  # of a job that `prepare` connects
 ACTIVITY = "in backward, waiting for grad of bucket layers.10.fc2 on link 'net' in iteration 812"
@@ -132,7 +132,7 @@ def test_traffic_is_bounded(world_size: int, clock: Clock) -> None:
     seconds = clock.now_s - start_s
     assert sent_bits / seconds <= 8 * SENT_BYTES * (world_size - 1) / interval_s
     assert sent_bits / seconds <= 115_000
-    assert 0.75 * received_bps(world_size) <= received_bits / seconds <= received_bps(world_size)
+    assert 0.75 * traffic_bps(world_size) <= received_bits / seconds <= traffic_bps(world_size)
     assert received_bits / seconds <= 490_000
     assert all(not one.detector.failed_peers() for one in ranks)
 
@@ -304,5 +304,5 @@ def test_table_is_read_for_a_new_version_only(clock: Clock) -> None:
 def test_interval_grows_with_the_number_of_ranks() -> None:
     assert heartbeat_traffic.interval_s(64) == 0.5
     assert heartbeat_traffic.interval_s(512) == 4.0
-    assert received_bps(1) == 0.0
-    assert received_bps(100_000) <= 8 * RECEIVED_BYTES * heartbeat_traffic.MAX_EXCHANGES_PER_S
+    assert traffic_bps(1) == 0.0
+    assert traffic_bps(100_000) <= 8 * RECEIVED_BYTES * heartbeat_traffic.MAX_EXCHANGES_PER_S

@@ -12,7 +12,7 @@ from support.strategy_lists import ALL, STRATEGIES
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.profile.elsewhere import network_rate_bps
-from offbeat.core.transport.heartbeat_traffic import received_bps
+from offbeat.core.transport.heartbeat_traffic import traffic_bps
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
@@ -137,7 +137,7 @@ def test_the_trace_is_the_last_period_with_the_numbers():
         "exposed_s": prediction.exposed_s,
         "steady": True,
         "heartbeat_share": {
-            link.name: round(received_bps(4) / network_rate_bps(link, 4), 4)
+            link.name: round(traffic_bps(4) / network_rate_bps(link, 4), 4)
             for link in PROFILE.links
         },
     }

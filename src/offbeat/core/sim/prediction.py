@@ -21,7 +21,7 @@ from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.shorten import SAMPLE, ShortPlan, shorten
 from offbeat.core.sim.simulation import make_job, recorded_iterations, run, to_trace
 from offbeat.core.sim.trace import Trace
-from offbeat.core.transport.heartbeat_traffic import received_bps
+from offbeat.core.transport.heartbeat_traffic import traffic_bps
 
 if TYPE_CHECKING:
     from offbeat.core.strategy.interface import Strategy
@@ -253,7 +253,7 @@ def _heartbeat_shares(profile: Profile) -> dict[str, float]:
     if ranks < 2:
         return {}
     shares = {
-        link.name: received_bps(ranks) / network_rate_bps(link, ranks) for link in profile.links
+        link.name: traffic_bps(ranks) / network_rate_bps(link, ranks) for link in profile.links
     }
     return {name: round(share, 4) for name, share in shares.items() if share > LEAST_SHARE}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 INTERVAL_S = 0.5  # lower bound of `interval_s`
 MAX_EXCHANGES_PER_S = 128  # upper bound of the exchanges of all ranks with the store per second
-# Bytes that one exchange brings to the host of the store, in TCP segments with their headers: a
+# Bytes of one exchange that the host of the store receives, in TCP segments with their headers: a
 # heartbeat with a status of 100 characters, a request for the digest, and an acknowledgement.
 RECEIVED_BYTES = 480
-SENT_BYTES = 110  # bytes that one exchange takes out of the host of the store: a digest
+SENT_BYTES = 110  # bytes of one exchange that the host of the store sends: the digest
 
 
 def interval_s(world_size: int) -> float:
@@ -15,9 +15,9 @@ def interval_s(world_size: int) -> float:
     return max(INTERVAL_S, world_size / MAX_EXCHANGES_PER_S)
 
 
-def received_bps(world_size: int) -> float:
-    """Return the bit/s into the host of the store, the direction with the larger traffic.
+def traffic_bps(world_size: int) -> float:
+    """Return the bit/s that the host of the store receives, the direction with more traffic.
 
-    At most 490 kbit/s at any number of ranks; out of the host at most 115 kbit/s.
+    They are at most 492 kbit/s at any number of ranks. The host sends at most 113 kbit/s.
     """
     return 8 * RECEIVED_BYTES * (world_size - 1) / interval_s(world_size)
