@@ -120,12 +120,14 @@ def test_transfers_without_data_fail() -> None:
 
 
 def test_a_gain_by_connections_names_the_setting() -> None:
-    facts, found = made_up(2)
+    facts, found = made_up(2, 45e6)
     found.parallel_bps = {1: 50e6, 2: 90e6, 4: 94e6}
     assert link_lines(facts, found)[-2:] == [
         "  parallel   2 carry 1.80, 4 carry 1.88 times what 1 connection carries, 0 to 1",
         "             OFFBEAT_LINKS=eth0*4 opens 4 connections",
     ]
+    found.rate_bps[0, 1] = 90e6
+    assert link_lines(facts, found)[-1].startswith("  parallel   2 carry 1.00, 4 carry 1.04 times")
 
 
 def test_facts_that_differ() -> None:

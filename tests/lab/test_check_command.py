@@ -15,11 +15,12 @@ from support.checking import (
     hide_the_name,
     namespaces_of,
     share,
+    use_two_links,
 )
 from support.worlds import run_world
 
 from offbeat.check.command import limit_s
-from offbeat.lab import Cluster, Lab
+from offbeat.lab import Cluster, Lab, Link
 
 pytestmark = [
     pytest.mark.timeout(100),
@@ -93,6 +94,19 @@ def test_blocked_ports_are_named() -> None:
         "fails: rank 1 (host-b) cannot reach rank 2 (host-c, 10.77.0.3) on eth0: no answer in 3 "
         "s; rank 2 cannot reach rank 1."
     )
+
+
+def test_every_link_is_checked() -> None:
+    with Lab(Cluster(hosts=2, links=(Link(name="a"), Link(name="b")))) as lab:
+        names = namespaces_of(lab)[1:]
+        well = check_in(lab, 2, use_two_links, port=PORT, quick=True)
+        run_world(block, 1, [(names[1], lab.address(0, 1))], PORT)
+        printed = check_in(lab, 2, use_two_links, port=PORT, quick=True)
+    lines = printed_by_rank_0(well, 0)
+    assert re.fullmatch(r"offbeat check: 2 ranks on 2 hosts, eth0, eth1, \d s", lines[0])
+    assert lines[-1] == "all well"
+    (found,) = verdicts(printed_by_rank_0(printed, 1))
+    assert "cannot reach rank 1 (host-b, 10.77.1.2) on eth1: no answer in 3 s" in found
 
 
 def test_a_slow_pair_is_named() -> None:

@@ -147,3 +147,8 @@ def end_early(rank: int) -> None:
     meeting.STEP_S = 3.0
     if rank == 1:
         command.LinkCheck.check_reach = lambda _: sys.exit(3)  # type: ignore[method-assign]
+
+
+def use_two_links(_: int) -> None:
+    """Name both interfaces of a lab with two links."""
+    os.environ["OFFBEAT_LINKS"] = "eth0,eth1*2"

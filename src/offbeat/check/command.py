@@ -130,9 +130,10 @@ def _check_all(
         *facts_lines(facts, where, meeting.seconds),
     ]
     for each in found:
-        if len(found) > 1:
+        table = link_lines(facts, each)
+        if table and len(found) > 1:
             lines.append(f"  {each.endpoints[0].interface}")
-        lines += link_lines(facts, each)
+        lines += table
     return _finish(meeting, lines, verdicts, strict=strict)
 
 

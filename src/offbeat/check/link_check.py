@@ -33,7 +33,8 @@ class LinkFindings:
         failures: errors of measurements between ranks that reach each other.
         delay_s: lowest round trip in seconds.
         offset_s: clock of the second rank minus that of the first.
-        rate_bps: bits per second of one transfer alone, in one direction.
+        rate_bps: bits per second of one connection in one direction, without other traffic of the
+            two hosts.
         at_once_bps: bits per second from a rank to the next one while all ranks send.
         parallel_bps: bits per second between the first two hosts, by number of connections.
     """
