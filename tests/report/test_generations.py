@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span
-from offbeat.experiments.report.generations import Generations, held_generation
+from offbeat.experiments.report.timeline import Generations, held_generation
 from offbeat.plan import Apply, Moment, Phases, Plan
 
 

@@ -11,7 +11,7 @@ from support.tiny_runs import record, steady, write_tiny
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.compare import outcomes_of
 from offbeat.experiments.report import load, summarize, write
-from offbeat.experiments.report.curves import vote_marks
+from offbeat.experiments.report.curves import vote_seconds
 from offbeat.experiments.report.table import render_details
 from offbeat.experiments.report.votes import votes_of
 
@@ -62,10 +62,7 @@ def test_who_voted_when(tmp_path):
     logged = contestant.repetitions[0].ranks[0].votes
     assert outcomes_of({"votes": logged}) == {"sync": [True, False, True, False, False]}
     assert votes.odd == 2 * 2  # two norms on each of two ranks
-    assert vote_marks(contestant.repetitions[0], votes) == [
-        {"rank": 0, "iterations": [1], "seconds": [0.0]},
-        {"rank": 1, "iterations": [1, 3], "seconds": [0.0, 4.0]},
-    ]
+    assert vote_seconds(contestant.repetitions[0], votes) == {0: [0.0], 1: [0.0, 4.0]}
 
 
 def test_layers_count_each(tmp_path):

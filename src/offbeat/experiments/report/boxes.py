@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.core.sim.trace import COMPUTE, Span
 from offbeat.experiments.report import words
-from offbeat.experiments.report.generations import Generations, held_generation
+from offbeat.experiments.report.timeline import Generations, held_generation
 
 HEIGHTS = {"big": 30, "": 24, "low": 15, "small": 8}  # heights of lanes with their margin, pixels
 TOP = 17  # height of the row of numbers above the lanes, pixels

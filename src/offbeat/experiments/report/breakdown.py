@@ -145,22 +145,18 @@ def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -
     head = f"Predicted {words.error(abs(error))[1:]} too {'short' if error < 0 else 'long'}."
     if split.estimated:
         return " ".join([head, "The split of its iterations is estimated.", *causes])
-    named = sorted(
-        (
-            (split.compute_s, "computed {}"),
-            (split.messages_s, "waited {} for its messages"),
-            (split.waiting_s, "waited {} for other hosts"),
-        ),
-        key=lambda part: -abs(part[0]),
-    )
-    named = [part for part in named if abs(part[0]) > NAMED * abs(split.longer_s)]
-    texts = [text.format(_more_or_less(value_s)) for value_s, text in named]
-    for n, text in enumerate(texts[1:], 1):
-        if text.startswith("waited") and named[n - 1][1].startswith("waited"):
-            texts[n] = text.removeprefix("waited ")
-    return " ".join([head, f"It {_join_texts(texts)}." if texts else "", *causes]).replace(
-        "  ", " "
-    )
+    parts = [
+        ("computed", split.compute_s, ""),
+        ("waited", split.messages_s, " for its messages"),
+        ("waited", split.waiting_s, " for other hosts"),
+    ]
+    named = [part for part in parts if abs(part[1]) > NAMED * abs(split.longer_s)]
+    named.sort(key=lambda part: -abs(part[1]))
+    texts, before = list[str](), ""
+    for verb, seconds, what in named:
+        texts.append(f"{verb} " * (verb != before) + _more_or_less(seconds) + what)
+        before = verb
+    return " ".join([head, *([f"It {_join_texts(texts)}."] if texts else []), *causes])
 
 
 def _more_or_less(seconds: float) -> str:

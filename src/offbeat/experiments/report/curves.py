@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run
 from offbeat.experiments.report import divergence, words
@@ -211,17 +211,16 @@ def loss_notes(run: Run, rows: Sequence[Row], losses: Mapping[str, Losses]) -> l
     return notes
 
 
-def vote_marks(rep: Repetition, votes: Votes) -> list[dict[str, Any]]:
-    """Return the iterations with a yes of each rank, thinned to about `MOST_POINTS` per rank."""
+def vote_seconds(rep: Repetition, votes: Votes) -> dict[int, list[float]]:
+    """Return the ends of iterations with a yes of each rank, at most about `MOST_POINTS`."""
     first, ends_s = rep.trace.first, rep.trace.ends_s[0]
     width = max(1, -(-len(votes.iterations) // MOST_POINTS))
-    marks, seconds_of = [], counted_seconds(rep)
+    seconds_of, found = counted_seconds(rep), {}
     for record in rep.ranks:
-        said = list({i // width: i for i in votes.yes_iterations(record.rank)}.values())
-        said = [i for i in said if first <= i < first + len(ends_s)]
-        seconds = [_round_value(seconds_of(i, ends_s[i - first])) for i in said]
-        marks.append({"rank": record.rank, "iterations": [i + 1 for i in said], "seconds": seconds})
-    return marks
+        thinned = {i // width: i for i in votes.yes_iterations(record.rank)}.values()
+        known = [i for i in thinned if first <= i < first + len(ends_s)]
+        found[record.rank] = [seconds_of(i, ends_s[i - first]) for i in known]
+    return found
 
 
 def _round_value(value: float) -> float | None:

@@ -76,7 +76,6 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     timelines, length_s = _timelines(run, order)
     return {
         "run": run,
-        "best": found.best,
         "sentence": _join_units(found.sentence),
         "reservations": _join_units(" ".join(reservations)),
         "eyebrow": _eyebrow(run, rows),
@@ -163,7 +162,6 @@ def _table(run: Run, order: Ordered, best: Row | None) -> dict[str, Any]:
         ],
         "ddp": ddp,
         "most_s": max([*ends, 1e-9]),
-        "votes": any(row.lssr is not None for row in rows),
         "updates": words.NO_PROGRESS if merges_gradients(rows) else "",
         "speedup": any(row.speedup is not None for row in rows),
         "losses": any(row.final_loss is not None or row.diverged for row in rows),
@@ -328,10 +326,10 @@ def _votes(order: Ordered, losses: Chart) -> Iterator[dict[str, Any]]:
         votes = None if rep is None else votes_of(rep)
         if rep is None or votes is None:
             continue
-        marks = curves.vote_marks(rep, votes) if losses.lines else []
+        marks = curves.vote_seconds(rep, votes) if losses.lines else {}
         paths = {
-            mark["rank"]: "".join(f"M{round(SIZE * s / losses.right)} 0V9" for s in mark["seconds"])
-            for mark in marks
+            rank: "".join(f"M{round(SIZE * s / losses.right)} 0V9" for s in seconds)
+            for rank, seconds in marks.items()
         }
         yield {"name": name, "text": describe_votes(rep, votes), "paths": paths}
 
