@@ -4,10 +4,12 @@
     python benchmarks/jobs.py causes --out runs   (8 minutes)
     python benchmarks/jobs.py steady --out runs   (10 minutes)
     python benchmarks/jobs.py ends --out runs     (3 minutes)
+    python benchmarks/jobs.py cost                (2 minutes)
 
 `gpt`: a GPT of 100 million parameters at 200 Mbit/s, one hundred iterations. `causes`: a rank that
 computes slowly, a link at a quarter of its rate and a slow data loader, one after the other.
 `steady`: no disturbance. `ends`: SIGKILL of a rank, an exception, SIGTERM, a full disk, a restart.
+`cost`: processor time of a record, by sessions of one process that train in turns.
 """
 
 from __future__ import annotations
@@ -278,9 +280,44 @@ def ends(out: Path) -> None:
                 ))  # fmt: skip
 
 
+def cost(out: Path) -> None:
+    """Blocks of 50 steps in turns: with a record, with a second session without one, and again."""
+    import statistics
+
+    import torch
+
+    import offbeat
+
+    torch.set_num_threads(1)
+    x, sessions = torch.randn(192, 512), []
+    for kind in ("record", "off", "off again"):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        record = str(out / "cost") if kind == "record" else None
+        os.environ["OFFBEAT_LOG"] = "off"
+        prepared = offbeat.prepare(model, optimizer, "wfbp", record=record, observe=2)
+        sessions.append((kind, *prepared, list[float]()))
+    for block in range(25):
+        for _, model, optimizer, seconds in sessions[block % 3 :] + sessions[: block % 3]:
+            begun_s = time.process_time()
+            for _ in range(50):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            seconds.append((time.process_time() - begun_s) / 50)
+    base = statistics.median(sessions[1][3][1:])
+    for kind, model, _, seconds in sessions:
+        ratios = [s / b - 1 for s, b in zip(seconds[1:], sessions[1][3][1:], strict=True)]
+        low, middle, high = (statistics.quantiles(ratios, n=20)[k] for k in (0, 9, 18))
+        step_ms = 1e3 * statistics.median(seconds[1:])
+        spread = f"90 % of blocks: {low:+.2%} to {high:+.2%}"
+        print(f"{kind}: {step_ms:.2f} ms per step, of {1e3 * base:.2f}; {middle:+.2%} ({spread})")
+        model.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["gpt", "causes", "steady", "ends", "work"])
+    parser.add_argument("what", choices=["gpt", "causes", "steady", "ends", "cost", "work"])
     parser.add_argument("task", nargs="?", type=Path)
     parser.add_argument("--out", type=Path, default=Path("jobs"))
     parser.add_argument("--seconds", type=float, default=600.0)
@@ -293,7 +330,7 @@ def main() -> None:
     if given.what == "steady":
         steady(out, given.seconds)
     else:
-        {"gpt": gpt, "causes": causes, "ends": ends}[given.what](out)
+        {"gpt": gpt, "causes": causes, "ends": ends, "cost": cost}[given.what](out)
 
 
 if __name__ == "__main__":
