@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from offbeat.profile import Bucket, Link, Profile
 
 HOST = torch.device("cpu")
 ONE, THREE = LinkSpec("one", "lo", "gloo"), LinkSpec("three", "lo", "gloo", 3)
+ESTABLISHED = 1  # tcp_states.h of Linux
 SIZES = (1, PIECE_BYTES // 4, 50_001)  # float32 elements; the last message is split in all ways
 
 
@@ -32,15 +34,18 @@ SIZES = (1, PIECE_BYTES // 4, 50_001)  # float32 elements; the last message is s
 
 
 def established() -> int:
-    """Established TCP connections of this process."""
-    own = set()
-    for fd in Path("/proc/self/fd").iterdir():
+    """Established TCP connections of this process, without the table of all processes' connections,
+    of which a read can miss rows while others change it."""
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
         try:
-            own.add(str(fd.readlink()))
-        except OSError:  # the descriptor of the directory itself
+            with socket.socket(fileno=os.dup(int(path.name))) as s:
+                if s.family == socket.AF_INET and s.type == socket.SOCK_STREAM:
+                    state = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                    count += state == ESTABLISHED
+        except OSError:  # no socket, or closed since
             continue
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows)
+    return count
 
 
 def send_on_both(verbs: list[str]) -> tuple[list[int], dict[str, list[bytes]]]:
@@ -52,7 +57,6 @@ def send_on_both(verbs: list[str]) -> tuple[list[int], dict[str, list[bytes]]]:
     for name in ("one#1", "three"):
         before = established()
         cluster.open([name])
-        opened.append(established() - before)
         act = cluster.links[name].collectives
         results[name] = []
         for size in SIZES:
@@ -68,6 +72,7 @@ def send_on_both(verbs: list[str]) -> tuple[list[int], dict[str, list[bytes]]]:
                     each = -(-size // act.size)
                     x = x[each * rank : each * (rank + 1)]
                 results[name].append(x.numpy().tobytes())
+        opened.append(established() - before)
     assert cluster.close()
     return opened, results
 

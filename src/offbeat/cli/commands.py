@@ -98,7 +98,7 @@ class Where:
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
     ] = "auto"
-    links: Annotated[str | None, option("With --lab none: interfaces, as in eth0,gloo:eth1.")] = (
+    links: Annotated[str | None, option("With --lab none: interfaces, as in eth0*2,gloo:eth1.")] = (
         None
     )
     seed: Annotated[int, number("OFFBEAT_SEED; each repetition adds 1.")] = 0

@@ -120,7 +120,8 @@ def prepare(
             describes another network: then a file that was measured before is measured again, and
             for any other profile rank 0 prints the difference.
         links: network interfaces, one link each, in the same order on all ranks. "gloo:eth1" also
-            names the backend; "nccl" lets the backend choose the interface.
+            names the backend; "nccl" lets the backend choose the interface. "eth0*2" opens 2
+            connections between two ranks (gloo).
         observe: iterations of BSP to measure without a profile.
         min_bucket_bytes: smallest bucket, in bytes; by default derived from the measured latency.
         timeout_s: longest wait for other ranks, in seconds.
@@ -555,8 +556,8 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
     for spec in over_nccl:
         if spec.connections > 1:
             raise ValueError(
-                f"{spec} with {spec.connections} connections must use gloo; give "
-                f"gloo:{spec.interface}*{spec.connections}, or set NCCL_NSOCKS_PERTHREAD instead"
+                f"{spec} must use gloo; give gloo:{spec.interface}*{spec.connections}, or set "
+                "NCCL_NSOCKS_PERTHREAD instead"
             )
     if len({spec.interface for spec in over_nccl}) > 1:
         raise ValueError(

@@ -46,7 +46,8 @@ class LinkSpec:
 
     def __str__(self) -> str:
         on = f" ({self.interface})" if self.interface not in (None, self.name) else ""
-        return f"link {self.name!r}{on}"
+        several = f" with {self.connections} connections" if self.connections > 1 else ""
+        return f"link {self.name!r}{on}{several}"
 
 
 def parse_link(text: str) -> LinkSpec:
