@@ -87,7 +87,8 @@ def read_manifest(directory: Path) -> Manifest:
     data = json.loads((directory / MANIFEST).read_text())
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{directory} has schema {data.get('schema')!r}, not {SCHEMA}")
-    if odd := data.keys() ^ {field.name for field in fields(Manifest)}:
+    known = {field.name for field in fields(Manifest)}
+    if odd := (data.keys() ^ known) - {"record"}:  # version 0.1 wrote no `record`
         path = directory / MANIFEST
         raise ValueError(f"{path}: field {min(odd)!r} is missing or unknown in schema {SCHEMA}")
     manifest = Manifest(**data)
