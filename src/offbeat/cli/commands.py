@@ -479,9 +479,12 @@ def advise(
 
 @app.command
 def report(
-    run_dir: Annotated[Path, Parameter(help="Directory that `offbeat compare` wrote.")],
+    run_dir: Annotated[
+        Path,
+        Parameter(help="Directory of `offbeat compare`, or folder of a job, or of several jobs."),
+    ],
     /,
-    *,
+    *more: Annotated[Path, Parameter(help="Folders of the same job on other hosts.")],
     export: Annotated[
         Literal["csv", "latex", "svg"] | None,
         option("Print numbers (csv), the table (latex) or the figures (svg) instead."),
@@ -492,12 +495,22 @@ def report(
     json_: Json = False,
     verbose: Verbose = False,
 ) -> int:
-    """Write report.html again from the files of a run, or export its results.
+    """Write report.html again from the files of a run, or export its results. Report a job from its
+    record; of several jobs in a folder the newest one.
 
     Example: offbeat report runs/20250102-030405-train
     """
     from offbeat.experiments import report as reports
+    from offbeat.experiments.report import job as jobs
 
+    if (folders := jobs.find_record([run_dir, *more])) is not None:
+        if export is not None or output is not None:
+            raise ValueError("--export must be given for a directory of offbeat compare, not a job")
+        job = jobs.read_report(folders)
+        print_result(json_, job.to_dict(), jobs.as_text(job, terminal_width()))
+        return 0
+    if more:
+        raise ValueError(f"folder ({run_dir}) must hold the record of a job; it holds none")
     if export is not None:
         if json_:
             raise ValueError("--json must not be given with --export; --export csv prints numbers")

@@ -155,6 +155,7 @@ class JobObserver(Recorder):
         first = self._next_iteration
         if profile is not None:
             self._total = None  # iterations that were measured are none of the strategy
+            self._line("start", iteration=first)
         self.plan = plan
         self._set_window(plan)
         self._profile = profile

@@ -176,8 +176,10 @@ class RankLines:
         metrics: metrics in order.
         details: lines about single iterations: the first ones, and the last ones.
         all_ranks: on rank 0, lines with the newest sums of all ranks.
+        first: first iteration of the strategy, after the measurement of a profile.
         end: last line of a job that has ended; None if it was cut short.
         torn: whether the last line is incomplete.
+        damaged: number of complete lines that cannot be read.
     """
 
     head: dict[str, Any] = field(default_factory=dict)
@@ -186,8 +188,10 @@ class RankLines:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     details: list[dict[str, Any]] = field(default_factory=list)
     all_ranks: list[dict[str, Any]] = field(default_factory=list)
+    first: int = 0
     end: dict[str, Any] | None = None
     torn: bool = False
+    damaged: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line. Lines of an unknown kind are ignored."""
@@ -195,7 +199,12 @@ class RankLines:
         if kind == "head":
             self.head = line
         elif kind == "interval":
-            self.intervals.append(Interval.from_dict(line))
+            try:
+                self.intervals.append(Interval.from_dict(line))
+            except (AttributeError, KeyError, TypeError, ValueError):
+                self.damaged += 1
+        elif kind == "start":
+            self.first = line["iteration"]
         elif kind == "end":
             self.end = line
         elif (lines := {"event": self.events, "metric": self.metrics}.get(kind)) is not None:
@@ -265,7 +274,12 @@ def load(folders: Sequence[Path]) -> JobRecord:
         if not files and not (folder / RUN_FILE).exists():
             raise ValueError(f"folder ({folder}) must hold the record of a job; it holds no lines")
         for path in files:
-            for rank, lines in _read_rank(path, record.ranks):
+            try:
+                found = list(_read_rank(path, record.ranks))
+            except OSError as error:
+                record.problems.append(f"{path} cannot be read: {error.strerror or error}")
+                continue
+            for rank, lines in found:
                 ids |= {lines.head["id"]} if "id" in lines.head else set()
                 record.ranks[rank] = lines
     record.run = record.json(RUN_FILE) or {}
@@ -297,5 +311,7 @@ def _read_rank(path: Path, known: dict[int, RankLines]) -> Iterator[tuple[int, R
             lines.details.append(line)
         else:
             lines.add(line)
-    lines.torn |= not part and place.offset < path.stat().st_size
+    data = path.read_bytes()
+    lines.torn |= not part and bool(data) and not data.endswith(b"\n")
+    lines.damaged += data[: place.offset].count(b"\n") - len(found)
     yield int(digits), lines

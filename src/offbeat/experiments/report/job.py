@@ -1,0 +1,524 @@
+"""Report of a job from its record: how it ended, and where its time went; does not import torch."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.registry import BASELINE
+from offbeat.experiments.report import words
+from offbeat.experiments.report.table import wrap
+from offbeat.jobs.interval import Interval, LossSums, combine, quantile
+from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, delaying_ranks
+from offbeat.jobs.record_folder import find_runs, is_alive, is_run
+from offbeat.jobs.record_lines import JobRecord, RankLines, load
+from offbeat.jobs.words import count_text, duration
+
+INDENT = 13  # characters before the texts of the printed report
+MOST_EVENTS = 6  # newest events that are printed
+MOST_TEXT = 300  # characters of an error that are printed
+SILENT_S = 2.0  # a rank whose last heartbeat is older than this at the first error failed before it
+# Errors of ranks that waited for another rank contain one of these texts.
+FOLLOWS = ("Last heard of: ", "another rank has failed or given up")
+UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|min|h|d|[kMGT]?B)\b|%)")
+NO_BREAK = "\u00a0"  # a number and its unit stay on one line
+
+TITLES = {
+    "ended": "ended",
+    "running": "running",
+    "raised": "STOPPED by an exception",
+    "signal": "STOPPED by a signal",
+    "silent": "CUT SHORT",
+}
+
+
+@dataclass(frozen=True)
+class Restart:
+    """An earlier run of the job. The next run has loaded its checkpoint.
+
+    Attributes:
+        run: id of the earlier run; None if its checkpoint names no record.
+        folder: folder of its record; None if it was not found.
+        iteration: iterations before the checkpoint.
+        repeated: iterations that ran in both; None if unknown.
+    """
+
+    run: str | None
+    folder: str | None
+    iteration: int
+    repeated: int | None
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """Facts of a report. Times are seconds per iteration, means over all ranks with lines.
+
+    Attributes:
+        folder: folder of the record.
+        id: id of the run.
+        strategy: strategy with its settings.
+        world_size: number of ranks.
+        state: a key of `TITLES`.
+        ending: how the job ended, or what it does.
+        duration_s: seconds from the start to the last line.
+        iterations: iterations of the job, with those before a checkpoint.
+        counted: iterations of the record after the measurement of a profile.
+        iteration_s: mean; None without any interval, as all that follow.
+        range_s: quantiles at 2.5 % and 97.5 %.
+        predicted_s: prediction; None if nothing was predicted.
+        bound_s: lower bound of the strategy.
+        compute_s: forward, backward and updates.
+        messages_s: waiting for messages, without `late_s`.
+        late_s: waiting for ranks that begin their messages late; None if fewer than two ranks have
+            lines.
+        script_s: between iterations.
+        late_ranks: ranks that begin their messages late.
+        sent_bytes: bytes that a rank has sent.
+        baseline_share: these bytes divided by those of DDP; None without a profile.
+        losses: mean loss of the first and of the last interval.
+        nonfinite_losses: number of losses that were not finite.
+        events: notices, decisions, warnings and checkpoints of the job.
+        restarts: earlier runs, newest first.
+        problems: missing and unreadable parts of the record.
+    """
+
+    folder: str
+    id: str
+    strategy: str
+    world_size: int
+    state: str
+    ending: str
+    duration_s: float
+    iterations: int
+    counted: int
+    iteration_s: float | None
+    range_s: tuple[float, float] | None
+    predicted_s: float | None
+    bound_s: float | None
+    compute_s: float | None
+    messages_s: float | None
+    late_s: float | None
+    script_s: float | None
+    late_ranks: tuple[int, ...]
+    sent_bytes: float | None
+    baseline_share: float | None
+    losses: tuple[float, float] | None
+    nonfinite_losses: int
+    events: tuple[Mapping[str, Any], ...]
+    restarts: tuple[Restart, ...]
+    problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as JSON types."""
+        return asdict(self)
+
+
+def find_record(folders: Sequence[Path]) -> list[Path] | None:
+    """Return the folders of a job's record; of a folder of runs the newest run. None if the first
+    folder holds neither."""
+    found = []
+    for folder in folders:
+        runs = [] if is_run(folder) else find_runs(folder)
+        found.append(runs[-1] if runs else folder)
+    unique = {path.resolve(): path for path in found}
+    return list(unique.values()) if is_run(found[0]) else None
+
+
+def read_report(folders: Sequence[Path]) -> JobReport:
+    """Return the facts of a job's record in the folders of its hosts, as of now.
+
+    Raises:
+        ValueError: the folders hold records of different runs, or of a newer version.
+    """
+    return job_report(load(folders), time.time())
+
+
+def job_report(record: JobRecord, now: float) -> JobReport:
+    """Return the facts of a job's record. `now` is in seconds since 1970."""
+    counted = {
+        rank: total
+        for rank, lines in sorted(record.ranks.items())
+        if (total := _total(lines)) is not None
+    }
+    state, ending = _ending(record, now)
+    everything = [interval for lines in record.ranks.values() for interval in lines.intervals]
+    own = next(iter(counted.values()), None)
+    alive = record.alive or {}
+    message_s = _message_seconds(counted)
+    profile = _profile(record)
+    sent = _mean(counted, _payload_bytes)
+    baseline = sum(b.size_bytes for b in profile.buckets) if profile is not None else 0
+    started = record.run.get("started") or min(_times(record), default=0.0)
+    first, last = _losses(record, 0), _losses(record, -1)
+    return JobReport(
+        folder=str(record.folders[0]),
+        id=_id(record),
+        strategy=str(record.run.get("strategy") or alive.get("strategy") or "unknown strategy"),
+        world_size=record.world_size,
+        state=state,
+        ending=ending,
+        duration_s=max(0.0, max(_times(record), default=started) - started),
+        iterations=_stop(record),
+        counted=0 if own is None else own.n,
+        iteration_s=None if own is None else own.mean_s,
+        range_s=None if own is None else (quantile(own.hist, 0.025), quantile(own.hist, 0.975)),
+        predicted_s=alive.get("predicted_s"),
+        bound_s=alive.get("bound_s"),
+        compute_s=_mean(counted, lambda i: i.own_s),
+        messages_s=None if message_s is None else message_s[0],
+        late_s=None if message_s is None else message_s[1],
+        script_s=_mean(counted, lambda i: i.script_s),
+        late_ranks=tuple(sorted(delaying_ranks(list(counted.values())))),
+        sent_bytes=None if sent is None or own is None else sent * own.n,
+        baseline_share=sent / baseline if sent and baseline else None,
+        losses=(first, last) if first is not None and last is not None else None,
+        nonfinite_losses=sum(i.loss.nonfinite for i in everything if i.loss is not None),
+        events=tuple(_events(record)),
+        restarts=tuple(_restarts(record)),
+        problems=tuple(_problems(record, state)),
+    )
+
+
+# --- how it ended --------------------------------------------------------------------------------
+
+
+def _ending(record: JobRecord, now: float) -> tuple[str, str]:
+    """Return the state of a job and a text about its end.
+
+    Of several ranks that stopped, the first one counts: a rank whose error is none of another
+    rank's failure, or a rank that fell silent before it.
+    """
+    ends = {rank: lines.end for rank, lines in record.ranks.items() if lines.end is not None}
+    folders = record.folders
+    if 0 not in ends and any(is_alive(folder, now) for folder in folders):
+        return "running", _running_text(record)
+    raised = sorted((end["t"], rank) for rank, end in ends.items() if end.get("how") == "raised")
+    own_errors = [(t, rank) for t, rank in raised if not _follows(ends[rank])]
+    silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in ends)
+    if own_errors:
+        error_t, rank = own_errors[0]
+        silent = [(t, r) for t, r in silent if t < error_t - SILENT_S]
+        if not silent:
+            return "raised", _stop_text(record, rank, ends[rank])
+    hows = {end.get("how") for end in ends.values()}
+    if silent and "ended" not in hows:
+        return "silent", _silent_text(record, silent, ends)
+    if raised:
+        return "raised", _stop_text(record, raised[0][1], ends[raised[0][1]])
+    if "signal" in hows:
+        _, rank = min((end["t"], rank) for rank, end in ends.items() if end.get("how") == "signal")
+        return "signal", _stop_text(record, rank, ends[rank])
+    if "ended" in hows:
+        return "ended", f"after {count_text(_stop(record), 'iteration')}"
+    return "silent", "the record has no line about the end"
+
+
+def _follows(end: Mapping[str, Any]) -> bool:
+    """Return whether an error names the failure of another rank as its cause."""
+    return any(text in str(end.get("text", "")) for text in FOLLOWS)
+
+
+def _stop_text(record: JobRecord, rank: int, end: Mapping[str, Any]) -> str:
+    text = _shorten(str(end.get("text", "")))
+    place = f"at iteration {end.get('iteration', 0):,}"
+    if end.get("how") == "signal":
+        return text  # names the rank and the iteration
+    return f"{_name(record, rank)} raised {text} {place}"
+
+
+def _silent_text(
+    record: JobRecord,
+    silent: Sequence[tuple[float, int]],
+    ends: Mapping[int, Mapping[str, Any]],
+) -> str:
+    """Return which rank fell silent first, where, its memory, and what ended another rank."""
+    silent_t, rank = silent[0]
+    entry = _entries(record).get(rank, {})
+    activity = str(entry.get("activity") or "")
+    text = f"{_name(record, rank)} fell silent at iteration {_iteration(record, rank):,}"
+    text += f", {activity}" if activity else ""
+    lines = record.ranks.get(rank)
+    memory = [i.rss_bytes for i in lines.intervals if i.rss_bytes] if lines is not None else []
+    if memory:
+        first, last = words.size(memory[0]), words.size(memory[-1])
+        text += f". Its memory was {first} at first and {last} at last"
+    if len(silent) > 1:
+        more = [_name(record, r, host=False) for _, r in silent[1:]]
+        text += f". {_join(more)} fell silent up to {duration(silent[-1][0] - silent_t)} later"
+    if ends:
+        end_t, other = min((end["t"], other) for other, end in ends.items())
+        later = f"{duration(max(0.0, end_t - silent_t))} later"
+        end = ends[other]
+        if end.get("how") == "signal":
+            text += f". A signal ended {_name(record, other, host=False)} {later}"
+        else:
+            error = str(end.get("text", "")).partition(":")[0]
+            text += f". {_name(record, other, host=False).capitalize()} raised {error} {later}"
+    return text
+
+
+def _running_text(record: JobRecord) -> str:
+    text = f"at iteration {_stop(record):,}"
+    silent = [
+        f"{_name(record, rank)} silent for {duration(entry['age_s'])}"
+        for rank, entry in sorted(_entries(record).items())
+        if entry.get("state") in ACTIVE and (entry.get("age_s") or 0) > HEARTBEAT_TIMEOUT_S
+    ]
+    return "; ".join([text, *silent])
+
+
+def _last_signs(record: JobRecord) -> dict[int, float]:
+    """Return the time of the last sign of each rank that is known and has not left."""
+    signs = {rank: max(_rank_times(lines)) for rank, lines in record.ranks.items() if lines.head}
+    alive_t = (record.alive or {}).get("t")
+    for rank, entry in _entries(record).items():
+        if entry.get("state") not in ACTIVE:
+            signs.pop(rank, None)
+        elif alive_t is not None:
+            # Heartbeats by rank 0's clock count more than lines by the rank's own clock.
+            signs[rank] = alive_t - (entry.get("age_s") or 0.0)
+    return signs
+
+
+def _entries(record: JobRecord) -> dict[int, Mapping[str, Any]]:
+    """Return the entries of alive.json by rank."""
+    entries = (record.alive or {}).get("ranks") or ()
+    return {entry["rank"]: entry for entry in entries if isinstance(entry, dict)}
+
+
+def _iteration(record: JobRecord, rank: int) -> int:
+    """Return the last known iteration of a rank. Heartbeats count from the start of a process."""
+    lines = record.ranks.get(rank, RankLines())
+    before = max((e["iteration"] for e in lines.events if "continues" in e), default=0)
+    heard = _entries(record).get(rank, {}).get("iteration", -1)
+    stop = lines.intervals[-1].stop if lines.intervals else 0
+    return max(stop, before + heard)
+
+
+def _name(record: JobRecord, rank: int, *, host: bool = True) -> str:
+    hosts = record.run.get("hosts") or []
+    named = (
+        hosts[rank] if rank < len(hosts) else record.ranks.get(rank, RankLines()).head.get("host")
+    )
+    return f"rank {rank} ({named})" if host and named else f"rank {rank}"
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _total(lines: RankLines) -> Interval | None:
+    """Return the sums after the measurement of a profile, or of all iterations if none follow."""
+    counted = [i for i in lines.intervals if i.first >= lines.first] or lines.intervals
+    return combine(counted) if counted else None
+
+
+def _mean(totals: Mapping[int, Interval], part: Callable[[Interval], float]) -> float | None:
+    """Return the mean over ranks of a part of an iteration."""
+    return fmean(part(total) / total.n for total in totals.values()) if totals else None
+
+
+def _message_seconds(totals: Mapping[int, Interval]) -> tuple[float, float | None] | None:
+    """Return the seconds of waiting for messages and for late ranks.
+
+    A collective ends on all ranks at the same time. The messages of the rank that begins them last
+    take the least time, so any additional time of another rank's messages is spent on late ranks.
+    """
+    if not totals:
+        return None
+    waits = {rank: total.wait_s / total.n for rank, total in totals.items()}
+    if len(totals) < 2:
+        return fmean(waits.values()), None
+    least_s = min(total.message_s for total in totals.values())
+    late_s = fmean(min(waits[rank], t.message_s - least_s) for rank, t in totals.items())
+    return fmean(waits.values()) - late_s, late_s
+
+
+def _payload_bytes(total: Interval) -> int:
+    return sum(link.bytes for link in total.links.values())
+
+
+def _losses(record: JobRecord, place: int) -> float | None:
+    """Return the mean loss over ranks of their first (0) or last (-1) interval with a loss."""
+    found: list[LossSums] = []
+    for lines in record.ranks.values():
+        losses = [i.loss for i in lines.intervals if i.loss is not None and i.loss.n]
+        found += losses[place : place + 1 or None]
+    return fmean(loss.mean for loss in found) if found else None
+
+
+def _profile(record: JobRecord) -> Profile | None:
+    data = record.json("profile.json")
+    try:
+        return None if data is None else Profile.from_dict(data)
+    except (KeyError, TypeError, ValueError) as error:
+        record.problems.append(f"profile.json cannot be read: {error}")
+        return None
+
+
+def _stop(record: JobRecord) -> int:
+    """Return the number of iterations of the rank with the most."""
+    ranks = {*record.ranks, *_entries(record)}
+    return max((_iteration(record, rank) for rank in ranks), default=0)
+
+
+def _rank_times(lines: RankLines) -> Iterator[float]:
+    """Yield the times of the lines of a rank."""
+    yield from (line["t"] for line in (lines.head, lines.end or {}, *lines.events) if "t" in line)
+    yield from (interval.t for interval in lines.intervals)
+
+
+def _times(record: JobRecord) -> Iterator[float]:
+    for lines in record.ranks.values():
+        yield from _rank_times(lines)
+    if record.alive is not None and "t" in record.alive:
+        yield record.alive["t"]
+
+
+def _id(record: JobRecord) -> str:
+    heads = (lines.head.get("id") for lines in record.ranks.values())
+    return str(record.run.get("id") or next(filter(None, heads), record.folders[0].resolve().name))
+
+
+# --- events, restarts, problems ------------------------------------------------------------------
+
+
+def _events(record: JobRecord) -> Iterator[Mapping[str, Any]]:
+    """Yield the events of all ranks in order of iterations, each text of an iteration once."""
+    found = {}
+    for rank, lines in sorted(record.ranks.items()):
+        for event in lines.events:
+            key = (event.get("iteration", 0), event.get("event", ""), event.get("text", ""))
+            found.setdefault(key, {"rank": rank, **event})
+    yield from (found[key] for key in sorted(found))
+
+
+def _restarts(record: JobRecord) -> Iterator[Restart]:
+    """Yield the earlier runs of the job by the checkpoints that were loaded, newest first."""
+    seen = {_id(record)}
+    while (event := _continuation(record)) is not None:
+        run, iteration = event["continues"], event["iteration"]
+        folder = record.folders[0].resolve().parent / str(run)
+        shown = record.folders[0].parent / str(run)
+        if run is None or run in seen or not is_run(folder):
+            yield Restart(run, None, iteration, None)
+            return
+        record = load([shown])
+        seen.add(run)
+        yield Restart(run, str(shown), iteration, max(0, _stop(record) - iteration))
+
+
+def _continuation(record: JobRecord) -> Mapping[str, Any] | None:
+    """Return the event about the checkpoint that a job has loaded."""
+    events = (e for lines in record.ranks.values() for e in lines.events if "continues" in e)
+    return next(events, None)
+
+
+def _problems(record: JobRecord, state: str) -> Iterator[str]:
+    yield from record.problems
+    if record.missing:
+        ranks = _join([str(rank) for rank in record.missing])
+        plural = "s" * (len(record.missing) > 1)
+        yield f"no lines of rank{plural} {ranks}: give the folders of their hosts, too"
+    if not record.run:
+        yield "run.json is missing: rank 0's folder was not given, or could not be written"
+    for rank, lines in sorted(record.ranks.items()):
+        if lines.torn and state != "running":
+            yield f"the last line of rank {rank} is incomplete"
+        if lines.damaged:
+            yield f"{count_text(lines.damaged, 'line')} of rank {rank} cannot be read"
+        if state == "ended" and lines.end is None:
+            yield f"rank {rank} has written no end"
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def as_text(report: JobReport, width: int) -> str:
+    """Return the printed report; no line is wider than `width`, except for long words."""
+    title = (
+        f"{report.folder}: {report.strategy}, {count_text(report.world_size, 'rank')}, "
+        f"{duration(report.duration_s)}, {TITLES[report.state]}"
+    )
+    lines = wrap(title, width, "  ")
+    for name, text in _rows(report):
+        joined = UNIT.sub(NO_BREAK, text)
+        lines += wrap(f"  {name:<{INDENT - 2}}{joined}", width, " " * INDENT)
+    return "\n".join(lines).replace(NO_BREAK, " ")
+
+
+def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
+    yield "ended" if report.state != "running" else "running", report.ending
+    if report.iteration_s is not None and report.range_s is not None:
+        low, high = map(words.seconds, report.range_s)
+        text = f"{words.seconds(report.iteration_s)} per iteration (95 % within {low} to {high})"
+        if report.predicted_s is not None:
+            difference = words.error(report.iteration_s / report.predicted_s - 1)
+            text += f"; predicted {words.seconds(report.predicted_s)} ({difference})"
+        yield "measured", text
+        yield "went to", _split_text(report)
+    if report.sent_bytes is not None:
+        text = f"{words.size(report.sent_bytes)} per rank"
+        if report.baseline_share is not None:
+            text += f", {words.percent(report.baseline_share)} of what {BASELINE} would have sent"
+        yield "bytes", text
+    if report.losses is not None:
+        first, last = map(words.loss, report.losses)
+        text = f"{first} -> {last} (means of the first and the last interval)"
+        if report.nonfinite_losses:
+            text += f"; {count_text(report.nonfinite_losses, 'loss')[:-1]}es not finite"
+        yield "loss", text
+    shown = [event for event in report.events if "continues" not in event]
+    if len(shown) > MOST_EVENTS:
+        yield "events", f"{count_text(len(shown), 'event')}; the newest:"
+    for event in shown[-MOST_EVENTS:]:
+        yield str(event.get("event", "event")), _event_text(event)
+    if report.restarts:
+        yield "restarts", "; ".join(_restart_text(restart) for restart in report.restarts)
+    for problem in report.problems:
+        yield "problem", problem
+
+
+def _split_text(report: JobReport) -> str:
+    """Return the parts of an iteration in one unit."""
+    late = _join([f"rank {rank}" for rank in report.late_ranks])
+    parts = {
+        "compute": report.compute_s,
+        "waiting for messages": report.messages_s,
+        f"for late ranks ({late})" if late else "for late ranks": report.late_s,
+        "script between iterations": report.script_s,
+    }
+    text = words.column_of(parts.values())
+    return ", ".join(f"{name} {text(s)}" for name, s in parts.items() if s is not None)
+
+
+def _restart_text(restart: Restart) -> str:
+    after = f"continued at iteration {restart.iteration:,}"
+    if restart.run is None:
+        return f"{after} from a checkpoint of a job without a record"
+    if restart.folder is None:
+        return f"{after} from {restart.run}, whose record is not beside this one"
+    twice = count_text(restart.repeated or 0, "iteration")
+    return f"{after} from {restart.folder}; {twice} done twice"
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    text = _shorten(str(event.get("text", "")))
+    place = f"iteration {event.get('iteration', 0):,}"
+    return text if place in text else f"{place}: {text}"
+
+
+def _shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
+
+
+def _join(texts: Sequence[str]) -> str:
+    """Return 'a', 'a and b' or 'a, b and c'."""
+    *most, last = texts or [""]
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,166 @@
+"""Folders of records: runs in a folder, whether a run is being written, and their removal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.jobs.job_view import ALIVE_TIMEOUT_S
+from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE
+
+IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time
+TAIL_BYTES = 1 << 17  # more than the longest line of a rank
+OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a run
+    "run.json",
+    "alive.json",
+    "profile*.json",
+    "plan*.json",
+    "predicted.json",
+    "rank*.jsonl",
+    "report.html",
+)
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Result of a removal of runs.
+
+    Attributes:
+        runs: names of the removed runs, oldest first.
+        freed_bytes: size of the removed files.
+    """
+
+    runs: tuple[str, ...]
+    freed_bytes: int
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds the record of a job; run.json of a comparison has no id."""
+    return "id" in _read_object(folder / RUN_FILE) or any(folder.glob("rank*.jsonl"))
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder, oldest first."""
+    return sorted((path for path in folder.glob("*/") if is_run(path)), key=start_s)
+
+
+def start_s(folder: Path) -> float:
+    """Return the start of a run in seconds since 1970."""
+    started = _read_object(folder / RUN_FILE).get("started")
+    if isinstance(started, int | float):
+        return started
+    heads = [_first_line(path).get("t") for path in folder.glob("rank*.jsonl")]
+    return min((t for t in heads if isinstance(t, int | float)), default=0.0)
+
+
+def is_alive(folder: Path, now: float) -> bool:
+    """Return whether rank 0 has replaced alive.json within the last seconds."""
+    try:
+        age_s = now - (folder / ALIVE_FILE).stat().st_mtime
+    except OSError:
+        return False
+    return abs(age_s) < ALIVE_TIMEOUT_S
+
+
+def remove_older(folder: Path, days: float) -> Removal:
+    """Remove the runs whose newest line is older than `days` and that do not run."""
+    limit = time.time() - 86400 * days
+    return _remove(
+        [run for run in find_runs(folder) if not _may_run(run) and _newest_t(run) < limit]
+    )
+
+
+def remove_above(folder: Path, limit_bytes: int, kept: str) -> Removal:
+    """Remove the oldest runs until all runs together have at most `limit_bytes`.
+
+    Args:
+        folder: folder of runs.
+        limit_bytes: largest size of all runs.
+        kept: name of the run that begins; it is not removed, nor is any run that may run.
+    """
+    runs = find_runs(folder)
+    excess, removed = sum(map(_size, runs)) - limit_bytes, list[Path]()
+    for run in runs:
+        if excess <= 0:
+            break
+        if run.name != kept and not _may_run(run):
+            removed.append(run)
+            excess -= _size(run)
+    return _remove(removed)
+
+
+def _remove(runs: Sequence[Path]) -> Removal:
+    """Remove the files that offbeat has written, and each folder that is empty then."""
+    freed = 0
+    for run in runs:
+        for path in _own_files(run):
+            try:
+                size = path.stat().st_size
+                path.unlink()
+            except FileNotFoundError:
+                continue
+            freed += size
+        if not any(run.iterdir()):
+            run.rmdir()
+    return Removal(tuple(run.name for run in runs), freed)
+
+
+def _own_files(run: Path) -> Iterator[Path]:
+    for pattern in OWN_FILES:
+        yield from (path for path in run.glob(pattern) if path.is_file() or path.is_symlink())
+
+
+def _size(run: Path) -> int:
+    return sum(path.stat().st_size for path in _own_files(run))
+
+
+def _may_run(run: Path) -> bool:
+    """Return whether a rank has written no end, and a file has changed within `IDLE_S`."""
+    lines = [_last_line(path) for path in _rank_files(run)]
+    if lines and all(line.get("kind") == "end" for line in lines):
+        return False
+    changes = [path.stat().st_mtime for path in _own_files(run)]
+    return time.time() - max(changes, default=0.0) < IDLE_S
+
+
+def _newest_t(run: Path) -> float:
+    times = [_last_line(path).get("t") for path in _rank_files(run)]
+    known = [t for t in times if isinstance(t, int | float)]
+    return max(known, default=start_s(run))
+
+
+def _rank_files(run: Path) -> list[Path]:
+    """Return the lines of each rank, without those of single iterations."""
+    return [path for path in run.glob("rank*.jsonl") if path.name.count(".") == 1]
+
+
+def _first_line(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return _as_object(file.readline())
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    """Return the last complete line; empty without one."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    return next((line for line in map(_as_object, reversed(lines)) if line), {})
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return _as_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _as_object(text: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
