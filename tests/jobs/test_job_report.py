@@ -12,7 +12,9 @@ from support.made_jobs import ITERATIONS, PREDICTED_S, make_job
 
 from offbeat import cli
 from offbeat.experiments.report.job import JobReport, as_text, find_record, job_report
+from offbeat.jobs.record_folder import remove_above
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, load, rank_file
+from offbeat.jobs.settings import parse_limit
 
 WAITED = "RuntimeError: rank {}: grad failed. Rank 2 (host-2) failed with KeyError: 'x'. "
 WAITED += "Last heard of: rank 0 (host-0): iteration 36"
@@ -70,7 +72,7 @@ def test_first_rank_to_fall_silent(tmp_path: Path) -> None:
     job = make_job(tmp_path / "a", 4, intervals=3, silent=1)
     for rank in (0, 2, 3):
         text = WAITED.format(rank).replace("Rank 2 (host-2) failed", "Rank 1 (host-1) has died")
-        add_end(job, rank, alive_t(job) - 45 + rank, how="raised", text=text)
+        add_end(job, rank, alive_t(job) - 45 + rank, how="raised", text=text, waited=True)
     found = report_of(job)
     assert found.state == "silent"
     assert found.ending.startswith("rank 1 (host-1) fell silent at iteration 36, in its script")
@@ -83,7 +85,7 @@ def test_first_rank_to_raise(tmp_path: Path) -> None:
     job = make_job(tmp_path / "a", 4, intervals=3)
     t = alive_t(job)
     for rank in (0, 1):  # clocks differ: these errors seem to be earlier than their cause
-        add_end(job, rank, t - 5, how="raised", text=WAITED.format(rank))
+        add_end(job, rank, t - 5, how="raised", text=WAITED.format(rank), waited=True)
     add_end(job, 2, t, how="raised", text="KeyError: 'x'")
     found = report_of(job)  # rank 3 was killed by the launcher after the error
     assert (found.state, found.ending) == (
@@ -173,3 +175,48 @@ def test_export_is_of_comparisons(tmp_path: Path, capsys: pytest.CaptureFixture[
     job = make_job(tmp_path / "a", 2, intervals=1)
     assert cli.main(["report", "--export", "csv", str(job)]) == 2
     assert "--export must be given for a directory of offbeat compare" in capsys.readouterr().err
+
+
+def test_old_runs_are_removed_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that ended are removed; runs that may still run, and files of others, stay."""
+    end = {"how": "ended", "iteration": 36, "text": ""}
+    runs = tmp_path / "runs"
+    old, foreign, running = (runs / name for name in ("a", "b", "c"))
+    for folder in (old, foreign):
+        make_job(folder, 2, intervals=2, end=end)
+        for rank in range(2):
+            add_end(folder, rank, 1e9, how="ended")
+    make_job(running, 2, intervals=2)
+    (foreign / "notes.txt").write_text("mine")
+    (runs / "other").mkdir()
+    assert cli.main(["report", str(runs), "--prune", "30"]) == 0
+    assert "removed 2 runs (a, b)" in capsys.readouterr().out
+    assert not old.exists()
+    assert [path.name for path in foreign.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in runs.iterdir()) == ["b", "c", "other"]
+    assert cli.main(["report", str(runs), "--prune", "30"]) == 0
+    assert "no run is older" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path / "none"), "--prune", "30"]) == 2
+    assert (running / RUN_FILE).exists()
+
+
+def test_a_folder_of_records_stays_within_its_limit(tmp_path: Path) -> None:
+    end = {"how": "ended", "iteration": 36, "text": ""}
+    folders = [make_job(tmp_path / name, 2, intervals=2, end=end) for name in "abc"]
+    for k, folder in enumerate(folders):
+        for rank in range(2):
+            add_end(folder, rank, 1e9, how="ended")
+        run = json.loads((folder / RUN_FILE).read_text())
+        (folder / RUN_FILE).write_text(json.dumps({**run, "started": 1e9 + k}))
+    sizes = [sum(p.stat().st_size for p in folder.iterdir()) for folder in folders]
+    removal = remove_above(tmp_path, sum(sizes) - 1, kept="a")
+    assert removal.runs == ("b",), "the oldest that does not begin"
+    assert removal.freed_bytes == sizes[1]
+    assert remove_above(tmp_path, 0, kept="a").runs == ("c",)
+    assert parse_limit("5GB") == 5 * 10**9
+    assert parse_limit(".5 GB") == 5 * 10**8
+    assert parse_limit("") is None
+    with pytest.raises(ValueError, match=r"OFFBEAT_RECORD_LIMIT \('5 apples'\) must be a size"):
+        parse_limit("5 apples")

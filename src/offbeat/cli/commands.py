@@ -492,6 +492,9 @@ def report(
     output: Annotated[
         Path | None, option("File for the export instead of the terminal.", "--output", "-o")
     ] = None,
+    prune: Annotated[
+        float | None, option("Remove the jobs of the folder that ended this many days ago.")
+    ] = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> int:
@@ -502,7 +505,18 @@ def report(
     """
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import job as jobs
+    from offbeat.jobs import record_folder
 
+    if prune is not None:
+        if more or prune < 0 or not record_folder.find_runs(run_dir):
+            raise ValueError(
+                f"--prune ({prune:g}) must be a number of days of at least 0, for one folder with "
+                f"records of jobs ({run_dir})"
+            )
+        removal = record_folder.remove_older(run_dir, prune)
+        text = record_folder.describe_removal(removal) if removal.runs else "no run is older"
+        print_result(json_, {"runs": removal.runs, "freed_bytes": removal.freed_bytes}, text)
+        return 0
     if (folders := jobs.find_record([run_dir, *more])) is not None:
         if export is not None or output is not None:
             raise ValueError("--export must be given for a directory of offbeat compare, not a job")

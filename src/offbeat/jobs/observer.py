@@ -23,6 +23,7 @@ from offbeat.core.measuring.reported import clear_receiver, set_receiver
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
+from offbeat.core.runtime.console import console
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers
@@ -35,6 +36,7 @@ from offbeat.core.transport.heartbeat import run_at_process_exit
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
+from offbeat.jobs.record_folder import describe_removal, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, LineWriter
 from offbeat.jobs.settings import (
     OFF,
@@ -81,6 +83,7 @@ class JobObserver(Recorder):
         control = cluster.control
         self._device, self._rank, self._clock = cluster.device, control.rank, clock
         self._device_type = cluster.where.type
+        self._blames_peers = control.blames_peers
         self._session: Session | None = None
         self._tap = LossTap()
         self._tally = Tally(control.rank, cluster.device, self._session_traffic, clock)
@@ -110,6 +113,10 @@ class JobObserver(Recorder):
             self._line("head", id=self.id, rank=control.rank, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip
         self.monitor: JobMonitor | None = None
+        if control.rank == 0 and settings.record is not None and settings.record_limit is not None:
+            removal = remove_above(Path(settings.record), settings.record_limit, run_id)
+            if removal.runs:
+                console.print("record", describe_removal(removal))
         if control.rank == 0:
             facts = {
                 "id": self.id,
@@ -216,16 +223,18 @@ class JobObserver(Recorder):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("ended")
         else:
-            self.end("raised", f"{type(error).__name__}: {error}"[:MOST_TEXT])
+            text = f"{type(error).__name__}: {error}"[:MOST_TEXT]
+            self.end("raised", text, waited=self._blames_peers(error))
 
     # ---- end --------------------------------------------------------------------------------
 
-    def end(self, how: str, text: str = "") -> None:
+    def end(self, how: str, text: str = "", *, waited: bool = False) -> None:
         """Write the end of the record, once. Any thread may call this method.
 
         Args:
             how: "ended", "raised" or "signal".
             text: error or signal.
+            waited: whether the error ended a wait for another rank, which has failed before.
         """
         if self._ended:
             return
@@ -233,7 +242,8 @@ class JobObserver(Recorder):
         if how == "ended":
             self._tally.end()
         self._close_interval(write=True)
-        self._line("end", how=how, iteration=self._next_iteration, text=text)
+        self._line("end", how=how, iteration=self._next_iteration, text=text,
+                   **({"waited": True} if waited else {}))  # fmt: skip
         self._board.close()
         if self.monitor is not None:
             self.monitor.on_end(how, text, self._total, self._before)

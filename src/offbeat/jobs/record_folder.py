@@ -11,6 +11,7 @@ from typing import Any
 
 from offbeat.jobs.job_view import ALIVE_TIMEOUT_S
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE
+from offbeat.jobs.words import count_text, size
 
 IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time
 TAIL_BYTES = 1 << 17  # more than the longest line of a rank
@@ -36,6 +37,12 @@ class Removal:
 
     runs: tuple[str, ...]
     freed_bytes: int
+
+
+def describe_removal(removal: Removal) -> str:
+    """Return a sentence about the removed runs."""
+    runs = f"{count_text(len(removal.runs), 'run')} ({', '.join(removal.runs)})"
+    return f"removed {runs} from the folder of records, {size(removal.freed_bytes)}"
 
 
 def is_run(folder: Path) -> bool:

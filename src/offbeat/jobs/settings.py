@@ -23,6 +23,7 @@ RECORD_VARIABLE = "OFFBEAT_RECORD"  # a folder, or "off"
 METRICS_VARIABLE = "OFFBEAT_METRICS"  # sinks, separated by commas
 LOG_VARIABLE = "OFFBEAT_LOG"
 NAME_VARIABLE = "OFFBEAT_JOB_NAME"
+LIMIT_VARIABLE = "OFFBEAT_RECORD_LIMIT"  # largest size of all runs, as 5GB
 OFF = "off"
 MASK = "***"
 
@@ -53,6 +54,7 @@ class JobSettings:
         log: format of the console output of rank 0; the only setting that may differ between ranks.
         job_name: label of the job in metrics and records.
         notices: messages about settings that another source overrides.
+        record_limit: largest size in bytes of all runs in `record`; None: no limit.
     """
 
     record: str | None
@@ -60,6 +62,7 @@ class JobSettings:
     log: LogFormat
     job_name: str
     notices: tuple[str, ...] = ()
+    record_limit: int | None = None
 
 
 def read_settings(
@@ -90,7 +93,22 @@ def read_settings(
         parse_log(environment.get(LOG_VARIABLE)),
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
+        parse_limit(environment.get(LIMIT_VARIABLE)),
     )
+
+
+def parse_limit(text: str | None) -> int | None:
+    """Return the bytes of a text such as "5GB"; None for None or an empty text.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+) ?([kMGT]?)B?", text)
+    if match is None:
+        raise ValueError(f"{LIMIT_VARIABLE} ({text!r}) must be a size as 500MB or 5GB")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]])
 
 
 def choose_record(

@@ -246,7 +246,7 @@ def prepare(
         )
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         if cluster.control.rank == 0:
-            for text in _notices(notice, cluster):
+            for text in (*settings.notices, *_notices(notice, cluster)):
                 console.print("notice", text, "warning")
             console.print("start", _startup_message(strategy, cluster, known, observe))
         samples = cluster.control.gather(metrics.divergence_every if metrics else None)

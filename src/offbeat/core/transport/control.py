@@ -27,6 +27,7 @@ from offbeat.core.transport.heartbeat import (
     LazyText,
     RankStatus,
     as_text,
+    is_peer_error,
     mark_peer_error,
     process_heartbeat,
 )
@@ -284,6 +285,11 @@ class Control:
             return [str(r) for r in range(self.world_size) if not store.check([f"{number}/{r}"])]
         except RuntimeError:
             return []
+
+    def blames_peers(self, error: BaseException) -> bool:
+        """Return whether an error is the end of a wait for other ranks, and not this rank's own."""
+        aborted = self._heartbeat is not None and self._heartbeat.state in (ABORTED, REPORTED)
+        return aborted or is_peer_error(error, error.__traceback__)
 
     @property
     def needs_abort(self) -> bool:

@@ -24,8 +24,6 @@ INDENT = 13  # characters before the texts of the printed report
 MOST_EVENTS = 6  # newest events that are printed
 MOST_TEXT = 300  # characters of an error that are printed
 SILENT_S = 2.0  # a rank whose last heartbeat is older than this at the first error failed before it
-# Errors of ranks that waited for another rank contain one of these texts.
-FOLLOWS = ("Last heard of: ", "another rank has failed or given up")
 UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|min|h|d|[kMGT]?B)\b|%)")
 NO_BREAK = "\u00a0"  # a number and its unit stay on one line
 
@@ -199,7 +197,7 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     if 0 not in ends and any(is_alive(folder, now) for folder in folders):
         return "running", _running_text(record)
     raised = sorted((end["t"], rank) for rank, end in ends.items() if end.get("how") == "raised")
-    own_errors = [(t, rank) for t, rank in raised if not _follows(ends[rank])]
+    own_errors = [(t, rank) for t, rank in raised if not ends[rank].get("waited")]
     silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in ends)
     if own_errors:
         error_t, rank = own_errors[0]
@@ -217,11 +215,6 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     if "ended" in hows:
         return "ended", f"after {count_text(_stop(record), 'iteration')}"
     return "silent", "the record has no line about the end"
-
-
-def _follows(end: Mapping[str, Any]) -> bool:
-    """Return whether an error names the failure of another rank as its cause."""
-    return any(text in str(end.get("text", "")) for text in FOLLOWS)
 
 
 def _stop_text(record: JobRecord, rank: int, end: Mapping[str, Any]) -> str:
