@@ -31,6 +31,7 @@ def made_iteration(rng: random.Random, number: int, begin_s: float, links: int =
     end = forward_s + forward + backward
     marks = Timestamps(
         begin=begin_s,
+        first_forward=forward_s,
         forward=forward_s,
         forward_end=forward_s + forward,
         ready=[end],
@@ -237,6 +238,7 @@ def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job._writer = LineWriter(tmp_path, 0, lambda: now[0])
     job._total, job._metrics, job._began_s, job._due_s = None, {}, 0.0, 0.0
     job._line_due_s, job._unwritten, job._microseconds = 0.0, [], []
+    job._count = job._next = 0
     job._board = SimpleNamespace(post=lambda _: None)  # type: ignore[assignment]
     took, weeks_s = [], 3 * 7 * 86400.0
     while now[0] < weeks_s:
@@ -261,3 +263,14 @@ def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exact = ordered[int(share * len(ordered))]
         assert quantile(whole.hist, share) == pytest.approx(exact, rel=0.09)
     assert len(record.ranks[0].intervals) < 7500
+
+
+def test_time_between_forwards_of_an_iteration_is_no_script_time() -> None:
+    """Accumulation has several forwards per step; only the time before the first one counts."""
+    done, (_, _, script, _) = made_iteration(random.Random(0), 0, 1.0)
+    done.marks.forward += 0.5 * (done.marks.forward_end - done.marks.forward)
+    tally = Tally(0, CPU(), dict)
+    tally.add(done, 0, True)
+    interval = tally.close_interval()
+    assert interval is not None
+    assert interval.script_s == pytest.approx(script)

@@ -81,18 +81,17 @@ class Board:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        try:
-            while True:
-                self._wake.wait(None if self._on_round is None else ROUND_S)
-                self._wake.clear()
-                stopped = self._stopped
+        stopped = False
+        while not stopped:
+            self._wake.wait(None if self._on_round is None else ROUND_S)
+            self._wake.clear()
+            stopped = self._stopped
+            try:
                 self._exchange()
-                if self._on_round is not None:
-                    self._on_round(dict(self._newest), self.divergence)
-                if stopped:
-                    return
-        except RuntimeError:  # the store is lost, and the heartbeat reports it
-            return
+            except RuntimeError:  # the store is lost, and the heartbeat reports it
+                return
+            if self._on_round is not None:
+                self._on_round(dict(self._newest), self.divergence)
 
     def _exchange(self) -> None:
         unsent, self._unsent = self._unsent, None

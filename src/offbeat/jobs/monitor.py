@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +77,8 @@ class JobMonitor:
 
     @property
     def _folder(self) -> str | None:
-        return None if self._writer is None else str(self._writer.folder)
+        """Folder of the record as an argument of a command; None without a record."""
+        return None if self._writer is None else shlex.quote(str(self._writer.folder))
 
     # ---- called by the training thread ------------------------------------------------------
 
@@ -89,18 +91,18 @@ class JobMonitor:
             if part is not None and self._writer is not None:
                 self._writer.replace(f"{name}{suffix}.json", part.to_dict())
 
-    def on_end(self, how: str, text: str, total: Interval | None, before: int) -> None:
+    def on_end(self, how: str, text: str, total: Interval | None, iterations: int) -> None:
         """Print three lines about the whole job.
 
         Args:
             how: "ended", "raised" or "signal".
             text: error or signal.
             total: sums over the iterations of rank 0 after the measurement of the profile.
-            before: iterations of processes before this one.
+            iterations: number of all iterations of rank 0 in this process.
         """
         for sink in self._sinks:
             sink.close()
-        lines = self._describe_end(how, text, total, before)
+        lines = self._describe_end(how, text, total, iterations)
         fields = {"how": how} | ({"iterations": total.n} if total is not None else {})
         console.print("end", "\n".join(lines), "info" if how == "ended" else "warning", **fields)
 
@@ -199,12 +201,16 @@ class JobMonitor:
             "progress", ", ".join(parts), iterations=own.stop, s=own.mean_s, predicted_s=predicted_s
         )
 
-    def _describe_end(self, how: str, text: str, total: Interval | None, before: int) -> list[str]:
+    def _describe_end(
+        self, how: str, text: str, total: Interval | None, iterations: int
+    ) -> list[str]:
         if total is None:
             return [f"no iteration has ended{f'; {text}' if text else ''}"]
-        count = count_text(total.stop - before, "iteration")
+        count = count_text(iterations, "iteration")
         first = count if how != "raised" else f"stopped by {text.partition(':')[0]} after {count}"
         predicted_s = None if self._outlook is None else self._outlook.iteration_s
+        if total.n < iterations:  # the others have measured the profile, or came before a load
+            first += f"; the last {total.n:,}"
         first += f" in {duration(total.s_sum)}, {seconds(total.mean_s)} each"
         if predicted_s is not None:
             first += f", predicted {seconds(predicted_s)}"

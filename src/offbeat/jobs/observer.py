@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,7 @@ SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
 SPANS_PERIODS = 3  # periods of the plan in a timeline
 MOST_SPANS_BYTES = 1 << 16
 MOST_TEXT = 2000  # characters of the text of an error
+MOST_ITERATIONS = 1 << 16  # single iterations in a line of the record
 
 
 class JobObserver(Recorder):
@@ -85,7 +87,6 @@ class JobObserver(Recorder):
         self._device_type = cluster.where.type
         self._blames_peers = control.blames_peers
         self._session: Session | None = None
-        self._tap = LossTap()
         self._tally = Tally(control.rank, cluster.device, self._session_traffic, clock)
         self._total: Interval | None = None
         self._began_s = time.monotonic()
@@ -95,7 +96,9 @@ class JobObserver(Recorder):
         self._elements: SampledElements | None = None
         self._sample_every = SAMPLE_ITERATIONS
         self._before = 0  # iterations of processes before this one
-        self._ended = False
+        self._count = 0  # iterations of this process
+        self._next = 0  # number of the first iteration after the last interval
+        self._ending = threading.Lock()  # held from the start of `end`
         self._window: list[Iteration] | None = []  # iterations of the next timeline
         self._window_due_s = 0.0
         self._windows: Windows | None = None
@@ -137,6 +140,7 @@ class JobObserver(Recorder):
                 settings, facts, strategy, current_servers(), control, self._writer, clock
             )
         self._board = Board(control, self.monitor.on_round if self.monitor else None)
+        self._tap = LossTap()
         self._receive = self._add_metric
         set_receiver(self._receive)
         self._at_exit = run_at_process_exit(self._end_at_exit)
@@ -159,24 +163,23 @@ class JobObserver(Recorder):
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
     ) -> None:
         self._close_interval(write=True)
-        first = self._next_iteration
         if profile is not None:
             self._total = None  # iterations that were measured are none of the strategy
-            self._line("start", iteration=first)
+            self._line("start", iteration=self._next)
         self.plan = plan
         self._set_window(plan)
         self._profile = profile
         if profile is not None:
-            self._sample_every = max(100, ceil(SAMPLE_S / compute_s(profile)))
+            self._sample_every = max(100, math.ceil(SAMPLE_S / compute_s(profile)))
         if self.monitor is not None:
-            self.monitor.on_plan(plan, profile, first)
+            self.monitor.on_plan(plan, profile, self._next)
 
     def set_plan(self, plan: Plan) -> None:
         if self.plan is not None and plan is not self.plan:
             self._close_interval(write=True)
             self._set_window(plan)
             if self.monitor is not None:
-                self.monitor.on_plan(plan, self._profile, self._next_iteration)
+                self.monitor.on_plan(plan, self._profile, self._next)
         self.plan = plan
 
     def on_step_begin(self, iteration: int) -> None:
@@ -185,7 +188,7 @@ class JobObserver(Recorder):
         before = self._session.iteration - iteration if self._session is not None else 0
         if before != self._before:  # a checkpoint was loaded
             self._close_interval(write=True)
-            self._before = before
+            self._before, self._next = before, before + iteration
 
     def add_iteration(self, done: Iteration) -> None:
         windows = self._windows
@@ -210,7 +213,7 @@ class JobObserver(Recorder):
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
         kind = "decision" if warning is None else "warning"
-        if self.monitor is not None:
+        if self.monitor is not None and warning is None:
             self.monitor.decisions += 1
         self._line("event", iteration=self._before + iteration, event=kind, text=what)
 
@@ -236,17 +239,16 @@ class JobObserver(Recorder):
             text: error or signal.
             waited: whether the error ended a wait for another rank, which has failed before.
         """
-        if self._ended:
+        if not self._ending.acquire(blocking=False):
             return
-        self._ended = True
         if how == "ended":
             self._tally.end()
         self._close_interval(write=True)
-        self._line("end", how=how, iteration=self._next_iteration, text=text,
+        self._line("end", how=how, iteration=self._next, text=text,
                    **({"waited": True} if waited else {}))  # fmt: skip
         self._board.close()
         if self.monitor is not None:
-            self.monitor.on_end(how, text, self._total, self._before)
+            self.monitor.on_end(how, text, self._total, self._count)
         self._tap.close()
         clear_receiver(self._receive)
         atexit.unregister(self._at_exit)
@@ -255,10 +257,6 @@ class JobObserver(Recorder):
     def _end_at_exit(self) -> None:
         """End a record whose session did not close."""
         self.write({})
-
-    @property
-    def _next_iteration(self) -> int:
-        return self._total.stop if self._total is not None else self._before
 
     # ---- intervals --------------------------------------------------------------------------
 
@@ -270,29 +268,36 @@ class JobObserver(Recorder):
         """
         now_s = time.monotonic()
         self._due_s = now_s + INTERVAL_S
-        self._microseconds += self._tally.iterations_us
+        room = MOST_ITERATIONS - len(self._microseconds)
+        self._microseconds += self._tally.iterations_us[:room]
         interval = self._tally.close_interval()
         if interval is not None:
             self._total = interval if self._total is None else combine([self._total, interval])
+            self._count, self._next = self._count + interval.n, interval.stop
             self._unwritten.append(interval)
             self._board.post(interval)
-        if self._unwritten and (write or now_s >= self._line_due_s):
+        if write or now_s >= self._line_due_s:
             self._line_due_s = now_s + (now_s - self._began_s) / AGE_SHARE
-            self._write_interval(combine(self._unwritten))
+            self._write_interval()
 
-    def _write_interval(self, interval: Interval) -> None:
+    def _write_interval(self) -> None:
         if self._writer is not None:
-            self._writer.line("interval", **interval.to_dict())
-            self._writer.detail("iterations", first=interval.first, us=self._microseconds)
+            if self._unwritten:
+                interval = combine(self._unwritten)
+                self._writer.line("interval", **interval.to_dict())
+                self._writer.detail("iterations", first=interval.first, us=self._microseconds)
             for name, values in self._metrics.items():
-                mean = sum(values) / len(values)
-                last = interval.stop - 1
-                self._line("metric", iteration=last, name=name, value=mean, n=len(values))
+                mean, last = sum(values) / len(values), self._next - 1
+                self._writer.line("metric", iteration=last, name=name, value=mean, n=len(values))
         self._unwritten, self._microseconds, self._metrics = [], [], {}
 
     def _add_metric(self, name: str, value: float) -> None:
-        """Record a metric that the script reports: one line per interval, with the mean."""
-        self._metrics.setdefault(name, []).append(value)
+        """Record a metric that the script reports: one line per interval, with the mean.
+
+        NaN and infinity are left out, because JSON cannot hold them.
+        """
+        if math.isfinite(value):
+            self._metrics.setdefault(name, []).append(value)
 
     # ---- timelines --------------------------------------------------------------------------
 

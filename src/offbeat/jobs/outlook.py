@@ -289,16 +289,16 @@ def describe_plan(outlook: Outlook, summary: str) -> str:
     """Return what the plan does, the rates of the links, and the size of the model."""
     profile = outlook.profile
     assert profile is not None
-    links = ", ".join(
+    links = [
         f"{link.name} carries {digits(wire_mbps(link, profile.world_size))} Mbit/s"
         + (f", latency {seconds(link.latency_s)}" if link.latency_s else "")
         for link in profile.links
-    )
+        if profile.world_size > 1
+    ]
     total = sum(bucket.size_bytes for bucket in profile.buckets)
-    return (
-        f"{summary.rstrip('.')}; {links}; {size(total)} of parameters in "
-        f"{count_text(len(profile.buckets), 'bucket')}"
-    )
+    buckets = count_text(len(profile.buckets), "bucket")
+    rates = [", ".join(links)] if links else []
+    return "; ".join([summary.rstrip("."), *rates, f"{size(total)} of parameters in {buckets}"])
 
 
 def describe_prediction(outlook: Outlook) -> tuple[str, dict[str, Any]]:

@@ -77,13 +77,13 @@ class LineWriter:
         with self._lock:
             if self._clock() < self._retry_at:
                 return
-            if self._detail_bytes + len(line) > DETAIL_BYTES:
-                last = rank_file(self.folder, self._rank, "last")
-                if self._detail_part == "last":
-                    last.replace(rank_file(self.folder, self._rank, "before"))
-                self._detail_part, self._detail_bytes = "last", 0
-            self._detail_bytes += len(line)
             try:
+                if self._detail_bytes + len(line) > DETAIL_BYTES:
+                    last = rank_file(self.folder, self._rank, "last")
+                    if self._detail_part == "last":
+                        last.replace(rank_file(self.folder, self._rank, "before"))
+                    self._detail_part, self._detail_bytes = "last", 0
+                self._detail_bytes += len(line)
                 _append(rank_file(self.folder, self._rank, self._detail_part), line)
             except OSError as error:
                 self._retry_at = self._clock() + RETRY_S

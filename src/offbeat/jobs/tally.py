@@ -94,8 +94,8 @@ class Tally:
         self._hist[b] = self._hist.get(b, 0) + 1
         self.iterations_us.append(round(1e6 * seconds))
         self._wait_s += exposed_communication_s(marks, self._device)
-        if marks.forward is not None:
-            forward_s = at(marks.forward)
+        if marks.first_forward is not None:
+            forward_s = at(marks.first_forward)
             waits = ((at(one.begin), at(one.waited)) for one in marks.acted)
             waited_s = sum(end - start for start, end in waits if end <= forward_s)
             self._script_s += forward_s - begin_s - waited_s
@@ -169,6 +169,8 @@ class LossReader:
 
     def add(self, loss: Tensor) -> None:
         """Add a loss: one element on any device."""
+        if self._losses and self._losses[0].device != loss.device:
+            self._copy()
         self._losses.append(loss)
         if len(self._losses) >= LOSSES_AT_ONCE:
             self._copy()

@@ -38,7 +38,7 @@ from offbeat.core.runtime.sentinels import Sentinels
 from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.control import Control
-from offbeat.core.transport.device import Device
+from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.heartbeat import IN_SCRIPT
 from offbeat.core.transport.link import LinkThread
 
@@ -257,7 +257,7 @@ class Engine:
             self.complete_bucket(hooks.at_start)
         elif self.run.broadcasts:
             self.cursor.walk(0)  # the model may read a buffer before its first module runs
-        now.marks.forward = self.device.mark()
+        self._mark_forward(now, self.device.mark())
         return nullcontext() if hooks is None else hooks.record_reads()
 
     @property
@@ -316,6 +316,12 @@ class Engine:
                     tensor.register_hook(lambda _: self.on_output_gradient())
         now.marks.forward_end = self.device.mark()
 
+    @staticmethod
+    def _mark_forward(now: Iteration, mark: Mark) -> None:
+        now.marks.forward = mark
+        if now.marks.first_forward is None:
+            now.marks.first_forward = mark
+
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
         if self.cursor.now is None:
@@ -331,7 +337,7 @@ class Engine:
         if self.trains:
             now = self._begin_forward()
             self.cursor.walk(self.plan.buckets - 1)
-            now.marks.forward = self._called
+            self._mark_forward(now, self._called)
             self._forward_end(now, output)
 
     def complete_bucket(self, b: int) -> None:

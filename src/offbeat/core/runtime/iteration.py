@@ -35,7 +35,8 @@ class Timestamps:
 
     Attributes:
         begin: start of the iteration.
-        forward: start of forward.
+        first_forward: start of the first training forward.
+        forward: start of the last forward.
         forward_end: end of forward.
         ready: by bucket b, completion of the gradients of buckets 0..b.
         acted: moments of forward and backward at which the rank has waited or applied rules.
@@ -47,6 +48,7 @@ class Timestamps:
     """
 
     begin: Mark = None
+    first_forward: Mark = None
     forward: Mark = None
     forward_end: Mark = None
     ready: list[Mark] = field(default_factory=list)

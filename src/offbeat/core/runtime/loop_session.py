@@ -90,6 +90,8 @@ class LoopSession(Session):
         else:
             self.flush()
         marks.forward = mark()
+        if training and marks.first_forward is None:
+            marks.first_forward = marks.forward
         output = self._call(call, *args, **kwargs)
         if pace is not None:
             pace.forward(-1)
