@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+import offbeat
 from offbeat.core.transport import packed
 from offbeat.core.transport.heartbeat import (
     ABORTED,
@@ -31,6 +32,7 @@ from offbeat.core.transport.heartbeat import (
     mark_peer_error,
     process_heartbeat,
 )
+from offbeat.core.transport.versions import compare_versions, publish_versions
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 SHOWN = 16  # ranks in a report
@@ -75,8 +77,12 @@ class Control:
             with self.waiting("waiting for all ranks to call prepare"):
                 # torch numbers groups: a rank that has begun one more group than the other ranks
                 # can never create a group with them again. So wait for all ranks before.
+                versions = self.store(f"versions/{_met}")
+                host, torch_version = socket.gethostname(), str(torch.__version__)
+                publish_versions(versions, self.rank, host, offbeat.__version__, torch_version)
                 self.meet(f"prepare/{_met}")
                 _met += 1
+                compare_versions(versions, self.rank, self.world_size, timeout_s)
                 self.group = new_group("gloo", timeout_s)
         except RuntimeError as error:
             raise RuntimeError(
@@ -90,7 +96,7 @@ class Control:
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
             self._heartbeat.add_user(self.met)
         self._joint_calls: dict[str, int] = {}
-        self.hosts: list[str] = self.gather(socket.gethostname())
+        self.hosts: list[str] = self.gather(host)
 
     def meet(self, what: str) -> None:
         """Wait in the store until all ranks have called it. It may be repeated after a failure.
