@@ -7,16 +7,19 @@ Digests are of bits as they were saved, so no arithmetic of this machine enters 
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.artifacts import STRATEGIES
 from support.checkpoint_jobs import job
 from support.worlds import run_world
 
 import offbeat
+from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.write import SUMMARY, write
 
 # Since 0.2.0 time to a loss counts from the end of the first iteration, and measured parts are
@@ -54,6 +57,42 @@ def test_checkpoints_load_bit_for_bit(folder: Path) -> None:
     found = run_world(_load_checkpoints, 2, str(folder / "checkpoints"), timeout_s=90)
     for rank, digests in enumerate(expected):
         assert found[rank] == [(name, 4, digests[name], True) for name in sorted(digests)]
+
+
+def _load_newer_checkpoint(folder: str) -> str:
+    """Error of a checkpoint whose shard on rank 1 states a later schema, beside an earlier one."""
+    with job(offbeat.BSP()) as loaded:
+        loaded.save(folder).wait()
+        loaded.train(range(1))
+        loaded.save(folder).wait()
+        newest = sorted(Path(folder).glob("*/rank-1/manifest.json"))[-1]
+        if dist.get_rank() == 1:
+            newest.write_text(newest.read_text().replace('"schema": 1', '"schema": 2'))
+        with pytest.raises(ValueError) as caught:
+            loaded.load(folder)
+        return str(caught.value)
+
+
+def test_checkpoint_of_a_later_schema_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for error in run_world(_load_newer_checkpoint, 2, str(tmp_path), timeout_s=90):
+        assert error.startswith("the checkpoint could not be loaded: rank 1: schema (2) of ")
+        assert error.endswith(
+            "/rank-1 must be at most 1: a later version of offbeat has written it; install that "
+            "version"
+        )
+
+
+def test_record_of_a_later_schema_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its blocks name the schema in the report's problems, and run.json in the error."""
+    record = shutil.copytree(folder / "record", tmp_path / "record")
+    [blocks, *_] = sorted(record.rglob("rank0.jsonl"))
+    blocks.write_text(blocks.read_text().replace('"schema":2', '"schema":3'))
+    words = "schema (3) of every block must be at most 2: a later version of offbeat has written it"
+    assert any(words in problem for problem in load(record).failures()), load(record).failures()
+    run = record / "run.json"
+    run.write_text(json.dumps(json.loads(run.read_text()) | {"schema": 2}))
+    with pytest.raises(ValueError, match=r"schema \(2\) of .*run.json must be at most 1"):
+        load(record)
 
 
 def test_plans_keep_their_digests(folder: Path) -> None:

@@ -258,9 +258,12 @@ def _choose_checkpoint(
     complete = {
         name: asdict(manifest) for name, manifest in folder.manifests(session.worker).items()
     }
+    found = company.gather((folder.refusal(session.worker), complete))
+    refusals = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(found) if words]
+    if refusals:
+        raise ValueError(f"the checkpoint could not be loaded: {'; '.join(refusals)}")
     everyone = [
-        {name: Manifest(**manifest) for name, manifest in by_name.items()}
-        for by_name in company.gather(complete)
+        {name: Manifest(**manifest) for name, manifest in by_name.items()} for _, by_name in found
     ]
     for name, manifest in everyone[0].items():
         missing = [rank for rank, by_name in enumerate(everyone) if name not in by_name]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.shard import Manifest
+from offbeat.core.files import NewerSchemaError
 
 NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
 UNFINISHED = ".unfinished-"
@@ -47,6 +48,19 @@ class Folder:
             except (OSError, ValueError):  # missing, truncated, or of another schema
                 continue
         return manifests
+
+    def refusal(self, worker: int) -> str | None:
+        """Return why this version cannot read the newest checkpoint with a shard of the worker;
+        None if it can. An earlier checkpoint instead of it would lose training silently."""
+        for name in self.names():
+            try:
+                shard.read_manifest(self.shard(name, worker))
+            except NewerSchemaError as error:
+                return str(error)
+            except (OSError, ValueError):  # missing or truncated
+                continue
+            return None
+        return None
 
     def next_number(self) -> int:
         """Return a number greater than those of all checkpoints."""

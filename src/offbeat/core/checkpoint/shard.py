@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.checkpoint.frozen import Frozen, empty
+from offbeat.core.files import require_schema
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -81,12 +82,11 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         OSError: the manifest or a file is missing.
-        ValueError: the schema is not `SCHEMA`, fields are missing or unknown, or a file has another
-            size.
+        NewerSchemaError: the schema is that of a later version.
+        ValueError: fields are missing or unknown, or a file has another size.
     """
     data = json.loads((directory / MANIFEST).read_text())
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{directory} has schema {data.get('schema')!r}, not {SCHEMA}")
+    require_schema(data.get("schema"), SCHEMA, directory)
     known = {field.name for field in fields(Manifest)}
     if odd := (data.keys() ^ known) - {"record"}:  # version 0.1 wrote no `record`
         path = directory / MANIFEST

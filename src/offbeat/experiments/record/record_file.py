@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
+from offbeat.core.files import require_schema
+
 SCHEMA = 2
 SUFFIX = ".jsonl"
 COLUMNS = ("ends_s", "losses", "without_update", "warnings", "decisions")
@@ -137,7 +139,9 @@ class _MergedRecord:
         self._metrics: dict[str, Any] = {}
 
     def add(self, block: dict[str, Any]) -> None:
-        if block.pop("schema", None) != SCHEMA:
+        schema = block.pop("schema", None)
+        require_schema(schema, SCHEMA, "every block")
+        if schema != SCHEMA:  # blocks of schema 1 were never in a release
             raise ValueError(f"schema of every block must be {SCHEMA}; run again with this version")
         if block["first"] != len(self._columns["ends_s"]):
             raise ValueError(f"the block from iteration {block['first']} on must follow the others")

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.files import require_schema
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import Trace, whole_periods
@@ -330,12 +331,8 @@ def _read_run_json(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ValueError(f"{path / 'run.json'} is not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        schema = data.get("schema") if isinstance(data, dict) else None
-        raise ValueError(
-            f"schema ({schema!r}) of {path / 'run.json'} must be {SCHEMA}; "
-            "run `offbeat compare` again with this version"
-        )
+    schema = data.get("schema") if isinstance(data, dict) else None
+    require_schema(schema, SCHEMA, path / "run.json")
     _check_contestants(data.get("contestants"), path)
     return data
 
@@ -426,7 +423,7 @@ def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetit
 
 
 def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
-    _require_schema(data)
+    require_schema(data.get("schema"), SCHEMA, "the record")
     trace = Trace.from_dict(data["trace"])
     if trace.world_size != 1:
         raise ValueError(f"trace has {trace.world_size} rows of ends_s, must have its own only")
@@ -453,11 +450,6 @@ def _predicted_from_dict(data: Mapping[str, Any]) -> Trace:
     beside = {name: data[name] for name in fields if name in data}
     rest = {name: value for name, value in data.items() if name not in fields}
     return Trace.from_dict({**rest, "notes": {**data.get("notes", {}), **beside}})
-
-
-def _require_schema(data: Mapping[str, Any]) -> None:
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema ({data.get('schema')!r}) must be {SCHEMA}")
 
 
 def _read_json(file: Path) -> Any:
