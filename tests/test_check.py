@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.worlds import free_port, run_world, watch_world
@@ -168,6 +169,23 @@ def test_strangers_are_not_accepted() -> None:
         thread.join()
         with pytest.raises(ValueError, match=r"--port \(\d+\) cannot be opened on 127.0.0.1"):
             listen("127.0.0.1", there[1], 1)
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the network dropped all large packets: a rank ends its wait by itself."""
+    monkeypatch.setattr(meeting, "STEP_S", 0.1)
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.1)
+    never = threading.Event()
+    store = SimpleNamespace(
+        set=lambda *_: None,
+        wait=lambda *_: None,
+        check=lambda _: True,
+        multi_get=lambda _: never.wait(5),
+    )
+    with pytest.raises(meeting.LostRanksError) as caught:
+        meeting.Meeting(store, 1, 2).gather()
+    assert caught.value.ranks == [0]
+    never.set()
 
 
 # --- launchers -----------------------------------------------------------------------------------

@@ -104,6 +104,9 @@ if f"killed={what}" in words:
     block = {"first": 0, "rank": rank, "strategy": str(strategy), "observed": 0, "period": 1,
         "uneven": False, "ends_s": trace.ends_s[0], "losses": [[11, 0.5]]}
     RecordWriter(path_of(directory, rank)).append(block)
+    end_s = time.monotonic() + 20  # the launcher kills the other rank soon after the first one
+    while not all(path_of(directory, r).exists() for r in range(size)) and time.monotonic() < end_s:
+        time.sleep(0.01)
     os.kill(os.getpid(), 9)
 if f"late={what}" in words:
     sys.exit("failed after recording")

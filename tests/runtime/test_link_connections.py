@@ -175,3 +175,11 @@ def test_profile_of_another_number_is_of_another_network() -> None:
         "the profile is of another network: connections of link 'eth0' are 1 between two "
         "ranks, 2 by the profile"
     )
+
+
+def test_scalars_and_small_messages_are_not_divided() -> None:
+    for tensor in (torch.tensor(1.0), torch.zeros(0), torch.zeros(3)):
+        assert [piece.data_ptr() for piece in pieces(tensor, 4)] == [tensor.data_ptr()]
+    large = torch.arange(4 * PIECE_BYTES, dtype=torch.uint8)
+    assert torch.equal(torch.cat([*pieces(large, 4)]), large)
+    assert len(pieces(large, 4)) == 4

@@ -72,13 +72,11 @@ def check(port: int | None = None, *, quick: bool = False, strict: bool = False)
         # Rank 0 prints for all ranks, unless its store does not respond.
         if rank == 0 or error.ranks == [0]:
             names = ", ".join(f"{r} ({facts[r].host})" if facts else f"{r}" for r in error.ranks)
-            _print(
-                wrap(
-                    FAILS,
-                    f"rank {names} has not finished step {meeting.step}: it has ended, "
-                    "hangs or is cut off. See its output.",
-                )
+            text = (
+                f"rank {names} has not finished step {meeting.step}: it has ended, hangs or is cut "
+                "off. See its output. If it runs, compare the MTU of the interfaces and of tunnels."
             )
+            _print(wrap(FAILS, text))
         meeting.close(error.ranks)
         return 1
 

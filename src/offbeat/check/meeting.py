@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from offbeat.core.transport.rendezvous import create_prefix
 
 MEET_S = 30.0
 STEP_S = 20.0  # longer than any step of the check, in which a rank waits for a lost peer
+ANSWER_S = 3.0  # longest time for an answer of the store after that
 LINGER_S = 5.0  # longest time for which rank 0 keeps its store open at the end
 ATTEMPT_S = 3.0
 _NETWORK_ERRORS = (RuntimeError, TimeoutError)  # errors of torch's store are RuntimeErrors
@@ -65,16 +69,21 @@ class Meeting:
         self.step += 1
         keys = [f"{self.step}/{rank}" for rank in range(self.world_size)]
         try:
-            self._store.set(keys[self.rank], json.dumps(value))
-            with suppress(dist.DistStoreError):  # the timeout
-                self._store.wait(keys, timedelta(seconds=STEP_S))
-            lost = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            values = [] if lost else self._store.multi_get(keys)
+            texts = _run_limited(
+                partial(self._exchange, keys, json.dumps(value)), STEP_S + ANSWER_S
+            )
         except _NETWORK_ERRORS as error:
             raise LostRanksError([0]) from error
+        return [json.loads(text) for text in texts]
+
+    def _exchange(self, keys: list[str], own: str) -> list[bytes]:
+        self._store.set(keys[self.rank], own)
+        with suppress(dist.DistStoreError):  # the timeout
+            self._store.wait(keys, timedelta(seconds=STEP_S))
+        lost = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         if lost:
             raise LostRanksError(lost)
-        return [json.loads(text) for text in values]
+        return self._store.multi_get(keys)
 
     def close(self, lost: Collection[int] = ()) -> None:
         """Leave the store. Rank 0, which may host it, waits until the others have left.
@@ -82,12 +91,13 @@ class Meeting:
         Args:
             lost: ranks that cannot leave any more.
         """
-        keys = {rank: f"left/{rank}" for rank in range(1, self.world_size) if rank not in lost}
+        others = [f"left/{rank}" for rank in range(1, self.world_size) if rank not in lost]
+        if self.rank == 0:
+            leave = partial(self._store.wait, others, timedelta(seconds=LINGER_S))
+        else:
+            leave = partial(self._store.set, f"left/{self.rank}", "")
         with suppress(*_NETWORK_ERRORS):
-            if self.rank == 0:
-                self._store.wait([*keys.values()], timedelta(seconds=LINGER_S))
-            else:
-                self._store.set(f"left/{self.rank}", "")
+            _run_limited(leave, LINGER_S + ANSWER_S)
 
 
 def meet(rank: int, world_size: int) -> Meeting:
@@ -124,6 +134,27 @@ def meet(rank: int, world_size: int) -> Meeting:
     except _NETWORK_ERRORS as error:
         raise MeetingError(f"within {MEET_S:g} s {error}") from None
     return Meeting(part, rank, world_size, time.monotonic() - begin_s)
+
+
+def _run_limited(request: Callable[[], Any], limit_s: float) -> Any:
+    """Return the result of a request to the store.
+
+    torch has no limit for most requests. The answer may never arrive, for example if the network
+    drops large packets.
+
+    Raises:
+        TimeoutError: the request has lasted longer than `limit_s`. It continues in its thread.
+    """
+    answer = Future[Any]()
+
+    def run() -> None:
+        try:
+            answer.set_result(request())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(limit_s)
 
 
 def _store_error(host: str, port: int) -> str:

@@ -22,4 +22,5 @@ class Options(TypedDict, total=False):
     compare_every: int
     on_nonfinite: OnNonfinite
     broadcast_buffers: bool
-    metrics: Metrics | Log | None
+    metrics: Metrics | Log | str | None
+    record: str | Path | None

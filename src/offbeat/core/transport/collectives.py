@@ -107,7 +107,8 @@ def collectives(
 
 def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:
     """Return one view for each connection, or fewer if they would be below `PIECE_BYTES`."""
-    return tensor.chunk(max(1, min(connections, tensor.nbytes // PIECE_BYTES)))
+    count = min(connections, tensor.nbytes // PIECE_BYTES)
+    return tensor.chunk(count) if count > 1 else (tensor,)  # a scalar cannot be divided
 
 
 def run_in_pieces(operation: Callable[..., Any], tensor: Tensor, connections: int) -> None:
