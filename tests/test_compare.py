@@ -289,7 +289,7 @@ def test_what_was_recorded_before_a_kill_is_reported(here, capsys):
     ]
     assert cli.main([*argv, "--repeat", "1", "train.py", "killed=ddp"]) == 1
     printed = capsys.readouterr()
-    assert "ddp stopped before its end" in printed.out
+    assert "ddp stopped before its end" in " ".join(printed.out.split())
     ddp, wfbp = report.summarize(report.load(here / "out"))
     assert (ddp.cut, ddp.repetitions, ddp.failed) == (True, 1, 0)
     assert (wfbp.cut, wfbp.repetitions, wfbp.failed) == (False, 1, 0)
