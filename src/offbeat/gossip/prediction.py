@@ -126,7 +126,7 @@ def pair_stats(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) 
 
 
 def _workers(profile: Profile, ranks: Ranks) -> Workers:
-    compute_s = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
+    compute_s = profile.compute_s
     gradient_s = [compute_s * scale for scale in ranks.compute_scale(profile)]
     return Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0]))
 

@@ -93,8 +93,7 @@ class Gossip(Strategy):
 
         Workers do not wait for each other, so this bound is also the duration of an iteration.
         """
-        slowest = profile.slowest()
-        return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+        return profile.slowest().compute_s
 
     def open(self, job: TrainingJob) -> Session:
         from offbeat.gossip.session import open_gossip_session

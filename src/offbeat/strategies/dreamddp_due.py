@@ -194,7 +194,7 @@ def _local_sgd_choice(setting: Setting, pieces: list[Piece]) -> Choice:
     forward."""
     other_s = setting.profile.slowest().other_s
     message_s = sum(piece.seconds(setting.profile, setting.state) for piece in pieces)
-    closed_s = setting.period * _compute_s(setting) + max(message_s - other_s, 0.0)
+    closed_s = setting.period * setting.profile.slowest().compute_s + max(message_s - other_s, 0.0)
     none: Sets = ((),) * setting.period
     return Choice(pieces, (*none[1:], tuple(range(len(pieces)))), none, closed_s, at_step=True)
 
@@ -290,13 +290,7 @@ def delayed_plan_bound_s(setting: Setting) -> float:
     """
     everything = Payload("param", range(setting.buckets))
     message_s = setting.profile.message_s(everything, setting.profile.default_link.name)
-    return max(_compute_s(setting), message_s / setting.period)
-
-
-def _compute_s(setting: Setting) -> float:
-    """Return the seconds of an iteration without messages and with one call of the optimizer."""
-    slowest = setting.profile.slowest()
-    return slowest.other_s + slowest.forward_s + slowest.backward_s + slowest.update_s
+    return max(setting.profile.slowest().compute_s, message_s / setting.period)
 
 
 def delayed_choice(
@@ -322,7 +316,7 @@ def delayed_choice(
     together = (neighbours(message_s, count, setting.period) for count in counts)
     even = Candidate(pieces, even_loads(message_s, setting.period))
     moved = (Candidate(pieces, sets) for sets in _moved_sets(even.sets, message_s))
-    best, best_s, least_s = even, float("inf"), _compute_s(setting)
+    best, best_s, least_s = even, float("inf"), setting.profile.slowest().compute_s
     for choice in chain(together, [even], starts, moved):
         if best_s <= least_s * (1 + WORTH_MORE):
             break

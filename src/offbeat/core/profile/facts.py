@@ -304,6 +304,11 @@ class Profile:
         return sum(b.backward_s for b in self.buckets)
 
     @property
+    def compute_s(self) -> float:
+        """Return the seconds of one iteration without messages and with one optimizer call."""
+        return self.other_s + self.forward_s + self.backward_s + self.update_s
+
+    @property
     def ready_s(self) -> tuple[float, ...]:
         """Return E_i for each bucket i: seconds from the start of backward until its gradient is
         complete."""

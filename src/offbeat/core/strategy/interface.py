@@ -274,8 +274,7 @@ def synchronous_bound_s(profile: Profile, *, fused: bool, period: float = 1) -> 
         period: iterations per average; C is divided by it.
     """
     profile = profile.slowest()
-    compute = profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
-    return max(compute, _everything_s(profile, "grad", fused) / period)
+    return max(profile.compute_s, _everything_s(profile, "grad", fused) / period)
 
 
 def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
