@@ -52,6 +52,21 @@ def test_names_of_files_and_classes_are_unique_within_the_core() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+def test_jobs_write_to_stderr_through_one_console() -> None:
+    """Otherwise OFFBEAT_LOG=json would let lines of text through."""
+    commands = {"cli", "lab", "experiments", "check"}
+    found = [
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if path.relative_to(SOURCE).parts[0] not in commands
+        and any(
+            isinstance(node, ast.keyword) and node.arg == "file" and "stderr" in ast.dump(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert found == ["core/console/__init__.py"]
+
+
 TRAIN = """
 import sys, torch, offbeat
 model = torch.nn.Linear(4, 4)

@@ -756,10 +756,15 @@ def test_what_the_library_says_to_a_scripts_user_stays(capsys: pytest.CaptureFix
     """As where others can join; what the script says is for its log."""
     with Progress().step("running") as on_line:
         on_line("step 10")
-        on_line("offbeat: others can join this job at 10.0.0.1:40123")
+        on_line("offbeat: others can join this job at 10.0.0.1:40123, with the same")
+        on_line("         OFFBEAT_SECRET:")
+        on_line("step 11")
+        on_line("         of the script")
     said = capsys.readouterr().out
     assert "10.0.0.1:40123" in said
-    assert "step 10" not in said
+    assert "OFFBEAT_SECRET" in said
+    assert "step 1" not in said
+    assert "of the script" not in said
 
 
 def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from offbeat import A2CiD2, cli
 from offbeat.cli import texts
 from offbeat.frames.frames import WireError
-from offbeat.frames.secret import VARIABLE
 from offbeat.gossip import startup as gossiping
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
@@ -196,10 +195,12 @@ def test_the_line_to_copy_names_a_strategy_that_the_launcher_chose(
     job.write_text(json.dumps({"schema": 1, "strategy": "a2cid2", "settings": made.settings()}))
     monkeypatch.setenv("OFFBEAT_JOB", str(job))
     _print_join_command(("10.0.0.1", 4000), made)
-    plain, chosen = [line for line in capsys.readouterr().err.splitlines() if "there, with" in line]
-    words = shlex.split(plain.partition(f"{VARIABLE}: ")[2])
+    plain, chosen = [
+        line for line in capsys.readouterr().err.splitlines() if "offbeat join" in line
+    ]
+    words = shlex.split(plain)
     assert words == ["offbeat", "join", "10.0.0.1:4000", "train.py", "--name", "a b"]
-    words = shlex.split(chosen.partition(f"{VARIABLE}: ")[2])
+    words = shlex.split(chosen)
     name, settings = words[3], [words[5], words[7]]
     assert texts.strategy(name, settings) == made
     assert words[8:] == ["10.0.0.1:4000", "train.py", "--name", "a b"]
@@ -291,8 +292,8 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
         own = {**env, **world, "RANK": str(n)}
         ranks.append(subprocess.Popen([sys.executable, script, str(n)], env=own, **pipes))
     try:
-        line = next(line for line in ranks[0].stderr if "there, with" in line)
-        argv = [sys.executable, "-m", *shlex.split(line.partition(f"{VARIABLE}: ")[2])]
+        line = next(line for line in ranks[0].stderr if "offbeat join" in line)
+        argv = [sys.executable, "-m", *shlex.split(line)]
         joined = subprocess.run(argv, env=env, timeout=150, **pipes)
         ends = [rank.communicate(timeout=150)[0] for rank in ranks]
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from support import observed_jobs
-from support.worlds import run_world
+from support.worlds import run_world, watch_world
 
 from offbeat import Plan, Profile
 from offbeat.jobs.interval import Interval, combine
@@ -67,6 +68,20 @@ def test_messages_as_json_and_none(tmp_path: Path) -> None:
     ((name, text), _) = run_world(observed_jobs.observers, 2, "text")
     assert name == "JobObserver"
     assert "bsp, 2 ranks" in text
+
+
+def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
+    """Of a start, a stop and a restart from a checkpoint, with messages of several rooms."""
+    strategy, found = "a2cid2:topology=measured", list[set[str]]()
+    for signal_at, code in ((4, -signal.SIGTERM), (-1, 0)):
+        act = (str(tmp_path), strategy, signal_at)
+        outcomes = watch_world(observed_jobs.train_until_signal, 2, *act)
+        assert [one.exitcode for one in outcomes] == [code] * 2
+        zero, one = ((tmp_path / f"stderr{rank}").read_text().splitlines() for rank in range(2))
+        found.append({json.loads(line)["event"] for line in zero})
+        assert one == []
+    assert found[0] == {"start", "graph", "join", "checkpoint", "plan", "end"}
+    assert found[1] == found[0]
 
 
 def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:

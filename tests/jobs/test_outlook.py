@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from offbeat import WFBP, Profile
+from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
-from offbeat.core.runtime.console import Console
 from offbeat.jobs import outlook
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
 from offbeat.jobs.outlook import Notice, Outlook
@@ -170,8 +171,25 @@ def test_lines_are_wrapped_between_words_and_never_before_a_unit(
     assert not any(line.strip().startswith("ms") for line in lines)
     assert " ".join(line.strip() for line in lines).removeprefix("offbeat: ") == text
     console.format = "json"
-    console.print("plan", "two\nlines", predicted_s=1.5)
-    assert json.loads(capsys.readouterr().err)["text"] == "two\nlines"
+    console.print("plan", "two\nlines.\nthree", predicted_s=1.5, bound_s=math.inf)
+    found = json.loads(capsys.readouterr().err)
+    assert [found[name] for name in ("text", "predicted_s", "bound_s")] == [
+        "two; lines. three",
+        1.5,
+        None,
+    ]
     console.format = "off"
     console.print("plan", "nothing")
     assert capsys.readouterr().err == ""
+    console.print("checkpoint", "not saved", "error")
+    assert capsys.readouterr().err == "offbeat: not saved\n"
+
+
+def test_a_command_to_copy_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"offbeat join 10.0.0.1:4000 train.py {'--option value ' * 20}".strip()
+    console = Console()
+    console.print("join", "others can join", command=command)
+    assert capsys.readouterr().err.splitlines()[-1].strip() == command
+    console.format = "json"
+    console.print("join", "others can join", command=command)
+    assert json.loads(capsys.readouterr().err)["command"] == command

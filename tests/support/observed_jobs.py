@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import warnings
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -53,6 +54,24 @@ def train_twice(folder: str, checkpoint: str) -> list[str]:
     """Train, save, and continue in another run."""
     os.environ |= {"OFFBEAT_RECORD": folder}
     return [train("wfbp", checkpoint) for _ in range(2)]
+
+
+def train_until_signal(folder: str, strategy: str, signal_at: int) -> None:
+    """Train with a record, checkpoints and messages as JSON, all of stderr in a file. Before
+    iteration `signal_at`, this rank receives SIGTERM."""
+    log = os.open(f"{folder}/stderr{rank()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 2)
+    os.environ |= {"OFFBEAT_LOG": "json", "OFFBEAT_RECORD": f"{folder}/runs"}
+    os.environ |= {"OFFBEAT_CHECKPOINT": f"{folder}/kept", "OFFBEAT_SECRET": "of a test"}
+    model = build_model(CASE)
+    model, optimizer = offbeat.prepare(model, build_optimizer(CASE, model), strategy, timeout_s=20)
+    for t in range(offbeat.iteration(model), ITERATIONS):
+        if t == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.zero_grad()
+        loss_of(model, *batch(CASE, rank(), t)).backward()
+        optimizer.step()
+    model.close()
 
 
 def observers(log: str) -> list[Any]:

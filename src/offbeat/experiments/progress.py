@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-LONGEST_LINE = 200  # characters of a script's line that are kept for display
+from offbeat.core.console import INDENT, PREFIX
 
-OWN_WORDS = "offbeat: "  # prefix of the library's own messages in a log; they stay on the screen
+LONGEST_LINE = 200  # characters of a script's line that are kept for display
 
 # Seconds between plain lines: the first interval and the longest one. Intervals double.
 FIRST_WORD_S, RAREST_WORD_S = 10.0, 600.0
@@ -35,6 +35,7 @@ class Progress:
         self._console, self._first_s = Console(stderr=stderr), first_s
         self._what, self._line, self._start_s = "", "", 0.0
         self._count: Count | None = None
+        self._is_own = False  # whether the last line of the log is the library's own
 
     @contextmanager
     def step(self, what: str, count: Count | None = None) -> Iterator[OnLine]:
@@ -88,6 +89,8 @@ class Progress:
             wait_s = min(2 * wait_s, RAREST_WORD_S)
 
     def _show_line(self, line: str) -> None:
-        if line.startswith(OWN_WORDS):
+        is_continued = self._is_own and line.startswith(INDENT)
+        self._is_own = line.startswith(PREFIX) or is_continued
+        if self._is_own:
             self.print_line(line)
         self._line = line[:LONGEST_LINE]

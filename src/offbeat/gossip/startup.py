@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import flatten
+from offbeat.core.console import console
 from offbeat.core.runtime.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
@@ -80,12 +81,8 @@ def _print_join_command(address: tuple[str, int], strategy: GossipStrategy) -> N
             value = getattr(strategy, setting.name)
             command += ["--set", f"{setting.name}={value}"] if value != setting.default else []
     command += [where, *sys.argv]
-    print(
-        f"offbeat: others can join this job at {where}\n"
-        f"offbeat: there, with the same {SECRET}: {shlex.join(command)}",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = f"others can join this job at {where}, with the same {SECRET}:"
+    console.print("join", text, command=shlex.join(command), address=where)
 
 
 def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx.Graph:
@@ -101,8 +98,8 @@ def _graph(strategy: GossipStrategy, control: Control, message_bytes: int) -> nx
         momentum = strategy.momentum
         found = measured(rate, delay, message_bytes, momentum=momentum, even=True)
         edges = [(int(i), int(j)) for i, j in sorted(found.rates_per_s)]
-        words = ", ".join(f"{i}-{j}" for i, j in edges)
-        print(f"offbeat: edges by measured links: {words}", file=sys.stderr, flush=True)
+        listed = ", ".join(f"{i}-{j}" for i, j in edges)
+        console.print("graph", f"edges by measured links: {listed}", edges=edges)
     return topology(control.gather(edges)[0], control.world_size)
 
 
@@ -192,12 +189,12 @@ class GossipSetup:
         """Print the memory of the anchors if there are many neighbours."""
         if self._wire.codec is not None and neighbours > MANY_NEIGHBOURS:
             most = 2 * neighbours * self._wire.plain_bytes
-            words = (
+            text = (
                 f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
                 f"{neighbours} neighbours: {most / 1e6:.4g} MB; a topology with fewer edges needs "
                 "less"
             )
-            print(f"offbeat: {words}", file=sys.stderr, flush=True)
+            console.print("memory", text, "notice", bytes=most)
 
     def join_job(self, address: tuple[str, int], worker: int | None) -> None:
         """Join a running job with the state of the worker at an address."""
@@ -213,8 +210,8 @@ class GossipSetup:
         place, self.clock = welcome.place, Clock(welcome.ahead_s)
         self.clock.line = place.line
         self._unpack_state(welcome.luggage, self.clock.now())
-        words = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
-        print(f"offbeat: {words}", file=sys.stderr, flush=True)
+        text = f"joined the job at {address[0]}:{address[1]} as worker {place.me}"
+        console.print("join", text, worker=place.me)
         self.begin(place.me, nx.Graph(place.first), secret, place.near, entrance, place)
 
     def _pack_state(self, t: float) -> Tensor:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from offbeat.core.console import console
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.console import console
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE
 from offbeat.core.transport.control import Control

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from offbeat.core.console import console
 from offbeat.core.derive.windows import Windows
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample, SampledElements
@@ -24,7 +25,6 @@ from offbeat.core.measuring.reported import clear_receiver, set_receiver
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
-from offbeat.core.runtime.console import console
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers

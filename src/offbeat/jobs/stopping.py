@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any
 
 from offbeat.core.checkpoint.saving import Saving
+from offbeat.core.console import console
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.heartbeat import ACTIVE, STORE_TIMEOUT_S
@@ -297,7 +298,7 @@ class StopRequest:
 
     def _print_end(self, how: str, text: str) -> None:
         if self._control.rank == 0:
-            print(f"offbeat: {text}", file=sys.stderr, flush=True)
+            console.print("end", text, "warning", how=how)
 
     def _pass_on(self) -> None:
         """Send SIGTERM to this process, with its default action or the script's handler."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from offbeat.core.console import console
 from offbeat.core.runtime.training_job import RankRoles
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
@@ -55,11 +55,12 @@ def client_of(
     resumed = _common_snapshot(None, ranks, control)
     if resumed is not None and control.rank == 0:
         iteration = strategy.iterations_at(resumed)
-        print(
-            f"offbeat: servers resume from the snapshot of clock {resumed} in {strategy.snapshot}; "
-            f"training goes on from iteration {iteration}, and later iterations are lost",
-            file=sys.stderr,
-            flush=True,
+        console.print(
+            "resume",
+            f"servers resume from the snapshot of clock {resumed} in {strategy.snapshot}; training "
+            f"goes on from iteration {iteration}, and later iterations are lost",
+            "notice",
+            iteration=iteration,
         )
     addresses, secret = _exchange_addresses(None, ranks, control)
     servers = [

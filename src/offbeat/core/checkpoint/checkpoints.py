@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
 from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
+from offbeat.core.console import console
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.launch_request import LaunchRequest
@@ -179,11 +179,11 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
     if job.resume:
         try:
             found = load(path, model, optimizer)
-            words = f"resumes from {found.path}, iteration {found.iteration}"
+            text = f"resumes from {found.path}, iteration {found.iteration}"
         except FileNotFoundError:
-            words = f"starts from the beginning, because {path} has no checkpoint"
+            text = f"starts from the beginning, because {path} has no checkpoint"
         if session.worker == 0:
-            print(f"offbeat: {words}", file=sys.stderr, flush=True)
+            console.print("checkpoint", text, iteration=session.iteration)
     if every is None:
         return
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import Frozen
 from offbeat.core.checkpoint.shard import Manifest
+from offbeat.core.console import console
 from offbeat.core.transport import packed
 from offbeat.core.transport.control import Control, new_group
 
@@ -130,7 +130,7 @@ class Saving:
         except Exception as error:
             self._error = self._describe_failure([f"rank {self._worker} lost the others: {error}"])
         folder.drop(name, self._worker)
-        print(f"offbeat: {self._error}", file=sys.stderr, flush=True)
+        console.print("checkpoint", str(self._error), "error", rank=self._worker)
 
     def _run_on_all(self, act: Callable[[], None]) -> bool:
         """Call `act`. Return whether it succeeded on all ranks."""

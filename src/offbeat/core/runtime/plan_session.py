@@ -17,6 +17,7 @@ from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.buckets.module_buffers import has_buffers
+from offbeat.core.console import console
 from offbeat.core.derive import effects
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.derive.deferred import defer_updates
@@ -44,7 +45,6 @@ from offbeat.core.plan import Plan, vote_channel
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.compute import ComputeObserver
-from offbeat.core.runtime.console import console
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration

@@ -25,13 +25,13 @@ from torch._C._distributed_c10d import HashStore
 
 from offbeat.core.buckets.flat import require_supported
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
+from offbeat.core.console import console
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import EVERY, Settings, agree_on_optimizer, describe_difference
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.console import console
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
     CHECKPOINT_VARIABLE,
