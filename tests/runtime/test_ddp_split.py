@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,9 @@ def record_of(directory: str, accumulate: bool, private: bool) -> dict[str, Any]
         DistributedDataParallel._get_ddp_logging_data = None  # type: ignore[method-assign]
     linear = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(linear.parameters(), 0.1)
-    model, optimizer = offbeat.prepare(linear, optimizer, offbeat.DDP())
+    with warnings.catch_warnings():  # torch warns of former names of DDP's options
+        warnings.simplefilter("error", FutureWarning)
+        model, optimizer = offbeat.prepare(linear, optimizer, offbeat.DDP())
     for _ in range(ITERATIONS):
         optimizer.zero_grad()
         if accumulate:

@@ -27,7 +27,9 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1830486017",
 }
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "29500"}
 
 
 def test_srun() -> None:
@@ -50,11 +52,27 @@ def test_mpirun_on_one_host_and_on_several() -> None:
     assert torchrun_variables(several | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
 
 
-def test_pmi() -> None:
-    found = torchrun_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
-    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("0", "2", LOOPBACK)
-    numbered = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "PMI_ID": "1"}
-    assert torchrun_variables(numbered)["MASTER_PORT"] == found["MASTER_PORT"]
+def test_jobs_on_one_host_have_ports_of_their_own() -> None:
+    of_two_steps = [SRUN | {"SLURM_STEP_ID": step} for step in ("0", "1")]
+    of_two_jobs = [OPEN_MPI | {"PMIX_NAMESPACE": job} for job in ("prterun-a-7@1", "prterun-a-9@1")]
+    for first, second in (of_two_steps, of_two_jobs):
+        ports = [torchrun_variables(job)["MASTER_PORT"] for job in (first, second)]
+        assert ports[0] != ports[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "remedy"),
+    [
+        # PMI_ID is the number of a process.
+        ({k: v for k, v in PMI.items() if k != "MASTER_PORT"} | {"PMI_ID": "1"}, "mpiexec -genv "),
+        ({k: v for k, v in OPEN_MPI.items() if k != "PMIX_NAMESPACE"}, "mpirun -x "),
+    ],
+)
+def test_a_job_without_a_number_needs_a_port(environment: dict[str, str], remedy: str) -> None:
+    with pytest.raises(ValueError, match="MASTER_PORT must be set where mpi") as caught:
+        torchrun_variables(environment)
+    assert remedy + "MASTER_PORT" in str(caught.value)
+    assert torchrun_variables(environment | {"MASTER_PORT": "7"})["MASTER_PORT"] == "7"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +121,7 @@ RAY = {
         (SRUN, ("5", "8", "1"), "gpu07"),
         (SRUN | {"MASTER_ADDR": "10.0.0.1"}, ("5", "8", "1"), "10.0.0.1"),
         (OPEN_MPI, ("1", "2", "1"), LOOPBACK),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("1", "2", "0"), LOOPBACK),
+        (PMI, ("1", "2", "0"), LOOPBACK),
         (TORCHRUN, ("3", "4", "0"), "10.0.0.1"),
         (SRUN | TORCHRUN, ("3", "4", "0"), "10.0.0.1"),  # srun torchrun ...
         (TRAIN_JOB, ("3", "4", "0"), "offbeat-node-0-0.offbeat"),

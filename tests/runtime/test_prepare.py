@@ -78,6 +78,7 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
         (mlp, {"observe": True}, "observe (True) must be an integer of at least 1"),
         (mlp, {"compare_every": -1}, "compare_every (-1) must be an integer of at least 0"),
         (mlp, {"timeout_s": 0}, "timeout_s (0) must be a number of seconds above 0"),
+        (mlp, {"timeout_s": True}, "timeout_s (True) must be a number of seconds above 0"),
         (mlp, {"timeout_s": float("inf")}, "timeout_s (inf) must be a number of seconds above 0"),
         (mlp, {"links": "eth0"}, "links ('eth0') must be a list of network interfaces"),
         (mlp, {"links": []}, "links ([]) must be a list of network interfaces, at least one"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.prepared import Position
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
+
+# Name of DDP's option for module buffers: torch 2.13 warns of the former name.
+BUFFERS_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
 
@@ -69,7 +77,7 @@ class DDPSession(LoopSession):
             model,
             process_group=job.cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
-            broadcast_buffers=job.watch.broadcast_buffers,
+            **{BUFFERS_OPTION: job.watch.broadcast_buffers},
         )
         set_wait = job.cluster.control.set_wait_in_torch
         self._handles = [

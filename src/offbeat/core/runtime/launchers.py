@@ -19,20 +19,23 @@ class _Variables(NamedTuple):
     step_size: str  # takes precedence over `size` if it is set
     local_rank: str
     local_size: str
-    job: str  # equal on all ranks; "": there is none (PMI_ID is the number of a process)
+    job: tuple[str, ...]  # equal on all ranks, other for every job; none: PMI_ID is of a process
+    export: str  # option that passes a variable to all ranks
 
 
 LAUNCHERS = (
     _Variables(
         "srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "",
-        "SLURM_JOB_ID",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"), "--export=ALL,{}={}",
     ),
     _Variables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "",
-        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",), "-x {}={}",
     ),
     _Variables(
-        "mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "",
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        (), "-genv {} {}",
     ),
 )  # fmt: skip
 
@@ -48,7 +51,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         process.
 
     Raises:
-        ValueError: the address of rank 0 is unknown.
+        ValueError: the address of rank 0 is unknown, or the launcher gives no number of the job from
+            which to derive a port.
     """
     if "RANK" in environment:
         return {}
@@ -79,14 +83,21 @@ def _address(names: _Variables, environment: Mapping[str, str]) -> str:
         return LOOPBACK
     raise ValueError(
         f"MASTER_ADDR must be set where {names.launcher} starts processes on several hosts; export "
-        "it with the address of rank 0's host (mpirun -x MASTER_ADDR=10.0.0.1 ...)"
+        "it with the address of rank 0's host "
+        f"({names.launcher} {names.export.format('MASTER_ADDR', '10.0.0.1')} ...)"
     )
 
 
 def _port(names: _Variables, environment: Mapping[str, str]) -> str:
-    """Return a port that depends only on the job's id, so that all ranks of a job get the same
+    """Return a port that depends only on the job's number, so that all ranks of a job get the same
     port."""
-    job = environment.get(names.job, "")
+    job = ".".join(environment[name] for name in names.job if environment.get(name))
+    if not job:
+        raise ValueError(
+            f"MASTER_PORT must be set where {names.launcher} starts processes without a number of "
+            "the job, because two jobs on one host need two ports; export a free port "
+            f"({names.launcher} {names.export.format('MASTER_PORT', '29500')} ...)"
+        )
     return str(FIRST_PORT + sum(ord(c) * 31**k for k, c in enumerate(job)) % PORTS)
 
 

@@ -164,7 +164,7 @@ def prepare(
         _save_strategy(strategy, job, job.save_strategy)
     strategy, notice = _choose_strategy(strategy, job)
     servers = current_servers()
-    timeout_s = _require_positive("timeout_s", job.timeout_s or timeout_s)
+    timeout_s = _require_positive("timeout_s", timeout_s if job.timeout_s is None else job.timeout_s)
     min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
     require_count("observe", observe, remedy="pass a profile to observe no iterations")
     if min_bucket_bytes is not None:
@@ -414,7 +414,8 @@ def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
 
 
 def _require_positive(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
         raise ValueError(f"{name} ({value!r}) must be a number of seconds above 0")
     return float(value)
 
