@@ -664,25 +664,47 @@ def test_an_interrupted_comparison_is_resumed(here, capsys):
     assert {row.seeds for row in rows} == {(3, 5)}
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--args", "ddp=-x 1"], "contestants ("),
-        (["--rate", "5mbit"], "cluster ("),
-        (["--pace", "3"], "options ("),
-        (["--out", "new"], "--out (new) is the folder of --resume"),
-    ],
+OTHER_COMMANDS = (
+    (["--args", "ddp=-x 1"], "contestants ("),
+    (["--rate", "5mbit"], "cluster ("),
+    (["--pace", "3"], "pace (3"),
+    (["--target", "loss=.1"], "target_loss (0.1) must be that of out (null)"),
+    (["--target", "accuracy=.9"], 'target ({"name": "accuracy", "value": 0.9}) must be'),
+    (["--device-speed", "20x"], 'device_speed ({"factor": 20.0, "iteration_s": null}) must be'),
+    (["--out", "new"], "--out (new) is the folder of --resume"),
 )
-def test_another_command_is_not_resumed(argv, words, here, capsys):
+
+
+def test_another_command_is_not_resumed(here, capsys):
     assert cli.main([*RESUMABLE, "--out", "out", "train.py", "fail=profile"]) == 1
     before = (here / "out" / "run.json").read_text()
     capsys.readouterr()
-    again = [*RESUMABLE, "--resume", "out", *argv, "train.py", "fail=profile"]
-    assert cli.main(again) == 2
-    assert words in capsys.readouterr().err
+    for argv, words in OTHER_COMMANDS:
+        again = [*RESUMABLE, "--resume", "out", *argv, "train.py", "fail=profile"]
+        assert cli.main(again) == 2
+        assert words in capsys.readouterr().err
+        assert (here / "out" / "run.json").read_text() == before
     assert cli.main([*RESUMABLE, "--resume", "nowhere", "train.py"]) == 2
     assert "run directory (nowhere) must hold the run.json" in capsys.readouterr().err
-    assert (here / "out" / "run.json").read_text() == before
+
+
+def test_a_resumed_comparison_keeps_its_profile_and_states_other_limits(here, capsys):
+    given = Profile.load(_profile(here))
+    arguments = ("--profile", str(_profile(here)), "--timeout", "60", "train.py")
+    command = ("compare", "--keep-disturbed", "--lab", "none", "--hosts", "2", "--repeat", "1")
+    assert cli.main([*command, "--strategies", "bsp", "--out", "out", *arguments]) == 0
+    again = [*command, "--strategies", "bsp", "--resume", "out"]
+    before = read(here / "out" / "run.json")
+    given.with_pace(4.0).save("other.json")
+    capsys.readouterr()
+    assert cli.main([*again, "--profile", "other.json", "train.py"]) == 2
+    assert "profile (other.json) must be out/profile.json" in capsys.readouterr().err
+    assert cli.main([*again, *arguments]) == 0
+    assert cli.main([*again, "--wait", "99", "train.py"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "note: timeout_s is unlimited; it was 60 s in the repetitions that are kept" in out
+    assert "note: wait_s is 99 s; it was 120 s in the repetitions that are kept" in out
+    assert read(here / "out" / "run.json")["profile"] == before["profile"] is not None
 
 
 def test_arguments_of_one_strategy(here, capsys):

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -59,7 +59,7 @@ WAIT_S = 120.0
 # fields of run.json that are equal in an interrupted run and in the one that resumes it
 SETTINGS_OF_A_RUN = (
     *("script", "contestants", "seeds", "repetitions", "cluster", "lab", "links", "servers"),
-    "options",
+    *("target_loss", "target", "options"),
 )
 NO_LIMIT_S = 7 * 24 * 3600.0
 
@@ -343,13 +343,18 @@ def compare(
         run = _ComparisonRun(comparison, lab, outcome, progress)
         record = _describe_run(comparison, lab) | {"probed": run.probe_links()}
         record["profile"] = None if given is None else given.record()
+        known = run_dir / "profile.json"
         if resume:
             _require_same(record, before, run_dir)
+            outcome.notes += _changed_limits(record, before)
             record["started"] = before["started"]
             outcome.changed = list(before.get("changed", ()))
+            if known.exists():
+                _require_same_profile(given, known)
+                record["profile"] = before.get("profile")
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
-        for note in comparison.notes:
+        for note in outcome.notes:
             progress.print_error(f"note: {note}")
         if lab.note:
             progress.print_line(lab.note)
@@ -357,7 +362,6 @@ def compare(
         try:
             if given is not None:
                 progress.print_line(given.text)
-            known = run_dir / "profile.json"
             if resume and known.exists():
                 run.run_contestants(Profile.load(known))
             else:
@@ -898,12 +902,44 @@ def _read_record(run_dir: Path) -> dict[str, Any]:
 
 def _require_same(record: dict[str, Any], before: dict[str, Any], run_dir: Path) -> None:
     """Raise ValueError unless two comparisons have the same settings."""
-    for name in SETTINGS_OF_A_RUN:
-        if (now := json.loads(json.dumps(record[name]))) != (was := before.get(name)):
+    now, was = map(_settings_in, (json.loads(json.dumps(record)), before))
+    for name in now.keys() & was.keys():
+        if now[name] != was[name]:
             raise ValueError(
-                f"{name} ({json.dumps(now)}) must be that of {run_dir} ({json.dumps(was)}); repeat "
-                "the command that began it and add --resume, or begin another run"
+                f"{name} ({json.dumps(now[name])}) must be that of {run_dir} "
+                f"({json.dumps(was[name])}); repeat the command that began it and add --resume, or "
+                "begin another run"
             )
+
+
+def _settings_in(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run by name. Runs of earlier versions lack some."""
+    settings = {name: record[name] for name in SETTINGS_OF_A_RUN if name in record}
+    return settings | settings.pop("options", {})
+
+
+def _require_same_profile(given: ConvertedProfile | None, known: Path) -> None:
+    """Raise ValueError unless the given profile is the one in the run directory."""
+    if given is not None and given.profile.to_dict() != Profile.load(known).to_dict():
+        raise ValueError(
+            f"profile ({given.file}) must be {known}, from which the interrupted run was planned; "
+            "leave --profile out, or begin another run"
+        )
+
+
+def _changed_limits(record: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Return a remark on each limit of time that differs from the interrupted run's."""
+    was = before.get("limits", {})
+    return [
+        f"{name} is {_limit_text(now)}; it was {_limit_text(was[name])} in the repetitions that are "
+        "kept"
+        for name, now in record["limits"].items()
+        if was.get(name, now) != now
+    ]
+
+
+def _limit_text(seconds: float) -> str:
+    return "unlimited" if seconds == NO_LIMIT_S else f"{seconds:g} s"
 
 
 def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
@@ -935,7 +971,12 @@ def _describe_run(comparison: Comparison, lab: Lab | NoLab) -> dict[str, Any]:
         "target": comparison.target
         and dict(zip(("name", "value"), comparison.target, strict=True)),
         "skip": SKIP,
-        "options": {"pace": setup.pace, "min_bucket_bytes": setup.min_bucket_bytes},
+        "options": {
+            "pace": setup.pace,
+            "min_bucket_bytes": setup.min_bucket_bytes,
+            "device_speed": comparison.device and asdict(comparison.device),
+        },
+        "limits": {"timeout_s": setup.timeout_s, "wait_s": setup.wait_s},
     }
 
 
