@@ -931,8 +931,8 @@ def _changed_limits(record: dict[str, Any], before: dict[str, Any]) -> list[str]
     """Return a remark on each limit of time that differs from the interrupted run's."""
     was = before.get("limits", {})
     return [
-        f"{name} is {_limit_text(now)}; it was {_limit_text(was[name])} in the repetitions that are "
-        "kept"
+        f"{name} is {_limit_text(now)}; it was {_limit_text(was[name])} in the repetitions that "
+        "are kept"
         for name, now in record["limits"].items()
         if was.get(name, now) != now
     ]

@@ -51,8 +51,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         process.
 
     Raises:
-        ValueError: the address of rank 0 is unknown, or the launcher gives no number of the job from
-            which to derive a port.
+        ValueError: the address of rank 0 is unknown, or the launcher gives no number of the job
+            from which to derive a port.
     """
     if "RANK" in environment:
         return {}

@@ -164,7 +164,8 @@ def prepare(
         _save_strategy(strategy, job, job.save_strategy)
     strategy, notice = _choose_strategy(strategy, job)
     servers = current_servers()
-    timeout_s = _require_positive("timeout_s", timeout_s if job.timeout_s is None else job.timeout_s)
+    given_s = timeout_s if job.timeout_s is None else job.timeout_s
+    timeout_s = _require_positive("timeout_s", given_s)
     min_bucket_bytes = job.min_bucket_bytes or min_bucket_bytes
     require_count("observe", observe, remedy="pass a profile to observe no iterations")
     if min_bucket_bytes is not None:
