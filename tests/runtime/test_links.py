@@ -319,15 +319,24 @@ def test_channels_are_groups_of_their_own() -> None:
         ("nccl:", LinkSpec("nccl", None, "nccl")),
         ("nccl", LinkSpec("nccl", None, "nccl")),
         ("eth0:1", LinkSpec("eth0:1", "eth0:1", None)),
+        ("wan=eth0", LinkSpec("wan", "eth0", None)),
+        ("wan=gloo:eth0*2", LinkSpec("wan", "eth0", "gloo", 2)),
+        ("wan=nccl", LinkSpec("wan", None, "nccl")),
     ],
 )
 def test_syntax_of_a_link(text: str, spec: LinkSpec) -> None:
     assert parse_link(text) == spec
 
 
-@pytest.mark.parametrize("text", ["", "eth0#1"])
+@pytest.mark.parametrize("text", ["", "eth0#1", "wan=", "wan=eth0#1"])
 def test_wrong_syntax_of_a_link(text: str) -> None:
     with pytest.raises(ValueError, match="must read INTERFACE or BACKEND:INTERFACE"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize("text", ["=eth0", "wan#1=eth0", "gloo:wan=eth0", "wan*2=eth0", "a=b=eth0"])
+def test_wrong_name_of_a_link(text: str) -> None:
+    with pytest.raises(ValueError, match="must read NAME=INTERFACE or NAME=BACKEND:INTERFACE"):
         parse_link(text)
 
 

@@ -121,7 +121,7 @@ def prepare(
             for any other profile rank 0 prints the difference.
         links: network interfaces, one link each, in the same order on all ranks. "gloo:eth1" also
             names the backend; "nccl" lets the backend choose the interface. "eth0*2" opens 2
-            connections between two ranks (gloo).
+            connections between two ranks (gloo). "wan=eth0" gives the link the name "wan".
         observe: iterations of BSP to measure without a profile.
         min_bucket_bytes: smallest bucket, in bytes; by default derived from the measured latency.
         timeout_s: longest wait for other ranks, in seconds.

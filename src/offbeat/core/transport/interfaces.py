@@ -53,9 +53,18 @@ class LinkSpec:
 def parse_link(text: str) -> LinkSpec:
     """Return the link of a text "interface", "backend:interface", "backend:" or "backend".
 
-    "*N" after an interface sets the number of connections. The name of the link does not contain
-    it, so that a plan is valid for any number.
+    "NAME=" before it sets the name of the link. "*N" after an interface sets the number of
+    connections. The default name of the link does not contain it, so that a plan is valid for any
+    number.
     """
+    own_name, named, rest = text.partition("=")
+    if named:
+        if not own_name or set(own_name) & {CHANNEL, ":", "*"} or "=" in rest:
+            raise ValueError(
+                f"link ({text!r}) must read NAME=INTERFACE or NAME=BACKEND:INTERFACE, with none of "
+                f"'{CHANNEL}:*=' in the name, as in wan=eth0"
+            )
+        return replace(parse_link(rest), name=own_name)
     name, star, count = text.partition("*")
     if not name or CHANNEL in name:
         raise ValueError(
