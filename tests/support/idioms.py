@@ -528,7 +528,7 @@ def model_protocol() -> dict[str, Any]:
     sharded, whole = fully_shard(nn.Linear(4, 4), mesh=mesh), nn.Linear(4, 4)
     cases: list[tuple[nn.Module, dict[str, Any]]] = [
         (sharded, {}),
-        (whole, {"mesh": mesh}),
+        (whole, {"mesh": mesh.mesh}),
         (whole, {"process_group": 1}),
     ]
     for case, options in cases:

@@ -6,6 +6,7 @@ from offbeat.core.plan.types import (
     BUFFERS,
     BUILT_IN,
     CHANNEL,
+    INSIDE,
     VERBS,
     VOTES,
     Apply,

@@ -29,6 +29,9 @@ CHANNEL = "#"
 """Separator between the name of a link and its channel, as in `net#1`."""
 VOTES = "votes"
 """Name of the channel that carries votes, as in `net#votes`."""
+INSIDE = "inside"
+"""Name of the link between the ranks that share a replica. In a plan each replica is a group of its
+own on it: a collective on this link averages over the ranks of a replica."""
 Groups = tuple[tuple[int, ...], ...]
 """Partition of the ranks into groups; () for one group of all ranks."""
 BUFFERS = "buffers"

@@ -13,6 +13,7 @@ from offbeat.core.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
+NODES_VARIABLE = "OFFBEAT_NODES"  # "auto", or the number of ranks that share a replica
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # replaces the script's strategy, as dreamddp:period=8
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # number of servers; the last ranks serve
 # Rank and number of ranks including servers. RANK and WORLD_SIZE may count workers only.
@@ -92,6 +93,22 @@ def current_links() -> list[LinkSpec]:
     if not text.startswith("["):
         return [parse_link(link.strip()) for link in text.split(",")]
     return [LinkSpec(**link) for link in json.loads(text)]
+
+
+def current_nodes() -> Literal["auto"] | int | None:
+    """Return the nodes from OFFBEAT_NODES: "auto", or the number of ranks of each; None without
+    it. Raise ValueError for other texts."""
+    text = os.environ.get(NODES_VARIABLE)
+    if not text:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"{NODES_VARIABLE} ({text!r}) must be 'auto' or the number of ranks of each node, at "
+            "least 1"
+        )
+    return int(text)
 
 
 def current_servers() -> int:

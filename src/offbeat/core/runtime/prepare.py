@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.buckets.flat import require_supported
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
@@ -41,6 +42,7 @@ from offbeat.core.runtime.launch_request import (
     current_job,
     current_join_request,
     current_links,
+    current_nodes,
     current_place,
     current_servers,
 )
@@ -71,6 +73,7 @@ from offbeat.core.transport.device import device_of
 from offbeat.core.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
 from offbeat.core.transport.interfaces import LinkSpec, parse_link
 from offbeat.core.transport.link import THREAD_PREFIX
+from offbeat.core.transport.topology import DIMENSIONS, Nodes, Topology, claim_topology
 
 if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest
@@ -99,7 +102,8 @@ def prepare(
     broadcast_buffers: bool = True,
     metrics: Metrics | Log | str | None = None,
     record: str | Path | None = None,
-    mesh: None = None,
+    mesh: DeviceMesh | None = None,
+    nodes: Nodes | None = None,
     process_group: None = None,
 ) -> tuple[Model, Any]:
     """Return a model and an optimizer that train together with their replicas on all ranks.
@@ -141,7 +145,14 @@ def prepare(
             sinks as in the variable OFFBEAT_METRICS, such as "prometheus:9400".
         record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
             takes precedence.
-        mesh: must be None, because every rank holds a whole replica.
+        mesh: device mesh that states which ranks share a replica, of two dimensions: between nodes,
+            and inside a node. All ranks of a node hold the whole model and average their gradients
+            in every iteration; the strategy averages between nodes. None, and no `nodes`: every
+            rank trains a replica of its own.
+        nodes: the same without a mesh: "auto" for the ranks that torchrun starts on one host
+            (LOCAL_WORLD_SIZE), the number of ranks of each node, or lists of ranks, which may be
+            of unequal length. The variable OFFBEAT_NODES ("auto" or a number) is the default. The
+            link inside nodes may be named, as in links=["eth0", "inside=gloo:lo"].
         process_group: must be None, because all ranks of the job average.
 
     Returns:
@@ -156,7 +167,8 @@ def prepare(
             difference raises on every rank.
         SystemExit: on a rank that serves, after all workers have left.
     """
-    _require_whole_job(mesh, process_group)
+    _require_no_process_group(process_group)
+    _require_mesh(mesh)
     job = current_job()
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
@@ -212,8 +224,11 @@ def prepare(
         )
     if job.checkpoint is not None and strategy.needs.no_checkpoint is not None:
         raise ValueError(strategy.needs.no_checkpoint)
-    cluster, recorder = _connect(model, links, timeout_s), None
+    if mesh is None and nodes is None:
+        nodes = current_nodes()
+    cluster, recorder = _connect(model, links, timeout_s, mesh, nodes), None
     try:
+        _require_plan(strategy, cluster.topology)
         options = (
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
             f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
@@ -397,8 +412,22 @@ def _startup_message(
 
 def _notices(notice: str | None, cluster: Cluster) -> list[str]:
     """Return the notices about settings and nodes, for the start of a run."""
-    nodes = _nodes_notice(os.environ, cluster.control.world_size)
+    topology = cluster.topology
+    if topology.is_flat:
+        nodes = _nodes_notice(os.environ, cluster.control.world_size)
+    else:
+        nodes = f"{topology} ({topology.source}): {_describe(topology)}"
     return [text for text in (notice, nodes) if text is not None]
+
+
+def _describe(topology: Topology) -> str:
+    """Return what the ranks of a node share."""
+    if topology.sharded:
+        return "each node holds one replica in shards, which average between nodes"
+    return (
+        "every rank holds the whole model; gradients are averaged inside a node in every "
+        f"iteration, and the strategy averages {topology.replicas} replicas between nodes"
+    )
 
 
 def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
@@ -455,14 +484,37 @@ def _require_unwrapped(model: nn.Module) -> None:
             )
 
 
-def _require_whole_job(mesh: object, process_group: object) -> None:
+def _require_no_process_group(process_group: object) -> None:
     """Raise ValueError if the script names a part of the job."""
-    for name, value in (("mesh", mesh), ("process_group", process_group)):
-        if value is not None:
-            raise ValueError(
-                f"{name} ({type(value).__name__}) must be left out: offbeat averages over all "
-                "ranks of the job, and each rank holds a whole replica"
-            )
+    if process_group is not None:
+        raise ValueError(
+            f"process_group ({type(process_group).__name__}) must be left out: offbeat averages "
+            "over all ranks of the job"
+        )
+
+
+def _require_mesh(mesh: object) -> None:
+    """Raise ValueError unless the mesh is a device mesh of torch or None."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh ({type(mesh).__name__}) must be a torch.distributed.device_mesh.DeviceMesh of "
+            f"two dimensions, between nodes and inside: {DIMENSIONS}"
+        )
+
+
+def _require_plan(strategy: Strategy, topology: Topology) -> None:
+    """Raise ValueError on every rank if replicas have several ranks and the strategy's own session
+    does not know of them."""
+    if not topology.is_flat:
+        raise ValueError(
+            f"nodes of several ranks ({topology}) are not supported yet; leave them out"
+        )
+    if not topology.is_flat and type(strategy).open is not Strategy.open:
+        raise ValueError(
+            f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
+            f"({topology.source}: {topology}), such as dreamddp or wfbp; or leave mesh and nodes "
+            "out, so that every rank trains a replica of its own"
+        )
 
 
 def _require_idle_servers() -> None:
@@ -527,7 +579,13 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
 # ---- connecting -----------------------------------------------------------------------------
 
 
-def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) -> Cluster:
+def _connect(
+    model: nn.Module,
+    links: Sequence[str] | None,
+    timeout_s: float,
+    mesh: DeviceMesh | None,
+    nodes: Nodes | None,
+) -> Cluster:
     where = next(model.parameters()).device
     device = device_of(where)
     specs = _link_specs(links, where)
@@ -537,7 +595,9 @@ def _connect(model: nn.Module, links: Sequence[str] | None, timeout_s: float) ->
             "nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s
         )
     _register_exit(joined_here)
-    return connect(specs, where, device, timeout_s)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    claim = claim_topology(mesh, nodes, None, rank, size, os.environ)
+    return connect(specs, where, device, timeout_s, claim)
 
 
 def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:

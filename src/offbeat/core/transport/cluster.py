@@ -5,17 +5,18 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from offbeat.core.plan import Groups, base_link, groups_of
-from offbeat.core.transport.collectives import collectives
+from offbeat.core.plan import INSIDE, Groups, base_link, groups_of, is_vote_channel
+from offbeat.core.transport.collectives import Collectives, Levels, collectives, two_levels
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bind_interface
 from offbeat.core.transport.link import LinkThread
+from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
 CLOSED = (
     "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
@@ -29,12 +30,15 @@ class Cluster:
 
     Attributes:
         control: small messages to all ranks.
-        specs: description of each link, by name.
+        specs: description of each link between replicas, by name.
         where: torch device of the model.
         device: interface to the device.
         timeout_s: timeout of waits in seconds.
         links: open links and channels, by name.
-        groups: their process groups, by name.
+        groups: their process groups, by name. A link of two levels has the group of the column.
+        topology: which ranks hold which replica.
+        inside: description of the link between the ranks of a replica; None where every rank holds
+            a replica of its own, or where the model is sharded.
     """
 
     control: Control
@@ -44,8 +48,11 @@ class Cluster:
     timeout_s: float
     links: dict[str, LinkThread] = field(default_factory=dict)
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    topology: Topology = field(default_factory=lambda: Topology.flat(1))
+    inside: LinkSpec | None = None
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
+    _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # inside legs of links
     closed: bool = False
     served: bool = False  # whether parameter servers are in use
     leave: Callable[[], None] | None = None  # exit hook, which refers to the session
@@ -53,9 +60,30 @@ class Cluster:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """Group of all ranks on the first link, independent of the groups of a plan."""
+        """Group of all ranks on the first link, independent of the groups of a plan.
+
+        Where replicas have several ranks, it uses any interface.
+        """
         assert self._everyone is not None
         return self._everyone
+
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank belongs to."""
+        return self.topology.replica_of(self.control.rank)
+
+    @property
+    def member(self) -> int:
+        """Index of this rank within its node."""
+        return self.topology.member_of(self.control.rank)
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """Group of the ranks that hold the same part of the model, on the first link.
+
+        Where every rank holds a replica of its own, these are all ranks.
+        """
+        return self.everyone if self.topology.is_flat else self.groups[next(iter(self.specs))]
 
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
         """Open links and channels that are not open yet.
@@ -77,18 +105,50 @@ class Cluster:
                 continue
             if name in self.links:
                 self.links.pop(name).close()
-            spec = self.specs.get(base_link(name))
+            base = base_link(name)
+            spec = self.inside if base == INSIDE and self.inside else self.specs.get(base)
             if spec is None:
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
-            group = self._group(name, spec, parts)
-            verbs = collectives(
-                group, str(spec.backend), self.where, self.timeout_s, spec.connections
-            )
-            if self._everyone is None and not parts:
-                self._everyone = group
-            self.groups[name], self._parts[name] = group, parts
-            self.links[name] = LinkThread(name, verbs, self.device)
+            act = self._open_link(name, spec, parts)
+            self._parts[name] = parts
+            self.links[name] = LinkThread(name, act, self.device)
+
+    def _open_link(self, name: str, spec: LinkSpec, parts: Groups) -> Collectives:
+        """Open the process groups of a link or channel. Return its collectives."""
+        topology = self.topology
+        if not topology.is_flat:
+            if is_vote_channel(name):
+                spec = _on_any_interface(spec)
+            elif spec is self.inside:
+                parts = topology.nodes
+            else:
+                parts = (*topology.columns, *([topology.outside] if topology.outside else []))
+        group = self.groups[name] = self._group(name, spec, parts)
+        if self._everyone is None and not parts:
+            self._everyone = group
+        act = self._collectives(group, spec)
+        if self.inside is None or spec is self.inside or not parts:
+            return act
+        node = self._group(name, self.inside, topology.nodes)
+        self._nodes.append(node)
+        owners = len(topology.columns)
+        inside = self._collectives(node, self.inside, owners)
+        return two_levels(Levels(inside, act, owners, topology.weight_of(self.replica)))
+
+    def _collectives(
+        self, group: dist.ProcessGroup, spec: LinkSpec, owners: int | None = None
+    ) -> Collectives:
+        backend, connections = str(spec.backend), spec.connections
+        return collectives(group, backend, self.where, self.timeout_s, connections, owners)
+
+    def probe_group(self, name: str) -> dist.ProcessGroup:
+        """Return the group whose ranks measure a link together.
+
+        Where replicas have several ranks these are all ranks, so that all columns or nodes send at
+        the same time, as in training.
+        """
+        return self.groups[name] if self.topology.is_flat else self.everyone
 
     def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
         """Return a process group on the link's interface, after a first message in it."""
@@ -140,26 +200,56 @@ class Cluster:
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
-        for group in (*self.groups.values(), self._everyone, self.control.group):
+        opened = (*self.groups.values(), *self._nodes, self._everyone)
+        for group in (*opened, self.control.group):
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
         return True
 
 
 def connect(
-    specs: Sequence[LinkSpec], where: torch.device, device: Device, timeout_s: float
+    specs: Sequence[LinkSpec],
+    where: torch.device,
+    device: Device,
+    timeout_s: float,
+    claim: NodeClaim | None = None,
 ) -> Cluster:
     """Return a cluster with control and all links.
 
+    Args:
+        specs: the links. One of the name `INSIDE` is the link between the ranks of a replica; by
+            default it is one of the device's own backend on any interface.
+        where: torch device of the model.
+        device: interface to the device.
+        timeout_s: timeout of waits in seconds.
+        claim: what this rank states of the nodes; None: every rank holds a replica of its own.
+
     Raises:
-        ValueError: on every rank, if links differ between ranks or do not connect all ranks.
+        ValueError: on every rank, if links or nodes differ between ranks, or if a link does not
+            connect all ranks that use it.
     """
     control = Control(timeout_s)
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:
-        cluster.specs = {spec.name: spec for spec in agree_on_links(specs, control)}
+        claim = claim or NodeClaim("", node=(control.rank,))
+        topology = cluster.topology = agree_on_topology(claim, control)
+        own = {spec.name: spec for spec in agree_on_links(specs, control, topology)}
+        inside = None if topology.is_flat else own.pop(INSIDE, None)
+        if not own:
+            raise ValueError(f"links must hold one between nodes beside {INSIDE!r}, as in eth0")
+        if not (topology.is_flat or topology.sharded):
+            backend = "nccl" if where.type == "cuda" else "gloo"
+            cluster.inside = inside or LinkSpec(INSIDE, None, backend)
+        cluster.specs = own
         cluster.open(cluster.specs)
+        if not topology.is_flat:
+            first = next(iter(own.values()))
+            cluster._everyone = cluster._group(first.name, _on_any_interface(first), ())
     except BaseException:
         cluster.close()
         raise
     return cluster
+
+
+def _on_any_interface(spec: LinkSpec) -> LinkSpec:
+    return replace(spec, interface=None, connections=1)

@@ -46,6 +46,7 @@ class Collectives:
         size: number of ranks in the group.
         sent_bytes: `sent_bytes(verb, size)` returns the bytes that the group itself sends for a
             message of `size` bytes.
+        levels: parts of collectives that have two levels; None for those of one group.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -54,6 +55,35 @@ class Collectives:
     rank: int = 0
     size: int = 1
     sent_bytes: Callable[[Verb, int], int] = payload_bytes
+    levels: Levels | None = None
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Parts of collectives with two levels, see `two_levels`.
+
+    Attributes:
+        inside: collectives of the ranks of this node.
+        column: collectives of the ranks that own the same shard in all nodes.
+        owners: number of shards of a tensor; the first ranks of a node own one each.
+        weight: factor on the shards of this node in an average.
+    """
+
+    inside: Collectives
+    column: Collectives
+    owners: int
+    weight: float
+
+    def own_shard(self, tensor: Tensor) -> Tensor:
+        """Return a view of the shard of this rank; empty if it owns none."""
+        mine = self.inside.rank
+        return shards(tensor, self.owners)[mine] if mine < self.owners else tensor[:0]
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Return the own shard of the average over the node, times the node's weight."""
+        self.inside.by_verb["reduce_scatter"](tensor)
+        own = self.own_shard(tensor.data)
+        return own if self.weight == 1 else own.mul_(self.weight)
 
 
 # torch 2.13 renames both functions and warns about the old names.
@@ -71,8 +101,12 @@ def collectives(
     device: torch.device,
     timeout_s: float,
     connections: int = 1,
+    owners: int | None = None,
 ) -> Collectives:
     """Return the collectives of a process group.
+
+    Halves of an all-reduce cut a tensor into `owners` shards, by default one for each rank. The
+    first ranks own them.
 
     `all_reduce` averages. After `reduce_scatter` the shard of rank r holds the average on rank r,
     and all other elements are undefined. `all_gather` copies every rank's shard to all ranks.
@@ -85,7 +119,9 @@ def collectives(
     if group.size() == 1:
         silent = dict.fromkeys(VERBS, _do_nothing)
         return Collectives(silent, _no_send, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
-    halves = Ring(group, timeout_s, connections) if backend == "gloo" else Native(group)
+    halves: Ring | Native = Native(group, owners)
+    if backend == "gloo":
+        halves = Ring(group, timeout_s, connections, owners)
     by_verb: dict[Verb, Collective] = {
         "all_reduce": averaging(group, connections),
         "reduce_scatter": halves.reduce_scatter,
@@ -103,6 +139,57 @@ def collectives(
 
     by_verb = {verb: via_host(operation, buffers) for verb, operation in by_verb.items()}
     return Collectives(by_verb, send, via_host(exchange, buffers), rank, size)
+
+
+def two_levels(levels: Levels) -> Collectives:
+    """Return the collectives of all ranks that cross the links between nodes once per node.
+
+    An all-reduce has three legs: a reduce-scatter inside every node, an all-reduce of the own shard
+    in the column, and an all-gather inside. So the ranks of a node together send the tensor once
+    between nodes. Its result is the average over all ranks, whatever the number of ranks per node,
+    and has equal bits on all ranks of a node, because only one rank of a node adds up each shard.
+
+    `rank`, `size` and `exchange` are those of the column.
+    """
+    inside, column = levels.inside, levels.column
+
+    def all_reduce(tensor: Tensor) -> None:
+        own = levels.reduce(tensor)
+        if own.numel():
+            column.by_verb["all_reduce"](own)
+        inside.by_verb["all_gather"](tensor)
+
+    def reduce_scatter(tensor: Tensor) -> None:
+        own = levels.reduce(tensor)
+        if own.numel():
+            column.by_verb["reduce_scatter"](own)
+
+    def all_gather(tensor: Tensor) -> None:
+        own = levels.own_shard(tensor.data)
+        if own.numel():
+            column.by_verb["all_gather"](own)
+        inside.by_verb["all_gather"](tensor)
+
+    def broadcast(tensor: Tensor) -> None:
+        if inside.rank == 0:
+            column.by_verb["broadcast"](tensor)
+        inside.by_verb["broadcast"](tensor)
+
+    def sent_bytes(verb: Verb, size: int) -> int:
+        if verb == "broadcast":
+            return column.sent_bytes(verb, size) if inside.rank == 0 else 0
+        cut = -(-size // levels.owners)
+        own = min(cut, max(0, size - inside.rank * cut)) if inside.rank < levels.owners else 0
+        return column.sent_bytes(verb, own)
+
+    by_verb: dict[Verb, Collective] = {
+        "all_reduce": all_reduce,
+        "reduce_scatter": reduce_scatter,
+        "all_gather": all_gather,
+        "broadcast": broadcast,
+    }
+    exchange, rank, size = column.exchange, column.rank, column.size
+    return Collectives(by_verb, _no_send, exchange, rank, size, sent_bytes, levels)
 
 
 def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:
@@ -142,7 +229,7 @@ def sending(
 
 
 def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
-    raise AssertionError("a group of one rank cannot send")
+    raise AssertionError("this group has no messages between two ranks")
 
 
 def averaging(group: dist.ProcessGroup, connections: int = 1) -> Collective:
@@ -220,15 +307,22 @@ class Ring:
     .85 to .96 without.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, connections: int = 1):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        connections: int = 1,
+        owners: int | None = None,
+    ):
         self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._owners = owners or self._size
         self._timeout, self._connections = timedelta(seconds=timeout_s), connections
         self._scratch = Scratch()
         self._word = torch.zeros(2, dtype=torch.uint8, device="cpu")
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         """Pass each shard around the ring. Each rank adds its values; the owner gets the sum."""
-        parts = shards(tensor.data, self._size)
+        parts = self._parts(tensor)
         received = self._scratch.reserve(parts[0], parts[0].numel())
         for step in range(1, self._size):
             given = parts[(self._rank - step) % self._size]
@@ -239,7 +333,7 @@ class Ring:
 
     def all_gather(self, tensor: Tensor) -> None:
         """Pass each shard around the ring once, or send small shards to all ranks directly."""
-        parts = shards(tensor.data, self._size)
+        parts = self._parts(tensor)
         if parts[0].nbytes <= AT_ONCE_BYTES:
             self._send_to_all([parts[self._rank]] * self._size, parts)
             return
@@ -249,6 +343,10 @@ class Ring:
                 parts[(self._rank - step - 1) % self._size],
                 asked=step == 0 and parts[0].nbytes >= ASKED_BYTES,
             )
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        """Return the shard of every rank; empty for ranks that own none."""
+        return shards(tensor.data, self._owners) + [tensor.data[:0]] * (self._size - self._owners)
 
     def exchange(self, tensor: Tensor) -> None:
         """Send each shard directly to its rank: in step s to the s-th next rank."""
@@ -301,8 +399,9 @@ class Ring:
 class Native:
     """The backend's halves of an all-reduce, for NCCL. Uneven shards use a padded copy."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, owners: int | None = None):
         self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._owners = owners or self._size
         self._scratch = Scratch()
 
     def reduce_scatter(self, tensor: Tensor) -> None:
@@ -313,7 +412,7 @@ class Native:
         own = shards(whole, self._size)[self._rank]
         _reduce_scatter(own, whole, op=dist.ReduceOp.AVG, group=self._group)
         if whole is not tensor:
-            kept = shards(tensor, self._size)[self._rank]
+            kept = self._own_part(tensor)
             kept.copy_(own[: kept.numel()])
 
     def all_gather(self, tensor: Tensor) -> None:
@@ -321,7 +420,7 @@ class Native:
         whole = self._pad_tensor(tensor)
         own = shards(whole, self._size)[self._rank]
         if whole is not tensor:
-            kept = shards(tensor, self._size)[self._rank]
+            kept = self._own_part(tensor)
             own[: kept.numel()] = kept
         _all_gather(whole, own, group=self._group)
         if whole is not tensor:
@@ -332,9 +431,15 @@ class Native:
         given = tensor.data.clone()
         dist.all_to_all_single(tensor.data, given, group=self._group)
 
+    def _own_part(self, tensor: Tensor) -> Tensor:
+        """Return the shard of this rank; empty if it owns none."""
+        owns = self._rank < self._owners
+        return shards(tensor, self._owners)[self._rank] if owns else tensor[:0]
+
     def _pad_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor if its shards are even, else scratch memory of padded size."""
-        size = -(-tensor.numel() // self._size) * self._size
+        """Return the tensor if every rank owns an equal shard, else scratch memory of padded
+        size."""
+        size = -(-tensor.numel() // self._owners) * self._size
         return tensor if size == tensor.numel() else self._scratch.reserve(tensor, size)
 
 

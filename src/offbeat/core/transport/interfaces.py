@@ -15,10 +15,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
-from offbeat.core.plan import CHANNEL
+from offbeat.core.plan import CHANNEL, INSIDE
 
 if TYPE_CHECKING:  # imports torch, which the launcher of ranks must not import
     from offbeat.core.transport.control import Control
+    from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
 CHECK_S = 15.0
@@ -140,12 +141,14 @@ class _Host:
     interfaces: tuple[str, ...]
 
 
-def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpec, ...]:
+def agree_on_links(
+    specs: Sequence[LinkSpec], control: Control, topology: Topology
+) -> tuple[LinkSpec, ...]:
     """Return the links with the names of rank 0, after checks that all ranks have the same links.
 
     Raises:
         ValueError: on every rank, if an interface does not exist on a host, if hosts list links in
-            different orders, or if ranks cannot reach each other.
+            different orders, or if ranks that use a link cannot reach each other.
     """
     kinds = [spec.backend for spec in specs]
     control.agree("the backends of the links", kinds, "give every rank the same links")
@@ -166,8 +169,16 @@ def agree_on_links(specs: Sequence[LinkSpec], control: Control) -> tuple[LinkSpe
         replace(spec, name=first.name) for spec, first in zip(specs, hosts[0].links, strict=True)
     )
     for spec, address in zip(agreed, addresses, strict=True):
-        _require_reach(spec, str(address.ip) if address else None, control)
+        peers = _peers(spec, control.rank, topology)
+        _require_reach(spec, str(address.ip) if address else None, peers, control)
     return agreed
+
+
+def _peers(spec: LinkSpec, rank: int, topology: Topology) -> Sequence[int]:
+    """Return the ranks to which a rank sends on a link."""
+    if topology.is_flat:
+        return range(topology.ranks)
+    return topology.node_of(rank) if spec.name == INSIDE else topology.column_of(rank) or ()
 
 
 def _rank_at(rank: int, control: Control) -> str:
@@ -220,8 +231,8 @@ def _link_text(host: _Host, i: int) -> str:
 # ---- reach ----------------------------------------------------------------------------------
 
 
-def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
-    """Require that each rank can connect to all other ranks over the link's interface.
+def _require_reach(spec: LinkSpec, own: str | None, peers: Sequence[int], control: Control) -> None:
+    """Require that each rank can connect to the ranks `peers` over the link's interface.
 
     A process group that cannot be created would raise after the whole timeout only.
 
@@ -241,7 +252,7 @@ def _require_reach(spec: LinkSpec, own: str | None, control: Control) -> None:
         others = {
             rank: address
             for rank, address in enumerate(everyone)
-            if rank != control.rank and address is not None
+            if rank != control.rank and rank in peers and address is not None
         }
         missed = [] if own is None else [*unreachable(own, others, limit_s)]
         failures = control.gather(missed)  # every rank listens until all ranks have tried
