@@ -503,8 +503,8 @@ def _require_mesh(mesh: object) -> None:
 
 
 def _require_plan(strategy: Strategy, topology: Topology) -> None:
-    """Raise ValueError on every rank if replicas have several ranks and the strategy's own session
-    does not know of them."""
+    """Raise ValueError on every rank if replicas have several ranks and the strategy has a session
+    of its own, which supports one rank per replica only."""
     if not topology.is_flat:
         raise ValueError(
             f"nodes of several ranks ({topology}) are not supported yet; leave them out"

@@ -175,7 +175,7 @@ def two_levels(levels: Levels) -> Collectives:
             column.by_verb["broadcast"](tensor)
         inside.by_verb["broadcast"](tensor)
 
-    def sent_bytes(verb: Verb, size: int) -> int:
+    def count_bytes(verb: Verb, size: int) -> int:
         if verb == "broadcast":
             return column.sent_bytes(verb, size) if inside.rank == 0 else 0
         cut = -(-size // levels.owners)
@@ -189,7 +189,7 @@ def two_levels(levels: Levels) -> Collectives:
         "broadcast": broadcast,
     }
     exchange, rank, size = column.exchange, column.rank, column.size
-    return Collectives(by_verb, _no_send, exchange, rank, size, sent_bytes, levels)
+    return Collectives(by_verb, _no_send, exchange, rank, size, count_bytes, levels)
 
 
 def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:
