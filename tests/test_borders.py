@@ -18,7 +18,7 @@ SHARED_FILES = {"__init__.py"}
 
 
 def test_import_contracts_hold_without_exceptions() -> None:
-    """The contracts are in pyproject.toml: ten floors, so no circle, and no list of exceptions."""
+    """The contracts are in pyproject.toml: eleven floors, no circle, no exceptions."""
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
         pytest.skip("import-linter is not installed (it is in the extra dev)")

@@ -33,6 +33,7 @@ DOCUMENTED = [
     "PartialSync",
     "Plan",
     "Profile",
+    "RehearsedCurve",
     "Saving",
     "SelSync",
     "Strategy",
@@ -42,6 +43,7 @@ DOCUMENTED = [
     "join",
     "load",
     "prepare",
+    "rehearse",
     "report_metric",
     "save",
 ]

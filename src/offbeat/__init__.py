@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.prepare import prepare
     from offbeat.core.sim.trace import Trace
     from offbeat.data.shortest import join
+    from offbeat.rehearsal.rehearse import RehearsedCurve, rehearse
     from offbeat.strategies import (
         ADPSGD,
         ASCWFBP,
@@ -66,6 +67,7 @@ __all__ = [
     "PartialSync",
     "Plan",
     "Profile",
+    "RehearsedCurve",
     "Saving",
     "SelSync",
     "Strategy",
@@ -75,6 +77,7 @@ __all__ = [
     "join",
     "load",
     "prepare",
+    "rehearse",
     "report_metric",
     "save",
 ]
@@ -84,12 +87,14 @@ _MODULES = {
     "Checkpoint": "core.checkpoint",
     "Plan": "plan",
     "Profile": "profile",
+    "RehearsedCurve": "rehearsal.rehearse",
     "Saving": "core.checkpoint",
     "Trace": "core.sim.trace",
     "iteration": "core.checkpoint",
     "join": "data.shortest",
     "load": "core.checkpoint",
     "prepare": "core.runtime.prepare",
+    "rehearse": "rehearsal.rehearse",
     "report_metric": "core.measuring.reported",
     "save": "core.checkpoint",
 }

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.core.buckets.checksum import checksum
@@ -16,7 +15,6 @@ from offbeat.core.buckets.random_states import CPU, generator
 from offbeat.core.plan import Plan
 from offbeat.core.plan.types import BUFFERS
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.collectives import averaging
 from offbeat.core.transport.control import Control
 
 Named = Mapping[str, Tensor]
@@ -194,7 +192,7 @@ def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] 
         with cluster.control.collective("averaging replicas"):
             for tensor in tensors:
                 if tensor.is_floating_point():
-                    _in_place(tensor, cluster.where, averaging(cluster.everyone))
+                    _in_place(tensor, cluster.where, cluster.average)
                 else:
                     _from_rank(0, tensor, cluster)
     _require_same(tensors, cluster)
@@ -259,8 +257,7 @@ def _copy_from(source: int, tensors: Iterable[Tensor], cluster: Cluster) -> None
 
 
 def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:
-    group = cluster.everyone
-    _in_place(tensor, cluster.where, lambda t: dist.broadcast(t, src=source, group=group))
+    _in_place(tensor, cluster.where, lambda t: cluster.broadcast(t, source))
 
 
 def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from offbeat.core.transport.device import Mark
 
 
 class LossTap:
-    """Records the last scalar on which `backward` was called, until `close`.
+    """Records the last scalar on which each thread has called `backward`, until `close`.
 
     So scripts need not report their loss. The cost is one attribute look-up per iteration. Taps may
     be nested and closed in any order.
@@ -23,7 +24,7 @@ class LossTap:
     """
 
     def __init__(self, mark: Callable[[], Mark] = lambda: None) -> None:
-        self._loss: Tensor | None = None
+        self._threads = threading.local()
         self.began: Mark = None
         self.ended: Mark = None
         self._last: Mark = None
@@ -41,8 +42,16 @@ class LossTap:
         backward.tap = self  # type: ignore[attr-defined]
         torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
 
+    @property
+    def _loss(self) -> Tensor | None:
+        return getattr(self._threads, "loss", None)
+
+    @_loss.setter
+    def _loss(self, loss: Tensor | None) -> None:
+        self._threads.loss = loss
+
     def take(self) -> Tensor | None:
-        """Return the last loss since the last call; None if there was none."""
+        """Return the last loss of this thread since the last call; None if there was none."""
         loss, self._loss = self._loss, None
         return loss
 

@@ -40,7 +40,7 @@ from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.heartbeat import IN_SCRIPT
-from offbeat.core.transport.link import LinkThread
+from offbeat.core.transport.link import MessageLink
 
 
 class Engine:
@@ -57,7 +57,7 @@ class Engine:
         model: nn.Module,
         flat: Flat,
         optimizer: torch.optim.Optimizer,
-        links: dict[str, LinkThread],
+        links: dict[str, MessageLink],
         device: Device,
         control: Control,
         timeout_s: float,

@@ -18,7 +18,7 @@ from offbeat.core.plan import BUFFERS, Transfer
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.coding import Coding
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.transport.link import LinkThread, Message
+from offbeat.core.transport.link import Message, MessageLink
 
 
 class Messages:
@@ -33,7 +33,7 @@ class Messages:
         program: Program,
         flat: Flat,
         state: StateStore,
-        links: Mapping[str, LinkThread],
+        links: Mapping[str, MessageLink],
         waiting: Waiting,
         memory: dict[str, Any],
         module_buffers: ModuleBuffers,
@@ -44,7 +44,7 @@ class Messages:
         self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer: its link and views, if they are the same in every iteration.
-        self._fixed: dict[int, tuple[LinkThread, tuple[Tensor, ...]]] = {}
+        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
         self._sent: list[

@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -84,6 +85,13 @@ TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 SAME_MODEL = "build it from the same configuration everywhere"
+
+
+REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
+    "rehearsal", default=None
+)
+"""Function that replaces `prepare` in the threads of a rehearsal: of (model, optimizer, strategy,
+`Watch`)."""
 
 
 @torch.inference_mode(mode=False)  # tensors created here are trained later
@@ -168,6 +176,10 @@ def prepare(
         SystemExit: on a rank that serves, after all workers have left.
     """
     _require_no_process_group(process_group)
+    rehearse = REHEARSAL.get()
+    if rehearse is not None:
+        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
+        return rehearse(model, optimizer, strategy, watch, mesh=mesh, nodes=nodes)
     _require_mesh(mesh)
     job = current_job()
     if not dist.is_initialized():
@@ -194,29 +206,9 @@ def prepare(
         metrics = None
     elif metrics is not None and not isinstance(metrics, Metrics):
         metrics = Metrics(metrics)
-    is_list = isinstance(optimizer, Sequence)
-    parts = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    for one in parts:
-        if not hasattr(one, "param_groups"):
-            raise ValueError(
-                f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
-                "them, each with parameters of its own"
-            )
-        _require_unprepared(model, one)
-        _require_dense_gradients(one, strategy)
-    whole = _join_optimizers(model, parts, strategy) if is_list else parts[0]
+    whole, is_list = joined_optimizer(model, optimizer, strategy)
     _require_idle_servers()
     _require_one_model(job)
-    if hasattr(model, "_orig_mod"):  # a module that torch.compile has returned
-        warnings.warn(
-            "a model compiled as a whole yields all gradients at the end of backward, so nothing "
-            "can be sent under it; compile its blocks instead",
-            stacklevel=2,
-        )
-    _require_unwrapped(model)
-    require_supported(model)
-    _require_own_parameters(model, whole)
-    _require_one_backward(whole)
     if current_join_request() is not None and not strategy.needs.allows_joining:
         raise ValueError(
             f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
@@ -237,7 +229,7 @@ def prepare(
             f"{CHECKPOINT_VARIABLE} {'unset' if job.checkpoint is None else 'set'}"
         )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
-        fingerprint = _agree_on_model(model, whole, strategy, cluster.control)
+        fingerprint = agree_on_model(model, whole, strategy, cluster.control)
         ranks = divide_ranks(servers, strategy, cluster.control)
         known, save_to = None, None
         if strategy.needs.profile:
@@ -297,6 +289,40 @@ def prepare(
         prepared[0].close()
         raise
     return (prepared[0], prepared[1].parts()) if is_list else prepared
+
+
+def joined_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    strategy: Strategy,
+) -> tuple[torch.optim.Optimizer, bool]:
+    """Return the optimizer that a session steps, and whether the script has passed a list.
+
+    Raises:
+        ValueError: the strategy cannot train the model with this optimizer.
+    """
+    is_list = isinstance(optimizer, Sequence)
+    parts = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for one in parts:
+        if not hasattr(one, "param_groups"):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
+                "them, each with parameters of its own"
+            )
+        _require_unprepared(model, one)
+        _require_dense_gradients(one, strategy)
+    whole = _join_optimizers(model, parts, strategy) if is_list else parts[0]
+    if hasattr(model, "_orig_mod"):  # a module that torch.compile has returned
+        warnings.warn(
+            "a model compiled as a whole yields all gradients at the end of backward, so nothing "
+            "can be sent under it; compile its blocks instead",
+            stacklevel=3,
+        )
+    _require_unwrapped(model)
+    require_supported(model)
+    _require_own_parameters(model, whole)
+    _require_one_backward(whole)
+    return whole, is_list
 
 
 def _join_optimizers(
@@ -649,7 +675,7 @@ def _join_process_group(backend: str, timeout_s: float) -> None:
         ) from error
 
 
-def _agree_on_model(
+def agree_on_model(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, control: Control
 ) -> str:
     """Return the fingerprint of the model. Raise ValueError if strategy, model or optimizer differ

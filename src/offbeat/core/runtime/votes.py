@@ -9,7 +9,7 @@ import torch
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.plan import Apply, Moment, Payload, Phases, Transfer, Vote
 from offbeat.core.runtime.waiting import Waiting
-from offbeat.core.transport.link import LinkThread, Message
+from offbeat.core.transport.link import Message, MessageLink
 
 
 class Votes:
@@ -17,7 +17,7 @@ class Votes:
     ballots."""
 
     def __init__(
-        self, link: LinkThread | None, waiting: Waiting, flat: Flat, rank: int, world_size: int
+        self, link: MessageLink | None, waiting: Waiting, flat: Flat, rank: int, world_size: int
     ):
         self._link, self._waiting, self._flat = link, waiting, flat
         self._rank, self._world_size = rank, world_size

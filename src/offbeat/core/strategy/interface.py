@@ -69,12 +69,15 @@ class Strategy(ABC):
         citation: source of the method.
         synchronous: whether the method computes the same as torch's DDP.
         needs: requirements on a job.
+        rehearsal: function that opens the session of a replica in a rehearsal, as `module:name`; by
+            default the session of the strategy's plan.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
     synchronous: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs()
+    rehearsal: ClassVar[str] = OPEN_PLAN_SESSION
 
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():

@@ -9,13 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from offbeat.core.plan import INSIDE, Groups, base_link, groups_of, is_vote_channel
-from offbeat.core.transport.collectives import Collectives, Levels, collectives, two_levels
+from offbeat.core.transport.collectives import (
+    Collectives,
+    Levels,
+    averaging,
+    collectives,
+    two_levels,
+)
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bind_interface
-from offbeat.core.transport.link import LinkThread
+from offbeat.core.transport.link import LinkThread, MessageLink
 from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
 CLOSED = (
@@ -46,7 +53,7 @@ class Cluster:
     where: torch.device
     device: Device
     timeout_s: float
-    links: dict[str, LinkThread] = field(default_factory=dict)
+    links: dict[str, MessageLink] = field(default_factory=dict)
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     topology: Topology = field(default_factory=lambda: Topology.flat(1))
     inside: LinkSpec | None = None
@@ -168,6 +175,14 @@ class Cluster:
                 f"{self.control.report_failure()}"
             ) from error
         return group
+
+    def average(self, tensor: Tensor) -> None:
+        """Average a contiguous tensor over all ranks, in place."""
+        averaging(self.everyone)(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy a contiguous tensor of rank `source` to all ranks."""
+        dist.broadcast(tensor, src=source, group=self.everyone)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the cluster is closed."""

@@ -67,12 +67,8 @@ class Message:
         return True
 
 
-class LinkThread:
-    """Issues messages in the order of their numbers, in whatever order they are released.
-
-    torch.distributed matches collectives by issue order alone. So a message waits until all earlier
-    messages have been issued, and every rank issues the same sequence. A message that a vote skips
-    keeps its number, and is not sent.
+class MessageLink:
+    """Numbers of messages, and execution of a single message.
 
     `bytes_sent` counts the bytes that the link's own group has sent. Each half of an all-reduce
     counts half.
@@ -86,12 +82,7 @@ class LinkThread:
         self.guard: Guard | None = None
         self.leaves_out = False  # whether encoded averages leave out ranks with such values
         self._device = device
-        self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._next_order = 0
-        self._thread = threading.Thread(
-            target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
-        )
-        self._thread.start()
 
     def enqueue(self, transfer: Transfer, iteration: int) -> Message:
         """Return a message with the next number. It starts after `release`."""
@@ -105,39 +96,20 @@ class LinkThread:
         """Let a message of these tensors start when all earlier messages have been issued."""
         message.tensors, message.coded = tensors, coded
         message.released = self._device.mark()
-        self._released.put(message)
+        self._submit(message)
 
     def pass_over(self, message: Message) -> None:
         """Skip a message without sending it, so that later messages can start."""
         message.passed = True
-        self._released.put(message)
+        self._submit(message)
 
     def close(self, timeout_s: float = 2.0) -> bool:
-        """Stop the thread. Return False if it is blocked in a collective after `timeout_s`."""
-        self._released.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Stop the link. Return False if it is blocked in a collective after `timeout_s`."""
+        raise NotImplementedError
 
-    def _issue(self) -> None:
-        waiting: dict[int, Message] = {}
-        expected = 0
-        failed: BaseException | None = None
-        while (message := self._released.get()) is not None:
-            waiting[message.order] = message
-            while (message := waiting.pop(expected, None)) is not None:
-                failed = self._run(message, failed)
-                expected += 1
-
-    def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
-        """Run one message. After a failure all later messages fail with the same error."""
-        try:
-            if failed is None and not message.passed:
-                message.start, message.end = self._device.run(message.released, self._send, message)
-        except BaseException as error:
-            failed = error
-        message.error = failed
-        message.arrive()
-        return failed
+    def _submit(self, message: Message) -> None:
+        """Accept a message that may start."""
+        raise NotImplementedError
 
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
@@ -161,3 +133,49 @@ class LinkThread:
     def _count(self, message: Message, sent: int) -> None:
         message.sent_bytes += sent
         self.bytes_sent += sent
+
+
+class LinkThread(MessageLink):
+    """Issues messages in the order of their numbers, in whatever order they are released.
+
+    torch.distributed matches collectives by issue order alone. So a message waits until all earlier
+    messages have been issued, and every rank issues the same sequence. A message that a vote skips
+    keeps its number, and is not sent.
+    """
+
+    def __init__(self, name: str, collectives: Collectives, device: Device):
+        super().__init__(name, collectives, device)
+        self._released: SimpleQueue[Message | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        self._released.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _submit(self, message: Message) -> None:
+        self._released.put(message)
+
+    def _issue(self) -> None:
+        waiting: dict[int, Message] = {}
+        expected = 0
+        failed: BaseException | None = None
+        while (message := self._released.get()) is not None:
+            waiting[message.order] = message
+            while (message := waiting.pop(expected, None)) is not None:
+                failed = self._run(message, failed)
+                expected += 1
+
+    def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
+        """Run one message. After a failure all later messages fail with the same error."""
+        try:
+            if failed is None and not message.passed:
+                message.start, message.end = self._device.run(message.released, self._send, message)
+        except BaseException as error:
+            failed = error
+        message.error = failed
+        message.arrive()
+        return failed

@@ -1,0 +1,89 @@
+"""Rehearsal of one strategy: all replicas, one after the other, up to the last iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.core.buckets.random_states import preserve_random_states
+from offbeat.core.measuring.loss import LossTap
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.prepare import REHEARSAL
+from offbeat.core.strategy.interface import Strategy
+from offbeat.rehearsal.cluster import Exchange
+from offbeat.rehearsal.links import MemoryNetwork
+from offbeat.rehearsal.replica import Course, RandomStreams, Replica, _device
+from offbeat.rehearsal.turns import ReplicaState, Turns
+
+
+@dataclass(frozen=True)
+class Run:
+    """Result of the training of all replicas under one strategy.
+
+    Attributes:
+        losses: loss of each replica in each iteration, `[replica][iteration]`.
+        votes: ranks that voted yes, by vote and iteration; None in an iteration without the vote.
+        courses: plans in the order of their first iterations.
+        decisions: iteration and text of each decision of the runtime.
+    """
+
+    losses: tuple[tuple[float, ...], ...]
+    votes: dict[str, list[list[int] | None]]
+    courses: tuple[Course, ...]
+    decisions: tuple[tuple[int, str], ...]
+
+
+def train_replicas(
+    life: Callable[[Replica], None],
+    strategy: Strategy,
+    profile: Profile,
+    *,
+    replicas: int,
+    seed: int,
+    states: Sequence[ReplicaState] | None = None,
+) -> Run:
+    """Train all replicas of a job and return their losses.
+
+    Args:
+        life: the training script of one replica; it calls `Replica.prepare` or `offbeat.prepare`.
+        strategy: strategy of the job.
+        profile: profile of the job, from which the strategy plans.
+        replicas: number of replicas to train.
+        seed: replica k starts with the random streams of seed `seed + k`.
+        states: state of the process that belongs to each replica; None for its random streams.
+
+    Raises:
+        BaseException: the first error of a replica.
+    """
+    turns = Turns(states or [RandomStreams(seed + k) for k in range(replicas)])
+    network, exchange = MemoryNetwork(replicas, turns), Exchange(replicas, turns)
+    store, losses = HashStore(), LossTap()
+    own = replace(profile, pace=0.0)  # an emulated host would sleep
+    all_replicas = [
+        Replica(rank, strategy, own, network, exchange, store, losses) for rank in range(replicas)
+    ]
+
+    def live(rank: int) -> None:
+        replica = all_replicas[rank]
+        REHEARSAL.set(replica.prepare)
+        try:
+            life(replica)
+        finally:
+            if replica.session is not None:
+                replica.session.close()
+
+    try:
+        with preserve_random_states([_device()]):
+            turns.run(live)
+    finally:
+        losses.close()
+        network.close()
+    first = all_replicas[0].record
+    return Run(
+        tuple(tuple(replica.record.losses) for replica in all_replicas),
+        first.votes,
+        tuple(first.courses),
+        tuple(first.decisions),
+    )

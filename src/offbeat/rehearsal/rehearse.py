@@ -1,0 +1,381 @@
+"""Rehearsal of strategies on a model that Python functions describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from statistics import fmean
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.core.buckets.random_states import preserve_random_states
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import extrapolate
+from offbeat.core.rules import SETTINGS
+from offbeat.core.runtime.training_job import Watch
+from offbeat.core.sim import Prediction
+from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.parsing import parse
+from offbeat.rehearsal.clock import iteration_ends, predict_run
+from offbeat.rehearsal.job import Run, train_replicas
+from offbeat.rehearsal.replica import Replica
+
+KIND = "rehearsed: losses real, time simulated"
+SMOOTH = 10  # iterations of which a loss is the mean
+
+Progress = Callable[[str, int], None]
+"""Called with a strategy and its number of finished iterations."""
+
+
+@dataclass(frozen=True)
+class RehearsedCurve:
+    """Loss against simulated time of one strategy.
+
+    Attributes:
+        strategy: name and settings of the strategy.
+        ranks: number of ranks of the job.
+        trained: number of replicas that were trained.
+        losses: training loss of each iteration, mean over the trained replicas.
+        ends_s: simulated seconds from the start to the end of each iteration on the slowest rank.
+        held_out: (iteration, result of `evaluate`) of the average of the replicas.
+        votes: outcomes by vote and iteration.
+        decisions: iteration and text of each decision of the runtime.
+        prediction: predicted steady state of the last plan.
+        run: losses of all replicas, votes and plans.
+    """
+
+    strategy: str
+    ranks: int
+    trained: int
+    losses: tuple[float, ...]
+    ends_s: tuple[float, ...]
+    held_out: tuple[tuple[int, float], ...] = ()
+    votes: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    decisions: tuple[tuple[int, str], ...] = ()
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
+    run: Run | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Return (simulated seconds, loss) of each iteration."""
+        return list(zip(self.ends_s, self.losses, strict=True))
+
+    @property
+    def iteration_s(self) -> float:
+        """Return the simulated seconds per iteration, mean over the rehearsal."""
+        return self.ends_s[-1] / len(self.ends_s)
+
+    def seconds_to(self, loss: float, *, smooth: int = SMOOTH) -> float | None:
+        """Return the simulated seconds until the loss is at most `loss`; None if it is never.
+
+        Args:
+            loss: loss to reach.
+            smooth: number of last iterations of which the loss is the mean.
+        """
+        for stop in range(smooth, len(self.losses) + 1):
+            if fmean(self.losses[stop - smooth : stop]) <= loss:
+                return self.ends_s[stop - 1]
+        return None
+
+    def __str__(self) -> str:
+        of = "" if self.trained == self.ranks else f", {self.trained} of them trained"
+        return (
+            f"{self.strategy} on {self.ranks} ranks{of}: loss {self.losses[-1]:.4g} after "
+            f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s ({KIND})"
+        )
+
+
+def rehearse(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], Any],
+    batches: Callable[[int], Iterable[Any]],
+    strategies: Strategy | str | Sequence[Strategy | str],
+    profile: Profile,
+    ranks: int | None = None,
+    iterations: int = 100,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate_every: int = 10,
+    sample: int | None = None,
+    jitter: float | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> dict[str, RehearsedCurve]:
+    """Train all replicas of a job in this process, and return losses against simulated time.
+
+    The replicas run the sessions of a real job, one replica after the other, and exchange messages
+    in memory. So losses, votes and weights are those of a job with one process per rank. The time
+    is that of the simulator, for the plans and votes of the rehearsal.
+
+    Args:
+        make_model: returns a new model. Called once per replica; all replicas start with the
+            weights of replica 0.
+        make_optimizer: returns the optimizer of a model, or (optimizer, learning-rate scheduler);
+            the scheduler steps after every iteration.
+        batches: returns the batches of a replica, given its number. After its last batch a replica
+            begins again with the first one.
+        strategies: strategies, or their names and settings as "dreamddp:period=8".
+        profile: profile of the model. With another number of ranks it is extrapolated.
+        ranks: number of ranks of the job; None for that of the profile.
+        iterations: number of iterations.
+        loss: function of (model, batch) that returns the scalar to minimize. None: the model
+            returns it, given the batch.
+        evaluate: function of the average of all replicas, for example its loss on held-out data.
+        evaluate_every: iterations between two calls of `evaluate`.
+        sample: number of replicas to train, if the memory cannot hold `ranks` models. Averages are
+            then over these replicas, and times are still those of `ranks` ranks.
+        jitter: relative standard deviation of compute times; None for that of the profile.
+        seed: replica k starts with the random streams (Python, NumPy, torch) of seed `seed + k`.
+            The jitter has the seed `seed`.
+        processes: number of processes that rehearse strategies at the same time. Each of them
+            computes in one thread.
+        progress: called with a strategy and its number of finished iterations.
+
+    Returns:
+        Curve of each strategy, by its name and settings.
+
+    Raises:
+        ValueError: an argument is invalid, the profile does not match the model, or a strategy
+            cannot train the model.
+
+    The random streams of the caller stay as they are.
+    """
+    for name, value in (("iterations", iterations), ("evaluate_every", evaluate_every)):
+        require_count(name, value)
+    require_count("processes", processes)
+    several = [strategies] if isinstance(strategies, (Strategy, str)) else list(strategies)
+    chosen = [parse(one) if isinstance(one, str) else one for one in several]
+    if not chosen:
+        raise ValueError("strategies ([]) must name at least one strategy, such as 'dreamddp'")
+    there = extrapolate(profile, hosts=ranks, jitter=jitter)
+    script = _FunctionScript(
+        make_model,
+        make_optimizer,
+        batches,
+        loss or model_loss,
+        iterations,
+        evaluate,
+        evaluate_every,
+    )
+    trained = trained_replicas(sample, there.world_size)
+    for strategy in chosen if trained < there.world_size else ():
+        require_sampling(strategy, there)
+    rehearse_one = partial(_rehearse_one, script=script, profile=there, replicas=trained, seed=seed)
+    curves = run_all(rehearse_one, chosen, min(processes, len(chosen)), progress)
+    return {curve.strategy: curve for curve in curves}
+
+
+def model_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss that a model returns for a batch: a scalar, or the attribute `loss`."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ValueError(
+            f"output of the model ({type(output).__name__}) must be the loss, one number; pass "
+            "loss=, a function of (model, batch)"
+        )
+    return found
+
+
+# ---- replicas -------------------------------------------------------------------------------
+
+
+def trained_replicas(sample: int | None, ranks: int) -> int:
+    """Return the number of replicas to train."""
+    if sample is None:
+        return ranks
+    require_count("sample", sample, remedy="leave it out to train every replica")
+    if not min(2, ranks) <= sample <= ranks:
+        raise ValueError(
+            f"sample ({sample}) must be at least 2 and at most the number of ranks ({ranks}); "
+            "leave it out to train every replica"
+        )
+    return sample
+
+
+def require_sampling(strategy: Strategy, profile: Profile) -> None:
+    """Raise ValueError if fewer replicas than ranks cannot stand for all ranks."""
+    remedy = "leave sample out to train every replica"
+    if not strategy.needs.profile:
+        raise ValueError(
+            f"sample must be left out with {strategy}, whose workers differ by their neighbours or "
+            f"their times; {remedy}"
+        )
+    plan = strategy.plan(profile)
+    if not plan.uniform or any(_has_numbers_per_rank(plan)):
+        raise ValueError(
+            f"sample must be left out with {strategy}, whose plan has rules of single ranks; "
+            f"{remedy}"
+        )
+
+
+def _has_numbers_per_rank(plan: Plan) -> Iterator[bool]:
+    for apply in plan.applies:
+        for name, setting in SETTINGS.get(apply.rule, {}).items():
+            yield setting.what == "numbers" and apply.arg(name) is not None
+
+
+@dataclass(frozen=True)
+class _FunctionScript:
+    """Training loop of the caller's functions."""
+
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[nn.Module], Any]
+    batches: Callable[[int], Iterable[Any]]
+    loss: Callable[[nn.Module, Any], Tensor]
+    iterations: int
+    evaluate: Callable[[nn.Module], float] | None
+    evaluate_every: int
+
+    def run(
+        self, replica: Replica, held_out: list[tuple[int, float]], report: Callable[[int], None]
+    ) -> None:
+        """Train one replica. Replica 0 appends to `held_out` and reports its progress."""
+        module = self.make_model()
+        made = self.make_optimizer(module)
+        own, scheduler = made if isinstance(made, tuple) else (made, None)
+        watch = Watch(compare_every=0, on_nonfinite="raise")
+        model, optimizer = replica.prepare(module, own, None, watch)
+        batches = self._repeat(replica.rank)
+        for iteration in range(self.iterations):
+            optimizer.zero_grad()
+            self.loss(model, next(batches)).backward()
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            if self.evaluate is not None and (iteration + 1) % self.evaluate_every == 0:
+                average = replica.average_model()
+                if average is not None:
+                    with preserve_random_states(), torch.no_grad():
+                        held_out.append((iteration, float(self.evaluate(average))))
+            if replica.rank == 0:
+                report(iteration + 1)
+
+    def _repeat(self, rank: int) -> Iterator[Any]:
+        while True:
+            count = 0
+            for count, batch in enumerate(self.batches(rank), 1):  # noqa: B007
+                yield batch
+            if not count:
+                raise ValueError(f"batches({rank}) (empty) must return at least one batch")
+
+
+def _rehearse_one(
+    strategy: Strategy,
+    report: Callable[[int], None],
+    *,
+    script: _FunctionScript,
+    profile: Profile,
+    replicas: int,
+    seed: int,
+) -> RehearsedCurve:
+    held_out: list[tuple[int, float]] = []
+    run = train_replicas(
+        lambda replica: script.run(replica, held_out, report),
+        strategy,
+        profile,
+        replicas=replicas,
+        seed=seed,
+    )
+    return curve_of(strategy, run, profile, seed=seed, held_out=held_out)
+
+
+def curve_of(
+    strategy: Strategy,
+    run: Run,
+    profile: Profile,
+    *,
+    seed: int,
+    held_out: Sequence[tuple[int, float]] = (),
+) -> RehearsedCurve:
+    """Return the curve of a rehearsed run, with its times on the cluster of a profile."""
+    count = min(map(len, run.losses))
+    about = run.courses, run.votes, strategy, profile, count
+    return RehearsedCurve(
+        str(strategy),
+        profile.world_size,
+        len(run.losses),
+        tuple(fmean(column) for column in zip(*run.losses, strict=False)),
+        iteration_ends(*about, seed=seed),
+        tuple(held_out),
+        {name: tuple(map(bool, ballots)) for name, ballots in run.votes.items()},
+        run.decisions,
+        predict_run(*about, seed=seed),
+        run,
+    )
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+_inherited: Any = None  # work of a forked process: functions of the caller cannot be pickled
+
+
+def run_all(
+    work: Callable[[Strategy, Callable[[int], None]], RehearsedCurve],
+    strategies: Sequence[Strategy],
+    processes: int,
+    progress: Progress | None,
+) -> list[RehearsedCurve]:
+    """Rehearse strategies, several at the same time in processes of their own.
+
+    Args:
+        work: function of (strategy, report of its iterations).
+        strategies: strategies to rehearse.
+        processes: number of processes; 1: this process.
+        progress: called with a strategy and its number of finished iterations.
+    """
+    report = progress or (lambda *_: None)
+    if processes == 1:
+        return [work(strategy, partial(report, str(strategy))) for strategy in strategies]
+    if torch.cuda.is_initialized():
+        raise ValueError(
+            f"processes ({processes}) must be 1 where this process uses a GPU, which a forked "
+            "process cannot use; call rehearse before the first use of the GPU"
+        )
+    global _inherited
+    context = get_context("fork")
+    reports = context.SimpleQueue()
+    _inherited = work, strategies, reports
+    try:
+        with _listening(reports, report), ProcessPoolExecutor(processes, context) as pool:
+            return list(pool.map(_run_inherited, range(len(strategies))))
+    finally:
+        _inherited = None
+
+
+def _run_inherited(index: int) -> RehearsedCurve:
+    work, strategies, reports = _inherited
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+    strategy = strategies[index]
+    curve = work(strategy, lambda done: reports.put((str(strategy), done)))
+    return replace(curve, prediction=None)  # a prediction holds functions
+
+
+@contextmanager
+def _listening(reports: Any, report: Progress) -> Iterator[None]:
+    """Pass on the reports of other processes while the body runs."""
+
+    def listen() -> None:
+        while (one := reports.get()) is not None:
+            report(*one)
+
+    thread = Thread(target=listen, name="offbeat-rehearsal-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        reports.put(None)
+        thread.join()

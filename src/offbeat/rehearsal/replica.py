@@ -1,0 +1,255 @@
+"""One replica of a rehearsal: its state of the process, its session, and the record of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from offbeat.core.buckets import random_states
+from offbeat.core.guards.replicas import broadcast_model
+from offbeat.core.measuring.loss import LossTap
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.launch_request import LaunchRequest
+from offbeat.core.runtime.prepare import OBSERVE, agree_on_model, joined_optimizer
+from offbeat.core.runtime.prepared import Model, Optimizer, Session
+from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
+from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.transport.device import device_of
+from offbeat.rehearsal.cluster import Exchange, MemoryCluster, MemoryControl
+from offbeat.rehearsal.links import MemoryNetwork, combine
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class RandomStreams:
+    """Random streams of one replica, installed in the process during its turns.
+
+    Args:
+        seed: seed of the streams at the start.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._states: Mapping[str, Any] = {}
+
+    def enter(self) -> None:
+        """Install the streams of the replica."""
+        if self._seed is None:
+            random_states.restore(self._states, _device())
+        else:
+            random_states.seed_all(self._seed, [_device()])
+            self._seed = None
+
+    def leave(self) -> None:
+        """Store the streams of the replica."""
+        self._states = random_states.capture(_device())
+
+
+def _device() -> torch.device:
+    """Return the device whose random stream scripts may use beside the host's."""
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+@dataclass(frozen=True)
+class Course:
+    """Plan of a rehearsal from an iteration on; None for a strategy without a plan."""
+
+    first: int
+    strategy: str
+    plan: Plan | None
+
+
+class ReplicaRecord(Recorder):
+    """Record of one replica: losses, outcomes of votes, plans and decisions by iteration.
+
+    Attributes:
+        losses: loss of each iteration; nan for an iteration without a backward.
+        votes: ranks that voted yes, by vote and iteration; None without a vote.
+        courses: plans in the order of their first iterations.
+        decisions: iteration and text of each decision of the runtime.
+    """
+
+    needs_ready_times = False
+
+    def __init__(self, losses: LossTap) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.votes: dict[str, list[list[int] | None]] = {}
+        self.courses: list[Course] = []
+        self.decisions: list[tuple[int, str]] = []
+        self._taps, self._strategy = losses, ""
+
+    def start(
+        self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
+    ) -> None:
+        if not self.courses:  # a strategy without a plan
+            self.courses.append(Course(0, strategy, plan))
+
+    def set_plan(self, plan: Plan) -> None:
+        super().set_plan(plan)
+        done = len(self.losses)
+        self.courses = [course for course in self.courses if course.first < done]
+        self.courses.append(Course(done, plan.strategy, plan))
+
+    def on_step_begin(self, iteration: int) -> None:
+        loss = self._taps.take()
+        self.losses.append(float("nan") if loss is None else float(loss))
+
+    def add_iteration(self, done: Iteration) -> None:
+        for vote in self.plan.votes if self.plan is not None else ():
+            outcomes = self.votes.setdefault(vote.name, [])
+            outcomes.append(done.voted.get(vote.name))
+
+    def decide(self, iteration: int, what: str, warning: str | None) -> None:
+        self.decisions.append((iteration, what))
+
+
+class EndOfRehearsal(BaseException):
+    """Ends a script after the last iteration. Not an Exception: scripts must not catch it."""
+
+
+@dataclass
+class _LastIteration:
+    """Stop request of a session that ends its replica after `iterations` iterations."""
+
+    iterations: int
+    on_end: Callable[[], None]
+
+    def on_iteration_end(self, iteration: int) -> None:
+        if iteration >= self.iterations:
+            self.on_end()
+
+
+class MemoryJob(TrainingJob):
+    """Training job of a replica. Its links have no connections to open."""
+
+    def open_connections(self) -> None:
+        pass
+
+
+class Replica:
+    """One replica of a job.
+
+    Attributes:
+        rank: rank of the replica.
+        ranks: number of replicas.
+        strategy: strategy of the job.
+        profile: profile from which the strategy plans.
+        record: record of the run.
+        session: session of the strategy; None before `prepare`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        strategy: Strategy,
+        profile: Profile,
+        network: MemoryNetwork,
+        exchange: Exchange,
+        store: Store,
+        losses: LossTap,
+    ) -> None:
+        self.rank, self.ranks, self.strategy, self.profile = rank, network.ranks, strategy, profile
+        self.record = ReplicaRecord(losses)
+        self.session: Session | None = None
+        self.model: Model | None = None
+        self._network, self._exchange, self._store = network, exchange, store
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        strategy: Strategy | str | None,
+        watch: Watch,
+        **parts: object,
+    ) -> tuple[Model, Any]:
+        """Return the prepared model and optimizer, as `offbeat.prepare` does.
+
+        Args:
+            model: module of this replica.
+            optimizer: optimizer of the module, or a list of several.
+            strategy: strategy of the script, which is not used.
+            watch: checks during training.
+            parts: arguments of `offbeat.prepare` about ranks that share a replica; each must be
+                None.
+
+        Raises:
+            ValueError: the strategy cannot train the model, or models of replicas differ.
+        """
+        if self.session is not None:
+            raise ValueError(
+                "model must be the only one of a rehearsal; train both as one module with one "
+                "optimizer"
+            )
+        for name, value in parts.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be left out in a rehearsal, in which every rank is a whole "
+                    "replica; rehearse as many ranks as the job has nodes"
+                )
+        whole, is_list = joined_optimizer(model, optimizer, self.strategy)
+        where = next(model.parameters()).device
+        control = MemoryControl(self.rank, self.ranks, self._exchange, self._store, 0.0)
+        links = [link.name for link in self.profile.links]
+        cluster = MemoryCluster(control, self._network, links, where, device_of(where))
+        fingerprint = agree_on_model(model, whole, self.strategy, control)
+        broadcast_model(model, cluster)
+        job = MemoryJob(
+            model,
+            whole,
+            cluster,
+            self.profile,
+            Observation(OBSERVE, None, fingerprint, None, then_stop=False),
+            watch,
+            LaunchRequest(),
+            RankRoles(range(self.ranks), range(0)),
+            self.record,
+        )
+        self.session = session = load_object(self.strategy.rehearsal)(self.strategy, job)
+        session.strategy = str(self.strategy)
+        self.model = prepared = Model(model, session)
+        made = Optimizer(whole, session)
+        return prepared, (made.parts() if is_list else made)
+
+    def average_model(self) -> nn.Module | None:
+        """Return a copy of the model with the average of all replicas, on replica 0.
+
+        Every replica must call it, between two iterations. Training continues as without the call.
+
+        Returns:
+            The copy in evaluation mode; None on all other replicas.
+        """
+        assert self.session is not None
+        assert self.model is not None
+        self.session.flush()
+        module = self.model.module
+        control = self.session.cluster.control
+        assert isinstance(control, MemoryControl)
+        plan = self.record.plan
+        copy = deepcopy(module).eval() if self.rank == 0 else None
+        places = [*copy.parameters(), *copy.buffers()] if copy is not None else []
+        for place, own in zip_longest(places, [*module.parameters(), *module.buffers()]):
+            everyone = control.share(own)
+            if place is None:
+                continue
+            with torch.no_grad():
+                if plan is not None and plan.source is not None:
+                    place.copy_(everyone[plan.source])
+                elif own.is_floating_point():
+                    place.copy_(combine("all_reduce", everyone))
+        return copy
+
+    def end_after(self, iterations: int, on_end: Callable[[], None]) -> None:
+        """Call `on_end` at the end of iteration `iterations`."""
+        assert self.session is not None
+        self.session.stop_request = _LastIteration(iterations, on_end)  # type: ignore[assignment]

@@ -1,0 +1,147 @@
+"""A rehearsal computes what the interpreter and real processes compute, in the simulator's time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support import rehearsed
+from support.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of
+from support.strategy_lists import STRATEGIES
+from support.worlds import run_world
+
+import offbeat
+from offbeat import Profile
+from offbeat.core.strategy.parsing import parse
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.profile import Bucket, Link
+from offbeat.sim import predict, simulate
+
+SIZES, K, T = (5, 3, 7, 4, 6), 3, 9
+MORE = [
+    "cyclic:stages=3",
+    "deft:preserver=false",
+    "diloco:period=2:fragments=2:delay=1",
+    "diloco:period=3:wire=int8",
+    "dreamddp:period=3:due=delayed:wire=int4",
+    "dreamddp:period=3:due=forward",
+    "local-sgd:period=2:state=averaged",
+    "local-sgd:period=2:wire=topk:0.3",
+    "selsync:delta=.2",
+    "wfbp:wire=powersgd:2",
+]
+
+
+def profile_of(ranks: int) -> Profile:
+    buckets = tuple(
+        Bucket(f"b{b}", 0.01, 0.02, 8 * size, tensors=(f"layers.{b}.w",))
+        for b, size in enumerate(SIZES)
+    )
+    return Profile(buckets, (Link("net", 0.01, 2e3),), ranks, update_s=0.004)
+
+
+def rehearse_quadratic(strategy: str, **more: object) -> tuple[offbeat.RehearsedCurve, list[list]]:
+    """The curve, and the weights that each forward of each replica has seen."""
+    task = Quadratic(SIZES, K, T)
+    start, a, c = task.numbers
+    nets: list[Net] = []
+    seen: list[list[np.ndarray]] = []
+
+    def make_model() -> Net:
+        nets.append(Net(start, SIZES))
+        seen.append([])
+        return nets[-1]
+
+    def make_optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), RATE, MOMENTUM, weight_decay=task.decay)
+
+    def batches(rank: int):
+        for i in range(T):
+            yield (
+                rank,
+                torch.from_numpy(a[rank]).split(SIZES),
+                torch.from_numpy(c[rank, i]).split(SIZES),
+            )
+
+    def loss(model, batch):
+        value = model(*batch[1:])
+        net = nets[batch[0]]
+        seen[batch[0]].append(torch.cat([layer.seen for layer in net.steps]).numpy())
+        return value
+
+    curves = offbeat.rehearse(
+        make_model,
+        make_optimizer,
+        batches,
+        strategy,
+        profile_of(K),
+        iterations=T,
+        loss=loss,
+        **more,
+    )
+    [curve] = curves.values()
+    return curve, seen
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *MORE])
+def test_equals_the_interpreter(name):
+    curve, seen = rehearse_quadratic(name)
+    [course] = curve.run.courses
+    expected = interpreted(course.plan, Quadratic(SIZES, K, T))
+    np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
+
+
+PROCESSES = ["wfbp", "dreamddp:period=3", "diloco:period=2", "selsync:delta=.2", "cyclic"]
+
+
+def test_equals_real_processes_with_the_same_seeds():
+    real = run_world(rehearsed.train_here, 2, PROCESSES, 5)
+    for name in PROCESSES:
+        models, curve = rehearsed.rehearse(name, ranks=2, seed=5)
+        for rank, model in enumerate(models):
+            losses, tensors = real[rank][name]
+            np.testing.assert_allclose(curve.run.losses[rank], losses, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rehearsed.flat(model), tensors, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3", "selsync:delta=.2"])
+def test_clock_is_the_simulators(name):
+    curve, _ = rehearse_quadratic(name, jitter=0.1)
+    profile = profile_of(K)
+    profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
+    strategy = parse(name)
+    votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
+    trace = simulate(strategy.plan(profile), profile, iterations=T, votes=votes)
+    np.testing.assert_allclose(np.diff(curve.ends_s, prepend=0), trace.iteration_seconds())
+    assert curve.prediction is not None
+    expected = predict(strategy, profile, votes=votes or None)
+    assert curve.prediction.iteration_s == expected.iteration_s
+
+
+def test_votes_are_those_of_the_interpreter():
+    curve, _ = rehearse_quadratic("selsync:delta=.2")
+    task = Quadratic(SIZES, K, T)
+    interpreter = Interpreter(curve.run.courses[0].plan, model_of(task), K)
+    interpreter.run(T)
+    decided = {(name, i): yes for name, all_ in curve.votes.items() for i, yes in enumerate(all_)}
+    assert decided == interpreter.decisions
+    assert len({*decided.values()}) == 2  # some yes, some no
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_random_streams_of_the_caller_stay():
+    profile = rehearsed.profile_of(2)
+    found = []
+    for rehearses in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        if rehearses:
+            rehearsed.rehearse("bsp", profile=profile)
+        found.append(draws())
+    assert found[0] == found[1]

@@ -1,0 +1,120 @@
+"""A small job that is trained by real processes and in a rehearsal, from the same functions."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from offbeat import Profile
+from offbeat.profile import Bucket, Link
+
+ITERATIONS, ROWS = 7, 4
+
+
+class Net(nn.Module):
+    """Dropout, running statistics, and a layer that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bias before a normalization has a gradient of rounding noise, which Adam enlarges.
+        self.first, self.norm = nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6)
+        self.branch, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.drop(torch.tanh(self.norm(self.first(x))))
+        if x[0, 0] > 0:
+            h = h + self.branch(h)
+        return nn.functional.cross_entropy(self.head(h), y)
+
+
+def make_model() -> nn.Module:
+    return Net().double()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches from all three global streams, other ones on every rank."""
+    for _ in range(ITERATIONS):
+        x = torch.randn(ROWS, 5, dtype=torch.float64) + 0.1 * rank
+        x[0, 0] += random.random() - 0.5
+        yield x, torch.from_numpy(np.random.randint(0, 3, ROWS))
+
+
+def profile_of(ranks: int) -> Profile:
+    """A profile whose messages take longer than its compute."""
+    parameters = dict(make_model().named_parameters())
+    names = [["head.weight", "head.bias"], ["branch.weight", "branch.bias"]]
+    names += [["norm.weight", "norm.bias"], ["first.weight"]]
+    statistics = ["norm.running_mean", "norm.running_var"]
+    buckets = [
+        Bucket(
+            own[0].partition(".")[0],
+            0.01,
+            0.02,
+            sum(parameters[n].nbytes for n in own),
+            tensors=(*own, *(statistics if "norm.weight" in own else ())),
+        )
+        for own in names
+    ]
+    return Profile(tuple(buckets), (Link("net", 0.01, 1e4),), ranks, update_s=0.004)
+
+
+def train_here(strategies: Sequence[str], seed: int) -> dict[str, tuple[list[float], Tensor]]:
+    """Losses and final parameters of this rank of a real job, by strategy."""
+    found, rank = {}, int(os.environ["RANK"])
+    profile = profile_of(int(os.environ["WORLD_SIZE"]))
+    for name in strategies:
+        random.seed(seed + rank)
+        np.random.seed(seed + rank)
+        torch.manual_seed(seed + rank)
+        module = make_model()
+        optimizer = make_optimizer(module)
+        model, optimizer = offbeat.prepare(module, optimizer, name, profile=profile)
+        losses = []
+        for batch in batches(rank):
+            optimizer.zero_grad()
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        model.close()
+        found[name] = losses, flat(module)
+    return found
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([t.detach().reshape(-1).double() for t in module.state_dict().values()])
+
+
+def rehearse(
+    strategy: str, *, ranks: int = 2, profile: Profile | None = None, **more: Any
+) -> tuple[list[nn.Module], offbeat.RehearsedCurve]:
+    """The replicas after the rehearsal, and its curve."""
+    models: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        models.append(make_model())
+        return models[-1]
+
+    found = offbeat.rehearse(
+        make,
+        make_optimizer,
+        batches,
+        strategy,
+        profile or profile_of(ranks),
+        iterations=ITERATIONS,
+        **more,
+    )
+    [curve] = found.values()
+    return models, curve
