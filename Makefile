@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 HOSTS ?= 4
 RATE ?= 25mbit
-ITERATIONS ?= 40
+ITERATIONS ?= 24
 
 .PHONY: demo test docs pages tables lint constraints clean
 

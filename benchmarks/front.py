@@ -96,12 +96,15 @@ def launched(
         return found, Profile.load(measured) if measured.exists() else None
 
 
-def times(task: str, hosts: int, rate: int, chosen: list[str], keep: Path) -> dict[str, Any]:
+def times(
+    task: str, hosts: int, rate: int, chosen: list[str], keep: Path, advised: bool = True
+) -> dict[str, Any]:
     """By contestant: seconds and bytes per iteration, and predicted seconds where we predict; the
-    measured profile is kept in a folder."""
+    measured profile is kept in a folder. With `advised` the advised strategies take part."""
     text = f'hosts = {hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
     job = {
         "what": "times",
+        "advised": advised,
         "layers": [asdict(bucket) | {"tensors": ()} for bucket in buckets_of(task)],
         "contestants": {label: COUNTED[label.startswith("ddp")] for label in chosen},
     }

@@ -261,7 +261,7 @@ def main(job: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     if job["what"] == "times":
         profile = profiled(EmulatedModel(layers), lambda m: m(torch.ones(1)), path, 1)
-        chosen = job["contestants"] | advised(profile)
+        chosen = job["contestants"] | (advised(profile) if job["advised"] else {})
         for label, iterations in chosen.items():
             found[label] = timed(label, layers, profile, iterations)
     elif job["what"] == "race":

@@ -3,20 +3,24 @@
     python benchmarks/hero.py
 
 Writes docs/hero.svg and docs/hero-dark.svg from `results/front.json`, the table of the small GPT on
-4 hosts. Windows of less than 560 pixels show a narrow form.
+4 hosts, and the text that the README gives in place of the picture. Windows of less than 560 pixels
+show a narrow form.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "front.json"
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 RATES = (10, 25, 100)
 STEP_S = 0.030  # emulated compute of an iteration
 NAMES = {  # label in the result: name and note in the figure
@@ -203,7 +207,20 @@ def figure(found: list[Row], colours: dict[str, str]) -> str:
     )
 
 
+def alternative(found: list[Row]) -> str:
+    """The figure at the slowest rate in one sentence."""
+    seconds = "; ".join(f"{NAMES[row.label][0]} {row.seconds[0]:.3g}" for row in found)
+    about = f"Seconds until a small GPT on 4 hosts at {RATES[0]} Mbit/s has the loss of DDP"
+    return f"{about}: {seconds}"
+
+
+def with_alternative(text: str, found: list[Row]) -> str:
+    """The README with the sentence in place of the picture."""
+    return re.sub(r'(<img src="docs/hero\.svg" alt=")[^"]*', rf"\g<1>{alternative(found)}", text)
+
+
 def main() -> None:
+    README.write_text(with_alternative(README.read_text(), rows()))
     for name, colours in THEMES.items():
         (DOCS / name).write_text(figure(rows(), colours))
         print(f"docs/{name}")

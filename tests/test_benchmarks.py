@@ -52,6 +52,52 @@ def test_the_figure_of_the_readme_shows_the_results() -> None:
     for name, colours in hero.THEMES.items():
         text = (ROOT / "docs" / name).read_text()
         assert hero.figure(hero.rows(), colours) == text, "run benchmarks/hero.py"
+    readme = (ROOT / "README.md").read_text()
+    assert hero.alternative(hero.rows()) in readme, "run benchmarks/hero.py"
+    assert hero.with_alternative(readme, hero.rows()) == readme
+
+
+def runs_of(iteration_s: dict[int, list[float]]) -> dict[int, list[dict[str, float]]]:
+    """Launches by rate; each prediction is 2 % too short."""
+    return {
+        rate: [{"iteration_s": s, "predicted_s": 0.98 * s, "sent_bytes": 5e3} for s in each]
+        for rate, each in iteration_s.items()
+    }
+
+
+def test_a_further_row_of_the_race() -> None:
+    """It has the columns of the table, stands behind torch's rows, and comes with DDP's time."""
+    front_row, result = benchmark("front_row"), tables.load("front")
+    columns = next(t["columns"] for t in result["tables"] if t["name"] == "gpt-4")
+    new = front_row.row(
+        "dear",
+        [120, 119, 122],
+        [2.5501, 2.5449, 2.5631],
+        runs_of({10: [0.7, 0.6, 0.71], 25: [0.3], 100: [0.05]}),
+    )
+    cells = dict(zip(columns, new, strict=True))
+    assert cells["iterations"] == [120, 119, 122]
+    assert cells["last loss"] == [2.55, 2.545, 2.563]
+    assert (cells["KB per iteration"], cells["prediction off by, %, 25 Mbit/s"]) == (5.0, -2.0)
+    assert (cells["ms at 10 Mbit/s"], cells["ms at 25 Mbit/s"]) == ([700.0, 600.0, 710.0], 300.0)
+    assert (cells["s at 10 Mbit/s"], cells["s at 100 Mbit/s"]) == (84.0, 6.0)
+    never = front_row.row("x", [120, None], [2.0, 3.0], runs_of({10: [1], 25: [1], 100: [1]}))
+    assert dict(zip(columns, never, strict=True))["s at 25 Mbit/s"] == "never"
+
+    as_before = front_row.row(
+        "ddp", [120], [2.55], runs_of({10: [0.75], 25: [0.313], 100: [0.0999]})
+    )
+    front_row.add(result, "gpt-4", as_before, new)
+    front_row.add(result, "gpt-4", as_before, new)  # replaces the row
+    [table] = [t for t in result["tables"] if t["name"] == "gpt-4"]
+    labels = [line[0] for line in table["rows"]]
+    assert labels[labels.index("dear") - 1 :][:3] == ["post-local-sgd", "dear", "local-sgd"]
+    assert len({*labels}) == len(labels)
+    assert "dear" in table["page"]["rows"]
+    assert sum("`dear` of gpt-4" in note for note in result["notes"]) == 1
+    loaded = front_row.row("ddp", [120], [2.55], runs_of({10: [0.9], 25: [0.313], 100: [0.1]}))
+    with pytest.raises(SystemExit, match=r"DDP takes 900.0 ms per iteration at 10 Mbit/s"):
+        front_row.add(result, "gpt-4", loaded, new)
 
 
 def test_every_result_is_complete() -> None:

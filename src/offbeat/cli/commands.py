@@ -281,7 +281,7 @@ def demo(
     *,
     hosts: Annotated[int, number("Number of emulated hosts.")] = 4,
     rate: Annotated[str, option("Rate of every link.")] = "25mbit",
-    iterations: Annotated[int, number("Iterations of each strategy.")] = 40,
+    iterations: Annotated[int, number("Iterations of each strategy.")] = 24,
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
     ] = "auto",
@@ -304,7 +304,7 @@ def demo(
     chosen = texts.contestants(DEMO_STRATEGIES, [])
     if not json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
-        print("this takes about five minutes on two processors", flush=True)
+        print("this takes two to three minutes on two free processors", flush=True)
     return _compare(Comparison(setup, chosen), out, json_, verbose, name="demo", sentence_last=True)
 
 

@@ -55,7 +55,7 @@ def corpus() -> Tensor:
 def main() -> None:
     """Train for `--iterations` iterations on this rank's part of the corpus."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=24)
     iterations = parser.parse_args().iterations
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     seed = int(os.environ.get("OFFBEAT_SEED", 0))
