@@ -33,7 +33,7 @@ def test_a_loop_on_all_processors_is_a_disturbance() -> None:
     assert (found.repetition, found.late, found.rank) == (1, None, None)
     assert found.foreign == pytest.approx(0.86)
     assert found.pressure == 0.4
-    assert "86%" in describe_disturbances([found], "ddp", 2)
+    assert "86 %" in describe_disturbances([found], "ddp", 2)
 
 
 @pytest.mark.parametrize(

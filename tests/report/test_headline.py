@@ -62,6 +62,11 @@ SENTENCES = {
         [DDP, replace(FAST, disturbed=(Disturbance(0, foreign=0.3),))],
         "ddp reaches loss 2.500 in 60.0 s. dreamddp took less time, but that does not count.",
     ),
+    "all disturbed": (
+        [replace(one, disturbed=(Disturbance(0, foreign=0.3),)) for one in (DDP, FAST)],
+        "Roughly, as every strategy was disturbed: dreamddp reaches loss 2.500 in 20.0 s, ddp in "
+        "60.0 s: 3.0 times sooner.",
+    ),
     "ddp never": (
         [replace(DDP, target_s=None), FAST, replace(FAST, label="deft", target_s=30.0)],
         "dreamddp reaches loss 2.500 in 20.0 s; ddp does not in 40 iterations.",
@@ -142,6 +147,19 @@ def test_a_disturbed_or_rising_row_never_wins(run, fields):
     assert headline(run, rows).best is DDP
     assert [one.label for one in rank_rows(rows)] == ["ddp", "dreamddp"]
     assert "dreamddp" in headline(run, rows).reservations[0]
+
+
+def test_disturbances_of_all_strategies_are_one_reservation(run):
+    rows = [
+        replace(one, disturbed=(Disturbance(0, foreign=share),))
+        for one, share in ((DDP, 0.3), (FAST, 0.4))
+    ]
+    first, *others = headline(run, rows).reservations
+    assert first == (
+        "Each was disturbed: other programs used 40 % of the processors. Nothing compares; run "
+        "again."
+    )
+    assert "disturbed" not in " ".join(others)
 
 
 def test_reservations_in_their_order(run):

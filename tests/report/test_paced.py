@@ -26,9 +26,9 @@ def test_late_hosts_are_named_with_their_share() -> None:
     second = (record(0, 3, 0.06), record(1, 10, 0.25))
     said = describe_pace(run(first, second))
     assert "1/5 of this machine's core" in said[0]
-    assert "up to 35% busy" in said[0]  # .1 + .2 and .05 for interrupts
+    assert "up to 35 % busy" in said[0]  # .1 + .2 and .05 for interrupts
     assert said[1:] == [
-        "one: Hosts were late: of rank 1 in 20% of the iterations, at worst by 50%."
+        "one: Hosts were late: of rank 1 in 20 % of the iterations, at worst by 50 %."
     ]
 
 

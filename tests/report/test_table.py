@@ -89,7 +89,7 @@ def test_rows_without_a_measurement_are_sentences_below(run):
     lines = render(run, ROWS, 100).splitlines()
     assert lines[5].split(None, 1) == ["local-sgd", FAILED.problem] or "rank 2" in lines[5]
     assert any(line.split() == ["selsync", "was", "not", "run"] for line in lines)
-    assert "ddp was disturbed: other programs used 30% of the processors. It does" in " ".join(
+    assert "ddp was disturbed: other programs used 30 % of the processors. It does" in " ".join(
         lines
     )
 

@@ -662,7 +662,7 @@ class _ComparisonRun(_Launcher):
             busy = min(1.0, profile.world_size / processors() / profile.pace)
             self.progress.print_line(
                 f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which "
-                f"is {busy:.0%} busy with it"
+                f"is {100 * busy:.0f} % busy with it"
             )
         outcome.contestants = self._contestants()
         self._note_unused_strategy()

@@ -33,11 +33,11 @@ class Disturbance:
         """The causes as a phrase."""
         causes = []
         if self.foreign is not None:
-            causes.append(f"other programs used {self.foreign:.0%} of the processors")
+            causes.append(f"other programs used {100 * self.foreign:.0f} % of the processors")
         if self.late is not None:
             causes.append(
-                f"the host of rank {self.rank} was late by {self.late:.0%} of its compute on "
-                "average"
+                f"the host of rank {self.rank} was late by {100 * self.late:.0f} % of its compute "
+                "on average"
             )
         return " and ".join(causes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Run
@@ -48,8 +48,15 @@ def headline(run: Run, rows: Sequence[Row]) -> Headline:
         return Headline(best, _describe_single(best, names), _own_reservations(run, best, names))
     base = _reference_row(order)
     sentence = _compare(run, order, base, names)
-    found = [text for row in rows if row is not best for text in _trouble(run, row, names)]
-    found = [*_trouble(run, best, names), *found, *_reservations(best, base, names)]
+    found = []
+    if all(row.disturbed for row in order):
+        sentence = f"Roughly, as every strategy was disturbed: {sentence}"
+        cause = describe_disturbances([d for row in order for d in row.disturbed], "Each", 1)
+        found.append(f"{cause} Nothing compares; run again.")
+        rows = [replace(row, disturbed=()) for row in rows]
+    rows = sorted(rows, key=lambda row: row.label != best.label)
+    found += [text for row in rows for text in _trouble(run, row, names)]
+    found += _reservations(best, base, names)
     return Headline(best, sentence, tuple(found[:SHOWN]))
 
 

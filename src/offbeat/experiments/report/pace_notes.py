@@ -14,7 +14,8 @@ def describe_pace(run: Run) -> list[str]:
         return []
     text = (
         f"Emulated: each host computes at 1/{paces[0]['pace']:g} of this machine's core. "
-        f"Messages, data and losses are real. The processors were up to {_max_busy(run):.0%} busy."
+        "Messages, data and losses are real. "
+        f"The processors were up to {100 * _max_busy(run):.0f} % busy."
     )
     late = [
         f"{contestant.label}: {sentence}"
@@ -53,5 +54,5 @@ def describe_late_hosts(contestant: Contestant) -> list[str]:
             worst = max([worst, *(pace["worst"] for pace in paces)])
     if not shares:
         return []
-    ranks = ", ".join(f"of rank {rank} in {share:.0%}" for rank, share in shares.items())
-    return [f"Hosts were late: {ranks} of the iterations, at worst by {worst:.0%}."]
+    ranks = ", ".join(f"of rank {rank} in {100 * share:.0f} %" for rank, share in shares.items())
+    return [f"Hosts were late: {ranks} of the iterations, at worst by {100 * worst:.0f} %."]
