@@ -142,15 +142,22 @@ def test_every_step_after_a_failure_refers_to_it() -> None:
     assert second == "this worker has failed; start it again"
 
 
-@pytest.mark.parametrize("present", [0, 1])
-def test_missing_rank_at_start(present: int) -> None:
-    [outcome] = watch_world(failing.meet, 2, 1.0, ranks=[present], timeout_s=PATIENCE_S)
-    assert outcome.kind == "RuntimeError", outcome
-    assert re.match(
-        rf"rank {present} could not connect to all 2 ranks at 127.0.0.1:\d+ within 1 s: ",
-        outcome.error,
-    ), outcome.error
-    assert outcome.seconds < PATIENCE_S
+@pytest.mark.parametrize(
+    ("present", "cause"),
+    [((0,), "rank 1 has not connected"), ((1,), ""), ((0, 2), "rank 1 has not connected")],
+)
+def test_missing_rank_at_start(present: tuple[int, ...], cause: str) -> None:
+    """Every rank names it, unless it would host the store."""
+    size = max(present) + 1 if len(present) > 1 else 2
+    outcomes = watch_world(failing.meet, size, 1.0, ranks=present, timeout_s=PATIENCE_S)
+    for rank, outcome in zip(present, outcomes, strict=True):
+        assert outcome.kind == "RuntimeError", outcome
+        assert re.match(
+            rf"rank {rank} could not connect to all {size} ranks at 127.0.0.1:\d+ within 1 s: "
+            f"{cause}",
+            outcome.error,
+        ), outcome.error
+        assert outcome.seconds < PATIENCE_S
 
 
 # ---- whole programs: how they leave ---------------------------------------------------------

@@ -625,7 +625,7 @@ def train_after_another_job() -> list[float]:
         other = dist.TCPStore(
             "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False
         )
-        until(lambda: other.num_keys() > 1)  # rank 1 has written to it
+        until(lambda: other.check(["offbeat/here/1"]))  # rank 1 has written to it
         time.sleep(0.1)  # and reads
         del other
         gc.collect()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,11 +15,15 @@ from typing import Any
 import torch.distributed as dist
 
 from offbeat.core.transport.addresses import is_local, is_store_host, require_address, resolve
-from offbeat.core.transport.rendezvous import create_prefix
+from offbeat.core.transport.rendezvous import (
+    ANSWER_S,
+    create_prefix,
+    open_store,
+    run_limited,
+)
 
 MEET_S = 30.0
 STEP_S = 20.0  # longer than any step of the check, in which a rank waits for a lost peer
-ANSWER_S = 3.0  # longest time for an answer of the store after that
 LINGER_S = 5.0  # longest time for which rank 0 keeps its store open at the end
 ATTEMPT_S = 3.0
 _NETWORK_ERRORS = (RuntimeError, TimeoutError)  # errors of torch's store are RuntimeErrors
@@ -69,9 +71,7 @@ class Meeting:
         self.step += 1
         keys = [f"{self.step}/{rank}" for rank in range(self.world_size)]
         try:
-            texts = _run_limited(
-                partial(self._exchange, keys, json.dumps(value)), STEP_S + ANSWER_S
-            )
+            texts = run_limited(partial(self._exchange, keys, json.dumps(value)), STEP_S + ANSWER_S)
         except _NETWORK_ERRORS as error:
             raise LostRanksError([0]) from error
         return [json.loads(text) for text in texts]
@@ -97,7 +97,7 @@ class Meeting:
         else:
             leave = partial(self._store.set, f"left/{self.rank}", "")
         with suppress(*_NETWORK_ERRORS):
-            _run_limited(leave, LINGER_S + ANSWER_S)
+            run_limited(leave, LINGER_S + ANSWER_S)
 
 
 def meet(rank: int, world_size: int) -> Meeting:
@@ -115,14 +115,7 @@ def meet(rank: int, world_size: int) -> Meeting:
     except ValueError as error:
         raise MeetingError(str(error)) from None
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=hosts_store,
-            timeout=timedelta(seconds=MEET_S),
-            wait_for_workers=False,  # torch would not name the missing ranks
-        )
+        store = open_store(rank, world_size, MEET_S)
     except _NETWORK_ERRORS as error:
         cause = _store_error(host, port)
         if hosts_store:
@@ -134,27 +127,6 @@ def meet(rank: int, world_size: int) -> Meeting:
     except _NETWORK_ERRORS as error:
         raise MeetingError(f"within {MEET_S:g} s {error}") from None
     return Meeting(part, rank, world_size, time.monotonic() - begin_s)
-
-
-def _run_limited(request: Callable[[], Any], limit_s: float) -> Any:
-    """Return the result of a request to the store.
-
-    torch has no limit for most requests. The answer may never arrive, for example if the network
-    drops large packets.
-
-    Raises:
-        TimeoutError: the request has lasted longer than `limit_s`. It continues in its thread.
-    """
-    answer = Future[Any]()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer.result(limit_s)
 
 
 def _store_error(host: str, port: int) -> str:

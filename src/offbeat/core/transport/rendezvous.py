@@ -9,19 +9,25 @@ and rank 0 publishes its answer under that number.
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from offbeat.core.transport.addresses import is_store_host
 
 LOOK_EVERY_S = 0.02  # longest pause between two looks at the store; the first pauses are shorter
+ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
+READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
 
 
 def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
@@ -32,18 +38,17 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
 
     Raises:
         TimeoutError: names the ranks that are missing.
+        ValueError: `MASTER_ADDR` or `MASTER_PORT` is not set.
         torch.distributed.DistError: the store cannot be hosted or reached.
     """
     until_s = time.monotonic() + timeout_s
-    is_host = is_store_host(rank)
     while True:
         left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)
-        limit: Any = {"timeout": timedelta(seconds=left_s)}
         try:
-            store, *_ = next(rendezvous("env://", rank, world_size, **limit))
+            store = open_store(rank, world_size, left_s)
             part = create_prefix(store, rank, world_size, left_s)
         except dist.DistNetworkError:
-            if is_host or time.monotonic() > until_s:
+            if is_store_host(rank) or time.monotonic() > until_s:
                 raise
             time.sleep(LOOK_EVERY_S)
         else:
@@ -51,46 +56,104 @@ def connect_store(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
             return part
 
 
+def open_store(rank: int, world_size: int, timeout_s: float) -> TCPStore:
+    """Return the store at `MASTER_ADDR` and `MASTER_PORT`, without a wait for other ranks.
+
+    Rank 0 hosts it, unless torchrun does.
+
+    Raises:
+        ValueError: `MASTER_ADDR` or `MASTER_PORT` is not set, or the port is no number.
+        torch.distributed.DistError: the store cannot be hosted or reached.
+    """
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"MASTER_ADDR ({host}) and MASTER_PORT ({port}) must be address and port of rank 0; "
+            "torchrun sets both"
+        )
+    return TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=is_store_host(rank),
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,  # torch would not name the missing ranks
+        multi_tenant=True,  # the store of an earlier group of this process may still be open
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
+    )
+
+
 def create_prefix(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
-    """Return a part of the store for these processes alone. Every rank must call it.
+    """Return a part of the store for these processes alone, once all of them have connected.
+
+    Every rank must call it.
 
     Raises:
         TimeoutError: names the missing ranks.
     """
-    until_s = time.monotonic() + timeout_s
+    enter = partial(_enter, store, rank, world_size, time.monotonic() + timeout_s)
+    return run_limited(enter, max(timeout_s, 0.0) + READ_S + ANSWER_S)
+
+
+def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStore:
     token = secrets.token_hex(8)
     if rank == 0:
-        _welcome(store, token, set(range(1, world_size)), until_s)
+        _welcome(store, token, world_size, until_s)
     else:
         store.set(f"offbeat/here/{rank}", token)
         answer = f"offbeat/welcome/{token}"
-        pauses_s = _pauses_s()
-        while not store.check([answer]):
-            if time.monotonic() > until_s:
-                raise TimeoutError("rank 0 has not connected")
-            time.sleep(next(pauses_s))
+        if not _appears(store, answer, until_s):
+            raise TimeoutError("rank 0 has not connected")
         token = store.get(answer).decode()
         store.set(f"offbeat/in/{token}/{rank}", "")
+        met = f"offbeat/met/{token}"
+        if not _appears(store, met, until_s):
+            missing = _missing(store, token, range(1, world_size))
+            raise TimeoutError(_describe_missing(missing or [0]))
+        error = store.get(met).decode()
+        store.set(f"offbeat/read/{token}/{rank}", "")
+        if error:
+            raise TimeoutError(error)
     return PrefixStore(f"offbeat/{token}", store)
 
 
-def _welcome(store: Any, token: str, missing: set[int], until_s: float) -> None:
+def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
     """Publish the token for every rank until all ranks have confirmed it."""
-    pauses_s = _pauses_s()
-    while missing:
-        for rank in [*missing]:
-            if store.check([f"offbeat/in/{token}/{rank}"]):
-                missing.discard(rank)
-            elif store.check([here := f"offbeat/here/{rank}"]):
+    missing, pauses_s = [*range(1, world_size)], _pauses_s()
+    while missing := _missing(store, token, missing):
+        for rank in missing:
+            if store.check([here := f"offbeat/here/{rank}"]):
                 store.set(f"offbeat/welcome/{store.get(here).decode()}", token)
-        if not missing:
-            break
-        if time.monotonic() > until_s:
-            names = ", ".join(map(str, sorted(missing)))
-            raise TimeoutError(
-                f"rank {names} {'has' if len(missing) == 1 else 'have'} not connected"
-            )
+        if time.monotonic() > until_s and (missing := _missing(store, token, missing)):
+            text = _describe_missing(missing)
+            store.set(f"offbeat/met/{token}", text)
+            present = {*range(1, world_size)} - {*missing}
+            read_s = time.monotonic() + READ_S
+            for rank in present:  # they lose the store if this process ends
+                _appears(store, f"offbeat/read/{token}/{rank}", read_s)
+            raise TimeoutError(text)
         time.sleep(next(pauses_s))
+    store.set(f"offbeat/met/{token}", "")
+
+
+def _missing(store: Any, token: str, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have not confirmed the token."""
+    return [rank for rank in ranks if not store.check([f"offbeat/in/{token}/{rank}"])]
+
+
+def _describe_missing(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} {'has' if len(ranks) == 1 else 'have'} not connected"
+
+
+def _appears(store: Any, key: str, until_s: float) -> bool:
+    """Return whether a key exists at some time before `until_s`."""
+    pauses_s = _pauses_s()
+    while not store.check([key]):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(next(pauses_s))
+    return True
 
 
 def _pauses_s() -> Iterator[float]:
@@ -98,3 +161,27 @@ def _pauses_s() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, LOOK_EVERY_S)
+
+
+def run_limited(request: Callable[[], Any], limit_s: float) -> Any:
+    """Return the result of a request to the store.
+
+    torch has no limit for most requests. The answer may never arrive, for example if the network
+    drops large packets.
+
+    Raises:
+        TimeoutError: the request has lasted longer than `limit_s`. It continues in its thread.
+    """
+    answer = Future[Any]()
+
+    def run() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done, _ = wait([answer], limit_s)
+    if not done:
+        raise TimeoutError(f"the store has not answered within {limit_s:.3g} s")
+    return answer.result()
