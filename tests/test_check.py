@@ -8,18 +8,30 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.worlds import free_port, run_world, watch_world
 
 from offbeat import cli
-from offbeat.check import command, meeting
-from offbeat.check.connections import accept, connect, listen
+from offbeat.check import command, link_check, meeting
+from offbeat.check.connections import LIMIT_S, accept, connect, listen
 from offbeat.check.facts import Endpoint, RankFacts
-from offbeat.check.link_check import ALL_PAIRS, LinkFindings, schedule
+from offbeat.check.link_check import (
+    ALL_PAIRS,
+    MESSAGE_S,
+    PARALLEL_S,
+    LinkCheck,
+    LinkFindings,
+    link_limit_s,
+    schedule,
+)
 from offbeat.check.table import WIDTH, link_lines, number, wrap
+from offbeat.check.traffic import DRAIN_S, TRIPS_S, send_message
 from offbeat.check.verdicts import facts_verdicts, link_verdicts
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,7 +52,7 @@ def made_up(hosts: int, rate_bps: float = 94e6) -> tuple[list[RankFacts], LinkFi
             found.delay_s[low, high], found.offset_s[low, high] = 4e-4, 0.0
             found.rate_bps[low, high] = found.rate_bps[high, low] = rate_bps
     found.at_once_bps = dict.fromkeys(range(hosts), rate_bps)
-    found.parallel_bps = dict.fromkeys((1, 2, 4), rate_bps)
+    found.parallel_bps, found.alone_bps = dict.fromkeys((1, 2, 4), rate_bps), {0: rate_bps}
     return facts, found
 
 
@@ -82,7 +94,7 @@ def test_rounds(hosts: int) -> None:
     else:
         assert {*pairs} == {frozenset((i, (i + 1) % hosts)) for i in range(hosts)}
         assert len(rounds) == 2 + hosts % 2
-        assert command.limit_s(hosts) <= 19
+        assert link_limit_s(hosts) <= 19
 
 
 def test_slow_pairs_and_hosts() -> None:
@@ -124,10 +136,10 @@ def test_a_gain_by_connections_names_the_setting() -> None:
     facts, found = made_up(2, 45e6)
     found.parallel_bps = {1: 50e6, 2: 90e6, 4: 94e6}
     assert link_lines(facts, found)[-2:] == [
-        "  parallel   2 carry 1.80, 4 carry 1.88 times what 1 connection carries, 0 to 1",
+        "  parallel   2 carry 1.80, 4 carry 1.88 times what 1 carries after a pause",
         "             OFFBEAT_LINKS=eth0*4 opens 4 connections",
     ]
-    found.rate_bps[0, 1] = 90e6
+    found.parallel_bps[1] = 90e6
     assert link_lines(facts, found)[-1].startswith("  parallel   2 carry 1.00, 4 carry 1.04 times")
 
 
@@ -145,30 +157,188 @@ def test_facts_that_differ() -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
+def test_open_files_count_every_connection() -> None:
+    """One to every other rank for control, and those of each link, such as of eth0*4 and eth1."""
+    facts, _ = made_up(4)
+    eth0 = facts[1].endpoints[0]
+    eth1 = replace(eth0, interface="eth1", address="10.0.1.2")
+    facts = [replace(fact, endpoints=[replace(eth0, connections=4), eth1]) for fact in facts]
+    needed = 256 + 3 * (1 + 4 + 1)
+    facts[1] = replace(facts[1], open_files=needed)
+    assert [*facts_verdicts(facts)] == []
+    facts[1] = replace(facts[1], open_files=needed - 1)
+    ((level, text),) = facts_verdicts(facts)
+    assert level == "beware"
+    assert text.startswith(f"{needed - 1} files may be open on rank 1 (host-01-of-a-large-cluster)")
+    assert f"about {needed} are needed" in text
+
+
 # --- connections ---------------------------------------------------------------------------------
 
 
 def test_strangers_are_not_accepted() -> None:
     """Of connections that were closed, that prove another secret, that belong to another step."""
     with listen("127.0.0.1", 0, 16) as listener:
-        there = listener.getsockname()
+        there, until_s = listener.getsockname(), time.monotonic() + 30
 
         def strangers() -> None:
             socket.create_connection(there).close()
             with pytest.raises(ConnectionError):
-                connect("127.0.0.1", there, b"another secret", 1, 7)
-            connect("127.0.0.1", there, b"secret", 1, 6).close()
-            connect("127.0.0.1", there, b"secret", 2, 7).close()
-            with connect("127.0.0.1", there, b"secret", 1, 7) as s:
+                connect("127.0.0.1", there, b"another secret", 1, 7, until_s)
+            connect("127.0.0.1", there, b"secret", 1, 6, until_s).close()
+            connect("127.0.0.1", there, b"secret", 2, 7, until_s).close()
+            with connect("127.0.0.1", there, b"secret", 1, 7, until_s) as s:
                 s.sendall(b"known")
 
         thread = threading.Thread(target=strangers)
         thread.start()
-        with accept(listener, b"secret", 1, 7) as s:
+        with accept(listener, b"secret", 1, 7, until_s) as s:
             assert s.recv(5) == b"known"
         thread.join()
         with pytest.raises(ValueError, match=r"--port \(\d+\) cannot be opened on 127.0.0.1"):
             listen("127.0.0.1", there[1], 1)
+        with pytest.raises(TimeoutError, match="no connection in time"):
+            accept(listener, b"secret", 1, 8, time.monotonic() + 0.05)
+
+
+def test_a_message_is_divided_between_connections() -> None:
+    """Until it is acknowledged, or until its time has passed if the other end does not read."""
+    size = 3_000_000
+    with listen("127.0.0.1", 0, 4) as listener:
+        sending = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        receiving = [listener.accept()[0] for _ in sending]
+    received = dict.fromkeys(range(3), 0)
+
+    def receive(k: int) -> None:
+        with receiving[k]:
+            while data := receiving[k].recv(1 << 16):
+                received[k] += len(data)
+
+    threads = [threading.Thread(target=receive, args=(k,)) for k in received]
+    for thread in threads:
+        thread.start()
+    assert send_message(sending, size, time.monotonic() + 30) > 0
+    assert send_message(sending[:1], size, time.monotonic() + 30) > 0, "they stay open"
+    for s in sending:
+        s.close()
+    for thread in threads:
+        thread.join(10)
+    assert received == {0: size // 3 + size, 1: size // 3, 2: size // 3}
+    with listen("127.0.0.1", 0, 4) as listener:
+        with socket.create_connection(listener.getsockname()) as s:
+            acknowledged = send_message([s], 1 << 30, time.monotonic() + 0.1) * 0.1 / 8
+        assert acknowledged < 1 << 30
+
+
+class Clocks(threading.local):
+    """Time of each rank, which is a thread."""
+
+    now_s = 0.0
+
+
+class Together:
+    """A meeting of threads. All of them leave a step at the time of the last one."""
+
+    def __init__(self, ranks: int, clocks: Clocks):
+        self.clocks, self.values = clocks, [(0.0, None)] * ranks
+        self.barrier = threading.Barrier(ranks)
+
+    def view(self, rank: int) -> Any:
+        return SimpleNamespace(
+            rank=rank, step=0, gather=lambda value=None: self.gather(rank, value)
+        )
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = self.clocks.now_s, value  # type: ignore[assignment]
+        self.barrier.wait(20)
+        values = [*self.values]
+        self.barrier.wait(20)
+        self.clocks.now_s = max(now_s for now_s, _ in values)
+        return [value for _, value in values]
+
+
+def check_on_a_clock(
+    ranks: int, fails: set[frozenset[int]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[LinkFindings], float, list[frozenset[int]]]:
+    """Return the findings of all ranks, the seconds, and the connections that were tried.
+
+    If pairs fail, everything takes the longest time that it may take.
+    """
+    clocks, tried = Clocks(), list[frozenset[int]]()
+    together = Together(ranks, clocks)
+    points = made_up(ranks)[1].endpoints
+    ends: list[float] = [0.0] * ranks
+
+    def take(seconds: float) -> None:
+        clocks.now_s += seconds
+
+    def open_connection(own: int, peer: int, until_s: float) -> socket.socket:
+        tried.append(frozenset((own, peer)))
+        take(until_s - clocks.now_s if frozenset((own, peer)) in fails else 0.0)
+        if frozenset((own, peer)) in fails:
+            raise TimeoutError("no connection in time")
+        return socket.socket()
+
+    def send(sending: Sequence[Any], receiving: Sequence[Any], seconds: float) -> float:
+        if sending or seconds != PARALLEL_S:  # else until the other end closes
+            take(seconds + (DRAIN_S if fails else 0.0))
+        for s in (*sending, *receiving):
+            s.close()
+        return 94e6
+
+    def send_a_message(*_: Any) -> float:
+        take(MESSAGE_S)
+        return 94e6
+
+    clock = SimpleNamespace(monotonic=lambda: clocks.now_s, sleep=take)
+    monkeypatch.setattr(link_check, "time", clock)
+    monkeypatch.setattr(link_check, "unreachable", lambda *_: take(LIMIT_S if fails else 0.0) or {})
+    monkeypatch.setattr(link_check, "measure_trips", lambda _: take(TRIPS_S) or (1e-3, 0.0))
+    monkeypatch.setattr(link_check, "answer_trips", lambda _: take(TRIPS_S))
+    monkeypatch.setattr(link_check, "transfer", send)
+    monkeypatch.setattr(link_check, "send_message", send_a_message)
+
+    def run(rank: int) -> None:
+        check_ = LinkCheck(together.view(rank), points, range(ranks), None, b"")  # type: ignore
+        check_._accept = lambda peer: open_connection(rank, peer, check_._open_s)  # type: ignore
+        check_._connect = lambda peer: open_connection(rank, peer, check_._open_s)  # type: ignore
+        check_.check_reach()
+        check_.measure_pairs()
+        check_.measure_connections()
+        check_.measure_ring()
+        found[rank], ends[rank] = check_.findings, clocks.now_s
+
+    found: list[Any] = [None] * ranks
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found, max(ends), tried
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8, 17])
+def test_the_time_is_limited_whatever_fails(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, seconds, _ = check_on_a_clock(hosts, set(), monkeypatch)
+    assert seconds <= link_limit_s(hosts)
+    assert [one.omitted for one in found] == [[]] * hosts
+    assert found[0].rate_bps.keys() == made_up(hosts)[1].rate_bps.keys()
+    assert found[0].at_once_bps.keys() == {*range(hosts)}
+    pairs = {frozenset(pair) for round_ in schedule(hosts) for pair in round_}
+    found, seconds, tried = check_on_a_clock(hosts, pairs, monkeypatch)
+    assert seconds <= link_limit_s(hosts)
+    assert all(one.failures == found[0].failures for one in found)
+    failed = {frozenset(pair) for pair in found[0].failures}
+    assert {*tried} == failed
+    assert len(tried) == 2 * len(failed), "both ranks of a pair know that it has failed"
+    texts = [text for level, text in level_and_text(found[0], made_up(hosts)[0])]
+    assert texts[0].endswith(
+        "no connection in time. Compare the MTU of their interfaces and of tunnels between them."
+    )
+    assert all(one.omitted == found[0].omitted for one in found)
+    assert "the ring of all hosts (a pair of it fails)" in texts[-1]
+    rounds = len(schedule(hosts))
+    assert ("pairs of " in texts[-1]) == (failed != pairs), (rounds, texts)
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

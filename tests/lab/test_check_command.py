@@ -1,4 +1,7 @@
-"""`offbeat check` between the hosts of a lab."""
+"""`offbeat check` between the hosts of a lab.
+
+Rates are so low that the buffers of the kernel hold more than a busy machine delays a process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from support.checking import (
 )
 from support.worlds import run_world
 
-from offbeat.check.command import limit_s
+from offbeat.check.link_check import link_limit_s
 from offbeat.lab import Cluster, Lab, Link
 
 pytestmark = [
@@ -52,16 +55,18 @@ def numbers(lines: list[str], first: str) -> list[float]:
 
 
 def test_all_is_well() -> None:
-    with Lab(Cluster.simple(3, "20mbit")) as lab:
+    with Lab(Cluster.simple(3, "4mbit")) as lab:
         printed = check_in(lab, 3)
     lines = printed_by_rank_0(printed, 0)
     assert re.fullmatch(r"offbeat check: 3 ranks on 3 hosts, eth0, \d+ s", lines[0])
-    assert int(lines[0].split()[-2]) <= limit_s(3)
+    meeting_s = numbers(lines, "  meeting")[-1]
+    assert int(lines[0].split()[-2]) <= link_limit_s(3) + meeting_s + 1
     assert re.match(r"  meeting    all 3 met at 10\.77\.0\.1:\d+ within \S+ s$", lines[1])
     assert lines[-1] == "all well"
     rates = [numbers(lines, f"  {rank}  host-{'abc'[rank]}")[:2] for rank in range(3)]
-    assert all(14 < rate < 23 for row in rates for rate in row)
-    assert 14 < numbers(lines, "  at once")[0] < 23
+    assert all(3 < rate < 4.6 for row in rates for rate in row)
+    assert 3 < numbers(lines, "  at once")[0] < 4.6
+    assert len(numbers(lines, "  parallel")) == 5
 
 
 def test_only_what_deserves_attention() -> None:
@@ -110,21 +115,21 @@ def test_every_link_is_checked() -> None:
 
 
 def test_a_slow_pair_is_named() -> None:
-    pair = 'hosts = 3\nrate = "20mbit"\n[[pairs]]\nhosts = [0, 2]\nrates = { net = "2mbit" }'
+    pair = 'hosts = 3\nrate = "4mbit"\n[[pairs]]\nhosts = [0, 2]\nrates = { net = ".8mbit" }'
     with Lab(Cluster.from_toml(pair)) as lab:
         (found,) = verdicts(printed_by_rank_0(check_in(lab, 3), 0))
     assert re.match(
-        r"slow: +rank \d \(host-[ac]\) <-> rank \d \(host-[ac]\) [12]\.?\d? Mbit/s, the others "
-        r"(1[4-9]|2\d) \(median\)",
+        r"slow: +rank \d \(host-[ac]\) <-> rank \d \(host-[ac]\) \.[5-9]\d? Mbit/s, the others "
+        r"(3|4)\.?\d? \(median\)",
         found,
     )
 
 
 def test_a_shared_link_is_named() -> None:
-    with Lab(Cluster.simple(4, "20mbit")) as lab:
-        run_world(share, 1, namespaces_of(lab)[0], (1, 3), 20_000_000)
+    with Lab(Cluster.simple(4, "4mbit")) as lab:
+        run_world(share, 1, namespaces_of(lab)[0], (1, 3), 4_000_000)
         lines = printed_by_rank_0(check_in(lab, 4), 0)
-    shared = r"slow: +at once [\d.]+ Mbit/s, alone (1\d|2\d): hosts share a link"
+    shared = r"slow: +at once [12]\.?\d? Mbit/s, alone [34]\.?\d?: hosts share a link"
     assert any(re.match(shared, text) for text in verdicts(lines)), lines
 
 

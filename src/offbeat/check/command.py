@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from offbeat.check.connections import listen
 from offbeat.check.facts import Endpoint, RankFacts, find_endpoint, local_facts
-from offbeat.check.link_check import LinkCheck, LinkFindings, schedule
+from offbeat.check.link_check import LinkCheck, LinkFindings, link_limit_s
 from offbeat.check.meeting import LostRanksError, Meeting, MeetingError, meet
 from offbeat.check.table import facts_lines, link_lines, wrap
 from offbeat.check.verdicts import (
@@ -30,9 +30,6 @@ from offbeat.frames.job_secret import common_secret
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = "torchrun --nnodes 4 --nproc-per-node 1 ... -m offbeat check, or srun offbeat check"
 LEVELS = (FAILS, SLOW, BEWARE)  # the most serious first
-# Longest times in seconds if all pairs work: of facts, reach and ring; of parallel connections; of
-# a round of pairs.
-FIRST_S, PARALLEL_S, ROUND_S = 6.0, 4.0, 3.0
 
 
 def check(port: int | None = None, *, quick: bool = False, strict: bool = False) -> int:
@@ -81,11 +78,6 @@ def check(port: int | None = None, *, quick: bool = False, strict: bool = False)
         return 1
 
 
-def limit_s(hosts: int, links: int = 1) -> float:
-    """Return the longest time of a check after the meeting, in seconds."""
-    return links * (FIRST_S + PARALLEL_S + ROUND_S * len(schedule(hosts)))
-
-
 def _check_all(
     meeting: Meeting, facts: list[RankFacts], port: int | None, *, quick: bool, strict: bool
 ) -> int:
@@ -105,7 +97,7 @@ def _check_all(
         # Ranks with different versions of offbeat may have different steps.
         if not any(level == FAILS for level, _ in verdicts):
             if meeting.rank == 0 and not quick:
-                bound_s = limit_s(len(hosts), len(listeners))
+                bound_s = len(listeners) * link_limit_s(len(hosts))
                 print(f"offbeat check: measures for at most {bound_s:.0f} s", file=sys.stderr)
             for link, listener in enumerate(listeners):
                 endpoints = [fact.endpoints[link] for fact in facts]

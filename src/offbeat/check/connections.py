@@ -27,11 +27,17 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
         ) from None
 
 
-def connect(own: str, peer: tuple[str, int], secret: bytes, rank: int, step: int) -> socket.socket:
-    """Return a connection from the address `own` to the listener of a peer."""
-    s = socket.create_connection(peer, LIMIT_S, source_address=(own, 0))
+def connect(
+    own: str, peer: tuple[str, int], secret: bytes, rank: int, step: int, until_s: float
+) -> socket.socket:
+    """Return a connection from the address `own` to the listener of a peer.
+
+    Raises:
+        OSError: the connection has not been opened until the monotonic time `until_s`.
+    """
+    s = socket.create_connection(peer, _seconds_until(until_s), source_address=(own, 0))
     try:
-        _greet(s, Greeting(secret, connects=True))
+        _greet(s, Greeting(secret, connects=True), until_s)
         s.sendall(_HELLO.pack(rank, step))
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
@@ -40,29 +46,31 @@ def connect(own: str, peer: tuple[str, int], secret: bytes, rank: int, step: int
     return s
 
 
-def accept(listener: socket.socket, secret: bytes, rank: int, step: int) -> socket.socket:
+def accept(
+    listener: socket.socket, secret: bytes, rank: int, step: int, until_s: float
+) -> socket.socket:
     """Return the connection that a rank opens in a step.
 
     Connections of other clients, of other steps and without the job's secret are closed.
 
     Raises:
-        TimeoutError: the rank has not connected within `LIMIT_S` seconds.
+        TimeoutError: the rank has not connected until the monotonic time `until_s`.
     """
-    end_s = time.monotonic() + LIMIT_S
-    while (left_s := end_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        s, _ = listener.accept()
-        s.settimeout(min(left_s, PROOF_S))
+    while True:
+        listener.settimeout(_seconds_until(until_s))
         try:
-            _greet(s, Greeting(secret, connects=False))
+            s, _ = listener.accept()
+        except TimeoutError:
+            continue
+        try:
+            _greet(s, Greeting(secret, connects=False), min(until_s, time.monotonic() + PROOF_S))
             if _HELLO.unpack(read_exactly(s, _HELLO.size)) == (rank, step):
-                s.settimeout(LIMIT_S)
+                s.settimeout(_seconds_until(until_s))
                 s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return s
         except OSError:
             pass
         s.close()
-    raise TimeoutError(f"no connection in {LIMIT_S:g} s")
 
 
 def read_exactly(s: socket.socket, size: int) -> bytes:
@@ -76,8 +84,17 @@ def read_exactly(s: socket.socket, size: int) -> bytes:
     return data
 
 
-def _greet(s: socket.socket, greeting: Greeting) -> None:
+def _greet(s: socket.socket, greeting: Greeting, until_s: float) -> None:
     s.sendall(greeting.outgoing)
     while greeting.missing_bytes:
+        s.settimeout(_seconds_until(until_s))
         greeting.feed(s.recv(greeting.missing_bytes))
         s.sendall(greeting.outgoing)
+
+
+def _seconds_until(until_s: float) -> float:
+    """Return the seconds until a monotonic time. Raise TimeoutError if it has passed."""
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("no connection in time")
+    return left_s

@@ -36,6 +36,7 @@ class Endpoint:
         mtu: its largest packet in bytes.
         gloo_address: address on which gloo listens.
         port: port on which this rank listens during the check.
+        connections: number of TCP connections to every other rank.
     """
 
     interface: str
@@ -43,6 +44,7 @@ class Endpoint:
     mtu: int
     gloo_address: str
     port: int = 0
+    connections: int = 1
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,10 @@ def find_endpoint(spec: LinkSpec) -> Endpoint:
     Raises:
         ValueError: the interface does not exist or has no IPv4 address.
     """
-    option, name = LINKS_VARIABLE, spec.interface
+    option, name, connections = LINKS_VARIABLE, spec.interface, spec.connections
     if name is None:
-        option, name = GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "").split(",")[0]
+        option, names = GLOO_INTERFACE, os.environ.get(GLOO_INTERFACE, "").split(",")
+        name, connections = names[0], len(names)  # gloo opens one connection per entry
     if not name:
         named = _address_of_host_name()
         address = address_towards(os.environ["MASTER_ADDR"]) if is_loopback(named) else named
@@ -116,7 +119,8 @@ def find_endpoint(spec: LinkSpec) -> Endpoint:
     own = ipv4_of(name)
     if own is None:
         raise ValueError(f"{option} ({name}) must name an interface with an IPv4 address")
-    return Endpoint(name, str(own.ip), _mtu_of(name), str(own.ip))
+    address = str(own.ip)
+    return Endpoint(name, address, _mtu_of(name), address, connections=connections)
 
 
 def is_loopback(address: str) -> bool:

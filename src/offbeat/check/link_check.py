@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean, median_low
 from typing import Any
 
 from offbeat.check.connections import LIMIT_S, accept, connect
 from offbeat.check.facts import Endpoint
 from offbeat.check.meeting import Meeting
-from offbeat.check.traffic import answer_trips, measure_trips, transfer
+from offbeat.check.traffic import (
+    DRAIN_S,
+    TRIPS_S,
+    answer_trips,
+    measure_trips,
+    send_message,
+    transfer,
+)
 from offbeat.core.measuring.tournament import partners
 from offbeat.core.transport.interfaces import unreachable
 
@@ -20,6 +28,13 @@ ALL_PAIRS = 16  # with more hosts only neighbours in the ring are measured
 PAIR_S = 1.0  # seconds of a transfer of one pair in one direction
 RING_S = 2.0
 CONNECTIONS = (1, 2, 4)  # numbers of parallel connections that are compared
+# Longest time for all of them, seconds of a message by the rate of the pair, and seconds before it.
+# TCP reduces its window after a pause of the round trip and .2 s.
+PARALLEL_S, MESSAGE_S, PAUSE_S = 4.0, 0.2, 0.35
+# Longest times in seconds of facts, reach and ring, and of a round of pairs, if all pairs work.
+FIRST_S, ROUND_S = 6.0, 3.0
+NO_TIME = "(no time left)"
+LEAST_OPEN_S = 0.5  # a measurement is left out if less time is left to open its connections
 
 
 @dataclass
@@ -36,7 +51,10 @@ class LinkFindings:
         rate_bps: bits per second of one connection in one direction, without other traffic of the
             two hosts.
         at_once_bps: bits per second from a rank to the next one while all ranks send.
-        parallel_bps: bits per second between the first two hosts, by number of connections.
+        alone_bps: bits per second from the first host to the second while no other host sends.
+        parallel_bps: bits per second of a message from the first host to the second after a pause,
+            by number of connections.
+        omitted: measurements that were left out, each with the reason.
     """
 
     endpoints: list[Endpoint]
@@ -47,7 +65,9 @@ class LinkFindings:
     offset_s: dict[tuple[int, int], float] = field(default_factory=dict)
     rate_bps: dict[tuple[int, int], float] = field(default_factory=dict)
     at_once_bps: dict[int, float] = field(default_factory=dict)
+    alone_bps: dict[int, float] = field(default_factory=dict)
     parallel_bps: dict[int, float] = field(default_factory=dict)
+    omitted: list[str] = field(default_factory=list)
 
     def ring(self) -> list[tuple[int, int]]:
         """Return the pairs (from, to) of the ring of all hosts; none with a single host."""
@@ -61,9 +81,9 @@ class LinkFindings:
         pairs; the mean is increased by the ratio of its two rates, at most to the highest rate.
         """
         rates = [self.rate_bps.get(pair, 0.0) for pair in self.ring()]
-        undisturbed = self.parallel_bps.get(1, 0.0)
-        ratio = undisturbed / (rates[0] or 1.0)
-        return min(fmean(rates) * max(1.0, ratio), max(undisturbed, *self.rate_bps.values()))
+        alone_bps = self.alone_bps.get(self.hosts[0], 0.0)
+        ratio = alone_bps / (rates[0] or 1.0)
+        return min(fmean(rates) * max(1.0, ratio), max(alone_bps, *self.rate_bps.values()))
 
     def clock_offsets(self) -> dict[int, float]:
         """Return the clock of each measured host minus the median of all hosts, in seconds."""
@@ -106,6 +126,8 @@ class LinkCheck:
         self.findings = LinkFindings([*endpoints], [*hosts])
         self._meeting, self._rank = meeting, meeting.rank
         self._listener, self._secret = listener, secret
+        self._end_s = time.monotonic() + link_limit_s(len(hosts))  # that of rank 0 counts
+        self._open_s = 0.0  # monotonic time until which connections may be opened
 
     def check_reach(self) -> None:
         """Connect to all other ranks at once."""
@@ -121,28 +143,41 @@ class LinkCheck:
 
     def measure_pairs(self) -> None:
         """Measure delay, clock and both rates of pairs of hosts, no host in two pairs at once."""
+        omitted = rounds = 0
         for peer in self._peers():
             is_first = peer is not None and self._rank < peer
-            self._attempt(self._measure_trips if is_first else self._answer_trips, peer)
-            self._attempt(self._send if is_first else self._receive, peer)
-            self._attempt(self._receive if is_first else self._send, peer)
+            trips = self._measure_trips if is_first else self._answer_trips
+            first, second = (self._send, self._receive)[:: 1 if is_first else -1]
+            begun = [
+                self._attempt(trips, peer, TRIPS_S),
+                self._attempt(first, peer, PAIR_S),
+                self._attempt(second, peer, PAIR_S),
+            ]
+            rounds, omitted = rounds + 1, omitted + (not all(begun))
         self._share()
+        if omitted:
+            self.findings.omitted.append(f"pairs of {omitted} of {rounds} rounds {NO_TIME}")
 
     def measure_connections(self) -> None:
-        """Measure rates from the first host to the second by several connections at once."""
-        first, second = self.findings.hosts[:2]
+        """Measure messages from the first host to the second by several connections at once."""
+        found = self.findings
+        first, second = found.hosts[:2]
+        action = {first: self._send_messages, second: self._receive_messages}.get(self._rank)
         peer = {first: second, second: first}.get(self._rank)
-        for count in CONNECTIONS:
-            self._attempt(partial(self._measure_parallel, count), peer)
+        self._attempt(action or self._receive_messages, peer, PARALLEL_S)
         self._share()
+        if found.parallel_bps.keys() != {*CONNECTIONS} and not found.is_cut(first, second):
+            found.omitted.append(f"parallel connections {NO_TIME}")
 
     def measure_ring(self) -> None:
         """Measure rates while every host sends to the next one, if all pairs of the ring work."""
         ring = self.findings.ring()
         if any(self.findings.is_cut(*pair) for pair in ring):
+            self.findings.omitted.append("the ring of all hosts (a pair of it fails)")
             return
         following = dict(ring).get(self._rank)
-        self._attempt(self._measure_at_once, following)
+        if not self._attempt(self._measure_at_once, following, RING_S):
+            self.findings.omitted.append(f"the ring of all hosts {NO_TIME}")
         self._share()
 
     def _peers(self) -> Iterator[int | None]:
@@ -153,27 +188,46 @@ class LinkCheck:
             pairs = [pair for pair in round_ if place in pair]
             yield hosts[sum(pairs[0]) - place] if pairs and place is not None else None
 
-    def _attempt(self, action: Callable[[int], None], peer: int | None) -> None:
-        """Begin an action together with all ranks; store its error."""
-        self._meeting.gather()
+    def _attempt(self, action: Callable[[int], None], peer: int | None, seconds: float) -> bool:
+        """Begin an action together with all ranks; store its error.
+
+        Args:
+            action: called with `peer`, unless a measurement between the two ranks has failed.
+            peer: the other rank; None: this rank does not take part.
+            seconds: longest time of the action, without the time to open connections.
+
+        Returns:
+            Whether enough time was left, by rank 0's clock.
+        """
+        own = self.findings.failures
+        failed = [[b, reason] for (a, b), reason in own.items() if a == self._rank]
+        left_s = self._end_s - time.monotonic()
+        everyone = self._meeting.gather([left_s, failed])
+        for rank, (_, failures) in enumerate(everyone):
+            own |= {(rank, b): reason for b, reason in failures}
+        open_s = min(LIMIT_S, everyone[0][0] - seconds - DRAIN_S)
+        if open_s < LEAST_OPEN_S:
+            return False
         if peer is None or self.findings.is_cut(self._rank, peer):
-            return
+            return True
+        self._open_s = time.monotonic() + open_s
         try:
             action(peer)
         except OSError as error:
-            self.findings.failures[self._rank, peer] = error.strerror or str(error)
+            own[self._rank, peer] = error.strerror or str(error)
+        return True
 
     def _open(self, peer: int) -> socket.socket:
         """Return a connection with a rank that calls this in the same step."""
         return self._accept(peer) if self._rank < peer else self._connect(peer)
 
     def _accept(self, peer: int) -> socket.socket:
-        return accept(self._listener, self._secret, peer, self._meeting.step)
+        return accept(self._listener, self._secret, peer, self._meeting.step, self._open_s)
 
     def _connect(self, peer: int) -> socket.socket:
         own, there = (self.findings.endpoints[rank] for rank in (self._rank, peer))
-        address = there.address, there.port
-        return connect(own.address, address, self._secret, self._rank, self._meeting.step)
+        address, step = (there.address, there.port), self._meeting.step
+        return connect(own.address, address, self._secret, self._rank, step, self._open_s)
 
     def _measure_trips(self, peer: int) -> None:
         with self._open(peer) as s:
@@ -190,29 +244,47 @@ class LinkCheck:
     def _receive(self, peer: int) -> None:
         transfer([], [self._open(peer)], PAIR_S)
 
-    def _measure_parallel(self, count: int, peer: int) -> None:
-        opened = [self._open(peer) for _ in range(count)]
-        if self._rank < peer:
-            self.findings.parallel_bps[count] = transfer(opened, [], PAIR_S)
-        else:
-            transfer([], opened, PAIR_S)
+    def _send_messages(self, peer: int) -> None:
+        """Send messages by several connections, each after a pause, as between two iterations."""
+        found, measured = self.findings, dict[int, float]()
+        size = int(found.rate_bps.get((self._rank, peer), 0.0) * MESSAGE_S / 8)
+        with ExitStack() as stack:
+            opened = [stack.enter_context(self._open(peer)) for _ in range(max(CONNECTIONS))]
+            end_s = time.monotonic() + PARALLEL_S
+            send_message(opened, size, end_s)  # TCP enlarges its windows
+            found.alone_bps[self._rank] = send_message(opened[:1], size, end_s)
+            for count in (*CONNECTIONS, 1):  # a disturbance of the first one would look like a gain
+                time.sleep(PAUSE_S)
+                if time.monotonic() + PAUSE_S > end_s:
+                    return
+                rate_bps = send_message(opened[:count], size, end_s)
+                measured[count] = max(rate_bps, measured.get(count, 0.0))
+        found.parallel_bps |= measured
+
+    def _receive_messages(self, peer: int) -> None:
+        with ExitStack() as stack:
+            opened = [stack.enter_context(self._open(peer)) for _ in range(max(CONNECTIONS))]
+            transfer([], opened, PARALLEL_S)
 
     def _measure_at_once(self, following: int) -> None:
         hosts = self.findings.hosts
         place = hosts.index(self._rank)
-        # Every other host accepts first, so that the hosts do not wait in a circle.
-        incoming = self._accept(hosts[place - 1]) if place % 2 == 0 else None
-        outgoing = self._connect(following)
-        incoming = self._accept(hosts[place - 1]) if incoming is None else incoming
-        rate_bps = transfer([outgoing], [incoming], RING_S)
-        self.findings.at_once_bps[self._rank] = rate_bps
+        previous = hosts[place - 1]
+        with ExitStack() as stack:
+            # Every other host accepts first, so that the hosts do not wait in a circle.
+            accepts_first = place % 2 == 0
+            incoming = stack.enter_context(self._accept(previous)) if accepts_first else None
+            outgoing = stack.enter_context(self._connect(following))
+            incoming = incoming or stack.enter_context(self._accept(previous))
+            rate_bps = transfer([outgoing], [incoming], RING_S)
+            self.findings.at_once_bps[self._rank] = rate_bps
 
     def _share(self) -> None:
         """Exchange the findings of all ranks."""
         own = self.findings
         pairs: tuple[dict[tuple[int, int], Any], ...]
         pairs = own.failures, own.delay_s, own.offset_s, own.rate_bps
-        single = own.at_once_bps, own.parallel_bps
+        single = own.at_once_bps, own.alone_bps, own.parallel_bps
         rows = [[[*key, value] for key, value in table.items()] for table in pairs]
         everyone = self._meeting.gather([rows, [[*table.items()] for table in single]])
         for theirs, numbers in everyone:
@@ -220,6 +292,11 @@ class LinkCheck:
                 table |= {(a, b): value for a, b, value in row}
             for table, row in zip(single, numbers, strict=True):
                 table |= dict(row)
+
+
+def link_limit_s(hosts: int) -> float:
+    """Return the longest time of the check of a link after the meeting, in seconds."""
+    return FIRST_S + PARALLEL_S + ROUND_S * len(schedule(hosts))
 
 
 def schedule(hosts: int) -> list[list[tuple[int, int]]]:

@@ -14,7 +14,8 @@ TRIPS = 20
 TRIPS_S = 0.4  # the exchange of round trips ends after this time
 WARM_UP = 0.3  # share of the time before the count begins: TCP first enlarges its window
 DRAIN_S = 1.0  # longest time until the end of a transfer has arrived
-CHUNK = bytes(1 << 16)
+ACKNOWLEDGED_EVERY_S = 0.001  # time between two looks at the acknowledgements of a sent message
+CHUNK = memoryview(bytes(1 << 16))
 _RECEIVED_BYTES = 1 << 20
 _ONE, _TWO = struct.Struct("!d"), struct.Struct("!dd")
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: discard unsent bytes and reset the connection
@@ -93,6 +94,38 @@ def transfer(
         for s in (*sending, *receiving):
             s.close()
     return rate_bps
+
+
+def send_message(sockets: Sequence[socket.socket], size_bytes: int, until_s: float) -> float:
+    """Send a message, divided between connections, and wait for the acknowledgements of the peer.
+
+    Args:
+        sockets: connections to one peer. They stay open.
+        size_bytes: bytes of the message.
+        until_s: monotonic time at which the wait ends.
+
+    Returns:
+        Bits per second from the start to the last acknowledgement.
+    """
+    begin_s, before = _read_acknowledged(sockets)
+    unsent = dict.fromkeys(sockets, max(1, size_bytes // len(sockets)))
+    total, now_s, acknowledged = sum(unsent.values()), begin_s, 0
+    with selectors.DefaultSelector() as selector:
+        for s in sockets:
+            s.setblocking(False)
+            selector.register(s, selectors.EVENT_WRITE)
+        while acknowledged < total and now_s < until_s:
+            if not selector.get_map():
+                time.sleep(ACKNOWLEDGED_EVERY_S)
+            for key, _ in selector.select(0.02) if selector.get_map() else ():
+                s = key.fileobj
+                assert isinstance(s, socket.socket)
+                unsent[s] -= s.send(CHUNK[: unsent[s]])
+                if not unsent[s]:
+                    selector.unregister(s)
+            now_s, count = _read_acknowledged(sockets)
+            acknowledged = count - before
+    return 8 * acknowledged / max(now_s - begin_s, ACKNOWLEDGED_EVERY_S)
 
 
 def _receive(s: socket.socket, into: bytearray) -> bool:

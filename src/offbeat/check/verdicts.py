@@ -46,8 +46,9 @@ def facts_verdicts(facts: Sequence[RankFacts]) -> Iterator[Verdict]:
     for text in _differences(facts, "congestion control", controls):
         yield BEWARE, f"{text}. They share a link unevenly."
     for rank, fact in enumerate(facts):
-        # One connection to every other rank for control and for each link.
-        needed = SCRIPT_FILES + (1 + len(fact.endpoints)) * (len(facts) - 1)
+        # To every other rank, one connection for control and all those of each link.
+        connections = 1 + sum(point.connections for point in fact.endpoints)
+        needed = SCRIPT_FILES + connections * (len(facts) - 1)
         if fact.open_files < needed:
             yield (
                 BEWARE,
@@ -70,6 +71,11 @@ def link_verdicts(facts: Sequence[RankFacts], found: LinkFindings) -> Iterator[V
                 f"share a link. offbeat measures that before it plans; expect {at_once / alone:.0%}"
                 " of the rate of one pair alone.",
             )
+    if found.omitted:
+        text = (
+            f"not measured: {', '.join(found.omitted)}. Repair what fails or is slow, and repeat."
+        )
+        yield BEWARE, text
     for text in _differences(facts, "MTU", [point.mtu for point in found.endpoints]):
         yield BEWARE, f"{text}. Larger packets may be lost between them."
     for rank, offset_s in found.clock_offsets().items():
