@@ -102,7 +102,7 @@ def test_equals_real_processes_with_the_same_seeds():
         models, curve = rehearsed.rehearse(name, ranks=2, seed=5)
         for rank, model in enumerate(models):
             losses, tensors = real[rank][name]
-            np.testing.assert_allclose(curve.run.losses[rank], losses, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(curve.run.logs[rank].losses, losses, rtol=0, atol=1e-12)
             torch.testing.assert_close(rehearsed.flat(model), tensors, rtol=0, atol=1e-12, msg=name)
 
 

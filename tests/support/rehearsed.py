@@ -98,7 +98,12 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def rehearse(
-    strategy: str, *, ranks: int = 2, profile: Profile | None = None, **more: Any
+    strategy: str,
+    *,
+    ranks: int = 2,
+    more_ranks: int | None = None,
+    profile: Profile | None = None,
+    **more: Any,
 ) -> tuple[list[nn.Module], offbeat.RehearsedCurve]:
     """The replicas after the rehearsal, and its curve."""
     models: list[nn.Module] = []
@@ -113,6 +118,7 @@ def rehearse(
         batches,
         strategy,
         profile or profile_of(ranks),
+        more_ranks,
         iterations=ITERATIONS,
         **more,
     )

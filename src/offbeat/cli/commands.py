@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that
     from offbeat.lab import Cluster
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
-SCRIPT_COMMANDS = ("run", "profile", "compare", "join")
+SCRIPT_COMMANDS = ("run", "profile", "compare", "join", "rehearse")
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
 REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure

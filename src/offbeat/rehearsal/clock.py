@@ -3,80 +3,119 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, simulate
+from offbeat.core.sim.simulation import MAX_RANKS
+from offbeat.core.sim.trace import Span, Trace
 from offbeat.core.strategy.interface import Strategy
-from offbeat.rehearsal.replica import Course
+from offbeat.rehearsal.replica import Course, ReplicaLog
 
-Ballots = Mapping[str, Sequence[Sequence[int] | None]]
-"""Ranks that voted yes, by vote and iteration; None in an iteration without the vote."""
+PERIODS = 3  # last periods whose spans are kept
 
 
-def iteration_ends(
+@dataclass(frozen=True)
+class Clock:
+    """Simulated time of a rehearsal.
+
+    Attributes:
+        trace: timeline of the whole rehearsal, with the spans of the last iterations. A trace with
+            a single row is that of every rank.
+        prediction: predicted steady state of the last plan, with its votes.
+    """
+
+    trace: Trace
+    prediction: Prediction
+
+    @property
+    def ends_s(self) -> tuple[float, ...]:
+        """Return the end of each iteration on the slowest rank, in seconds from the start."""
+        return tuple(max(ends) for ends in zip(*self.trace.ends_s, strict=True))
+
+    def ends_of(self, rank: int) -> tuple[float, ...]:
+        """Return the end of each iteration on one rank, in seconds from the start."""
+        return self.trace.ends_s[min(rank, len(self.trace.ends_s) - 1)]
+
+    def spans_of(self, rank: int) -> list[Span]:
+        """Return the spans of one rank; none for ranks whose spans the simulation leaves out."""
+        if len(self.trace.ends_s) == 1:
+            shown = self.trace.spans if rank < MAX_RANKS else ()
+            return [replace(span, rank=rank) for span in shown]
+        return [span for span in self.trace.spans if span.rank == rank]
+
+
+def simulate_run(
     courses: Sequence[Course],
-    ballots: Ballots,
+    log: ReplicaLog,
     strategy: Strategy,
     profile: Profile,
-    iterations: int,
     *,
     seed: int = 0,
-) -> tuple[float, ...]:
-    """Return the simulated end of each iteration on the slowest rank, in seconds.
+) -> Clock:
+    """Return the simulated time of a rehearsal.
 
     Args:
         courses: plans in the order of their first iterations.
-        ballots: votes of the rehearsal.
+        log: log of replica 0.
         strategy: strategy of the rehearsal.
         profile: profile of the job.
-        iterations: number of iterations.
         seed: seed of the jitter.
     """
+    iterations = len(log.losses)
     if not courses or courses[0].plan is None:
-        trace = predict(strategy, profile, iterations=iterations, seed=seed).trace
-        return tuple(max(ends) for ends in zip(*trace.ends_s, strict=True))[:iterations]
-    ends_s: list[float] = []
+        prediction = predict(strategy, profile, iterations=iterations, seed=seed)
+        return Clock(_first_iterations(prediction.trace, iterations), prediction)
+    parts: list[Trace] = []
+    votes: Mapping[str, list[bool]] = {}
     for course, following in pairwise([*courses, None]):
         assert course is not None
         assert course.plan is not None
         stop = iterations if following is None else min(following.first, iterations)
         if stop <= course.first:
             continue
-        votes = outcomes(course, ballots, stop)
+        votes = log.outcomes(course, stop)
         trace = simulate(
             course.plan,
             profile,
             iterations=stop - course.first,
             seed=seed,
-            record=0,
+            record=min(PERIODS * course.plan.period, stop - course.first),
             votes=votes,
         )
-        start_s = ends_s[-1] if ends_s else 0.0
-        ends_s += [start_s + max(ends) for ends in zip(*trace.ends_s, strict=True)]
-    return tuple(ends_s)
+        parts.append(trace)
+    prediction = predict(strategy, profile, seed=seed, votes=votes or None, ran=courses[-1].plan)
+    return Clock(_join_traces(parts), prediction)
 
 
-def predict_run(
-    courses: Sequence[Course],
-    ballots: Ballots,
-    strategy: Strategy,
-    profile: Profile,
-    iterations: int,
-    *,
-    seed: int = 0,
-) -> Prediction:
-    """Return the prediction of the last plan of a rehearsal, with its votes."""
-    if not courses or courses[-1].plan is None:
-        return predict(strategy, profile, seed=seed)
-    votes = outcomes(courses[-1], ballots, iterations)
-    return predict(strategy, profile, seed=seed, votes=votes or None, ran=courses[-1].plan)
+def _join_traces(parts: Sequence[Trace]) -> Trace:
+    """Return traces one after the other, with the spans of the last one."""
+    ends_s = [list(row) for row in parts[0].ends_s]
+    for part in parts[1:]:
+        rows = max(len(ends_s), len(part.ends_s))
+        before = [ends_s[min(r, len(ends_s) - 1)] for r in range(rows)]
+        after = [part.ends_s[min(r, len(part.ends_s) - 1)] for r in range(rows)]
+        start_s = max(row[-1] for row in before)
+        ends_s = [[*b, *(start_s + s for s in a)] for b, a in zip(before, after, strict=True)]
+    last, count = parts[-1], sum(part.iterations for part in parts)
+    shift, shift_s = count - last.iterations, max(map(max, ends_s)) - max(map(max, last.ends_s))
+    spans = tuple(
+        replace(
+            span,
+            iteration=span.iteration + shift,
+            start_s=span.start_s + shift_s,
+            end_s=span.end_s + shift_s,
+        )
+        for span in last.spans
+    )
+    return replace(last, ends_s=tuple(map(tuple, ends_s)), spans=spans)
 
 
-def outcomes(course: Course, ballots: Ballots, stop: int) -> dict[str, list[bool]]:
-    """Return the outcome of each vote of a plan in its iterations before `stop`."""
-    assert course.plan is not None
-    return {
-        vote.name: [bool(yes) for yes in ballots[vote.name][course.first : stop]]
-        for vote in course.plan.votes
-    }
+def _first_iterations(trace: Trace, iterations: int) -> Trace:
+    """Return the first iterations of a trace."""
+    return replace(
+        trace,
+        ends_s=tuple(row[:iterations] for row in trace.ends_s),
+        spans=tuple(span for span in trace.spans if span.iteration < iterations),
+    )

@@ -72,6 +72,14 @@ class MemoryControl(Control):
         self._joint_calls = {}
         self._exchange, self._store = exchange, store
 
+    @property
+    def group(self) -> dist.ProcessGroup:  # type: ignore[override]
+        """Raise ValueError: a rehearsal has no process groups."""
+        raise ValueError(
+            "this call needs a process group, which a rehearsal does not have: leave offbeat.load "
+            "and offbeat.join of loaders without a length out"
+        )
+
     def meet(self, what: str) -> None:
         self._exchange.gather(self.rank, None, what)
 

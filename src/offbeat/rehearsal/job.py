@@ -14,7 +14,7 @@ from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.strategy.interface import Strategy
 from offbeat.rehearsal.cluster import Exchange
 from offbeat.rehearsal.links import MemoryNetwork
-from offbeat.rehearsal.replica import Course, RandomStreams, Replica, _device
+from offbeat.rehearsal.replica import Course, RandomStreams, Replica, ReplicaLog, _device
 from offbeat.rehearsal.turns import ReplicaState, Turns
 
 
@@ -23,16 +23,12 @@ class Run:
     """Result of the training of all replicas under one strategy.
 
     Attributes:
-        losses: loss of each replica in each iteration, `[replica][iteration]`.
-        votes: ranks that voted yes, by vote and iteration; None in an iteration without the vote.
+        logs: log of each replica.
         courses: plans in the order of their first iterations.
-        decisions: iteration and text of each decision of the runtime.
     """
 
-    losses: tuple[tuple[float, ...], ...]
-    votes: dict[str, list[list[int] | None]]
+    logs: tuple[ReplicaLog, ...]
     courses: tuple[Course, ...]
-    decisions: tuple[tuple[int, str], ...]
 
 
 def train_replicas(
@@ -80,10 +76,5 @@ def train_replicas(
     finally:
         losses.close()
         network.close()
-    first = all_replicas[0].record
-    return Run(
-        tuple(tuple(replica.record.losses) for replica in all_replicas),
-        first.votes,
-        tuple(first.courses),
-        tuple(first.decisions),
-    )
+    logs = [replica.recorder.log for replica in all_replicas]
+    return Run(tuple(logs), tuple(all_replicas[0].recorder.courses))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from math import nan
 from multiprocessing import get_context
 from statistics import fmean
 from threading import Thread
@@ -24,11 +25,11 @@ from offbeat.core.runtime.training_job import Watch
 from offbeat.core.sim import Prediction
 from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.strategy.parsing import parse
-from offbeat.rehearsal.clock import iteration_ends, predict_run
+from offbeat.experiments.report.headline import REHEARSED
+from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.job import Run, train_replicas
 from offbeat.rehearsal.replica import Replica
 
-KIND = "rehearsed: losses real, time simulated"
 SMOOTH = 10  # iterations of which a loss is the mean
 
 Progress = Callable[[str, int], None]
@@ -49,7 +50,7 @@ class RehearsedCurve:
         votes: outcomes by vote and iteration.
         decisions: iteration and text of each decision of the runtime.
         prediction: predicted steady state of the last plan.
-        run: losses of all replicas, votes and plans.
+        run: logs of all replicas, and plans.
     """
 
     strategy: str
@@ -85,11 +86,29 @@ class RehearsedCurve:
                 return self.ends_s[stop - 1]
         return None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the curve as JSON types, without prediction and run."""
+        names = (f.name for f in fields(self) if f.name not in ("prediction", "run"))
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RehearsedCurve:
+        """Return the curve of a result of `to_dict`.
+
+        Args:
+            data: curve as JSON types.
+        """
+        pairs = ("held_out", "decisions")
+        listed = {name: tuple(map(tuple, data[name])) for name in pairs}
+        votes = {name: tuple(outcomes) for name, outcomes in data["votes"].items()}
+        series = {name: tuple(data[name]) for name in ("losses", "ends_s")}
+        return cls(**{**data, **listed, **series, "votes": votes})
+
     def __str__(self) -> str:
         of = "" if self.trained == self.ranks else f", {self.trained} of them trained"
         return (
             f"{self.strategy} on {self.ranks} ranks{of}: loss {self.losses[-1]:.4g} after "
-            f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s ({KIND})"
+            f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s ({REHEARSED})"
         )
 
 
@@ -302,18 +321,19 @@ def curve_of(
     held_out: Sequence[tuple[int, float]] = (),
 ) -> RehearsedCurve:
     """Return the curve of a rehearsed run, with its times on the cluster of a profile."""
-    count = min(map(len, run.losses))
-    about = run.courses, run.votes, strategy, profile, count
+    clock, log = simulate_run(run.courses, run.logs[0], strategy, profile, seed=seed), run.logs[0]
+    columns = zip(*(one.losses for one in run.logs), strict=False)
+    votes = log.votes.get("by_vote", {})
     return RehearsedCurve(
         str(strategy),
         profile.world_size,
-        len(run.losses),
-        tuple(fmean(column) for column in zip(*run.losses, strict=False)),
-        iteration_ends(*about, seed=seed),
+        len(run.logs),
+        tuple(fmean(nan if x is None else x for x in column) for column in columns),
+        clock.ends_s,
         tuple(held_out),
-        {name: tuple(map(bool, ballots)) for name, ballots in run.votes.items()},
-        run.decisions,
-        predict_run(*about, seed=seed),
+        {name: tuple(map(bool, column["yes"])) for name, column in votes.items()},
+        tuple(log.decisions),
+        clock.prediction,
         run,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offbeat.core.buckets import random_states
+from offbeat.core.derive.windows import Windows
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.plan import Plan
@@ -24,6 +25,8 @@ from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.device import device_of
+from offbeat.experiments.record.recorder import VoteLog
+from offbeat.rehearsal.checkpoints import DiscardingSaver
 from offbeat.rehearsal.cluster import Exchange, MemoryCluster, MemoryControl
 from offbeat.rehearsal.links import MemoryNetwork, combine
 
@@ -69,25 +72,55 @@ class Course:
     plan: Plan | None
 
 
-class ReplicaRecord(Recorder):
-    """Record of one replica: losses, outcomes of votes, plans and decisions by iteration.
+@dataclass
+class ReplicaLog:
+    """Log of one replica.
 
     Attributes:
-        losses: loss of each iteration; nan for an iteration without a backward.
-        votes: ranks that voted yes, by vote and iteration; None without a vote.
-        courses: plans in the order of their first iterations.
+        losses: loss of each iteration; None for an iteration without a backward.
+        votes: columns of `VoteLog`.
+        without_update: iterations that applied no gradient.
         decisions: iteration and text of each decision of the runtime.
+        warnings: warnings of the runtime.
+        metrics: iteration and value of each metric that the script has reported, by name.
+        sent_bytes: bytes that the replica has sent, by link.
+    """
+
+    losses: list[float | None] = field(default_factory=list)
+    votes: dict[str, Any] = field(default_factory=dict)
+    without_update: list[int] = field(default_factory=list)
+    decisions: list[tuple[int, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+    def outcomes(self, course: Course, stop: int) -> dict[str, list[bool]]:
+        """Return the outcomes of the votes of a plan in its iterations before `stop`."""
+        by_vote = self.votes.get("by_vote", {})
+        assert course.plan is not None
+        return {
+            vote.name: [bool(yes) for yes in by_vote[vote.name]["yes"][course.first : stop]]
+            for vote in course.plan.votes
+        }
+
+
+class ReplicaRecorder(Recorder):
+    """Recorder of one replica.
+
+    Attributes:
+        log: log of the replica.
+        courses: plans in the order of their first iterations.
+        on_iteration: called with the number of iterations that have reached their step.
     """
 
     needs_ready_times = False
 
     def __init__(self, losses: LossTap) -> None:
         super().__init__()
-        self.losses: list[float] = []
-        self.votes: dict[str, list[list[int] | None]] = {}
+        self.log = ReplicaLog()
         self.courses: list[Course] = []
-        self.decisions: list[tuple[int, str]] = []
-        self._taps, self._strategy = losses, ""
+        self.on_iteration: Callable[[int], None] = lambda _: None
+        self._losses, self._votes = losses, VoteLog()
 
     def start(
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
@@ -97,21 +130,36 @@ class ReplicaRecord(Recorder):
 
     def set_plan(self, plan: Plan) -> None:
         super().set_plan(plan)
-        done = len(self.losses)
+        done = len(self.log.losses)
         self.courses = [course for course in self.courses if course.first < done]
         self.courses.append(Course(done, plan.strategy, plan))
 
     def on_step_begin(self, iteration: int) -> None:
-        loss = self._taps.take()
-        self.losses.append(float("nan") if loss is None else float(loss))
+        loss = self._losses.take()
+        self.log.losses.append(None if loss is None else float(loss))
+        self.on_iteration(iteration + 1)
 
     def add_iteration(self, done: Iteration) -> None:
-        for vote in self.plan.votes if self.plan is not None else ():
-            outcomes = self.votes.setdefault(vote.name, [])
-            outcomes.append(done.voted.get(vote.name))
+        if self.plan is None:
+            return
+        if not Windows(self.plan).applied_window(done.planned):
+            self.log.without_update.append(done.number)
+        if self.plan.votes:
+            self._votes.add_iteration(done, [vote.name for vote in self.plan.votes])
+
+    def add_metric(self, name: str, value: float) -> None:
+        """Record a metric of the script, with the iteration of the last step."""
+        values = self.log.metrics.setdefault(name, [])
+        values.append((max(len(self.log.losses) - 1, 0), value))
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
-        self.decisions.append((iteration, what))
+        self.log.decisions.append((iteration, what))
+        if warning is not None:
+            self.log.warnings.append(warning)
+
+    def write(self, bytes_sent: Mapping[str, int]) -> None:
+        self.log.votes = self._votes.pop_columns()
+        self.log.sent_bytes = dict(bytes_sent)
 
 
 class EndOfRehearsal(BaseException):
@@ -123,11 +171,10 @@ class _LastIteration:
     """Stop request of a session that ends its replica after `iterations` iterations."""
 
     iterations: int
-    on_end: Callable[[], None]
 
     def on_iteration_end(self, iteration: int) -> None:
         if iteration >= self.iterations:
-            self.on_end()
+            raise EndOfRehearsal
 
 
 class MemoryJob(TrainingJob):
@@ -145,8 +192,12 @@ class Replica:
         ranks: number of replicas.
         strategy: strategy of the job.
         profile: profile from which the strategy plans.
-        record: record of the run.
+        recorder: recorder of the run.
+        exchange: exchange of values between the replicas.
         session: session of the strategy; None before `prepare`.
+        model: prepared model; None before `prepare`.
+        last_iteration: number of iterations after which `optimizer.step()` raises `EndOfRehearsal`;
+            None: never.
     """
 
     def __init__(
@@ -160,10 +211,12 @@ class Replica:
         losses: LossTap,
     ) -> None:
         self.rank, self.ranks, self.strategy, self.profile = rank, network.ranks, strategy, profile
-        self.record = ReplicaRecord(losses)
+        self.recorder = ReplicaRecorder(losses)
         self.session: Session | None = None
         self.model: Model | None = None
-        self._network, self._exchange, self._store = network, exchange, store
+        self.last_iteration: int | None = None
+        self.exchange = exchange
+        self._network, self._store = network, store
 
     def prepare(
         self,
@@ -199,7 +252,7 @@ class Replica:
                 )
         whole, is_list = joined_optimizer(model, optimizer, self.strategy)
         where = next(model.parameters()).device
-        control = MemoryControl(self.rank, self.ranks, self._exchange, self._store, 0.0)
+        control = MemoryControl(self.rank, self.ranks, self.exchange, self._store, 0.0)
         links = [link.name for link in self.profile.links]
         cluster = MemoryCluster(control, self._network, links, where, device_of(where))
         fingerprint = agree_on_model(model, whole, self.strategy, control)
@@ -213,10 +266,12 @@ class Replica:
             watch,
             LaunchRequest(),
             RankRoles(range(self.ranks), range(0)),
-            self.record,
+            self.recorder,
         )
         self.session = session = load_object(self.strategy.rehearsal)(self.strategy, job)
-        session.strategy = str(self.strategy)
+        session.strategy, session.saver = str(self.strategy), DiscardingSaver()
+        if self.last_iteration is not None:
+            session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
         self.model = prepared = Model(model, session)
         made = Optimizer(whole, session)
         return prepared, (made.parts() if is_list else made)
@@ -235,7 +290,7 @@ class Replica:
         module = self.model.module
         control = self.session.cluster.control
         assert isinstance(control, MemoryControl)
-        plan = self.record.plan
+        plan = self.recorder.plan
         copy = deepcopy(module).eval() if self.rank == 0 else None
         places = [*copy.parameters(), *copy.buffers()] if copy is not None else []
         for place, own in zip_longest(places, [*module.parameters(), *module.buffers()]):
@@ -248,8 +303,3 @@ class Replica:
                 elif own.is_floating_point():
                     place.copy_(combine("all_reduce", everyone))
         return copy
-
-    def end_after(self, iterations: int, on_end: Callable[[], None]) -> None:
-        """Call `on_end` at the end of iteration `iterations`."""
-        assert self.session is not None
-        self.session.stop_request = _LastIteration(iterations, on_end)  # type: ignore[assignment]

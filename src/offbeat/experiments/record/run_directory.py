@@ -205,6 +205,8 @@ class Run:
         notes: remarks, such as settings of the user that were not used.
         seeds: seed of each repetition.
         device: the user's device, with predicted seconds per iteration by label.
+        rehearsed: number of trained replicas of a rehearsal, whose times are simulated; 0 for a
+            measured run.
     """
 
     path: Path
@@ -232,6 +234,7 @@ class Run:
     notes: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     device: Mapping[str, Any] | None = None
+    rehearsed: int = 0
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -294,7 +297,7 @@ def load(run_dir: str | Path) -> Run:
     data = _read_run_json(path)
     profile, problems = _load_optional(path / "profile.json", Profile.from_dict)
     repetitions = int(data.get("repetitions", 1))
-    expected = _world_size(profile, data.get("cluster") or {})
+    expected = data.get("rehearsed") or _world_size(profile, data.get("cluster") or {})
     contestants = [
         _load_contestant(path, entry, repetitions, expected) for entry in data["contestants"]
     ]
@@ -309,7 +312,7 @@ def load(run_dir: str | Path) -> Run:
         given=data.get("profile"),
         **_tuple_fields(data, "command", "script", "probed", "changed", "notes", "seeds"),
         **_known_fields(data, "cluster", "versions", "lab", "note", "device", "started"),
-        **_known_fields(data, "seed", "skip", "cpus", "target_loss", "target"),
+        **_known_fields(data, "seed", "skip", "cpus", "target_loss", "target", "rehearsed"),
     )
 
 

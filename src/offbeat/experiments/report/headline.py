@@ -20,6 +20,7 @@ APART = 0.02  # least reported difference of the numbers of iterations
 OFF = 0.1  # least reported error of the predicted ratio
 CEILING = 1.5  # largest ratio to DDP for which the ceiling is reported
 SHOWN = 3  # reservations in the headline
+REHEARSED = "rehearsed: losses real, time simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,12 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     pace = max((row.pace for row in rows), default=0.0)
     hosts = run.cluster.get("hosts")
     texts = [f"{c.label} with {' '.join(c.arguments)}" for c in run.contestants if c.arguments]
-    if isinstance(hosts, int):
+    if run.rehearsed and isinstance(hosts, int):
+        texts.append(f"{words.count(hosts, 'rank')}, {shaped_rate(run)}")
+        if run.rehearsed < hosts:
+            texts.append(f"{run.rehearsed} replicas were trained")
+        texts.append(REHEARSED)
+    elif isinstance(hosts, int):
         how = ", as layers sleep" if run.emulated else " (compute emulated)" if pace else ""
         rate = f", {shaped}" if (shaped := shaped_rate(run)) else ""
         texts.append(f"{words.count(hosts, 'host')} on this machine{how}{rate}")

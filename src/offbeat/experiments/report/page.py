@@ -25,6 +25,7 @@ from offbeat.experiments.report.chart import SIZE, Chart, as_html
 from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.decisions import decisions, group_by_text
 from offbeat.experiments.report.headline import (
+    REHEARSED,
     conditions,
     headline,
     shaped_rate,
@@ -113,7 +114,9 @@ def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
     count = words.count(hosts, "host") if isinstance(hosts, int) else ""
     count = count or words.count(run.world_size, "rank")
     texts = [", ".join(filter(None, [count, shaped_rate(run)]))]
-    if run.emulated:
+    if run.rehearsed:
+        texts.append(REHEARSED)
+    elif run.emulated:
         texts.append("layers sleep instead of computing")
     elif any(row.pace for row in rows):
         texts.append("compute is emulated, messages and losses are real")

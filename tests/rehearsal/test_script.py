@@ -1,0 +1,125 @@
+"""`offbeat rehearse` runs a script as it is, and its results are those of `offbeat.rehearse`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import rehearsed
+
+from offbeat.cli import main
+
+HELPER = """
+import os
+RANK = int(os.environ["RANK"])  # of the process, for a job of processes
+"""
+SCRIPT = """
+import sys
+import random
+import numpy as np
+import torch
+import torch.distributed as dist
+import offbeat
+import helper
+from support import rehearsed
+
+seed = int(sys.argv[1])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+assert rank == helper.RANK and dist.get_world_size() == 3
+random.seed(seed + rank)
+np.random.seed(seed + rank)
+torch.manual_seed(seed + rank)
+module = rehearsed.make_model()
+model, optimizer = offbeat.prepare(module, rehearsed.make_optimizer(module), "bsp")
+for i, batch in enumerate(rehearsed.batches(rank)):
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    offbeat.report_metric("rank", rank)
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    print(f"rank {rank} iteration {i} mean {mean.item():.12f}")
+offbeat.save("checkpoints", model, optimizer).wait()
+model.consolidate()
+found = [None] * 3
+dist.all_gather_object(found, rehearsed.flat(module).sum().item())
+print("equal", len(set(found)) == 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scripts")
+    (path / "helper.py").write_text(HELPER)
+    (path / "train.py").write_text(SCRIPT)
+    rehearsed.profile_of(2).save(path / "profile.json")
+    return path
+
+
+def command(folder: Path, out: str, strategies: str, *more: str, resume: bool = False) -> list[str]:
+    where = ["--resume" if resume else "--out", str(folder / out)]
+    options = ["--profile", str(folder / "profile.json"), "--ranks", "3", *where]
+    return ["rehearse", *options, "--strategies", strategies, *more]
+
+
+def test_a_script_as_it_is(folder, monkeypatch, capsys):
+    """The script equals the function, and --resume keeps what is complete."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    typed = command(folder, "run", "dreamddp:period=3", "--jitter", "0.1")
+    script = [str(folder / "train.py"), "5"]
+    assert main([*typed, *script]) == 0
+    assert "rehearsed: losses real, time simulated" in " ".join(capsys.readouterr().out.split())
+    repetition = folder / "run" / "dreamddp-period=3" / "rep0"
+
+    _, expected = rehearsed.rehearse("dreamddp:period=3", more_ranks=3, seed=5, jitter=0.1)
+    curve = json.loads((repetition / "curve.json").read_text())
+    np.testing.assert_allclose(curve["losses"], expected.losses, rtol=0, atol=1e-12)
+    assert len(curve["ends_s"]) == rehearsed.ITERATIONS
+
+    logs = [(repetition / f"rank{r}.log").read_text() for r in range(3)]
+    for rank, log in enumerate(logs):
+        lines = log.splitlines()
+        assert lines[-1] == "equal True"
+        assert lines[0].startswith(f"rank {rank} iteration 0 mean ")
+    assert len({log.partition("mean ")[2].split()[0] for log in logs}) == 1
+    assert not (folder / "checkpoints").exists()
+    page = " ".join((folder / "run" / "report.html").read_text().split())
+    assert "ehearsed: losses real, time simulated" in page
+    record = json.loads((repetition / "rank2.jsonl").read_text())
+    assert record["metrics"]["rank"] == [[i, 2.0] for i in range(rehearsed.ITERATIONS)]
+
+    written = (repetition / "curve.json").stat().st_mtime_ns
+    again = command(folder, "run", "dreamddp:period=3", "--jitter", "0.1", resume=True)
+    assert main([*again, *script]) == 0
+    assert "kept, as it is complete" in " ".join(capsys.readouterr().out.split())
+    assert (repetition / "curve.json").stat().st_mtime_ns == written
+    assert main([*again, "--iterations", "3", *script]) == 2
+    assert "iterations (3) must be that of" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_script_that_prepares_nothing(folder, capsys):
+    (folder / "nothing.py").write_text("print('nothing')")
+    typed = command(folder, "nothing", "bsp")
+    assert main([*typed, str(folder / "nothing.py")]) == 1
+    assert "never prepared a model" in " ".join(capsys.readouterr().err.split())
+    assert "never prepared" in (folder / "nothing" / "bsp" / "rep0" / "problem.txt").read_text()
+
+
+def test_wrong_use(folder, capsys):
+    for typed, words in (
+        (command(folder, "x", "wfbp", "--sample", "4"), "sample (4) must be at least 2"),
+        (command(folder, "x", "cyclic", "--sample", "2"), "sample must be left out with cyclic"),
+        (command(folder, "x", "wfbp", "--target", "accuracy=.9"), "must be a loss"),
+    ):
+        assert main([*typed, str(folder / "train.py")]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "x").exists()
+
+
+def test_torch_state_of_this_process_is_untouched():
+    assert torch.distributed.get_rank.__module__.startswith("torch.distributed")
