@@ -52,8 +52,11 @@ def assert_same(found: list[Gossiped]) -> None:
 def test_workers_exchange_and_end_alike(case: Case, strategy: A2CiD2 | ADPSGD) -> None:
     found = run_world(gossip, 3, case, strategy, 8, None, 3)
     assert_same(found)
-    assert len({one.unit_s for one in found}) == 1
+    # All workers agree on the same units in the same order; some may not know the newest ones yet.
+    most = max((one.units for one in found), key=len)
     for one in found:
+        assert one.units
+        assert one.units == most[: len(one.units)]
         assert one.exchanges >= 3
         assert all(one.seen)
         assert one.said == []

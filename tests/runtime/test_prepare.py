@@ -278,7 +278,7 @@ def test_a_profile_of_another_network_is_measured_again_or_stated(tmp_path: Path
     """A file that was measured is written anew; what the user wrote is used, not silently."""
     known = profile_of(CASE, 2)
     quick = tuple(replace(b, forward_s=1e-4, backward_s=1e-4) for b in known.buckets)
-    slow = tuple(replace(link, latency_s=0.2) for link in known.links)
+    slow = tuple(replace(link, latency_s=20.0) for link in known.links)
     far = replace(known, buckets=quick, links=slow)
     measured, written = tmp_path / "measured.json", tmp_path / "written.json"
     [(fingerprint, _), _] = run_world(failing.train_with_cache, 2, str(measured), CASE.model)
@@ -287,9 +287,9 @@ def test_a_profile_of_another_network_is_measured_again_or_stated(tmp_path: Path
     first, second = run_world(failing.prepare_elsewhere, 2, str(measured), str(written))
     assert [used for used, *_ in first] == [used for used, *_ in second] == [False, True, True]
     assert [len(lines) for _, lines, _ in first] == [1, 1, 1]
-    assert [latency_s for *_, latency_s in first[1:]] == [0.2, 0.2]
-    assert first[0][2] == Profile.load(measured).links[0].latency_s < 0.1
-    assert Profile.load(written).links[0].latency_s == 0.2
+    assert [latency_s for *_, latency_s in first[1:]] == [20.0, 20.0]
+    assert first[0][2] == Profile.load(measured).links[0].latency_s < 10.0
+    assert Profile.load(written).links[0].latency_s == 20.0
 
 
 def test_a_cache_that_cannot_be_written_warns(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,8 @@ def test_a_new_job_begins_from_the_last_snapshot_of_all_servers(tmp_path: Path) 
     (again,) = both(run_world(work, 3, case, strategy, 2, 2), 1)
     assert (first.begun, again.begun) == (0, 4)
     assert "resume" not in first.said
-    assert re.search(rf"clock 4 in {tmp_path}; training goes on from iteration 4", again.said)
+    said = " ".join(again.said.split())
+    assert f"clock 4 in {tmp_path}; training goes on from iteration 4" in said
     world = replicas(case, 1)
     bsp(world, [0, 1, 2, 3, 0, 1])
     expected = dict(world[0].model.named_parameters())

@@ -412,7 +412,7 @@ def train_with_cache(path: str, name: str, ratio: float = 2.0) -> tuple[str, boo
 
 
 def prepare_elsewhere(measured: str, written: str) -> list[tuple[bool, list[str], float]]:
-    """With a measured and a hand-written file, and an object, of a network with .2 s of latency:
+    """With a measured and a hand-written file, and an object, of a network with 20 s of latency:
     whether it is used, what rank 0 states, and the latency in the profile that counts."""
     kept, found = Profile.load(written), []
     for profile in (measured, written, kept):

@@ -20,6 +20,7 @@ from offbeat.core.transport.control import Control
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.gossip import pairs
 from offbeat.gossip import session as gossip_session
+from offbeat.gossip.clock import Clock
 from offbeat.gossip.strategies import Gossip
 from offbeat.gossip.tree_reductions import USER
 from offbeat.gossip.view import State
@@ -36,7 +37,7 @@ class Gossiped:
     before: dict[str, Tensor]
     seen: list[bool]  # whether forward and backward saw the same weights
     exchanges: int
-    unit_s: float | None
+    units: list[tuple[float, float]]  # units of time that were agreed on, and since when
     said: list[str] = field(default_factory=list)
 
 
@@ -54,6 +55,7 @@ def gossip(
     model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
     scheduler = build_scheduler(case, optimizer)
     thread, seen, t = model._session._gossip, [], 0
+    units = noted_units(model._session._clock)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         while t < iterations or (thread and sum(thread.counts.exchanges.values()) < exchanges):
@@ -73,18 +75,30 @@ def gossip(
         while doomed is not None and thread.view.dead_workers() != [doomed]:
             pass_on(model, optimizer, case)
         before = snapshot(model.state_dict())
-        unit_s = model._session._clock.unit_s  # agreed on anew when somebody has left
         model.consolidate()
     found = Gossiped(
         snapshot(model.state_dict()),
         before,
         seen,
         sum(thread.counts.exchanges.values()) if thread else 0,
-        unit_s,
+        [*units],
         [str(one.message) for one in said],
     )
     model.close()
     return found
+
+
+def noted_units(clock: Clock) -> list[tuple[float, float]]:
+    """A list that grows with the units of a clock."""
+    set_unit, line = clock.set_unit, clock.line
+    units = [] if line.unit_s is None else [(line.unit_s, line.since_s)]
+
+    def note(unit_s: float, since_s: float) -> None:
+        set_unit(unit_s, since_s)
+        units.append((unit_s, since_s))
+
+    clock.set_unit = note  # type: ignore[method-assign]
+    return units
 
 
 def in_evaluation_mode(strategy: Gossip) -> int:
