@@ -535,5 +535,5 @@ def model_protocol() -> dict[str, Any]:
         try:
             offbeat.prepare(case, torch.optim.SGD(case.parameters()), **options)
         except ValueError as error:
-            found["refused"] += any(word in str(error) for word in options or ["DTensor"])
+            found["refused"] += any(word in str(error) for word in options or ["sharded"])
     return found

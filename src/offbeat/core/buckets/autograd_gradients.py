@@ -25,7 +25,7 @@ class AutogradGradients:
         self.parameters, self.starts = flat.parameters, flat.starts
         self.empty = False  # whether `zero_grad` has set all gradients to None
         for p in self.parameters:
-            if p.grad is not None:  # `data` has a version counter of its own
+            if p.grad is not None and not flat.sharded:  # `data` has a version counter of its own
                 p.grad = p.grad.data
         self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # applied in backward
 
@@ -84,3 +84,16 @@ class AutogradGradients:
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
         """Return the gradients of a run of buckets, one tensor per parameter."""
         return (g for i in self.flat.indices(run) if (g := self.parameters[i].grad) is not None)
+
+
+class ShardGradients(AutogradGradients):
+    """Gradients in FSDP's own tensors: FSDP reduces them to shards inside the node, and only the
+    user's optimizer uses them."""
+
+    def __init__(self, flat: Flat):
+        super().__init__(flat)
+        self.bucket_of = flat.bucket_of
+        self.views: list[None] = [None] * len(flat.parameters)
+
+    def take(self, index: int, p: nn.Parameter) -> None:
+        """Do nothing: the gradient stays in FSDP's tensor."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.shards import local_of
+
 _CHUNK = 1 << 20  # bytes; bounds the memory of a checksum, and fits into the cache
 _COLUMNS = 512  # words of 8 bytes
 _GROWTH = 6364136223846793005  # odd, so that a change of a single chunk changes the sum
@@ -16,11 +18,13 @@ _WORD = 2**64
 def checksum(*tensors: Tensor) -> int:
     """Return a 64-bit checksum of the bits of all tensors, the same on every device.
 
+    Of sharded tensors, the bits are those of this rank's shard.
+
     Words of 8 bytes are added up modulo 2^64. Odd weights by column and by chunk make the sum
     depend on the position of a word.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in map(local_of, tensors):
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(bytes_of(tensor))
     total = 0

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.former_memory import FormerMemory
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
+from offbeat.core.buckets.shards import Shards, is_sharded, reshard
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 
 Store = dict[Key, Tensor]
@@ -55,16 +56,19 @@ class Flat:
     """
 
     def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
+        reshard(model)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = [[parameters[n] for n in spec.parameters] for spec in specs]
         self.parameters: list[nn.Parameter] = [p for own in trained for p in own]
         self.bucket_of: list[int] = [b for b, own in enumerate(trained) for _ in own]
         self.starts: list[int] = [self.bucket_of.index(b) for b in range(len(trained))]
-        self._elements = [sum(p.numel() for p in own) for own in trained]
-        self.sizes_bytes: list[int] = [sum(p.nbytes for p in own) for own in trained]
+        self.shards: Shards = Shards(model)
+        stored = [[self.shards.memory_of(p) for p in own] for own in trained]
+        self._elements = [sum(x.numel() for x in own) for own in stored]
+        self.sizes_bytes: list[int] = [sum(x.nbytes for x in own) for own in stored]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.former: FormerMemory = FormerMemory(
-            {n: parameters[n] for spec in specs for n in spec.parameters}
+            {n: p for spec in specs for n in spec.parameters if not is_sharded(p := parameters[n])}
         )
         self.keys: list[Key] = [key_of(own[0]) for own in trained]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
@@ -74,9 +78,10 @@ class Flat:
         # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
         self._spans: list[tuple[int, int, int, int]] = []
         ends: dict[Key, tuple[int, int]] = {}
-        for key, own, more in zip(self.keys, trained, statistics, strict=True):
+        for key, own, count, more in zip(
+            self.keys, trained, self._elements, statistics, strict=True
+        ):
             at, grad_at = ends.get(key, (0, 0))
-            count = sum(p.numel() for p in own)
             stop = at + count + sum(b.numel() for b in more)
             ends[key] = stop, grad_at + count + len(own)
             self._spans.append((at, stop, grad_at, ends[key][1]))
@@ -85,17 +90,34 @@ class Flat:
             for key, span, own, more in zip(
                 self.keys, self._spans, trained, statistics, strict=True
             ):
-                _move_tensors(params[key], [*own, *more], span[0])
+                at = self._move_parameters(params[key], own, span[0])
+                _move_tensors(params[key], more, at)
             if before is not None:
                 before.free("param")
         self._stores = {"param": [params], "grad": []}
         self.buckets: list[FlatBucket] = [
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
-        self.take_gradients()
+        if not self.sharded:
+            self.take_gradients()
         if before is not None:
             before.free("grad")
         self.former.note()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds shards of the parameters. FSDP holds their gradients then."""
+        return is_sharded(self.parameters[0])
+
+    def _move_parameters(self, flat: Tensor, own: Iterable[nn.Parameter], at: int) -> int:
+        """Move parameters into a flat tensor, the first to element `at`; return the end of them."""
+        for p in own:
+            memory = self.shards.memory_of(p)
+            place = place_like(flat, memory, at)
+            place.copy_(memory.detach())
+            self.shards.move(p, place)
+            at += memory.numel()
+        return at
 
     def take_gradients(self) -> None:
         """Move the gradients into a new flat tensor. Existing values are kept, others are zero."""
@@ -250,10 +272,11 @@ class Flat:
         for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
             for p in bucket.parameters:
                 place = store[key].data_ptr() + at * store[key].element_size()
-                if p.data_ptr() != place and key_of(p) == key:
+                memory = self.shards.memory_of(p)
+                if memory.data_ptr() != place and key_of(p) == key:
                     with torch.no_grad():
-                        _move_tensors(store[key], [p], at)
-                at += p.numel()
+                        self._move_parameters(store[key], [p], at)
+                at += memory.numel()
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -316,13 +339,7 @@ def require_supported(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
             )
-        if hasattr(p, "placements"):  # only DTensors have it; importing their class takes .8 s
-            raise ValueError(
-                f"parameter {name!r} is a DTensor (fully_shard or tensor parallelism), of which "
-                "each rank holds a part; offbeat needs the whole parameter on every rank, so "
-                "prepare the model without sharding it"
-            )
-    _require_own_memory(trainable)
+    _require_own_memory([(n, p) for n, p in trainable if not is_sharded(p)])
 
 
 def _require_own_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:

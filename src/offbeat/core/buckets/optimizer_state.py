@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
 from offbeat.core.buckets.flat import Flat, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
+from offbeat.core.buckets.shards import is_sharded, local_of
 
 Names = dict[str, torch.dtype]
 
@@ -52,6 +53,10 @@ class StateStore:
             value = self._optimizer.state.get(p, {}).get(name)
             if value is None:
                 place.zero_()
+            elif is_sharded(value):
+                if value._local_tensor is not place:  # type: ignore[attr-defined]
+                    place.copy_(local_of(value))
+                    value._local_tensor = place  # type: ignore[attr-defined]
             elif value is not place:
                 place.copy_(value)
                 self._optimizer.state[p][name] = place
@@ -60,7 +65,7 @@ class StateStore:
     def bytes_of(self, bucket: int) -> int:
         """Return the bytes of one bucket's state."""
         entries = self._entries(range(bucket, bucket + 1))
-        return sum(p.numel() * dtype.itemsize for p, _, dtype in entries)
+        return sum(local_of(p).numel() * dtype.itemsize for p, _, dtype in entries)
 
     def reset(self, run: range) -> None:
         """Delete the state of these buckets. The optimizer creates it again in its next step."""
@@ -87,13 +92,14 @@ class StateStore:
         tensors, places = [], []
         for dtype in dict.fromkeys(dtype for _, _, dtype in entries):
             mine = [(p, name) for p, name, d in entries if d == dtype]
-            size = sum(p.numel() for p, _ in mine)
+            size = sum(local_of(p).numel() for p, _ in mine)
             flat = torch.zeros(size, dtype=dtype, device=mine[0][0].device)
             tensors.append(flat)
             at = 0
             for p, name in mine:
-                places.append((p, name, place_like(flat, p, at).detach()))
-                at += p.numel()
+                own = local_of(p)
+                places.append((p, name, place_like(flat, own, at).detach()))
+                at += own.numel()
         return _Home(tuple(tensors), tuple(places))
 
 

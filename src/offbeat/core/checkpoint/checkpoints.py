@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets import random_states as randomness
+from offbeat.core.buckets.shards import as_shards, is_sharded
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
@@ -135,7 +136,9 @@ def load(
     found = _read(directory if exact or session.worker == 0 else None, company, session.worker)
     if not exact:
         common = ("model", "buffers", "optimizer", "extra")
+        _require_whole(model, directory)
         found = company.share(found and {name: found[name] for name in common})
+    found = as_shards(model, optimizer, found)
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
     for buffer, value in found["buffers"].items():
@@ -294,6 +297,16 @@ def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]
 
 def _same_job(manifest: Manifest, session: Session, company: SaveGroup) -> bool:
     return manifest.world_size == company.size and manifest.strategy == session.strategy
+
+
+def _require_whole(model: nn.Module, path: Path) -> None:
+    """Raise ValueError if a sharded model would take the shards of rank 0 on all ranks."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"the checkpoint {path} is of another job, whose ranks hold other shards of the model; "
+            "start the job alike, or call model.consolidate() and save model.state_dict() with "
+            "torch.distributed.checkpoint, which loads into any shape of nodes"
+        )
 
 
 def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.shards import local_of
+
 TensorLayout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 # Modules of classes in checkpoints of version 0.1.0, and their current names.
@@ -79,6 +81,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> str | None:
         if not isinstance(obj, Tensor):
             return None
+        obj = local_of(obj)
         place = _key_of(obj)
         if place not in self._seen:
             self._alive.append(obj)
@@ -105,6 +108,7 @@ def _key_of(tensor: Tensor) -> Any:
 
     Each empty tensor has its own key.
     """
+    tensor = local_of(tensor)
     if not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.size(), tensor.stride(), tensor.dtype

@@ -18,9 +18,17 @@ def keeps_gradients(plan: Plan) -> bool:
 
     They are neither sent, changed or measured, nor added up over iterations.
     """
+    return not plan.votes and leaves_gradients(plan)
+
+
+def leaves_gradients(plan: Plan) -> bool:
+    """Return whether only the optimizer changes the gradients of an iteration, in that iteration.
+
+    Votes may read them.
+    """
     buffers = plan.all_buffers
     gradients = {name for name, buffer in buffers.items() if buffer.kind == "grad"}
-    if plan.votes or plan.source is not None or buffers["grad"].copies > 1:
+    if plan.source is not None or buffers["grad"].copies > 1:
         return False
     sent = {name for t in plan.transfers for name in (t.payload.buffer, t.target)}
     return not gradients & sent and all(_is_plain(apply, gradients) for apply in plan.applies)

@@ -11,6 +11,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from offbeat.core.buckets.shards import reshard
+
 T = TypeVar("T")
 REMEDY = (
     "it has no place on the other ranks, so it would never be averaged; change the model before "
@@ -83,6 +85,7 @@ class ParameterWatch:
         if not self._registered and not any(p.requires_grad for p in self._select(self._frozen)):
             return
         self._registered = False
+        reshard(self._model)
         known = {id(p) for p in self._frozen}
         for name, p in self._model.named_parameters():
             if not isinstance(p, nn.Parameter):  # functional_call replaces it for one forward
@@ -93,6 +96,7 @@ class ParameterWatch:
         self._note_frozen()
 
     def _note_frozen(self) -> None:
+        reshard(self._model)
         others = (p for p in self._model.parameters() if id(p) not in self._trained)
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.random_states import CPU, generator
+from offbeat.core.buckets.shards import own_parameters
 from offbeat.core.plan import Plan
 from offbeat.core.plan.types import BUFFERS
 from offbeat.core.transport.cluster import Cluster
@@ -38,7 +39,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
     Module buffers are left out, because they may differ between ranks.
     """
-    return {name: p.detach() for name, p in model.named_parameters() if p.numel()}
+    return {name: p for name, p in own_parameters(model).items() if p.numel()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -164,14 +165,13 @@ def _tolerance(tensor: Tensor) -> float:
 
 
 def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
-    """Copy rank 0's parameters and buffers to every rank.
+    """Copy the parameters and buffers of replica 0 to every replica.
 
     They are not sent if checksums are equal already, as after initialization with equal seeds.
     """
     tensors = _replica_tensors(model)
-    if cluster.control.is_same([checksum(*tensors) >> 2]):
-        return
-    _copy_from(0, tensors, cluster)
+    if not _are_equal(tensors, cluster):
+        _copy_from(0, tensors, cluster)
 
 
 def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
@@ -188,13 +188,13 @@ def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] 
         RuntimeError: checksums differ afterwards.
     """
     tensors = [*_replica_tensors(model), *more]
-    if not cluster.control.is_same([checksum(*tensors) >> 2]):
+    if not _are_equal(tensors, cluster):
         with cluster.control.collective("averaging replicas"):
             for tensor in tensors:
                 if tensor.is_floating_point():
                     _in_place(tensor, cluster.where, cluster.average)
                 else:
-                    _from_rank(0, tensor, cluster)
+                    _from_replica(0, tensor, cluster)
     _require_same(tensors, cluster)
 
 
@@ -205,13 +205,26 @@ def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     _require_same(tensors, cluster)
 
 
+def _are_equal(tensors: Sequence[Tensor], cluster: Cluster) -> bool:
+    """Return whether all replicas have equal tensors; the same on all ranks."""
+    if cluster.topology.sharded:
+        return not _odd_ranks(tensors, cluster)
+    return cluster.control.is_same([checksum(*tensors) >> 2])
+
+
+def _odd_ranks(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
+    """Return the ranks whose tensors differ from those of replica 0."""
+    sums, topology = cluster.control.gather(checksum(*tensors)), cluster.topology
+    columns = topology.columns if topology.sharded else (range(len(sums)),)
+    return sorted(rank for own in columns for rank in own if sums[rank] != sums[own[0]])
+
+
 def _require_same(tensors: Sequence[Tensor], cluster: Cluster) -> None:
-    sums = cluster.control.gather(checksum(*tensors))
-    odd = [rank for rank, value in enumerate(sums) if value != sums[0]]
+    odd = _odd_ranks(tensors, cluster)
     if odd:
         raise RuntimeError(
             f"replicas still differ after consolidation: ranks {odd} have other checksums than "
-            "rank 0; was a parameter changed by another thread?"
+            "replica 0; was a parameter changed by another thread?"
         )
 
 
@@ -251,12 +264,12 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
 
 
 def _copy_from(source: int, tensors: Iterable[Tensor], cluster: Cluster) -> None:
-    with cluster.control.collective(f"taking the weights of rank {source}"):
+    with cluster.control.collective(f"taking the weights of replica {source}"):
         for tensor in tensors:
-            _from_rank(source, tensor, cluster)
+            _from_replica(source, tensor, cluster)
 
 
-def _from_rank(source: int, tensor: Tensor, cluster: Cluster) -> None:
+def _from_replica(source: int, tensor: Tensor, cluster: Cluster) -> None:
     _in_place(tensor, cluster.where, lambda t: cluster.broadcast(t, source))
 
 
@@ -275,4 +288,5 @@ def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor]
 
 def _replica_tensors(model: nn.Module) -> list[Tensor]:
     """Return all tensors of a replica: parameters, including frozen ones, and buffers."""
-    return [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    tensors = *own_parameters(model).values(), *model.buffers()
+    return [t.detach() for t in tensors if t.numel()]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.checksum import checksum
+from offbeat.core.buckets.shards import local_of
 
 ATTEMPTS = 3  # updates; some optimizers, such as SOAP, only create their state in the first one
 LEAST_RATE = 1e-6  # with a smaller learning rate, updates may be below rounding
@@ -69,6 +70,6 @@ class UpdateCheck:
 
 
 def _has_gradient(p: Tensor) -> bool:
-    if p.grad is None or not p.grad.numel():
+    if p.grad is None or not (gradient := local_of(p.grad.detach())).numel():
         return False
-    return 0.0 < float(p.grad.detach().abs().max()) < math.inf
+    return 0.0 < float(gradient.abs().max()) < math.inf

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters
+from offbeat.core.buckets.shards import reshard
 from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.forward_memory import ForwardMemory
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of
@@ -32,17 +33,22 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.iteration import Iteration, Timestamps
 
 
-def observing_plan(buckets: int, link: str, *, broadcasts: bool = False) -> Plan:
-    """Return a plan with one message of all gradients, sent when all of them are ready.
+def observing_plan(
+    buckets: int, link: str, *, of_parameters: bool = False, broadcasts: bool = False
+) -> Plan:
+    """Return a plan with one message of all gradients, sent when all of them are ready; with
+    `of_parameters`, one of all parameters after the step.
 
     The plan is valid for any order of gradients. With `broadcasts`, a broadcast of rank 0's module
     buffers follows.
     """
+    moments = (Moment("grad", buckets - 1), Moment("step"))
+    after, before = (Moment("step"), Moment("end")) if of_parameters else moments
     message = transfer(
-        "grad",
+        "param" if of_parameters else "grad",
         range(buckets),
-        after=Moment("grad", buckets - 1),
-        before=Moment("step"),
+        after=after,
+        before=before,
         phases=[0],
         link=link,
     )
@@ -69,6 +75,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: ComputeObserver):
         self._model, self._engine, self._device, self._turns = model, engine, device, turns
+        reshard(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._ready: list[tuple[str, Mark]] = []
         self._entered: list[tuple[str, Mark]] = []
@@ -79,7 +86,8 @@ class Observer:
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
         self._meter = NoiseMeter(dist.get_world_size())
-        engine.set_noise_meter(self._meter)
+        if not engine.flat.sharded:  # the meter needs whole gradients
+            engine.set_noise_meter(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(self._enter(name))
@@ -154,6 +162,7 @@ class Observer:
 
         If no ready order was observed, return the reverse order of the model.
         """
+        reshard(self._model)
         trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
         known = set(self.order)
         return self.order + [n for n in trained if n not in known] if known else trained[::-1]
@@ -250,6 +259,8 @@ class Observer:
 
         Return None with one rank only, or if a rank has not called backward on a scalar.
         """
+        if self._engine.flat.sharded:
+            return None
         losses = [float(loss) for loss in self._losses]
         seen = RankStatistics.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of([RankStatistics(**fields) for fields in control.gather(asdict(seen))])

@@ -33,7 +33,7 @@ class ActivePlan:
     def __init__(self, plan: Plan, engine: Engine, planned: int = 0) -> None:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
         self._engine = engine
-        self.program = Program(plan, engine.control.rank)
+        self.program = Program(plan, engine.replica)
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.reloaded = False  # whether weights were loaded since the buffers were computed
@@ -42,7 +42,7 @@ class ActivePlan:
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
         self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
         self.context = StorageContext(
-            engine.control.rank, self.flat, self.gradients, engine.state, self.updates
+            engine.replica, self.flat, self.gradients, engine.state, self.updates
         )
         self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)

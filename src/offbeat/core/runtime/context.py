@@ -12,6 +12,7 @@ from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.buckets.shards import local_of
 from offbeat.core.plan import Apply
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.updates import Updates
@@ -45,6 +46,8 @@ class StorageContext:
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
         tensors = self._values(buffer, buckets)
+        if self._flat.sharded:
+            return self._flat.shards.squared_norm(tensors)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
@@ -56,6 +59,9 @@ class StorageContext:
         if buffer != "grad":
             return self.read(buffer, buckets)
         copy = self._flat.copy_index(buffer)
+        if self._flat.sharded:
+            gradients = self._gradients.gradient_tensors(buckets, copy)
+            return tuple(local_of(gradient) for gradient in gradients)
         return tuple(self._flat.gradients(b, copy) for b in buckets)
 
     def swap(self, a: str, b: str, buckets: range) -> None:

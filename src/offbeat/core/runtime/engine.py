@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
+from offbeat.core.buckets.autograd_gradients import AutogradGradients, ShardGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
@@ -61,7 +61,9 @@ class Engine:
         device: Device,
         control: Control,
         timeout_s: float,
+        replica: int | None = None,
     ):
+        self.replica = control.rank if replica is None else replica  # its number in the plan
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
         self.waiting = Waiting(device, control, timeout_s)
@@ -88,7 +90,9 @@ class Engine:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
         self.flat = flat
-        self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
+        self.gradients: Gradients | AutogradGradients = (
+            ShardGradients(flat) if flat.sharded else Gradients(flat, self.control.world_size)
+        )
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
@@ -143,7 +147,7 @@ class Engine:
     def _place_gradients(self, *, sent: bool) -> None:
         """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd
         creates."""
-        if sent == self.gradients.sent:
+        if sent == self.gradients.sent or self.flat.sharded:
             return
         before = self.hooks
         before.remove()

@@ -16,6 +16,7 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
 from torch.utils.checkpoint import CheckpointFunction
 
+from offbeat.core.buckets.autograd_gradients import ShardGradients
 from offbeat.core.buckets.gradients import Gradients
 
 
@@ -92,7 +93,7 @@ class BackwardHooks(BackwardPasses):
     several buckets is always complete, in whatever order autograd computes the gradients.
     """
 
-    def __init__(self, gradients: Gradients, listener: BackwardListener):
+    def __init__(self, gradients: Gradients | ShardGradients, listener: BackwardListener):
         self._gradients = gradients
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
         super().__init__(listener)

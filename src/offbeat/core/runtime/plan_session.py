@@ -21,6 +21,7 @@ from offbeat.core.console import console
 from offbeat.core.derive import effects
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.derive.deferred import defer_updates
+from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
@@ -109,6 +110,7 @@ class FlatSession(Session):
             cluster.device,
             cluster.control,
             cluster.timeout_s,
+            cluster.replica,
         )
         # Guard from a step to the next forward, for plans whose ranks pass parameters on.
         self._untouched = WeightChanges(
@@ -172,6 +174,8 @@ class FlatSession(Session):
         ) as caught:  # rank 0 reports warnings for all ranks
             warnings.simplefilter("always")
             plan = self._checked_plan(self._strategy)
+            if self.engine.flat.sharded:
+                plan = self._plan_of_shards(plan)
         trial = None
         if habits is not None:
             plan = self._suitable_plan(plan, habits)
@@ -196,7 +200,8 @@ class FlatSession(Session):
             reports.listener = self._recorder.add_iteration
             reports.needs_ready_times = self._recorder.needs_ready_times
             self._recorder.start(str(self._strategy), self.plan, observed, self.profile)
-            self._recorder.set_sample(partial(Sample.of, self.engine.flat))
+            if not self.engine.flat.sharded:  # ranks of a node hold different parameters
+                self._recorder.set_sample(partial(Sample.of, self.engine.flat))
         self._stop_guard()
         self._monitor = self._strategy.monitor()
         if self._monitor is not None:
@@ -210,6 +215,26 @@ class FlatSession(Session):
         else:
             plan = without_broadcast(plan)
         raise_if_wrong(plan, self.profile)
+        return plan
+
+    def _plan_of_shards(self, plan: Plan) -> Plan:
+        """Return the plan for a sharded model, or that of the variant that updates at the step.
+
+        Raises:
+            ValueError: the plan sends or changes gradients, which FSDP keeps.
+        """
+        asked = self._strategy
+        if early_remedy(plan) is not None and (variant := asked.at_step()) is not None:
+            self._strategy, self._varied = variant, True
+            why = "the model is sharded, and FSDP keeps its gradients until the step"
+            self._report_line(f"{why}, so {variant} runs instead of {asked}")
+            plan = self._checked_plan(variant)
+        if not leaves_gradients(plan):
+            raise ValueError(
+                f"{asked} must leave gradients to the optimizer where the model is sharded "
+                "(fully_shard): FSDP keeps them in tensors of its own; use a strategy that "
+                "averages parameters, such as DreamDDP(average='before_update') or LocalSGD()"
+            )
         return plan
 
     def _broadcasts(self, strategy: Strategy) -> bool:
@@ -410,8 +435,12 @@ class FlatSession(Session):
         """Run BSP, measure a profile and plan from it."""
         first = next(iter(self._cluster.links))
         self.engine.set_watched(UsageRecorder())
+        flat = self.engine.flat
         plan = observing_plan(
-            len(self.engine.flat.buckets), first, broadcasts=self._broadcasts(self._strategy)
+            len(flat.buckets),
+            first,
+            of_parameters=flat.sharded,
+            broadcasts=self._broadcasts(self._strategy),
         )
         self._cluster.open(plan.links)
         self._guard_links()

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.buckets.flat import require_supported
+from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
 from offbeat.core.console import console
 from offbeat.core.files import write_or_warn
@@ -153,8 +154,10 @@ def prepare(
             sinks as in the variable OFFBEAT_METRICS, such as "prometheus:9400".
         record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
             takes precedence.
-        mesh: device mesh that states which ranks share a replica, of two dimensions: between nodes,
-            and inside a node. All ranks of a node hold the whole model and average their gradients
+        mesh: device mesh that states which ranks share a replica. For a model that `fully_shard`
+            has divided inside nodes: the dimension between nodes, as in mesh=mesh["between"]; the
+            strategy must average parameters. For whole models: two dimensions, between nodes and
+            inside a node. All ranks of a node hold the whole model and average their gradients
             in every iteration; the strategy averages between nodes. None, and no `nodes`: every
             rank trains a replica of its own.
         nodes: the same without a mesh: "auto" for the ranks that torchrun starts on one host
@@ -530,8 +533,15 @@ def _require_mesh(mesh: object) -> None:
 
 def _require_plan(strategy: Strategy, topology: Topology) -> None:
     """Raise ValueError on every rank if replicas have several ranks and the strategy has a session
-    of its own, which supports one rank per replica only."""
-    if not topology.is_flat:
+    of its own, which supports one rank per replica only, or if it averages gradients and the model
+    is sharded."""
+    if topology.sharded and strategy.synchronous:
+        raise ValueError(
+            f"strategy ({strategy}) must be one that averages parameters where the model is "
+            "sharded (fully_shard), because FSDP keeps the gradients; use one such as "
+            "dreamddp:period=8 or local-sgd:period=8"
+        )
+    if not (topology.is_flat or topology.sharded):
         raise ValueError(
             f"nodes of several ranks ({topology}) are not supported yet; leave them out"
         )
@@ -622,7 +632,7 @@ def _connect(
         )
     _register_exit(joined_here)
     rank, size = dist.get_rank(), dist.get_world_size()
-    claim = claim_topology(mesh, nodes, None, rank, size, os.environ)
+    claim = claim_topology(mesh, nodes, shard_ranks(model), rank, size, os.environ)
     return connect(specs, where, device, timeout_s, claim)
 
 

@@ -92,6 +92,12 @@ class Cluster:
         """
         return self.everyone if self.topology.is_flat else self.groups[next(iter(self.specs))]
 
+    @property
+    def holders(self) -> dist.ProcessGroup:
+        """Group of the ranks that hold the same tensors as this rank: its column if the model is
+        sharded, otherwise all ranks."""
+        return self.column if self.topology.sharded else self.everyone
+
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
         """Open links and channels that are not open yet.
 
@@ -177,12 +183,13 @@ class Cluster:
         return group
 
     def average(self, tensor: Tensor) -> None:
-        """Average a contiguous tensor over all ranks, in place."""
-        averaging(self.everyone)(tensor)
+        """Average a contiguous tensor over the ranks that hold it, in place."""
+        averaging(self.holders)(tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy a contiguous tensor of rank `source` to all ranks."""
-        dist.broadcast(tensor, src=source, group=self.everyone)
+        """Copy a contiguous tensor of replica `source` to the ranks that hold it."""
+        rank = self.topology.nodes[source][self.member if self.topology.sharded else 0]
+        dist.broadcast(tensor, src=rank, group=self.holders)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the cluster is closed."""
