@@ -25,7 +25,9 @@ class AutogradGradients:
         self.parameters, self.starts = flat.parameters, flat.starts
         self.empty = False  # whether `zero_grad` has set all gradients to None
         for p in self.parameters:
-            if p.grad is not None and not flat.sharded:  # `data` has a version counter of its own
+            if (
+                p.grad is not None and not flat.is_sharded
+            ):  # `data` has a version counter of its own
                 p.grad = p.grad.data
         self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # applied in backward
 

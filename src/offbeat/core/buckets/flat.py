@@ -98,14 +98,14 @@ class Flat:
         self.buckets: list[FlatBucket] = [
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
-        if not self.sharded:
+        if not self.is_sharded:
             self.take_gradients()
         if before is not None:
             before.free("grad")
         self.former.note()
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether this rank holds shards of the parameters. FSDP holds their gradients then."""
         return is_sharded(self.parameters[0])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from offbeat.core.buckets.shards import stored_bytes
+from offbeat.core.buckets.shards import shard_bytes
 from offbeat.core.profile import Profile
 
 Key = tuple[torch.dtype, torch.device]
@@ -93,7 +93,7 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
             tuple(n for n in names if n in buffers),
         )
         _require_one_key(spec, [(parameters | buffers)[n] for n in names])
-        size = sum(stored_bytes(parameters[n]) for n in spec.parameters)
+        size = sum(shard_bytes(parameters[n]) for n in spec.parameters)
         if size != bucket.size_bytes:
             raise ValueError(
                 f"the profile does not match the model: bucket {bucket.name!r} has "
@@ -124,7 +124,7 @@ def _belongs(tensors: dict[str, nn.Parameter], group: list[str], name: str, min_
     if key_of(tensors[group[0]]) != key_of(tensors[name]):
         return False
     same_module = _owner(group[-1]) == _owner(name)
-    return same_module or sum(stored_bytes(tensors[n]) for n in group) < min_bytes
+    return same_module or sum(shard_bytes(tensors[n]) for n in group) < min_bytes
 
 
 def _title(tensors: dict[str, nn.Parameter], names: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def stored_elements(p: Tensor) -> int:
+def shard_elements(p: Tensor) -> int:
     """Return the elements that each rank stores of a parameter, with padding."""
     if not is_sharded(p):
         return p.numel()
@@ -41,9 +41,9 @@ def stored_elements(p: Tensor) -> int:
     return -(-p.size(dim) // ranks) * (p.numel() // max(p.size(dim), 1))
 
 
-def stored_bytes(p: Tensor) -> int:
+def shard_bytes(p: Tensor) -> int:
     """Return the bytes that each rank stores of a parameter, with padding."""
-    return stored_elements(p) * p.element_size()
+    return shard_elements(p) * p.element_size()
 
 
 class Shards:

@@ -86,7 +86,7 @@ class Observer:
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
         self._meter = NoiseMeter(dist.get_world_size())
-        if not engine.flat.sharded:  # the meter needs whole gradients
+        if not engine.flat.is_sharded:  # the meter needs whole gradients
             engine.set_noise_meter(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
@@ -259,7 +259,7 @@ class Observer:
 
         Return None with one rank only, or if a rank has not called backward on a scalar.
         """
-        if self._engine.flat.sharded:
+        if self._engine.flat.is_sharded:
             return None
         losses = [float(loss) for loss in self._losses]
         seen = RankStatistics.of(losses, self._meter.take(), self._engine.optimizer)

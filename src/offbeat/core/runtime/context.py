@@ -46,7 +46,7 @@ class StorageContext:
 
     def squared_norm(self, buffer: str, buckets: range) -> float:
         tensors = self._values(buffer, buckets)
-        if self._flat.sharded:
+        if self._flat.is_sharded:
             return self._flat.shards.squared_norm(tensors)
         return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
 
@@ -59,7 +59,7 @@ class StorageContext:
         if buffer != "grad":
             return self.read(buffer, buckets)
         copy = self._flat.copy_index(buffer)
-        if self._flat.sharded:
+        if self._flat.is_sharded:
             gradients = self._gradients.gradient_tensors(buckets, copy)
             return tuple(local_of(gradient) for gradient in gradients)
         return tuple(self._flat.gradients(b, copy) for b in buckets)

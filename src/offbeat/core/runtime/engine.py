@@ -91,7 +91,7 @@ class Engine:
         self.detach()
         self.flat = flat
         self.gradients: Gradients | AutogradGradients = (
-            ShardGradients(flat) if flat.sharded else Gradients(flat, self.control.world_size)
+            ShardGradients(flat) if flat.is_sharded else Gradients(flat, self.control.world_size)
         )
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
@@ -147,7 +147,7 @@ class Engine:
     def _place_gradients(self, *, sent: bool) -> None:
         """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd
         creates."""
-        if sent == self.gradients.sent or self.flat.sharded:
+        if sent == self.gradients.sent or self.flat.is_sharded:
             return
         before = self.hooks
         before.remove()

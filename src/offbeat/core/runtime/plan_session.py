@@ -174,7 +174,7 @@ class FlatSession(Session):
         ) as caught:  # rank 0 reports warnings for all ranks
             warnings.simplefilter("always")
             plan = self._checked_plan(self._strategy)
-            if self.engine.flat.sharded:
+            if self.engine.flat.is_sharded:
                 plan = self._plan_of_shards(plan)
         trial = None
         if habits is not None:
@@ -200,7 +200,7 @@ class FlatSession(Session):
             reports.listener = self._recorder.add_iteration
             reports.needs_ready_times = self._recorder.needs_ready_times
             self._recorder.start(str(self._strategy), self.plan, observed, self.profile)
-            if not self.engine.flat.sharded:  # ranks of a node hold different parameters
+            if not self.engine.flat.is_sharded:  # ranks of a node hold different parameters
                 self._recorder.set_sample(partial(Sample.of, self.engine.flat))
         self._stop_guard()
         self._monitor = self._strategy.monitor()
@@ -439,7 +439,7 @@ class FlatSession(Session):
         plan = observing_plan(
             len(flat.buckets),
             first,
-            of_parameters=flat.sharded,
+            of_parameters=flat.is_sharded,
             broadcasts=self._broadcasts(self._strategy),
         )
         self._cluster.open(plan.links)
