@@ -18,9 +18,10 @@ from pathlib import Path
 from random import Random
 from statistics import fmean
 
-from offbeat.experiments.advice import WIRES, Option, advise, predict_option
+from offbeat.experiments.advice import Option, advise, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.strategies import WFBP, DeFT, DreamDDP, LocalSGD, Strategy, find, strategy_names
+from offbeat.strategies.compressible import SUGGESTED_WIRES as WIRES
 
 JITTERS = (0.0, 0.0, 0.0, 0.1)
 LATENCIES_S = (1e-4, 1e-3, 2e-2)

@@ -38,7 +38,7 @@ from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
 
 DOCS = Path(__file__).parent
 PICTURES = DOCS / "pictures"
-COLUMNS = 100  # width of printed tables
+COLUMNS = 80  # width of printed tables
 SLOW = (1.0, 1.0, 1.0, 2.0)  # one worker computes half as fast
 FAST_LINK = 10  # times as fast, where whole models travel between two
 UNEVEN = f"Worker 3 computes half as fast; links are {FAST_LINK} times as fast as on other pages."

@@ -37,7 +37,7 @@ COMMANDS = {
     f"simulate --profile {PROFILE} --strategy ddp,dreamddp,a2cid2,cyclic": "dreamddp",
     f"simulate --profile {PROFILE} --strategy ssp --servers 1": "ssp, seconds per iteration",
     f"simulate --profile {PROFILE} --strategy ddp --rate 10mbit,1gbit --hosts 4,32": "32",
-    f"advise --profile {PROFILE}": "advised:",
+    f"advise --profile {PROFILE}": "the method to take",
     "strategies": "dreamddp",
     "doctor": "the lab needs Linux (this is win32)",
 }

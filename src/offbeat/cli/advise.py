@@ -2,73 +2,428 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.cli import texts
-from offbeat.cli.sweep import align_columns
 from offbeat.core.profile import Profile
+from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.parsing import pairs, parse_value, text_of
-from offbeat.experiments.advice import Advice, Option, advise, describe_change
+from offbeat.core.strategy.registry import BASELINE
+from offbeat.experiments.advice import CHANGES, MAX_STALENESS, advise
+from offbeat.experiments.advice.needs import LEAST_RATE_BPS, SHARES
+from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
+from offbeat.experiments.advice.verdict import Row, Verdict, decide
+from offbeat.experiments.advice.work import Work
 from offbeat.experiments.report.table import wrap
+from offbeat.jobs.words import digits, size
 
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
 
-SHOWN = 12  # largest number of options in the table; the JSON output has all options
 MEGA = 1e6
-DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
-COLUMNS = ("", "ms per update", "MB", "stale", "mathematics")
-NARROW_COLUMNS = ("", "ms", *COLUMNS[2:])
-MARKS = (
-    "* advised: the gentlest strategy that is nearly as fast as the fastest one",
-    "+ also worth comparing on your model",
-    "ms per update: predicted; MB: sent by a host per iteration",
-    "stale: iterations until a gradient has reached all hosts; DDP's 0",
-    "mathematics: same numbers as DDP, averaged (rarely), late, or lossy (encoded)",
-)
+DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
+GAP = "  "
+DROPPED = ("range", "90 % at")  # columns that narrow terminals leave out, in this order
+LEAST_LABEL = 23  # characters of the last column from which no column is left out
+UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+RATE_UNITS = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
+UNIT_FROM = 3.0  # the fastest method takes at least this many of the unit of the table
+SHORT = {"days": "d", "hours": "h", "minutes": "min", "seconds": "s"}
+SHOWN_SHARE = 0.9  # share of computing time in the table
+LARGE_CHANGE = 0.01  # relative change of time from which a change of the machines is worth a word
 
 
-def advice_text(advice: Advice, command: str, compute: str | None, width: int) -> str:
-    """Return the text of `offbeat advise`: table of options, advice, notes, compare command.
+# --- question and answer -------------------------------------------------------------------------
 
-    If a line of the table is longer than `width`, the last column names only the kind of change.
-    Lines of the command break between options.
+
+@dataclass(frozen=True)
+class Question:
+    """Options of `offbeat advise`.
+
+    Attributes:
+        work: amount of training.
+        hosts: number of machines; None for the profile's.
+        rate: text of the rate of the network; None for the measured one.
+        devices: number of devices of each machine.
+        cluster: cluster file instead of `hosts` and `rate`.
+        max_staleness: largest staleness of the advised strategy.
+        device: the user's device; None for the measured one.
+        device_text: option that describes it in a command of `compare`.
+        device_memory: bytes of a device; None if not given.
+        price: price of a machine and hour; None if not given.
+        everything: whether all strategies and all shares of computing time are computed.
     """
-    shown = list(advice.options[:SHOWN])
-    shown += [option for option in advice.compared if option not in shown]
-    left = len(advice.options) - len(shown)
-    table = _table([COLUMNS, *(_row(o, advice, describe_change(o)) for o in shown)])
-    if any(len(line) > width for line in table):
-        table = _table([NARROW_COLUMNS, *(_row(o, advice, o.change) for o in shown)])
-    lines = table + [f"and {left} more that are slower (--json has all)"] * (left > 0)
-    chosen = advice.chosen
-    notes = [f"advised: {text_of(chosen.strategy)} ({describe_change(chosen)})"]
-    notes += [f"note: {note}" for note in (*advice.notes, *filter(None, [compute]))]
-    notes.append("losses are not predicted; compare on your model:")
-    for text in ("", *MARKS, "", *notes):
-        lines += wrap(text, width, "  ") or [""]
-    return "\n".join([*lines, *_command_lines(command, width)])
+
+    work: Work
+    hosts: int | None = None
+    rate: str | None = None
+    devices: int = 1
+    cluster: Path | None = None
+    max_staleness: int = MAX_STALENESS
+    device: DeviceSpeed | None = None
+    device_text: str | None = None
+    device_memory: float | None = None
+    price: float | None = None
+    everything: bool = False
+
+    def place(self, profile: Profile) -> Place:
+        """Return the machines of the question, with the model of a profile."""
+        from offbeat.lab.units import parse_rate_bps
+
+        if self.device is not None:
+            profile = self.device.apply(profile)
+        texts.require_range("--per-host", self.devices, 1, "it is the number of devices")
+        if self.cluster is None:
+            return place_of(profile, self.hosts, parse_rate_bps(self.rate, "--rate"), self.devices)
+        if self.hosts is not None or self.rate is not None:
+            raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
+        from offbeat.lab import Cluster
+
+        texts.require_file(self.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
+        return place_on_cluster(profile, Cluster.load(self.cluster), self.devices)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with aligned columns, except for the last one."""
-    numbers = align_columns([row[:-1] for row in rows]).splitlines()
-    return [f"{a}  {row[-1]}" for a, row in zip(numbers, rows, strict=True)]
+@dataclass(frozen=True)
+class Answer:
+    """Verdict of a question with its command and the device that it is for."""
+
+    verdict: Verdict
+    command: str | None
+    compute: Compute
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return the JSON output."""
+        return {**to_dict(self.verdict, self.command), "compute": self.compute.record()}
+
+    @property
+    def device_text(self) -> str:
+        """Return a sentence about the device whose times these are."""
+        return self.compute.text or (
+            f"these times are of the measured machine ({1e3 * self.compute.iteration_s:.4g} ms of "
+            "compute per iteration); --device-speed 20x or --iteration-s .035 predicts for yours"
+        )
+
+    def text(self, width: int, *, verbose: bool) -> str:
+        """Return the printed output."""
+        return verdict_text(
+            self.verdict,
+            compute=self.device_text,
+            command=self.command,
+            width=width,
+            verbose=verbose,
+        )
 
 
-def _row(option: Option, advice: Advice, change: str) -> list[str]:
-    mark = "*" if option == advice.chosen else "+" if option in advice.compared else " "
-    name = f"{mark} {text_of(option.strategy)}"
-    numbers = [f"{1e3 * option.update_s:.4g}", f"{option.bytes / MEGA:.3g}"]
-    return [name, *numbers, str(option.staleness), change]
+def answer(question: Question, profile: Profile, file: Path | None) -> Answer:
+    """Return the answer to a question.
+
+    Args:
+        question: options of the command.
+        profile: measured profile.
+        file: its file, if it is kept.
+    """
+    place = question.place(profile)
+    verdict = decide(
+        place,
+        question.work,
+        max_staleness=question.max_staleness,
+        device_memory=question.device_memory,
+        price=question.price,
+        shares=SHARES if question.everything else (SHOWN_SHARE,),
+        everything=question.everything,
+        rate_text=rate,
+    )
+    command = compare_command(verdict, question, profile, file)
+    return Answer(verdict, command, Compute.of(profile, question.device))
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def verdict_text(
+    verdict: Verdict, *, compute: str, command: str | None, width: int, verbose: bool
+) -> str:
+    """Return the text of `offbeat advise`: the verdict, the table, notes, the compare command.
+
+    Args:
+        verdict: verdict to print.
+        compute: sentence about the device whose times these are.
+        command: command that compares the advised strategies; None if they cannot be compared.
+        width: characters per line.
+        verbose: whether all shares, counts and notes are printed.
+    """
+    unit, scale = _unit_of(verdict.best.seconds or 0.0)
+    paragraphs = [_headline(verdict), *_sentences(verdict), ""]
+    lines = [line for text in paragraphs for line in (wrap(text, width, GAP) or [""])]
+    lines += _table(verdict, unit, scale, width)
+    lines.append("")
+    for text in _legend(verdict, verbose=verbose):
+        lines += wrap(text, width, GAP)
+    for note in (compute, *_notes(verdict, verbose=verbose)):
+        lines += wrap(f"note: {note}", width, GAP)
+    if verbose:
+        lines += ["", *_rate_table(verdict, width)]
+    if command is not None:
+        lines += [
+            "losses are not predicted; compare on your model:",
+            *_command_lines(command, width),
+        ]
+    return "\n".join(lines)
+
+
+def _unit_of(seconds: float) -> tuple[str, float]:
+    """Return the unit of which a time has at least `UNIT_FROM`, and its seconds."""
+    return next((unit for unit in UNITS if seconds >= UNIT_FROM * unit[1]), UNITS[-1])
+
+
+def span(seconds: float) -> str:
+    """Return a time as '41 h'."""
+    unit, scale = _unit_of(seconds)
+    return f"{digits(seconds / scale, 2)} {SHORT[unit]}"
+
+
+def rate(rate_bps: float | None, count: int = 2) -> str:
+    """Return a rate as '150 Mbit/s', with `count` digits; '-' for None, 'any' for the least rate
+    of a search."""
+    if rate_bps is None:
+        return "-"
+    if rate_bps <= LEAST_RATE_BPS:
+        return "any"
+    rounded = float(f"{rate_bps:.{count}g}")
+    scale, unit = next((one for one in RATE_UNITS if rounded >= one[0]), RATE_UNITS[-1])
+    return f"{rounded / scale:,.4g} {unit}"
+
+
+def _headline(verdict: Verdict) -> str:
+    """Return the method to take and its time, and those of what most users would take."""
+    best, place = verdict.best, verdict.place
+    link = rate(place.rate_bps, 3)
+    machines = f"{place.machines} machines"
+    if place.devices > 1:
+        machines += f" of {place.devices} devices"
+    text = f"{machines} at {link}, {verdict.work.text}: {_with_range(best)}."
+    others = [
+        row
+        for row in verdict.rows
+        if row.seconds is not None
+        and row is not best
+        and (row.method.strategy is None or row.method.label == BASELINE)
+    ]
+    if others:
+        named = [f"{row.method.label} {span(row.seconds or 0.0)}" for row in others]
+        text += f" Others: {', '.join(named)}."
+    return text
+
+
+def _with_range(row: Row) -> str:
+    assert row.seconds is not None
+    assert row.range_s is not None
+    unit, scale = _unit_of(row.seconds)
+    low, high = (digits(seconds / scale, 2) for seconds in row.range_s)
+    verb = "alone takes" if row.method.machines == 1 else "takes"
+    time = digits(row.seconds / scale, 2)
+    return f"{row.method.label} {verb} {time} {SHORT[unit]} ({low} to {high})"
+
+
+def _sentences(verdict: Verdict) -> Iterator[str]:
+    """Yield sentences about help, changes of the mathematics, memory and cost."""
+    yield _help(verdict)
+    method = verdict.best.method
+    if method.machines > 1 and method.change != CHANGES[0]:
+        yield (
+            f"warning: these are times for equal numbers of samples. {method.label} changes what "
+            f"is learnt ({method.changes}), so it may need more samples to the same loss"
+        )
+    if verdict.device_memory is not None:
+        yield _fits(verdict)
+    if verdict.price is not None and verdict.best.cost is not None:
+        alone = verdict.row("one machine")
+        text = f"cost: {_money(verdict.best.cost)}"
+        if alone is not None and alone.cost is not None and alone is not verdict.best:
+            text += f", one machine {_money(alone.cost)}"
+        yield f"{text} at {verdict.price:g} per machine and hour"
+
+
+def _money(value: float) -> str:
+    return digits(value) if value < 1000 else f"{value:,.0f}"
+
+
+def _help(verdict: Verdict) -> str:
+    """Return the sentence about what would help."""
+    if verdict.best.method.machines == 1:
+        if verdict.worthwhile_bps is None:
+            return "No rate makes all machines together faster than one."
+        return f"All machines together are faster than one from {rate(verdict.worthwhile_bps)} on."
+    best = verdict.helps[0]
+    if best.saved < LARGE_CHANGE:
+        names = " nor ".join(one.text for one in verdict.helps)
+        return f"Neither {names} would help: compute takes the time."
+    text = f"{best.text[:1].upper()}{best.text[1:]} would save {_percent(best.saved)} of the time"
+    rest = [one for one in verdict.helps if one is not best]
+    if rest:
+        text += ", " + ", ".join(f"{one.text} {_percent(one.saved)}" for one in rest)
+    return f"{text}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %".replace("-0 %", "0 %")
+
+
+def _fits(verdict: Verdict) -> str:
+    room = size(verdict.device_memory)
+    too_large = [row.method.label for row in verdict.rows if row.fits is False]
+    known = all(row.method.memory.activations_bytes is not None for row in verdict.rows)
+    left_out = "" if known else "; activations are not measured and come on top"
+    if not too_large:
+        return f"Every method fits into {room} per device{left_out}."
+    return f"Does not fit into {room} per device: {', '.join(too_large)}{left_out}."
+
+
+def _table(verdict: Verdict, unit: str, scale: float, width: int) -> list[str]:
+    """Return the table of methods. The columns after the time are left out if there is no room."""
+    heads = ["", unit, "range"]
+    if any(row.rates_bps for row in verdict.rows):
+        heads.append(f"{_percent(SHOWN_SHARE)} at")
+    heads += ["memory"] * (verdict.device_memory is not None)
+    heads += ["cost"] * (verdict.price is not None)
+    rows = [[*heads, "numbers", "method"], *(_cells(row, verdict, scale) for row in verdict.rows)]
+    rows = [[*row[:-2], row[-2].ljust(max(len(one[-2]) for one in rows)), row[-1]] for row in rows]
+    for _ in DROPPED:
+        if width - _numbers_width(rows) < LEAST_LABEL:
+            rows = [[*row[:2], *row[3:]] for row in rows]
+    return _lines(rows, width)
+
+
+def _lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return lines with aligned columns; the last column is wrapped between settings."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    indent, lines = _numbers_width(rows), list[str]()
+    for *numbers, label in rows:
+        cells = [cell.rjust(w) for cell, w in zip(numbers, widths, strict=True)]
+        first, *more = _label_lines(label, width - indent)
+        lines += [GAP.join([*cells, first]), *(" " * indent + part for part in more)]
+    return [line.rstrip() for line in lines]
+
+
+def _numbers_width(rows: Sequence[Sequence[str]]) -> int:
+    """Return the characters before the last column."""
+    columns = zip(*(row[:-1] for row in rows), strict=True)
+    return sum(max(map(len, column)) + len(GAP) for column in columns)
+
+
+def _cells(row: Row, verdict: Verdict, scale: float) -> list[str]:
+    method = row.method
+    compared = [option.strategy for option in verdict.advice.compared]
+    cells = ["*" if row is verdict.best else "+" if method.strategy in compared else " "]
+    if row.seconds is None or row.range_s is None:
+        cells += ["-", "-"]
+    else:
+        low, high = (digits(s / scale, 2) for s in row.range_s)
+        cells += [digits(row.seconds / scale), f"{low}-{high}"]
+    if any(one.rates_bps for one in verdict.rows):
+        cells.append(rate(row.rates_bps.get(SHOWN_SHARE)))
+    if verdict.device_memory is not None:
+        cells.append(size(method.memory.total_bytes) + "!" * (row.fits is False))
+    if verdict.price is not None:
+        cells.append("-" if row.cost is None else _money(row.cost))
+    return [*cells, method.change, method.label]
+
+
+def _label_lines(label: str, room: int) -> list[str]:
+    """Return the label in lines of at most `room` characters, broken before settings."""
+    lines, line = [], ""
+    for part in re.split(r"(?=:)", label):
+        if line and len(line) + len(part) > room:
+            lines.append(line)
+            line = GAP
+        line += part
+    return [*lines, line]
+
+
+def _legend(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
+    compared = any(
+        row.method.strategy == option.strategy
+        for row in verdict.rows
+        for option in verdict.advice.compared
+        if row is not verdict.best
+    )
+    yield "* the method to take" + ("; + also worth comparing on your model" if compared else "")
+    if any(row.rates_bps for row in verdict.rows):
+        share = _percent(SHOWN_SHARE)
+        yield f"{share} at: least rate at which compute takes {share} of the time; -: at none"
+    if verdict.device_memory is not None:
+        yield "memory: on each device; !: does not fit"
+    if verbose:
+        yield (
+            "numbers: same numbers as DDP; larger batch (rarer updates); averaged (rarely); late; "
+            "lossy (encoded)"
+        )
+
+
+def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
+    """Yield remarks about the profile, the network and the number of machines."""
+    yield from verdict.advice.notes
+    place = verdict.place
+    if verdict.best.method.machines > 1:
+        if verdict.last_machine > place.machines:
+            yield (
+                f"up to {verdict.last_machine} machines, each further one adds at least half a "
+                "machine's speed"
+            )
+        else:
+            yield (
+                f"beyond {verdict.last_machine} machine{'s' * (verdict.last_machine > 1)}, a "
+                "further one adds less than half a machine's speed"
+            )
+    if verdict.critical_machines is not None and (
+        verbose or verdict.critical_machines < 4 * place.machines
+    ):
+        yield (
+            f"by the measured noise of gradients, {digits(verdict.critical_machines, 2)} machines "
+            "that average every gradient need twice the samples to the same loss"
+        )
+    link = place.profile.default_link
+    if link.connections > 1:
+        yield f"link {link.name!r} has {link.connections} connections between two machines"
+    if place.estimated and verbose:
+        yield "message times are estimated from the rate; `offbeat profile` measures them"
+    if place.devices > 1:
+        yield "messages inside a machine count as free, and its devices share one replica"
+
+
+def _rate_table(verdict: Verdict, width: int) -> list[str]:
+    """Return the least rates in Mbit/s for all shares of computing time, bytes and staleness."""
+    shares = sorted({share for row in verdict.rows for share in row.rates_bps})
+    heads = [*map(_percent, shares), "MB sent", "stale", "method"]
+    rows = [
+        [
+            *(_megabits(row.rates_bps[share]) for share in shares),
+            f"{row.method.sent_bytes / MEGA:.3g}",
+            str(row.method.staleness),
+            row.method.label,
+        ]
+        for row in verdict.rows
+        if row.rates_bps
+    ]
+    title = "Mbit/s from which compute takes a share of the time; MB sent per iteration:"
+    return [*wrap(title, width, GAP), *_lines([heads, *rows], width)]
+
+
+def _megabits(rate_bps: float | None) -> str:
+    if rate_bps is None or rate_bps <= LEAST_RATE_BPS:
+        return "-" if rate_bps is None else "any"
+    return digits(float(f"{rate_bps / MEGA:.2g}"), 2)
 
 
 def _command_lines(command: str, width: int) -> list[str]:
@@ -79,18 +434,25 @@ def _command_lines(command: str, width: int) -> list[str]:
 
 
 def compare_command(
-    advice: Advice, profile: Profile, file: Path, device_speed: str | None = None
-) -> str:
-    """Return the command that compares the advised options on the cluster of `profile`.
+    verdict: Verdict, question: Question, profile: Profile, file: Path | None
+) -> str | None:
+    """Return the command that compares the advised options on these machines; None if several
+    devices share a replica.
 
-    It reuses the profile in `file`. `--hosts` and `--rate` can describe one link without delay;
-    other clusters need a cluster file.
+    It reuses the profile in `file`, if `compare` can convert it. `--hosts` and `--rate` can
+    describe one link without delay; other clusters need a cluster file.
     """
-    names = ",".join(text_of(option.strategy) for option in advice.compared)
-    place = _place(profile) or ["--cluster", "cluster.toml"]
-    place += ["--profile", str(file)]
-    place += ["--device-speed", device_speed] if device_speed else []
-    return shlex.join(["offbeat", "compare", *place, "--strategies", names, "train.py"])
+    place, options = verdict.place, verdict.advice.compared
+    if place.devices > 1:
+        return None
+    where = _place(place.profile) or ["--cluster", "cluster.toml"]
+    if question.cluster is not None:
+        where = ["--cluster", str(question.cluster)]
+    if file is not None and profile.world_size > 1:
+        where += ["--profile", str(file)]
+    where += ["--device-speed", question.device_text] if question.device_text else []
+    names = ",".join(text_of(option.strategy) for option in options)
+    return shlex.join(["offbeat", "compare", *where, "--strategies", names, "train.py"])
 
 
 def _place(profile: Profile) -> list[str] | None:
@@ -109,9 +471,11 @@ def _place(profile: Profile) -> list[str] | None:
     return [*hosts, "--rate", format_rate(round(float(f"{rate_bps:.3g}")))]
 
 
-def to_dict(advice: Advice, command: str) -> dict[str, Any]:
+def to_dict(verdict: Verdict, command: str | None) -> dict[str, Any]:
     """Return the JSON output of `offbeat advise`."""
+    advice = verdict.advice
     return {
+        **verdict.to_dict(),
         "command": command,
         "advised": text_of(advice.chosen.strategy),
         "compared": [text_of(option.strategy) for option in advice.compared],

@@ -27,14 +27,14 @@ if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that
     from offbeat.lab import Cluster
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
-SCRIPT_COMMANDS = ("run", "profile", "compare", "join", "rehearse")
+SCRIPT_COMMANDS = ("run", "profile", "compare", "join", "rehearse", "advise")
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
 REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
-ADVICE_WIDTH = 140  # of `advise`, whose table has a sentence per row
+ADVICE_WIDTH = 80  # of `advise` if the output is no terminal
 LEAST_WIDTH = 60  # least width of a table in characters; a narrower terminal wraps its lines
 
 app = App(
@@ -446,34 +446,79 @@ def simulate(
 
 @app.command
 def advise(
-    *,
-    profile: ProfileIn,
+    script: Annotated[
+        str | None, Parameter(help="A training script to measure on one device, without --profile.")
+    ] = None,
+    /,
+    *args: ScriptArgs,
+    profile: Annotated[Path | None, option("Measured profile (JSON) instead of a script.")] = None,
+    hosts: Annotated[int | None, number("Number of machines.  [default: the profile's]")] = None,
+    rate: Annotated[str | None, option("Rate of the network.  [default: as measured]")] = None,
+    per_host: Annotated[int, number("Devices of each machine, which share a replica.")] = 1,
+    cluster: Annotated[
+        Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
+    ] = None,
+    samples: Annotated[str | None, option("Samples in all, such as 10M; needs --batch.")] = None,
+    batch: Annotated[int | None, number("Samples per iteration of one device.")] = None,
+    iterations: Annotated[
+        str | None, option("Iterations that one device would need.  [default: 1000]")
+    ] = None,
     max_staleness: Annotated[
         int, number("Largest number of iterations until an update has reached all workers.")
     ] = MAX_STALENESS,
-    rate: Annotated[str | None, option("Rate of the links instead of the measured one.")] = None,
-    hosts: Annotated[int | None, number("Number of ranks instead of the profile's.")] = None,
     device_speed: DeviceSpeed = None,
+    iteration_s: Annotated[
+        str | None, option("Measured seconds of compute per iteration of your device.")
+    ] = None,
+    device_memory: Annotated[str | None, option("Memory of a device, such as 24GB.")] = None,
+    price: Annotated[float | None, option("Price of a machine and hour.")] = None,
+    out: Annotated[
+        Path | None, option("File for the verdict (JSON), for OFFBEAT_VERDICT.", "--out", "-o")
+    ] = None,
     json_: Json = False,
+    verbose: Verbose = False,
 ) -> int:
-    """Rank strategies and their periods by predicted time, and recommend some to compare.
+    """Decide how to train: hours of one machine, of DDP, ZeRO-3 and the strategies.
 
-    Example: offbeat advise --profile profile.json --max-staleness 19 --hosts 8 --rate 50mbit
+    Example: offbeat advise --hosts 4 --rate 200mbit --samples 10M --batch 32 train.py
     """
     from offbeat.cli import advise as advising
-    from offbeat.core.profile.device_speed import Compute
-    from offbeat.core.profile.elsewhere import extrapolate
-    from offbeat.experiments.advice import advise as advised
-    from offbeat.lab.units import parse_rate_bps
+    from offbeat.experiments.advice.work import Work
 
-    measured, speed = texts.load_profile(profile), texts.parse_device_speed(device_speed)
-    compute = Compute.of(measured, speed)
-    facts = extrapolate(measured, hosts=hosts, rate_bps=parse_rate_bps(rate, "--rate"))
-    advice = advised(facts if speed is None else speed.apply(facts), max_staleness=max_staleness)
-    command = advising.compare_command(advice, facts, profile, device_speed)
-    data = {**advising.to_dict(advice, command), "compute": compute.record()}
-    text = advising.advice_text(advice, command, compute.text, terminal_width(ADVICE_WIDTH))
-    print_result(json_, data, text)
+    speed = texts.parse_compute_speed(device_speed, iteration_s)
+    counts = [
+        texts.parse_count(*each) for each in (("--samples", samples), ("--iterations", iterations))
+    ]
+    question = advising.Question(
+        work=Work.of(counts[0], batch, counts[1]),
+        hosts=hosts,
+        rate=rate,
+        devices=per_host,
+        cluster=cluster,
+        max_staleness=max_staleness,
+        device=speed,
+        device_text=device_speed,
+        device_memory=texts.parse_size("--device-memory", device_memory),
+        price=price,
+        everything=verbose,
+    )
+    if (script is None) == (profile is None):
+        raise ValueError(
+            "advise takes a script to measure, or --profile FILE; give one of both, as in offbeat "
+            "advise --hosts 4 --rate 200mbit train.py"
+        )
+    if profile is not None:
+        answer = advising.answer(question, texts.load_profile(profile), profile)
+    else:
+        assert script is not None
+        setup = _setup(Where(hosts=1, lab="none", pace="none"), script, args)
+        with advising.open_profile(setup, None, stderr=True) as (path, outcome):
+            if path is None:
+                return _exit_code(outcome, "no profile was written")
+            answer = advising.answer(question, texts.load_profile(path), None)
+    if out is not None:
+        write_text(out, json.dumps(answer.data, indent=1))
+    print_result(json_, answer.data, answer.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
     return 0
 
 

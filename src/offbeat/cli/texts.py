@@ -182,6 +182,50 @@ def parse_device_speed(text: str | None) -> DeviceSpeed | None:
     return DeviceSpeed(iteration_s=number * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit])
 
 
+def parse_compute_speed(device_speed: str | None, iteration_s: str | None) -> DeviceSpeed | None:
+    """Return the speed of the options --device-speed and --iteration-s, such as "20x" and ".35"."""
+    if iteration_s is None:
+        return parse_device_speed(device_speed)
+    if device_speed is not None:
+        raise ValueError(
+            f"--iteration-s ({iteration_s}) and --device-speed ({device_speed}) describe the same "
+            "device; give one"
+        )
+    try:
+        seconds = float(iteration_s)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--iteration-s ({iteration_s!r}) must be a number of seconds above 0")
+    return DeviceSpeed(iteration_s=seconds)
+
+
+def parse_count(option: str, text: str | None) -> float | None:
+    """Return the number of an option such as "10M", "2e6" or "50k"; None for None."""
+    return _scaled_number(option, text, r"([kMGT]?)", {"": 1.0, **_PREFIXES}, "10M or 2e6")
+
+
+def parse_size(option: str, text: str | None) -> float | None:
+    """Return the bytes of an option such as "24GB" or "16GiB"; None for None."""
+    units = {f"{name}B": scale for name, scale in _PREFIXES.items()}
+    binary = {f"{name}iB": 2.0 ** (10 * i) for i, name in enumerate("kMGT", 1)}
+    return _scaled_number(option, text, r"([kMGT]i?B)", units | binary, "24GB or 16GiB")
+
+
+_PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def _scaled_number(
+    option: str, text: str | None, unit: str, units: Mapping[str, float], example: str
+) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(rf"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?) ?{unit}", text.strip())
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(f"{option} ({text!r}) must be a number above 0, as in {example}")
+    return float(match[1]) * units[match[2]]
+
+
 def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Votes:
     """Return the results of a strategy's or plan's votes from the option --votes.
 

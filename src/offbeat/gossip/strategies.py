@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.codecs import BF16, FP16, Codec, Int4, Int8
-from offbeat.core.plan import Plan
+from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Needs, Strategy
 from offbeat.strategies.compressible import codec_of
@@ -86,6 +86,17 @@ class Gossip(Strategy):
             f"{self.name} has no plan: its workers exchange in pairs when it suits them; `offbeat "
             "graph` tells how fast they agree"
         )
+
+    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
+        """Return the copies of the parameters that exchanges need: the values that exchanges
+        change while a forward or backward reads the weights, the second copy of `momentum`, and
+        both sides of the exchange in progress. Anchors of codecs are on the edges, two per
+        neighbour on a ring."""
+        names = ["own", "partner's"]
+        names += ["beside"] * (self.momentum or self.weights == "snapshot")
+        names += ["second copy"] * self.momentum
+        names += ["anchors"] * (4 if self.codec is not None else 0)
+        return [Buffer(name) for name in names]
 
     def bound_s(self, profile: Profile) -> float:
         """Return the compute time of an iteration on the slowest rank: forward, backward, update

@@ -18,6 +18,7 @@ from offbeat.core.strategy.interface import Strategy, require_choice, synchronou
 from offbeat.strategies.equations import Equations, synchronous
 
 NONE = "none"
+SUGGESTED_WIRES = ("int8", "int4")  # codecs that advice compares
 ANCHOR = "anchor"
 
 
@@ -76,8 +77,20 @@ class Wired(Strategy):
         return fastest(largest, wire, profile, profile.default_link.name)
 
 
+def with_wires(strategies: Iterable[Wired]) -> Iterator[Wired]:
+    """Yield the strategies, first as they are and then with each suggested codec."""
+    plain = list(strategies)
+    yield from plain
+    for wire in SUGGESTED_WIRES:
+        yield from (replace(strategy, wire=wire) for strategy in plain)
+
+
 class Synchronous(Wired):
     """Base class of strategies that average all gradients in every iteration, as DDP does."""
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return (cls(),)
 
     def equations(self, plan: Plan) -> Equations:
         return synchronous()

@@ -100,6 +100,10 @@ class Cyclic(Wired):
         object.__setattr__(self, "split", _split(self.split))
         object.__setattr__(self, "table", _table(self.table))
 
+    @property
+    def applies_late(self) -> bool:
+        return True
+
     def schedule(self, profile: Profile) -> Plan:
         if self.stagger != "auto":
             return self._staggered_plan(self.stagger, profile)

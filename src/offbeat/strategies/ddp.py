@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from offbeat.core.plan import Plan
+from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
@@ -77,6 +78,14 @@ class DDP(Strategy):
 
         caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
         return min(sorted(caps), key=end_s) / MIB
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return cls(), cls(bucket_cap_mb="tuned")
+
+    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
+        # torch copies gradients into the buckets that it sends (gradient_as_bucket_view=False).
+        return (Buffer("buckets", kind="grad"),)
 
     def open(self, job: TrainingJob) -> Session:
         if job.observation.then_stop:  # the job only measures a profile

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Merge, Moment, Phases, Plan, Transfer, local
 from offbeat.core.profile import GradientNoise, Profile
-from offbeat.core.strategy.interface import Monitor, require_count
+from offbeat.core.strategy.interface import Monitor, Strategy, require_count
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.deft_search import Choice, Search, Sized, ready_s_of
 from offbeat.strategies.equations import Equations, closing, merged, synchronous
@@ -110,6 +110,14 @@ class DeFT(Wired):
             backward: messages per backward.
         """
         return cls(forward=forward, backward=backward)
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return (cls(),)
+
+    @property
+    def applies_late(self) -> bool:
+        return True
 
     def schedule(self, profile: Profile) -> Plan:
         """Return DeFT's plan, or WFBP's plan with a warning if DeFT's is predicted to gain nothing.

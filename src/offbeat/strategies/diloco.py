@@ -84,6 +84,10 @@ class DiLoCo(Wired):
                 f"alpha ({self.alpha}) counts only with a delay; leave it out, or use delay=1"
             )
 
+    @property
+    def applies_late(self) -> bool:
+        return self.delay > 0
+
     def schedule(self, profile: Profile) -> Plan:
         buckets = len(profile.buckets)
         if self.fragments is not None and self.fragments > buckets:

@@ -15,9 +15,10 @@ from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
+from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
-from offbeat.strategies.compressible import NONE, Wired
+from offbeat.strategies.compressible import NONE, Wired, with_wires
 from offbeat.strategies.dreamddp_due import Candidate
 from offbeat.strategies.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD, kinds_of
@@ -49,6 +50,7 @@ LEAST_ITERATIONS = 24  # least number of iterations simulated per candidate; als
 # largest number of simulated buckets times iterations; above it, the closed form is used
 MOST_SIMULATED = 10_000
 ROUNDING = 1e-9
+SUGGESTED_DELAYS = (1, 2, 4)  # delays that advice compares
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,24 @@ class DreamDDP(Wired):
                     f"{name} ({value!r}) must be left out with due 'delayed', which averages "
                     "snapshots of whole parameters, each once per period; or use due='forward'"
                 )
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return with_wires(cls._suggested_settings(max_staleness))
+
+    @classmethod
+    def _suggested_settings(cls, max_staleness: int) -> Iterator[DreamDDP]:
+        for period in periods(max_staleness + 1):
+            yield cls(period)
+            yield cls(period, due="forward")
+        for delay in SUGGESTED_DELAYS:
+            for period in periods(max_staleness + 1 - delay):
+                if delay < period:
+                    yield cls(period, due="delayed", delay=delay)
+
+    @property
+    def applies_late(self) -> bool:
+        return self.due == "delayed"
 
     def schedule(self, profile: Profile) -> Plan:
         if self.fill == "auto" and self.wire != NONE:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from offbeat.core.plan import Apply, Kind, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.core.strategy.interface import (
+    StatePolicy,
+    Strategy,
+    periodic_bound_s,
+    require_count,
+)
+from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies.bsp import all_gradients, averages
-from offbeat.strategies.compressible import Wired
+from offbeat.strategies.compressible import Wired, with_wires
 from offbeat.strategies.equations import Equations, local_sgd
 from offbeat.strategies.outer_optimizer import COMMON, OuterSGD, equations_of, outer_of, with_outer
 
@@ -43,6 +50,10 @@ class LocalSGD(Wired):
         require_count("period", self.period, remedy=EVERY_ITERATION)
         require_count("warmup", self.warmup, least=0)
         object.__setattr__(self, "outer", outer_of(self.outer))
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return with_wires(cls(period) for period in periods(max_staleness + 1))
 
     def schedule(self, profile: Profile) -> Plan:
         everything = range(len(profile.buckets))

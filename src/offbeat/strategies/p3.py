@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import require_count
+from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.strategies.slices import Prioritized, Update, forward_plan, priority_slices
+
+MOST_SUGGESTED_SLICES = 2000  # of the whole model; more slices cost latency and planning time
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class P3(Prioritized):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("slice_elements", self.slice_elements)
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        elements = sum(bucket.size_bytes for bucket in profile.buckets) // ELEMENT_BYTES
+        return (cls(slice_elements=max(cls.slice_elements, elements // MOST_SUGGESTED_SLICES)),)
 
     def schedule(self, profile: Profile) -> Plan:
         order = priority_slices(profile.slowest(), self.slice_elements, credit_bytes=1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 from offbeat.core.plan import Moment, Payload, Plan, channel, local, transfer
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import synchronous_bound_s
-from offbeat.strategies.compressible import Synchronous
+from offbeat.core.strategy.interface import Strategy, synchronous_bound_s
+from offbeat.strategies.compressible import Synchronous, with_wires
 from offbeat.strategies.solvers import (
     Fusion,
     MessageSeconds,
@@ -37,6 +37,10 @@ class WFBP(Synchronous):
     citation: ClassVar[str] = (
         "Zhang et al., Poseidon, USENIX ATC 2017; fusion: Shi et al., MG-WFBP, INFOCOM 2019"
     )
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return with_wires([cls()])
 
     def schedule(self, profile: Profile) -> Plan:
         groups = _FUSIONS[self.fusion](profile.slowest())

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
 
 Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
+# Of an all_reduce of N ranks, measured with gloo: 83 ms with 20 ms of delay each way and 2 ranks,
+# 245 ms with 4 ranks, 605 ms with 50 ms and 4 ranks (benchmarks, connections).
+DELAYS_PER_STEP = 4.0  # one-way delays per N - 1
+STEP_S = 3e-4  # seconds per N - 1 without a delay
+SEGMENT_BITS = 8 * 1448  # payload of a TCP segment on Ethernet
 
 
 def extrapolate(
@@ -64,6 +69,79 @@ def extrapolate(
     )
 
 
+def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Profile:
+    """Return the profile of a model on networks that were not measured.
+
+    Compute and codecs keep their measured times, and messages get estimated ones: latency by the
+    delay, seconds of bytes by `PAYLOAD` of the rate that TCP reaches. Times of messages beside
+    compute are unknown and count as free.
+
+    Args:
+        profile: measured profile of the model, of any number of ranks.
+        ranks: number of ranks.
+        networks: networks between the ranks, the default first.
+    """
+    passes, steps = ring_passes(ranks) or 1.0, max(ranks - 1, 1)
+    links = tuple(
+        Link(
+            network.name,
+            latency_s=steps * (STEP_S + DELAYS_PER_STEP * network.delay_s),
+            bytes_per_s=PAYLOAD * network.tcp_rate_bps / 8 / passes,
+            asked_rate_bps=network.rate_bps,
+            asked_latency_s=network.delay_s,
+            asked_loss=network.loss,
+            connections=network.connections,
+        )
+        for network in networks
+    )
+    noise = profile.noise
+    if noise is not None:
+        noise = replace(noise, noise_sq=noise.noise_sq * profile.world_size / ranks)
+    buckets = tuple(replace(bucket, communication_s={}) for bucket in profile.buckets)
+    return replace(
+        profile,
+        world_size=ranks,
+        links=links,
+        buckets=buckets,
+        rank_scale=_repeat(profile.rank_scale, ranks),
+        rank_jitter=_repeat(profile.rank_jitter, ranks),
+        contention=(),
+        noise=noise,
+    )
+
+
+@dataclass(frozen=True)
+class Network:
+    """Network that is described by numbers and was not measured.
+
+    Attributes:
+        name: name of the link.
+        rate_bps: smallest rate of a rank, in bits per second.
+        delay_s: largest one-way delay between two ranks.
+        loss: largest share of lost packets.
+        connections: TCP connections between two ranks.
+    """
+
+    name: str
+    rate_bps: float
+    delay_s: float = 0.0
+    loss: float = 0.0
+    connections: int = 1
+
+    @property
+    def tcp_rate_bps(self) -> float:
+        """Return the rate that TCP reaches: at most `sqrt(3 / 2) MSS / (RTT sqrt(loss))` per
+        connection.
+
+        Source: Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm,
+        1997, equation 3.
+        """
+        if not self.loss or not self.delay_s:
+            return self.rate_bps
+        one_bps = math.sqrt(1.5 / self.loss) * SEGMENT_BITS / (2 * self.delay_s)
+        return min(self.rate_bps, self.connections * one_bps)
+
+
 def with_device_speed(profile: Profile, speed: float) -> Profile:
     """Return the profile of devices that compute `speed` times as fast.
 
@@ -101,6 +179,40 @@ def with_slower_links(profile: Profile, times: float) -> Profile:
     buckets = tuple(
         replace(b, communication_s={name: s * times for name, s in b.communication_s.items()})
         for b in profile.buckets
+    )
+    return replace(profile, links=links, buckets=buckets)
+
+
+def with_smaller_messages(profile: Profile, share: float) -> Profile:
+    """Return the profile of messages that carry only a share of their bytes, as after a cast.
+
+    Latencies stay, and so do the sizes of buckets.
+    """
+
+    def shrink(small: Points) -> Points:
+        return tuple((round(size / share), seconds) for size, seconds in small)
+
+    links = tuple(
+        replace(
+            link,
+            bytes_per_s=link.bytes_per_s / share,
+            small=shrink(link.small),
+            halves={verb: (s, rate / share) for verb, (s, rate) in link.halves.items()},
+            small_halves={verb: shrink(small) for verb, small in link.small_halves.items()},
+        )
+        for link in profile.links
+    )
+    latency_s = {link.name: link.latency_s for link in profile.links}
+    buckets = tuple(
+        replace(
+            bucket,
+            communication_s={
+                name: least_s + (seconds - least_s) * share
+                for name, seconds in bucket.communication_s.items()
+                for least_s in [min(latency_s[name], seconds)]
+            },
+        )
+        for bucket in profile.buckets
     )
     return replace(profile, links=links, buckets=buckets)
 

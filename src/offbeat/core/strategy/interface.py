@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.core.derive.broadcast import with_broadcast
-from offbeat.core.plan import Kind, Payload, Plan
+from offbeat.core.derive.plan_memory import Memory, held_memory, largest_staged_bytes
+from offbeat.core.plan import Buffer, Kind, Payload, Plan
 from offbeat.core.profile import Profile
 
 if TYPE_CHECKING:
@@ -151,6 +152,44 @@ class Strategy(ABC):
             f"{type(self).__name__} has no equations: define `equations(plan)`, for instance with "
             "one of offbeat.testing.equations; comparing it with its own plan would prove nothing"
         )
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        """Return the settings among which advice chooses for a profile.
+
+        By default there are none, and advice only lists the default settings.
+
+        Args:
+            profile: profile of the job.
+            max_staleness: largest number of iterations until a gradient has reached all ranks.
+        """
+        return ()
+
+    @property
+    def applies_late(self) -> bool:
+        """Return whether gradients or averages are applied in a later iteration than in the one
+        that sends them."""
+        return False
+
+    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
+        """Return the buffers that a rank holds in addition to parameters, gradients and optimizer
+        state; by default those of the plan.
+
+        Args:
+            profile: profile of the job.
+            plan: plan of this strategy; None without one.
+        """
+        return () if plan is None else plan.buffers
+
+    def memory(self, profile: Profile, plan: Plan | None = None) -> Memory:
+        """Return the memory that training takes on a rank.
+
+        Args:
+            profile: profile of the job.
+            plan: plan of this strategy; None without one.
+        """
+        staged = 0 if plan is None else largest_staged_bytes(plan, profile)
+        return held_memory(profile, self.extra_buffers(profile, plan), staged)
 
     def at_step(self) -> Strategy | None:
         """Return the variant of the method whose updates run in `optimizer.step()`, for scripts

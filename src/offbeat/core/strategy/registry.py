@@ -16,13 +16,13 @@ BASELINE = "ddp"  # strategy with which all others are compared
 # Synchronous strategies come first. Paths are text, so that listing the names imports nothing.
 BUILT_IN = {
     "ddp": "offbeat.strategies.ddp:DDP",
+    "wfbp": "offbeat.strategies.wfbp:WFBP",
     "asc-wfbp": "offbeat.strategies.asc_wfbp:ASCWFBP",
     "bsp": "offbeat.strategies.bsp:BSP",
     "bytescheduler": "offbeat.strategies.bytescheduler:ByteScheduler",
     "dear": "offbeat.strategies.dear:DeAR",
     "p3": "offbeat.strategies.p3:P3",
     "us-byte": "offbeat.strategies.us_byte:USByte",
-    "wfbp": "offbeat.strategies.wfbp:WFBP",
     "cyclic": "offbeat.strategies.cyclic:Cyclic",
     "deft": "offbeat.strategies.deft:DeFT",
     "diloco": "offbeat.strategies.diloco:DiLoCo",

@@ -1,0 +1,189 @@
+"""Needs of methods: the rate for a share of computing time, and machines that still pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import count
+
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import Network, on_networks
+from offbeat.experiments.advice.methods import SecondsAt
+from offbeat.experiments.advice.place import Place
+
+SHARES = (0.5, 0.8, 0.9, 0.95)
+TOLERANCE = 1.05  # ratio of neighbouring rates at the end of a search
+LEAST_RATE_BPS, MOST_RATE_BPS = 1e5, 1e13
+ROUNDING = 1e-9
+MOST_MACHINES = 64
+PAYS = 0.5  # share of one machine's speed that a further machine must add
+
+
+def rates_for(
+    share_at: Callable[[float], float],
+    shares: Sequence[float],
+    *,
+    known: Mapping[float, float],
+    tolerance: float = TOLERANCE,
+) -> dict[float, float | None]:
+    """Return for each share the least rate at which it is reached, to a relative `tolerance`.
+
+    The search brackets the share between two rates. Waiting per compute, `1 / share - 1`, is nearly
+    linear in the reciprocal of the rate, so the next rate is interpolated; every third rate halves
+    the bracket. Plans change with the rate, so a greater rate may have a smaller share; the result
+    lies above every rate that was tried and does not reach the share.
+
+    Args:
+        share_at: share of computing time at a rate in bits per second.
+        shares: shares to reach.
+        known: shares that are known, by rate; at least one.
+        tolerance: ratio of two rates that end the search.
+
+    Returns:
+        Bits per second; None if the share is not reached at `MOST_RATE_BPS`.
+    """
+    seen = dict(known)
+
+    def search(share: float) -> float | None:
+        lower = max((r for r, s in seen.items() if s < share), default=None)
+        upper = min((r for r in seen if lower is None or r > lower), default=None)
+        if upper is None:
+            upper = MOST_RATE_BPS
+            if _share(share_at, seen, upper) < share:
+                return None
+        if lower is None:
+            lower = LEAST_RATE_BPS
+            if _share(share_at, seen, lower) >= share:
+                return lower
+        for step in count():
+            if upper <= lower * tolerance:
+                return upper
+            rate_bps = math.sqrt(lower * upper)
+            if step % 3 < 2:
+                rate_bps = _interpolated_rate(lower, upper, seen, share)
+                # The bracket ends as soon as both of its ends are near the result.
+                rate_bps *= tolerance ** (0.4 if step % 3 == 0 else -0.4)
+                margin = tolerance**0.2
+                rate_bps = min(max(rate_bps, lower * margin), upper / margin)
+            if _share(share_at, seen, rate_bps) < share:
+                lower = rate_bps
+            else:
+                upper = rate_bps
+        raise AssertionError
+
+    while True:
+        found = {share: search(share) for share in sorted(shares)}
+        if not any(
+            rate is not None and any(r > rate and s < share for r, s in seen.items())
+            for share, rate in found.items()
+        ):
+            return found
+
+
+def _share(share_at: Callable[[float], float], seen: dict[float, float], rate_bps: float) -> float:
+    if rate_bps not in seen:
+        seen[rate_bps] = share_at(rate_bps) * (1 + ROUNDING)
+    return seen[rate_bps]
+
+
+def _interpolated_rate(
+    lower: float, upper: float, seen: Mapping[float, float], share: float
+) -> float:
+    """Return the rate at which waiting per compute, linear in `1 / rate`, has the value of the
+    share."""
+    low, high, wanted = (1 / value - 1 for value in (seen[lower], seen[upper], share))
+    part = (low - wanted) / (low - high) if low > high else 0.5
+    return 1 / (1 / lower + part * (1 / upper - 1 / lower))
+
+
+def rates_of(
+    seconds_at: SecondsAt, place: Place, shares: Sequence[float] = SHARES, *, now_s: float
+) -> dict[float, float | None]:
+    """Return for each share of computing time the least rate of a method in bits per second.
+
+    The share is the compute of the slowest machine divided by the seconds of an iteration. The
+    method is planned anew at each rate.
+
+    Args:
+        seconds_at: seconds per iteration of the method in a place.
+        place: machines and network.
+        shares: shares to reach.
+        now_s: seconds per iteration in this place.
+    """
+    needed_s = place.profile.slowest().compute_s
+
+    def share_at(rate_bps: float) -> float:
+        return needed_s / seconds_at(place.at_rate(rate_bps))
+
+    known = {place.rate_bps: needed_s / now_s * (1 + ROUNDING)}
+    return rates_for(share_at, shares, known=known)
+
+
+def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MACHINES) -> int:
+    """Return the number of machines beyond which a further one adds less than `PAYS` of the speed
+    of one machine alone.
+
+    The number of machines is bisected, as each further machine adds less than the one before.
+    `most` means that even the last one pays.
+
+    Args:
+        seconds_at: seconds per iteration of the method in a place.
+        place: machines and network.
+        most: largest number of machines.
+    """
+    alone_s = place.fastest_machine.compute_s
+
+    @cache
+    def speed(machines: int) -> float:
+        if machines == 1:
+            return 1 / alone_s
+        return machines / seconds_at(place.with_machines(machines))
+
+    def pays(machines: int) -> bool:
+        return speed(machines + 1) - speed(machines) >= PAYS / alone_s
+
+    if not pays(1):
+        return 1
+    below, above = 1, most
+    while above - below > 1:
+        middle = (below + above) // 2
+        if pays(middle):
+            below = middle
+        else:
+            above = middle
+    return above
+
+
+def critical_machines(profile: Profile) -> float | None:
+    """Return the number of machines at which the same loss needs twice the samples; None if the
+    noise of gradients was not measured.
+
+    N machines that average every gradient train with N batches at once and need `1 + N / N_crit`
+    times the least number of samples. `N_crit` is the trace of the covariance of one batch's
+    gradient divided by the squared norm of the gradient, which is `K noise_sq / gradient_sq` for a
+    profile of K ranks. It belongs to the measured iterations; later in training it is greater.
+
+    Source: McCandlish et al., An empirical model of large-batch training, 2018, equations 2.8 and
+        5.1.
+    """
+    noise = profile.noise
+    if noise is None or not noise.gradient_sq > 0:
+        return None
+    return profile.world_size * noise.noise_sq / noise.gradient_sq
+
+
+def other_connections(place: Place, connections: int) -> Place | None:
+    """Return the place with another number of TCP connections per link; None if loss and delay of
+    its networks are not known or do not limit the rate."""
+    networks = [
+        Network(x.name, x.asked_rate_bps or 0.0, x.asked_latency_s, x.asked_loss, x.connections)
+        for x in place.profile.links
+    ]
+    if not place.estimated or not any(n.tcp_rate_bps < n.rate_bps for n in networks):
+        return None
+    more = [replace(network, connections=connections) for network in networks]
+    profile = place.profile
+    made = on_networks(profile, profile.world_size, more)
+    return replace(place, profile=made)

@@ -1,0 +1,182 @@
+"""Machines that advice is for, and the network between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import (
+    Network,
+    extrapolate,
+    network_rate_bps,
+    on_networks,
+)
+from offbeat.core.profile.facts import scaled_compute
+
+if TYPE_CHECKING:  # lab is imported only for cluster files
+    from offbeat.lab import Cluster
+
+
+@dataclass(frozen=True)
+class Place:
+    """Machines with a network between them. A machine trains one replica of the model.
+
+    Attributes:
+        profile: profile with one rank per machine.
+        devices: number of devices of each machine, which share its replica. Messages inside a
+            machine count as free.
+        estimated: whether message times follow from rates instead of measurements.
+    """
+
+    profile: Profile
+    devices: int = 1
+    estimated: bool = False
+
+    @property
+    def machines(self) -> int:
+        """Return the number of machines."""
+        return self.profile.world_size
+
+    @property
+    def rate_bps(self) -> float:
+        """Return the rate of the network of the slowest machine, in bits per second."""
+        return network_rate_bps(self.profile.default_link, self.profile.world_size)
+
+    def at_rate(self, rate_bps: float) -> Place:
+        """Return the place with another rate of all networks."""
+        profile = extrapolate(self.profile, rate_bps=rate_bps)
+        return replace(self, profile=profile, estimated=True)
+
+    def with_machines(self, count: int) -> Place:
+        """Return the place with another number of machines; properties of machines repeat."""
+        return replace(self, profile=extrapolate(self.profile, hosts=count))
+
+    def without_slowest(self) -> Place | None:
+        """Return the place without its slowest machine; None if all are equal or two are left."""
+        scale = self.profile.rank_scale
+        if not scale or max(scale) == min(scale) or self.machines < 3:
+            return None
+        slowest = scale.index(max(scale))
+        kept = [machine for machine in range(len(scale)) if machine != slowest]
+        return replace(self, profile=_with_ranks(self.profile, kept))
+
+    @property
+    def by_device(self) -> Profile:
+        """Return the profile with one rank per device, for methods that shard over all devices."""
+        if self.devices == 1:
+            return self.profile
+        flat = extrapolate(self.profile, hosts=self.machines * self.devices)
+        scale, jitter = (
+            tuple(value for value in values for _ in range(self.devices))
+            for values in (self.profile.rank_scale, self.profile.rank_jitter)
+        )
+        return replace(flat, rank_scale=scale, rank_jitter=jitter)
+
+    @property
+    def fastest_machine(self) -> Profile:
+        """Return the profile whose compute times are those of the fastest machine."""
+        fastest = min(self.profile.rank_scale, default=1.0)
+        return replace(self.profile, rank_scale=(), **scaled_compute(self.profile, fastest))
+
+
+def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:
+    """Return the profile of some of its ranks. Compute times are means over ranks, so they change
+    with the mean of the scales."""
+    scale = [profile.rank_scale[rank] for rank in kept]
+    mean = fmean(scale)
+    fewer = extrapolate(profile, hosts=len(kept))
+    jitters = tuple(profile.rank_jitter[rank] for rank in kept) if profile.rank_jitter else ()
+    return replace(
+        fewer,
+        rank_scale=tuple(one / mean for one in scale),
+        rank_jitter=jitters,
+        **scaled_compute(profile, mean),
+    )
+
+
+def place_on_cluster(
+    profile: Profile, cluster: Cluster, devices: int = 1, connections: int = 1
+) -> Place:
+    """Return the place of a cluster description.
+
+    A message between all machines is as slow as the slowest way between two of them, so the
+    smallest rate, the longest delay and the greatest loss count. Speeds and jitter of hosts count
+    relative to the measured device.
+
+    Args:
+        profile: measured profile of the model.
+        cluster: description of the machines.
+        devices: number of devices of each machine, in place of the file's processes per host.
+        connections: TCP connections between two machines.
+
+    Raises:
+        ValueError: the cluster has one host, or a link without a rate.
+    """
+    from offbeat.experiments.profile_for_network import worst_way
+
+    hosts = range(cluster.hosts)
+    _require_several(cluster.hosts)
+    networks = []
+    for link in cluster.links:
+        way = worst_way(cluster, hosts, link.name)
+        if way.rate_bps is None:
+            raise ValueError(
+                f"rate of link {link.name!r} (unlimited) must be a number, as messages are "
+                "estimated from it; give the link a rate"
+            )
+        networks.append(
+            Network(link.name, float(way.rate_bps), way.latency_s, way.loss, connections)
+        )
+    made = on_networks(_of_one_rank(profile), cluster.hosts, networks)
+    slowness, jitters = [1 / cluster.speed_of(h) for h in hosts], [*map(cluster.jitter_of, hosts)]
+    if any(one != 1 for one in slowness):
+        mean = fmean(slowness)
+        scale = tuple(one / mean for one in slowness)
+        made = replace(made, rank_scale=scale, **scaled_compute(made, mean))
+    if any(jitters):
+        made = replace(made, rank_jitter=tuple(jitters))
+    return Place(made, max(devices, cluster.processes_per_host), estimated=True)
+
+
+def _of_one_rank(profile: Profile) -> Profile:
+    """Return the profile without differences between its ranks."""
+    return replace(profile, rank_scale=(), rank_jitter=())
+
+
+def place_of(
+    profile: Profile, hosts: int | None, rate_bps: float | None, devices: int = 1
+) -> Place:
+    """Return the place of a number of machines with one network.
+
+    Args:
+        profile: measured profile of the model. If it is of several ranks, its measured message
+            times are extrapolated; otherwise messages are estimated.
+        hosts: number of machines; None for the profile's ranks.
+        rate_bps: rate of the network in bits per second; None for the measured one.
+        devices: number of devices of each machine.
+
+    Raises:
+        ValueError: hosts or rate are missing for a profile of one rank, or one machine is left.
+    """
+    if profile.world_size > 1:
+        count = profile.world_size if hosts is None else hosts
+        _require_several(count)
+        made = extrapolate(profile, hosts=count, rate_bps=rate_bps)
+        return Place(made, devices, estimated=rate_bps is not None)
+    if hosts is None or rate_bps is None:
+        missing = "hosts" if hosts is None else "rate"
+        raise ValueError(
+            f"{missing} (None) must be given for a profile of one rank, which has no network; add "
+            "--hosts 4 --rate 200mbit, or --cluster FILE"
+        )
+    _require_several(hosts)
+    network = Network(profile.default_link.name, rate_bps)
+    return Place(on_networks(profile, hosts, [network]), devices, estimated=True)
+
+
+def _require_several(hosts: int) -> None:
+    if hosts < 2:
+        raise ValueError(f"hosts ({hosts}) must be at least 2; one machine alone sends nothing")

@@ -1,0 +1,218 @@
+"""Selection of strategies for a model, from the model's profile.
+
+Candidates are ordered by gentleness: a strategy is gentler if it changes the mathematics of
+training less. Each candidate is simulated, except where its lower bound shows that it cannot be
+faster than a gentler one. The advised strategy is the gentlest one that is nearly as fast as the
+fastest, both on the measured links and with messages that take `SLOWER` times as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields
+
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import with_slower_links
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.registry import find, strategy_names
+from offbeat.experiments.advice.options import CHANGES, Option, predict_option
+
+MAX_STALENESS = 9  # largest accepted staleness: that of an average every ten iterations
+LEAST_GAIN = 0.0095  # least gain over gentler candidates, by the bound, that merits a simulation
+AS_GOOD = 0.02  # extra time of a gentler strategy that is acceptable, over the fastest
+SLOWER = 1.5  # slowdown of messages in the robustness check; 1.8 was measured in training
+AS_GOOD_THEN = 0.05  # acceptable extra time with slower messages, over the fastest
+WORTH_A_TRY = 0.25  # extra time up to which a gentler strategy is compared, over the fastest
+MOST_COMPARED = 3
+PLAIN = "none"  # setting `wire` of strategies that send numbers as they are
+UNEVEN = 1.25  # ratio of slowest rank to median above which a note suggests gossip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Result of `advise`.
+
+    Attributes:
+        options: all simulated options, the fastest first.
+        chosen: the advised option.
+        compared: options to compare on the model, the gentlest first.
+        notes: remarks about the profile.
+    """
+
+    options: tuple[Option, ...]
+    chosen: Option
+    compared: tuple[Option, ...]
+    notes: tuple[str, ...] = ()
+
+
+def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
+    """Return the strategies to try on a profile.
+
+    Args:
+        profile: profile of the model and its network.
+        max_staleness: largest staleness of an option, in iterations. 0 allows only strategies that
+            compute the same numbers as DDP.
+
+    Raises:
+        ValueError: `max_staleness` is negative.
+    """
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
+    options = _simulate_candidates(profile, max_staleness)
+    chosen = _gentlest_option(_near_fastest(options, AS_GOOD))
+    chosen = _robustest(chosen, options, profile, max_staleness)
+    if chosen not in options:
+        options.append(chosen)
+    ranked = sorted(options, key=lambda option: (option.update_s, option.gentleness))
+    return Advice(
+        tuple(ranked), chosen, _select_compared(options, chosen), tuple(_notes(profile, options))
+    )
+
+
+def _simulate_candidates(
+    profile: Profile,
+    max_staleness: int,
+    *,
+    now: Profile | None = None,
+    most_s: float = math.inf,
+) -> list[Option]:
+    """Simulate the candidates that may be advised or compared, by their bounds.
+
+    Strategies with DDP's numbers come first. All others follow in the order of their bounds, and of
+    gentleness if bounds are nearly equal, so that few are simulated on any network. A candidate is
+    left out if a candidate that is as gentle is known to be as fast, or if its bound is more than
+    `WORTH_A_TRY` above the fastest option.
+
+    Args:
+        profile: profile of the job.
+        max_staleness: largest staleness.
+        now: profile on which candidates must have a bound of at most `most_s`, too.
+        most_s: seconds per iteration on `now`.
+    """
+    found = list(candidates(profile, max_staleness))
+    if now is not None:
+        found = [one for one in found if one.bound_s(one.costed(now)) <= most_s]
+    bounds_s = [candidate.bound_s(candidate.costed(profile)) for candidate in found]
+    same = [i for i, one in enumerate(found) if one.synchronous and not _is_wired(one)]
+    rest = sorted(set(range(len(found))) - set(same), key=lambda i: (_step(bounds_s[i]), i))
+    options: dict[int, Option] = {}
+    for i in (*same, *rest):
+        known_s = [(option.update_s, j) for j, option in options.items()]
+        as_gentle_s = min((s for s, j in known_s if j <= i), default=math.inf)
+        least_s = min((s for s, _ in known_s), default=math.inf)
+        if bounds_s[i] >= as_gentle_s * (1 - LEAST_GAIN):
+            continue
+        if bounds_s[i] > least_s * (1 + WORTH_A_TRY):
+            continue
+        option = predict_option(found[i], profile)
+        if option is not None and _is_allowed(option, max_staleness):
+            options[i] = option
+    return [options[i] for i in sorted(options)]
+
+
+def _step(bound_s: float) -> int:
+    """Return a number that is equal for bounds that differ by less than about `LEAST_GAIN`."""
+    return round(math.log(bound_s) / LEAST_GAIN) if bound_s > 0 else -(1 << 30)
+
+
+def _is_allowed(option: Option, max_staleness: int) -> bool:
+    """Whether the staleness is allowed. With `max_staleness` 0, only DDP's numbers are allowed."""
+    if not max_staleness:
+        return option.change == CHANGES[0]
+    return option.staleness <= max_staleness
+
+
+def _robustest(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
+    """Return an option that stays nearly fastest if messages take `SLOWER` times as long.
+
+    This is `chosen` if its time grows by at most `AS_GOOD_THEN`. Otherwise it is the gentlest
+    option that is nearly fastest on the measured links, and on the slower links nearly as fast as
+    the fastest of these. If there is no such option, it is `chosen`.
+    """
+    slower = with_slower_links(profile, SLOWER)
+    late = predict_option(chosen.strategy, slower)
+    if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
+        return chosen
+    least_s = min(option.update_s for option in found) * (1 + AS_GOOD)
+    then = _simulate_candidates(slower, max_staleness, now=profile, most_s=least_s)
+    for option in sorted(_near_fastest(then, AS_GOOD_THEN), key=lambda one: one.gentleness):
+        now = predict_option(option.strategy, profile)
+        if now is not None and now.update_s <= least_s:
+            return now
+    return chosen
+
+
+def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:
+    """Return the candidates of all registered strategies, the gentlest first.
+
+    Without staleness only strategies with DDP's numbers are candidates. Strategies whose time
+    depends on the data, on servers or on a graph of neighbours suggest no settings.
+    """
+    found = [
+        strategy
+        for name in strategy_names()
+        if has_defaults(find(name))
+        for strategy in find(name).suggestions(profile, max_staleness)
+    ]
+    if not max_staleness:
+        found = [s for s in found if s.synchronous and not _is_wired(s)]
+    return sorted(found, key=_order)
+
+
+def has_defaults(cls: type[Strategy]) -> bool:
+    """Return whether every setting of a strategy has a default."""
+    return all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(cls))
+
+
+def _is_wired(strategy: Strategy) -> bool:
+    """Return whether a strategy sends codes instead of numbers."""
+    return getattr(strategy, "wire", PLAIN) != PLAIN
+
+
+def _order(strategy: Strategy) -> tuple[bool, bool, bool, float]:
+    """Return the sort key of candidates: synchronous ones, averages by period, late ones, and at
+    the end all with a codec."""
+    period = getattr(strategy, "period", 0 if strategy.synchronous else math.inf)
+    return _is_wired(strategy), not strategy.synchronous, strategy.applies_late, period
+
+
+def _near_fastest(found: Iterable[Option], more: float) -> list[Option]:
+    """Return the options that take at most `1 + more` times the least seconds per update."""
+    found = list(found)
+    least_s = min(option.update_s for option in found)
+    return [option for option in found if option.update_s <= least_s * (1 + more)]
+
+
+def _gentlest_option(found: Iterable[Option]) -> Option:
+    """Return the gentlest option; the first one of several equals."""
+    return min(found, key=lambda option: option.gentleness)
+
+
+def _select_compared(found: list[Option], chosen: Option) -> tuple[Option, ...]:
+    """Return the options to compare on the model, the gentlest first, at most `MOST_COMPARED`.
+
+    Candidates in order: the gentlest of the nearly fastest options with DDP's numbers, `chosen`,
+    the gentlest option that is at most `WORTH_A_TRY` slower than the fastest one as gentle as
+    `chosen`, and the fastest option with the change of `chosen` and less staleness.
+    """
+    exact = _gentlest_option(_near_fastest([o for o in found if o.change == CHANGES[0]], AS_GOOD))
+    as_gentle = [o for o in found if o.gentleness <= chosen.gentleness]
+    gentler = _gentlest_option(_near_fastest(as_gentle, WORTH_A_TRY))
+    fresher = [o for o in found if o.change == chosen.change and o.staleness < chosen.staleness]
+    nearly = min(fresher, key=lambda option: option.update_s, default=gentler)
+    picked = dict.fromkeys((exact, chosen, gentler, nearly))
+    return tuple(sorted(list(picked)[:MOST_COMPARED], key=lambda option: option.gentleness))
+
+
+def _notes(profile: Profile, found: Iterable[Option]) -> Iterator[str]:
+    if not profile.codecs and any(option.change == "lossy" for option in found):
+        yield (
+            "the profile has no speeds of codecs, so encoding counts as free; measure the model "
+            "again with `offbeat profile`"
+        )
+    scales = sorted(profile.rank_scale)
+    if scales and scales[-1] > UNEVEN * scales[len(scales) // 2]:
+        yield (
+            "ranks differ in speed: gossip (a2cid2) waits for nobody, and is not considered here"
+        )

@@ -1,0 +1,328 @@
+"""Verdict: how long each method takes for an amount of training, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from offbeat.core.strategy.registry import BASELINE
+from offbeat.experiments.advice import methods as making
+from offbeat.experiments.advice import needs
+from offbeat.experiments.advice.methods import Method
+from offbeat.experiments.advice.options import CHANGES
+from offbeat.experiments.advice.place import Place
+from offbeat.experiments.advice.selection import AS_GOOD, MAX_STALENESS, Advice, advise
+from offbeat.experiments.advice.work import Work
+
+SCHEMA = 1  # of the JSON form of a verdict
+LEAST_HELP = 0.02  # least relative saving of time that counts as help
+MORE_CONNECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with the time that the work takes.
+
+    Attributes:
+        method: the method.
+        batches: batches of one device that it needs; None if unknown, as are the times then.
+        devices: number of devices of each machine.
+        fits: whether its memory is at most that of a device; None without a given memory.
+        price: price of a machine and hour; None if not given.
+        rates_bps: least rate for each share of computing time; empty if not computed.
+    """
+
+    method: Method
+    batches: float | None
+    devices: int = 1
+    fits: bool | None = None
+    price: float | None = None
+    rates_bps: dict[float, float | None] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the seconds of the work."""
+        return self._of(self.method.iteration_s)
+
+    @property
+    def range_s(self) -> tuple[float, float] | None:
+        """Return the least and the greatest seconds of the work by the uncertainty."""
+        low, high = self._of(self.method.low_s), self._of(self.method.high_s)
+        return None if low is None or high is None else (low, high)
+
+    @property
+    def cost(self) -> float | None:
+        """Return the price of all machines for the work."""
+        if self.seconds is None or self.price is None:
+            return None
+        return self.price * self.method.machines * self.seconds / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON types."""
+        method, memory = self.method, self.method.memory
+        return {
+            "method": method.label,
+            "in_registry": method.strategy is not None,
+            "change": method.change,
+            "changes": method.changes,
+            "staleness": method.staleness,
+            "machines": method.machines,
+            "basis": method.basis,
+            "iteration_s": method.iteration_s,
+            "iteration_range_s": [method.low_s, method.high_s],
+            "seconds": self.seconds,
+            "range_s": self.range_s,
+            "batches": self.batches,
+            "sent_bytes": method.sent_bytes,
+            "memory_bytes": {**asdict(memory), "total_bytes": memory.total_bytes},
+            "fits": self.fits,
+            "cost": self.cost,
+            "rates_bps": {f"{share:g}": rate for share, rate in self.rates_bps.items()},
+        }
+
+    def _of(self, iteration_s: float) -> float | None:
+        if self.batches is None:
+            return None
+        return self.batches * iteration_s / (self.method.replicas * self.devices)
+
+
+@dataclass(frozen=True)
+class Help:
+    """A change of the machines or their network, and the time that it saves.
+
+    Attributes:
+        text: the change.
+        saved: relative saving of time; negative if it takes longer.
+    """
+
+    text: str
+    saved: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of `decide`.
+
+    Attributes:
+        place: machines and network.
+        work: amount of training.
+        advice: strategies that were simulated, and the advised one.
+        rows: methods, the fastest first; methods that do not fit or have no time come last.
+        best: the method to take.
+        helps: changes that were tried, the one that saves most first.
+        worthwhile_bps: if one machine is best, the least rate at which all machines together are
+            faster; None if one machine is not best, or if no rate is enough.
+        last_machine: number of machines beyond which a further one adds less than half a machine.
+        critical_machines: number of machines at which twice the samples are needed; None if not
+            measured.
+        device_memory: bytes of a device; None if not given.
+        price: price of a machine and hour; None if not given.
+    """
+
+    place: Place
+    work: Work
+    advice: Advice
+    rows: tuple[Row, ...]
+    best: Row
+    helps: tuple[Help, ...]
+    worthwhile_bps: float | None
+    last_machine: int
+    critical_machines: float | None
+    device_memory: float | None = None
+    price: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as JSON types, without the profile."""
+        place = self.place
+        return {
+            "schema": SCHEMA,
+            "machines": place.machines,
+            "devices": place.devices,
+            "rate_bps": place.rate_bps,
+            "estimated": place.estimated,
+            "work": {"batches": self.work.batches, "text": self.work.text},
+            "device_memory_bytes": self.device_memory,
+            "price": self.price,
+            "best": self.best.method.label,
+            "methods": [row.to_dict() for row in self.rows],
+            "helps": [{"change": one.text, "saved": one.saved} for one in self.helps],
+            "worthwhile_bps": self.worthwhile_bps,
+            "last_machine": self.last_machine,
+            "critical_machines": self.critical_machines,
+        }
+
+    def row(self, label: str) -> Row | None:
+        """Return the row of a label; None if there is none."""
+        return next((row for row in self.rows if row.method.label == label), None)
+
+
+def decide(
+    place: Place,
+    work: Work,
+    *,
+    max_staleness: int = MAX_STALENESS,
+    device_memory: float | None = None,
+    price: float | None = None,
+    shares: Sequence[float] = (0.9,),
+    everything: bool = False,
+    rate_text: Callable[[float], str] = str,
+) -> Verdict:
+    """Return the verdict for a model on some machines.
+
+    Args:
+        place: machines, network and the model's profile.
+        work: amount of training.
+        max_staleness: largest staleness of an advised strategy, in iterations.
+        device_memory: bytes of a device.
+        price: price of a machine and hour.
+        shares: shares of computing time for which the least rates are computed.
+        everything: whether the default settings of all strategies are rows, too.
+        rate_text: text of a rate, for the texts of `helps`.
+
+    Raises:
+        ValueError: a number is out of range, or nothing fits into a device.
+    """
+    for name, value in (("device_memory", device_memory), ("price", price)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} ({value:g}) must be a number above 0")
+    advice = advise(place.profile, max_staleness=max_staleness)
+    found = _methods(place, advice, everything=everything)
+    to_row = partial(_row, place=place, work=work, device_memory=device_memory, price=price)
+    rows = sorted(map(to_row, found), key=_order)
+    best = _best(rows, advice)
+    if shares:
+        rows = [_with_rates(row, place, shares) for row in rows]
+        best = next(row for row in rows if row.method.label == best.method.label)
+    together = best if best.method.machines > 1 else _best(rows, advice, together=True)
+    seconds_at = together.method.seconds_at
+    return Verdict(
+        place=place,
+        work=work,
+        advice=advice,
+        rows=tuple(rows),
+        best=best,
+        helps=tuple(_helps(seconds_at, place, rate_text)),
+        worthwhile_bps=None if best is together else _worthwhile_bps(seconds_at, place),
+        last_machine=needs.last_paying_machine(seconds_at, place),
+        critical_machines=needs.critical_machines(place.profile),
+        device_memory=device_memory,
+        price=price,
+    )
+
+
+def _methods(place: Place, advice: Advice, *, everything: bool) -> list[Method]:
+    """Return the methods of other libraries, torch's DDP, the options to compare and the fastest
+    options of each kind of change."""
+    shown = [*advice.compared, *(o for o in advice.options if str(o.strategy) == BASELINE)]
+    for change in CHANGES:
+        shown += [option for option in advice.options if option.change == change][:1]
+    found = {method.label: method for method in making.outsiders(place)}
+    for option in shown:
+        method = making.of_option(option, place)
+        found.setdefault(method.label, method)
+    if everything:
+        found = {method.label: method for method in making.default_methods(place)} | found
+    return list(found.values())
+
+
+def _row(
+    method: Method, *, place: Place, work: Work, device_memory: float | None, price: float | None
+) -> Row:
+    same = BASELINE if method.change == CHANGES[0] and method.machines > 1 else None
+    batches = work.batches_of(method.label, same)
+    fits = None if device_memory is None else method.memory.total_bytes <= device_memory
+    return Row(method, batches, place.devices, fits, price)
+
+
+def _order(row: Row) -> tuple[bool, bool, float]:
+    return row.fits is False, row.seconds is None, row.seconds or row.method.batch_s
+
+
+def _best(rows: Sequence[Row], advice: Advice, *, together: bool = False) -> Row:
+    """Return the row to take: the fastest that fits among the advised strategy, one machine alone
+    and sharded methods.
+
+    If the work counts batches to a loss, all strategies count. One machine is preferred if it is
+    nearly as fast, as it costs less. If the advised strategy does not fit, the fastest method with
+    offbeat that fits takes its place. With `together`, one machine does not count.
+    """
+    fitting = [row for row in rows if row.fits is not False and row.seconds is not None]
+    if together:
+        fitting = [row for row in fitting if row.method.machines > 1] or [
+            row for row in rows if row.method.machines > 1
+        ]
+    if not fitting:
+        raise ValueError(
+            "device_memory must be at least the memory of a method; the least needs "
+            f"{min(row.method.memory.total_bytes for row in rows) / 1e9:.3g} GB; use larger "
+            "devices, or more of them"
+        )
+    advised = [row for row in fitting if row.method.strategy == advice.chosen.strategy]
+    options = [option.strategy for option in advice.options]
+    others = [row for row in fitting if row.method.strategy in options]
+    pool = (others if rows and _counts_to_loss(rows) else advised) or others
+    pool = pool + [
+        r for r in fitting if r.method.strategy is None and r.method.change == CHANGES[0]
+    ]
+    least = min(pool, key=lambda row: row.seconds or 0.0)
+    alone = [row for row in pool if row.method.machines == 1]
+    for row in alone:
+        if (row.seconds or 0.0) <= (least.seconds or 0.0) * (1 + AS_GOOD):
+            return row
+    return least
+
+
+def _counts_to_loss(rows: Sequence[Row]) -> bool:
+    """Return whether methods need different numbers of batches."""
+    return len({row.batches for row in rows if row.batches is not None}) > 1
+
+
+# --- needs and help ------------------------------------------------------------------------------
+
+
+def _with_rates(row: Row, place: Place, shares: Sequence[float]) -> Row:
+    if row.method.machines == 1:
+        return row
+    method = row.method
+    found = needs.rates_of(method.seconds_at, place, shares, now_s=method.iteration_s)
+    return replace(row, rates_bps=found)
+
+
+def _helps(
+    seconds_at: making.SecondsAt, place: Place, rate_text: Callable[[float], str]
+) -> list[Help]:
+    """Return changes of the place with the time that they save, the greatest saving first."""
+    now_s = seconds_at(place) / place.machines
+    twice_bps, more = 2 * place.rate_bps, place.machines + 1
+    tried: list[tuple[str, Place | None]] = [
+        (rate_text(twice_bps), place.at_rate(twice_bps)),
+        (f"a {_ordinal(more)} machine", place.with_machines(more)),
+        ("leaving out the slowest machine", place.without_slowest()),
+        (
+            f"{MORE_CONNECTIONS} connections per link",
+            needs.other_connections(place, MORE_CONNECTIONS),
+        ),
+    ]
+    found = [
+        Help(text, 1 - seconds_at(there) / there.machines / now_s)
+        for text, there in tried
+        if there is not None
+    ]
+    return sorted(found, key=lambda help_: -help_.saved)
+
+
+def _worthwhile_bps(seconds_at: making.SecondsAt, place: Place) -> float | None:
+    """Return the least rate at which all machines together are faster than one."""
+    share = place.profile.slowest().compute_s / place.fastest_machine.compute_s / place.machines
+    return needs.rates_of(seconds_at, place, (share,), now_s=seconds_at(place))[share]
+
+
+def _ordinal(number: int) -> str:
+    words = {2: "second", 3: "third", 4: "fourth", 5: "fifth", 6: "sixth", 7: "seventh",
+             8: "eighth", 9: "ninth"}  # fmt: skip
+    if number in words:
+        return words[number]
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number // 10 % 10 == 1 else ending}"

@@ -1,0 +1,78 @@
+"""Amount of training that a verdict is for, as batches of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+DEFAULT_BATCHES = 1000
+
+
+@dataclass(frozen=True)
+class Work:
+    """Amount of training.
+
+    Attributes:
+        batches: batches of one device in all.
+        text: description, such as "10 M samples".
+        batches_by_label: batches of each method by its label, if they depend on the method, as to
+            reach a loss. Methods that are missing have no verdict, except those with the same
+            numbers as DDP, which need as many as DDP.
+    """
+
+    batches: float
+    text: str
+    batches_by_label: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, samples: float | None = None, batch: int | None = None, iterations: float | None = None
+    ) -> Work:
+        """Return the work of a number of samples, or of iterations of one device.
+
+        Args:
+            samples: samples in all.
+            batch: samples per iteration of one device.
+            iterations: iterations that one device would need.
+
+        Raises:
+            ValueError: a number is not above 0, samples lack the batch, or both are given.
+        """
+        for name, value in (("samples", samples), ("batch", batch), ("iterations", iterations)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} ({value:g}) must be a number above 0")
+        if samples is not None and iterations is not None:
+            raise ValueError(
+                f"iterations ({iterations:g}) and samples ({samples:g}) are two amounts of "
+                "training; give one"
+            )
+        if samples is not None:
+            if batch is None:
+                raise ValueError(
+                    f"samples ({samples:g}) need the samples per iteration of one device; add "
+                    "--batch N"
+                )
+            return cls(samples / batch, f"{count_text(samples)} samples in batches of {batch}")
+        if iterations is None:
+            return cls(DEFAULT_BATCHES, f"{count_text(DEFAULT_BATCHES)} batches")
+        return cls(iterations, f"{count_text(iterations)} batches")
+
+    def batches_of(self, label: str, same_as: str | None = None) -> float | None:
+        """Return the batches of a method; None if they are not known.
+
+        Args:
+            label: label of the method.
+            same_as: label of a method that computes the same; None if there is none.
+        """
+        if not self.batches_by_label:
+            return self.batches
+        found = self.batches_by_label.get(label)
+        return self.batches_by_label.get(same_as) if found is None and same_as else found
+
+
+def count_text(value: float) -> str:
+    """Return a count as '850', '12,000' or '10 M'."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:,.0f}" if value >= 1 else f"{value:.3g}"

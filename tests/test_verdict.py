@@ -1,0 +1,578 @@
+"""Verdicts: equations and simulations against slow references, rates, machines, memory, texts."""
+
+import heapq
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from offbeat.cli import commands as cli
+from offbeat.cli.advise import rate, span
+from offbeat.core.profile.elsewhere import (
+    Network,
+    extrapolate,
+    on_networks,
+    with_slower_links,
+    with_smaller_messages,
+)
+from offbeat.core.strategy.registry import strategy_names
+from offbeat.experiments.advice import methods as making
+from offbeat.experiments.advice import needs
+from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
+from offbeat.experiments.advice.sharded import hsdp, zero3
+from offbeat.experiments.advice.verdict import decide
+from offbeat.experiments.advice.work import Work
+from offbeat.lab import Cluster
+from offbeat.plan import Payload
+from offbeat.profile import Bucket, GradientNoise, Link, Profile
+from offbeat.sim import predict, predict_plan
+from offbeat.strategies import DDP, WFBP, A2CiD2, DeFT, DiLoCo, DreamDDP, LocalSGD
+
+
+def profile_of(seed=0, layers=6, ranks=4, ratio=2.0, latency_s=1e-3):
+    """Layers of unequal size; an average of all gradients takes `ratio` times the compute."""
+    rng = Random(seed)
+    sizes = [rng.randrange(1, 40) * 25_000 for _ in range(layers)]
+    backward_s = [rng.uniform(0.002, 0.03) for _ in sizes]
+    compute = 1.5 * sum(backward_s)
+    return Profile(
+        tuple(
+            Bucket(f"b{i}", s / 2, s, size, state_bytes=2 * size)
+            for i, (s, size) in enumerate(zip(backward_s, sizes, strict=True))
+        ),
+        (Link("net", latency_s, sum(sizes) / (ratio * compute)),),
+        world_size=ranks,
+        update_s=0.1 * compute,
+        other_s=0.01 * compute,
+    )
+
+
+# --- sharded methods -----------------------------------------------------------------------------
+
+
+def events_of_zero3(profile):
+    """Iteration of ZeRO-3 by events: a device that computes layers in order, a link that sends one
+    message at a time in the order of issue. A layer's gather is issued when the layer before it
+    begins, its reduce-scatter when its backward ends."""
+    link = profile.default_link.name
+    layers = [*range(len(profile.buckets))[::-1], *range(len(profile.buckets))]
+    count = len(profile.buckets)
+
+    def message_s(layer, kind, verb):
+        return profile.message_s(Payload(kind, range(layer, layer + 1)), link, verb)
+
+    events, order = [], 0
+    queue, link_busy, gathered = [], False, set()
+    now = last_s = 0.0
+    step, running = 0, False
+
+    def issue(what, position):
+        queue.append((what, position))
+
+    def push(at_s, what, position):
+        nonlocal order
+        order += 1
+        heapq.heappush(events, (at_s, order, what, position))
+
+    def begin_phase(position):
+        if position < len(layers) and position % count == 0:
+            issue("gather", position)  # the first gather of a forward or a backward
+
+    begin_phase(0)
+    while True:
+        if queue and not link_busy:
+            what, position = queue.pop(0)
+            kind, verb = ("param", "all_gather") if what == "gather" else ("grad", "reduce_scatter")
+            link_busy = True
+            push(now + message_s(layers[position], kind, verb), what, position)
+        if not running and step < len(layers) and step in gathered:
+            running, layer = True, profile.buckets[layers[step]]
+            push(now + (layer.forward_s if step < count else layer.backward_s), "compute", step)
+            if step + 1 < len(layers) and (step + 1) % count:
+                issue("gather", step + 1)
+            continue
+        if not events:
+            break
+        now, _, what, position = heapq.heappop(events)
+        last_s = max(last_s, now)
+        if what == "compute":
+            running, step = False, step + 1
+            if position >= count:
+                issue("scatter", position)
+            begin_phase(step)
+        else:
+            link_busy = False
+            if what == "gather":
+                gathered.add(position)
+    return last_s + profile.other_s + profile.update_s / profile.world_size
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_zero3_is_what_events_give(seed, ratio):
+    profile = profile_of(seed, ratio=ratio, ranks=2 + seed)
+    found = zero3(profile)
+    assert found.iteration_s == pytest.approx(events_of_zero3(profile), rel=1e-12)
+    assert found.bound_s <= found.iteration_s <= found.unhidden_s * (1 + 1e-12)
+
+
+def test_zero3_of_equal_layers_has_a_closed_form():
+    """Messages that take longer than compute follow each other: only the last layer of the forward
+    and, if the gather of the next layer precedes it, nothing else delays the link."""
+    layers, gather_s, scatter_s = 5, 0.3, 0.3
+    buckets = tuple(Bucket(f"b{i}", 0.1, 0.2, 600_000) for i in range(layers))
+    profile = Profile(buckets, (Link("net", 0.0, 1e6),), 2)
+    forward_s = layers * gather_s + 0.1
+    backward_s = layers * (gather_s + scatter_s)
+    assert zero3(profile).iteration_s == pytest.approx(forward_s + backward_s)
+    fast = replace(profile, links=(Link("net", 0.0, 1e9),))
+    assert zero3(fast).iteration_s == pytest.approx(layers * 0.3, rel=5e-3)
+    # 3 (M - 1) / M of the bytes where an all-reduce has 2: 1.5 payloads.
+    assert zero3(profile).sent_bytes == 1.5 * layers * 600_000
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hsdp_costs_what_unfused_gradients_cost(seed):
+    profile = profile_of(seed)
+    unfused = WFBP(fusion="none")
+    expected_s = predict(unfused, profile).iteration_s - profile.update_s * 3 / 4
+    assert hsdp(profile, shards=4).iteration_s == pytest.approx(expected_s)
+
+
+# --- methods of other libraries ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_accumulation_averages_in_the_last_of_its_batches(count):
+    """One bucket: its message follows the last backward."""
+    profile = Profile((Bucket("b", 0.1, 0.2, 10**6),), (Link("net", 0.05, 1e6),), 4, update_s=0.03)
+    plan = making.accumulating_plan(DDP().plan(profile), count)
+    expected_s = (count * 0.3 + 0.05 + 1.0 + 0.03) / count
+    assert predict_plan(plan, profile).iteration_s == pytest.approx(expected_s)
+
+
+def test_accumulation_stops_when_compute_takes_enough():
+    method = making.accumulation(Place(profile_of(ratio=3.0)))
+    batches = int(method.label.split()[1])
+    needed_s = profile_of(ratio=3.0).compute_s
+    assert needed_s >= 0.9 * method.iteration_s
+    half = making.accumulating_plan(DDP().plan(profile_of(ratio=3.0)), batches // 2)
+    assert needed_s < 0.9 * predict_plan(half, profile_of(ratio=3.0)).iteration_s
+    assert making.accumulation(Place(profile_of(ratio=500.0))).label == "ddp, 32 batches"
+
+
+def test_the_fp16_hook_halves_bytes_and_keeps_latency():
+    profile = profile_of()
+    smaller = with_smaller_messages(profile, 0.5)
+    everything = Payload("grad", range(len(profile.buckets)))
+    whole_s, half_s = (p.message_s(everything, "net") for p in (profile, smaller))
+    assert half_s == pytest.approx(1e-3 + (whole_s - 1e-3) / 2)
+    measured = replace(
+        profile,
+        links=(replace(profile.links[0], small=((4096, 0.02), (8192, 0.03))),),
+        buckets=tuple(replace(b, communication_s={"net": 0.101}) for b in profile.buckets),
+    )
+    there = with_smaller_messages(measured, 0.5)
+    assert there.links[0].small == ((8192, 0.02), (16384, 0.03))
+    assert there.communication_s("net") == pytest.approx([0.051] * len(profile.buckets))
+    method = making.half_precision(Place(profile))
+    assert method.iteration_s == predict(DDP(), smaller).iteration_s
+    assert method.change == "lossy"
+
+
+def test_uncertainty_is_that_of_messages_and_of_the_model():
+    fast, slow = profile_of(ratio=0.01), profile_of(ratio=50.0)
+    measured, estimated = (
+        making.of_strategy(DDP(), Place(slow, estimated=known)) for known in (False, True)
+    )
+    assert measured.uncertainty == pytest.approx(0.06, abs=0.01)
+    assert 0.2 < estimated.uncertainty < 0.3
+    assert making.of_strategy(DDP(), Place(fast, estimated=True)).uncertainty < 0.04
+    for method in making.outsiders(Place(profile_of(), 2)):
+        assert method.low_s <= method.iteration_s <= method.high_s
+
+
+def test_every_strategy_is_listed():
+    labels = {
+        method.label.partition(":")[0] for method in making.default_methods(Place(profile_of()))
+    }
+    assert labels == set(strategy_names())
+    assert all(method.changes for method in making.default_methods(Place(profile_of())))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+SIZE = sum(bucket.size_bytes for bucket in profile_of().buckets)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DreamDDP(5),
+        DreamDDP(5, due="delayed", delay=2),
+        DiLoCo(10),
+        DiLoCo(10, delay=2),
+        DiLoCo(10, wire="int4"),
+        LocalSGD(3, wire="int8", outer="0.8/0.3"),
+    ],
+    ids=str,
+)
+def test_buffers_are_those_that_the_plan_reports(strategy):
+    plan = strategy.plan(profile_of())
+    memory = strategy.memory(profile_of(), plan)
+    assert memory.buffers_bytes == plan.fact("memory_bytes", 0)
+    held = (memory.parameters_bytes, memory.gradients_bytes, memory.state_bytes)
+    assert held == (SIZE, SIZE, 2 * SIZE)
+    assert memory.total_bytes == sum(held) + memory.buffers_bytes + memory.staged_bytes
+
+
+def test_copies_of_gradients_and_messages_count():
+    profile = profile_of(ratio=1.5)
+    assert DDP().memory(profile).buffers_bytes == SIZE  # buckets
+    late = DeFT().plan(profile)
+    copies = late.all_buffers["grad"].copies
+    assert copies > 1
+    assert DeFT().memory(profile, late).buffers_bytes == (copies - 1) * SIZE
+    assert A2CiD2().memory(profile).buffers_bytes == 4 * SIZE
+    wired = DreamDDP(2, wire="int8").plan(profile)
+    sent = [
+        sum(profile.bytes_of(t.payload) for t in wired.transfers if phase in t.phases)
+        for phase in wired.cycle
+    ]
+    assert DreamDDP(2, wire="int8").memory(profile, wired).staged_bytes == max(sent)
+    assert DreamDDP(2).memory(profile, DreamDDP(2).plan(profile)).staged_bytes == 0
+
+
+def test_shards_are_divided_and_activations_are_not():
+    buckets = tuple(replace(b, activation_bytes=1000) for b in profile_of().buckets)
+    place = Place(replace(profile_of(), buckets=buckets), 2)
+    full, hybrid = making.full_shards(place).memory, making.hybrid_shards(place).memory
+    assert full.state_bytes == 2 * SIZE / 8
+    assert hybrid.state_bytes == 2 * SIZE / 2
+    assert full.activations_bytes == hybrid.activations_bytes == 1000 * len(buckets)
+    sizes = sorted(bucket.size_bytes for bucket in buckets)
+    assert full.buffers_bytes == sizes[-1] + sizes[-2] + sizes[-1]
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "delay_s", "measured_s"),
+    [(2, 0.02, 0.083), (4, 0.02, 0.2454), (2, 0.05, 0.203), (4, 0.05, 0.6057)],
+)
+def test_estimated_latency_is_that_of_measured_messages(ranks, delay_s, measured_s):
+    """64 KB at 100 Mbit/s, back to back (benchmarks, connections)."""
+    there = on_networks(profile_of(), ranks, [Network("net", 1e8, delay_s)])
+    link = there.default_link
+    assert link.latency_s + 65536 / link.bytes_per_s == pytest.approx(measured_s, rel=0.06)
+
+
+def test_loss_limits_the_rate_of_a_connection():
+    """4 MB between two ranks at 100 Mbit/s with 20 ms and 0.1 % took 2.9 s over one connection and
+    1.17 s over four (benchmarks, connections)."""
+    for connections, measured_s in ((1, 2.8948), (4, 1.1717)):
+        network = Network("net", 1e8, 0.02, 0.001, connections)
+        link = on_networks(profile_of(), 2, [network]).default_link
+        assert link.latency_s + 2**22 / link.bytes_per_s == pytest.approx(measured_s, rel=0.3)
+    assert Network("net", 1e8, 0.02).tcp_rate_bps == 1e8
+
+
+def test_places_of_one_device_and_of_a_measured_network():
+    one = replace(profile_of(ranks=1), noise=GradientNoise(1.0, 4.0, 8.0, 0.1))
+    place = place_of(one, 4, 2e8)
+    assert (place.machines, place.rate_bps, place.estimated) == (4, 2e8, True)
+    assert place.profile.compute_s == pytest.approx(one.compute_s)
+    assert place.profile.noise.noise_sq == 2.0  # of the mean of four batches
+    many = profile_of(ranks=4)
+    assert place_of(many, None, None).profile == many
+    assert place_of(many, 8, None).profile == extrapolate(many, hosts=8)
+    assert not place_of(many, None, None).estimated
+    assert place.by_device == place.profile
+    assert replace(place, devices=2).by_device.world_size == 8
+    for hosts, rate_bps in ((None, 1e8), (4, None), (1, 1e8)):
+        with pytest.raises(ValueError, match=r"hosts|rate"):
+            place_of(one, hosts, rate_bps)
+
+
+def test_places_of_cluster_files():
+    cluster = Cluster.from_toml(
+        """
+        hosts = 3
+        rate = "100mbit"
+        [[overrides]]
+        host = 1
+        rates = { net = "20mbit" }
+        speed = 0.5
+        [[pairs]]
+        hosts = [0, 2]
+        latencies = { net = "30ms" }
+        """
+    )
+    one = replace(profile_of(ranks=1), other_s=0.0)
+    place = place_on_cluster(one, cluster)
+    assert place.rate_bps == 20e6  # of the slowest uplink
+    assert place.profile.default_link.asked_latency_s == 0.03
+    times = [place.profile.compute_s * scale for scale in place.profile.rank_scale]
+    assert times == pytest.approx([one.compute_s * x for x in (1, 2, 1)])
+    assert place.fastest_machine.compute_s == pytest.approx(one.compute_s)
+    rest = place.without_slowest()
+    assert rest.machines == 2
+    assert rest.profile.slowest().compute_s == pytest.approx(one.compute_s)
+    assert rest.without_slowest() is None
+    with pytest.raises(ValueError, match="rate of link 'net'"):
+        place_on_cluster(profile_of(), Cluster.simple(2))
+
+
+# --- needs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [DDP(), LocalSGD(5), DreamDDP(3)], ids=str)
+def test_needed_rates_are_those_of_a_scan(strategy):
+    place = Place(profile_of())
+    method = making.of_strategy(strategy, place)
+    found = needs.rates_of(method.seconds_at, place, now_s=method.iteration_s)
+    needed_s = place.profile.compute_s
+    grid = [place.rate_bps * 1.02**i for i in range(-150, 250)]
+    shares = [needed_s / method.seconds_at(place.at_rate(rate_bps)) for rate_bps in grid]
+    for share, rate_bps in found.items():
+        reached = [r for r, s in zip(grid, shares, strict=True) if s >= share]
+        if rate_bps is None:
+            assert not reached
+        else:
+            assert reached[0] / 1.03 <= rate_bps <= reached[0] * needs.TOLERANCE * 1.001
+    known = [rate_bps for rate_bps in found.values() if rate_bps is not None]
+    assert known == sorted(known)
+
+
+def test_a_needed_rate_lies_above_all_rates_that_fail():
+    def share_at(rate_bps):
+        return 0.3 if 4e8 < rate_bps < 6e8 else rate_bps / (rate_bps + 1e8)
+
+    found = needs.rates_for(share_at, (0.5, 0.95), known={5e8: 0.3})
+    assert 6e8 <= found[0.5] <= 6e8 * needs.TOLERANCE
+    assert found[0.95] == pytest.approx(1.9e9, rel=0.05)
+    assert needs.rates_for(lambda _: 0.4, (0.5,), known={1e6: 0.4}) == {0.5: None}
+    assert needs.rates_for(lambda _: 1.0, (0.5,), known={1e6: 1.0})[0.5] == needs.LEAST_RATE_BPS
+
+
+@pytest.mark.parametrize("latency_s", [1e-3, 0.03, 0.2])
+def test_the_last_machine_that_pays_is_that_of_a_scan(latency_s):
+    place = Place(profile_of(ratio=0.3, latency_s=latency_s))
+    seconds_at = making.of_strategy(LocalSGD(4), place).seconds_at
+    alone_s = place.profile.compute_s
+    speeds = [1 / alone_s] + [n / seconds_at(place.with_machines(n)) for n in range(2, 20)]
+    gains = [(b - a) * alone_s for a, b in pairwise(speeds)]
+    expected = next((n for n, gain in enumerate(gains, 1) if gain < needs.PAYS), None)
+    found = needs.last_paying_machine(seconds_at, place, most=18)
+    assert found == (expected or 18)
+
+
+def test_noise_gives_the_machines_that_double_the_samples():
+    noise = GradientNoise(1.0, gradient_sq=2.0, noise_sq=3.0, step_size=0.1)
+    assert needs.critical_machines(replace(profile_of(), noise=noise)) == 4 * 3.0 / 2.0
+    assert needs.critical_machines(profile_of()) is None
+
+
+# --- work ----------------------------------------------------------------------------------------
+
+
+def test_work_counts_batches_of_one_device():
+    assert Work.of(samples=1e6, batch=50).batches == 20_000
+    assert Work.of(iterations=300).batches == 300
+    assert Work.of().batches == 1000
+    by_label = Work(0.0, "to a loss", {"ddp": 100.0, "local-sgd": 150.0})
+    assert by_label.batches_of("local-sgd", None) == 150
+    assert by_label.batches_of("wfbp", "ddp") == 100
+    assert by_label.batches_of("deft") is None
+    for given in ({"samples": 1e6}, {"samples": 5, "batch": 1, "iterations": 2}, {"batch": 0}):
+        with pytest.raises(ValueError, match=r"must|need|give"):
+            Work.of(**given)
+
+
+# --- verdicts ------------------------------------------------------------------------------------
+
+
+def test_one_machine_is_best_where_messages_take_too_long():
+    place = Place(profile_of(ratio=300.0, ranks=2))
+    verdict = decide(place, Work.of(), max_staleness=0)
+    assert verdict.best.method.label == "one machine"
+    # At the rate from which machines pay, they do; below they do not.
+    rate_bps = verdict.worthwhile_bps
+    faster = decide(place.at_rate(1.1 * rate_bps), Work.of(), max_staleness=0, shares=())
+    slower = decide(place.at_rate(rate_bps / 1.1), Work.of(), max_staleness=0, shares=())
+    assert faster.row(verdict.rows[0].method.label) is not None
+    times = [
+        min(row.seconds for row in one.rows if row.method.machines == 2 and row.method.strategy)
+        < one.row("one machine").seconds
+        for one in (faster, slower)
+    ]
+    assert times == [True, False]
+
+
+def test_what_does_not_fit_is_not_taken():
+    place = Place(profile_of(ratio=3.0))
+    free = decide(place, Work.of(), max_staleness=1, shares=())
+    most = free.best.method.memory.total_bytes
+    rows = {row.method.label: row for row in free.rows}
+    lighter = [r for r in rows.values() if r.method.memory.total_bytes < most]
+    verdict = (
+        decide(place, Work.of(), max_staleness=1, device_memory=most - 1, shares=())
+        if lighter
+        else None
+    )
+    if verdict is not None:
+        assert verdict.best.fits
+        assert verdict.best.method.memory.total_bytes < most
+        assert not verdict.row(free.best.method.label).fits
+    least = min(row.method.memory.total_bytes for row in free.rows)
+    with pytest.raises(ValueError, match="device_memory must be at least"):
+        decide(place, Work.of(), max_staleness=1, device_memory=least - 1, shares=())
+
+
+def test_hours_and_cost_follow_from_the_iteration():
+    place = Place(profile_of(ratio=3.0), devices=2)
+    verdict = decide(
+        place, Work.of(samples=64_000, batch=16), max_staleness=1, price=3.0, shares=()
+    )
+    for row in verdict.rows:
+        machines = row.method.machines
+        expected_s = 4000 / (machines * 2) * row.method.iteration_s
+        assert row.seconds == pytest.approx(expected_s)
+        assert row.cost == pytest.approx(3.0 * machines * expected_s / 3600)
+    times = [row.seconds for row in verdict.rows]
+    assert times == sorted(times)
+
+
+def test_help_is_what_a_simulation_there_gives():
+    place = Place(profile_of(ratio=3.0), estimated=True)
+    verdict = decide(place, Work.of(), max_staleness=1, shares=(), rate_text=rate)
+    strategy = verdict.best.method.strategy
+    now_s = predict(strategy, place.profile).iteration_s / 4
+    saved = {one.text: one.saved for one in verdict.helps}
+    twice = extrapolate(place.profile, rate_bps=2 * place.rate_bps)
+    fifth = extrapolate(place.profile, hosts=5)
+    expected = {
+        rate(2 * place.rate_bps): 1 - predict(strategy, twice).iteration_s / 4 / now_s,
+        "a fifth machine": 1 - predict(strategy, fifth).iteration_s / 5 / now_s,
+    }
+    assert saved == pytest.approx(expected)
+    lossy = place_on_cluster(
+        profile_of(ranks=1),
+        Cluster.from_toml('hosts = 3\nrate = "1gbit"\nlatency = "40ms"\nloss = 0.001'),
+    )
+    [more] = [
+        one
+        for one in decide(lossy, Work.of(), max_staleness=1, shares=()).helps
+        if "connections" in one.text
+    ]
+    assert more.saved >= 0
+
+
+def test_slower_links_take_longer_in_every_method():
+    place = Place(profile_of(ratio=2.0))
+    slower = replace(place, profile=with_slower_links(place.profile, 3.0))
+    for method in making.outsiders(place):
+        assert method.seconds_at(slower) >= method.seconds_at(place) * (1 - 1e-9)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_texts_of_rates_and_times():
+    assert [rate(x) for x in (None, 1e5, 9.96e8, 1.234e8, 2e12)] == [
+        *("-", "any", "1 Gbit/s", "120 Mbit/s", "2 Tbit/s"),
+    ]
+    assert [span(x) for x in (2.0, 400.0, 40 * 3600, 40 * 86400)] == [
+        *("2.0 s", "6.7 min", "40 h", "40 d"),
+    ]
+
+
+def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    profile_of(ranks=1).save("one.json")
+    argv = ["advise", "--profile", "one.json", "--hosts", "4", "--rate", "20mbit"]
+    argv += [
+        "--max-staleness",
+        "1",
+        "--samples",
+        "2M",
+        "--batch",
+        "32",
+        "--price",
+        "1.5",
+        "--device-memory",
+        "24GB",
+    ]
+    assert cli.main([*argv, "-o", "v.json", "--iteration-s", ".5"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    kept = json.loads((tmp_path / "v.json").read_text())
+    assert "4 machines at 20 Mbit/s, 2 M samples in batches of 32: " in printed
+    assert f"{kept['best']} takes " in printed
+    assert "Every method fits into 24.0 GB" in printed
+    assert "at 1.5 per machine and hour" in printed
+    assert "500 ms of compute per iteration" in printed
+    rows = {row["method"]: row for row in kept["methods"]}
+    assert rows["one machine"]["seconds"] == pytest.approx(2e6 / 32 * 0.5)
+    assert {"one machine", "ddp", "zero-3"} <= rows.keys()
+    assert cli.main(["compare", *kept["command"].split()[2:-1], "missing.py"]) == 2
+    assert "missing.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "advise takes a script to measure, or --profile"),
+        (["--profile", "one.json"], "hosts (None) must be given"),
+        (["--profile", "one.json", "--hosts", "4"], "rate (None) must be given"),
+        (["--profile", "p.json", "--samples", "1M"], "add --batch N"),
+        (["--profile", "p.json", "--samples", "many", "--batch", "2"], "as in 10M or 2e6"),
+        (["--profile", "p.json", "--device-memory", "24"], "as in 24GB"),
+        (["--profile", "p.json", "--iteration-s", "0"], "must be a number of seconds above 0"),
+        (["--profile", "p.json", "--iteration-s", "1", "--device-speed", "2x"], "give one"),
+        (["--profile", "p.json", "--price", "-1"], "price (-1) must be a number above 0"),
+        (["--profile", "p.json", "--per-host", "0"], "--per-host (0) must be at least 1"),
+        (["--profile", "p.json", "--cluster", "c.toml", "--hosts", "2"], "--cluster replaces"),
+    ],
+)
+def test_wrong_questions_are_one_line(argv, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    profile_of(ranks=1).save("one.json")
+    profile_of().save("p.json")
+    assert cli.main(["advise", *argv]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.count("\n") == 1
+
+
+SCRIPT = """
+import sys, torch, offbeat
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+optimizer = torch.optim.Adam(model.parameters())
+model, optimizer = offbeat.prepare(model, optimizer)
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_is_measured_on_one_device(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    argv = ["advise", "--hosts", "3", "--rate", "50mbit", "--max-staleness", "0", "--json"]
+    argv += ["train.py", "--lr", "1"]
+    assert cli.main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["machines"], found["rate_bps"]) == (3, 50e6)
+    memory = {row["method"]: row["memory_bytes"] for row in found["methods"]}["one machine"]
+    parameters = 4 * (64 * 256 + 256 + 256 * 8 + 8)
+    assert memory["parameters_bytes"] == parameters
+    assert math.isclose(memory["state_bytes"], 2 * parameters, rel_tol=0.01)
+    assert memory["activations_bytes"] > 0
+    assert found["compute"]["iteration_s"] > 0
+    assert "--profile" not in found["command"]
