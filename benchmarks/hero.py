@@ -91,9 +91,14 @@ def rows() -> list[Row]:
     return [_row(label, known[label]) for label in NAMES if label in known]
 
 
+def middle(cell: Any) -> float:
+    """The median of a cell, with or without its spread."""
+    return cell[0] if isinstance(cell, list) else cell
+
+
 def _row(label: str, cells: dict[str, Any]) -> Row:
-    iterations = cells["iterations"][0]
-    each = [cells[f"ms at {rate} Mbit/s"][0] / 1e3 for rate in RATES]
+    iterations = middle(cells["iterations"])
+    each = [middle(cells[f"ms at {rate} Mbit/s"]) / 1e3 for rate in RATES]
     off = [cells[f"prediction off by, %, {rate} Mbit/s"] for rate in RATES]
     return Row(
         label,
@@ -103,7 +108,7 @@ def _row(label: str, cells: dict[str, Any]) -> Row:
             None if o is None else iterations * s * (1 + o / 100)
             for s, o in zip(each, off, strict=True)
         ),
-        cells["last loss"][0],
+        middle(cells["last loss"]),
     )
 
 
@@ -134,7 +139,7 @@ def wide(found: list[Row]) -> Iterator[str]:
     yield text(0, 25, f"At 10 Mbit/s: DDP’s loss in {last:.1f} s instead of {first:.0f} s", "h1")
     about = "Seconds until a small GPT reaches the held-out loss of DDP’s 120th iteration; 4 hosts"
     yield text(0, 50, f"{about}, one scale for all networks", "h2")
-    scale, left = 300 / first, 152
+    scale, left = 300 / max(row.seconds[0] for row in found), 152
     panels = (left, 508, 702)
     yield rect("compute", left, 66, 13, 13) + text(left + 19, 77, "computing", "key")
     yield rect("network", left + 104, 66, 13, 13)
@@ -178,7 +183,7 @@ def narrow(found: list[Row]) -> Iterator[str]:
     yield text(0, 68, "Seconds to DDP’s loss, small GPT, 4 hosts", "n2")
     yield text(238, 108, "10 Mbit/s", "nc")
     yield text(690, 108, "25", "nc", "end") + text(790, 108, "100", "nc", "end")
-    bottom, scale = 122 + 45 * len(found), 300 / first
+    bottom, scale = 122 + 45 * len(found), 300 / max(row.seconds[0] for row in found)
     yield rect("best", -8, bottom - 50, 816, 44, ' rx="6"')
     for number, row in enumerate(found):
         y, kind = 122 + number * 45, "nn" + row.weight

@@ -74,7 +74,7 @@ def test_layers_count_each(tmp_path):
 
 
 def test_the_page_and_the_table_say_so_only_where_there_are_votes(tmp_path):
-    page = write(run_of(tmp_path / "voted")).read_text()
+    page = write(run_of(tmp_path / "voted")).read_text().replace("\u00a0", " ")
     assert "Averaged in 2 of 5 iterations" in page
     assert "rank 0 in 20 %, rank 1 in 40 %" in page
     marks = re.findall(r'data-n="rank (\d)"><svg[^>]*><path d="([^"]*)"', page)

@@ -381,7 +381,11 @@ def load_repetition(folder: Path, index: int) -> Repetition:
         if record is not None:
             records.append(record)
     records.sort(key=lambda record: record.rank)
-    cuts = [f"the record of rank {record.rank} {record.cut}" for record in records if record.cut]
+    ends: dict[str, list[int]] = {}
+    for record in records:
+        if record.cut:
+            ends.setdefault(record.cut, []).append(record.rank)
+    cuts = [f"the record of {_rank_names(cut)} {end}" for end, cut in ends.items()]
     if (folder / PROBLEM).exists():
         cuts.insert(0, (folder / PROBLEM).read_text(errors="replace").strip())
     ranks = _truncate_losses(records) if cuts else records
@@ -419,10 +423,13 @@ def _with_missing_ranks(rep: Repetition, folder: Path, expected: int) -> Repetit
     gone = [r for r in absent if f"rank{r}" not in known]
     problems = list(rep.problems)
     if gone:
-        names = ", ".join(map(str, gone))
-        problems.append(f"rank{'s' if len(gone) > 1 else ''} {names} of {expected} left no record")
+        problems.append(f"{_rank_names(gone)} of {expected} left no record")
     tails = {r: tail for r in absent if (tail := _log_tail(folder / f"rank{r}.log"))}
     return replace(rep, problems=tuple(problems), log_tails=tails)
+
+
+def _rank_names(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:

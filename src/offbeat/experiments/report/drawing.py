@@ -17,6 +17,7 @@ from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import words
 from offbeat.experiments.report.boxes import (
+    SLIVER,
     Lane,
     Numbers,
     Picture,
@@ -224,10 +225,15 @@ def _shown_ranks(
 
 
 def _count_within(bounds: Sequence[float], length_s: float) -> float | None:
-    """Return the number of iterations in a window; None if the trace ends before the window."""
+    """Return the number of iterations in a window.
+
+    If the trace ends less than an iteration before the window, the rest counts by the mean of the
+    iterations; if it ends earlier, the number is None.
+    """
     whole = [end for end in bounds[1:] if end <= length_s * (1 + 1e-9)]
     if len(whole) == len(bounds) - 1:
-        return float(len(whole)) if bounds[-1] >= length_s * (1 - 1e-6) else None
+        rest = max(0.0, length_s - bounds[-1]) * len(whole) / (bounds[-1] - bounds[0])
+        return len(whole) + rest if rest < 1 else None
     begin, end = bounds[len(whole)], bounds[len(whole) + 1]
     return len(whole) + max(0.0, length_s - begin) / (end - begin)
 
@@ -240,5 +246,5 @@ def _count_texts(counts: Sequence[float | None], unit: str) -> tuple[str, str]:
 
 
 def _numbers(bounds: Sequence[float], length_s: float) -> Numbers:
-    pairs = [(a, min(b, length_s)) for a, b in pairwise(bounds) if a < length_s]
+    pairs = [(a, min(b, length_s)) for a, b in pairwise(bounds) if a < length_s * (1 - SLIVER)]
     return Numbers(pairs, [str(n + 1) for n in range(len(pairs))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,8 +23,6 @@ INDENT = 13  # characters before the texts of the printed report
 MOST_EVENTS = 6  # newest events that are printed
 MOST_TEXT = 300  # characters of an error that are printed
 SILENT_S = 2.0  # a rank whose last heartbeat is older than this at the first error failed before it
-UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|min|h|d|[kMGT]?B)\b|%)")
-NO_BREAK = "\u00a0"  # a number and its unit stay on one line
 
 TITLES = {
     "ended": "ended",
@@ -440,9 +437,8 @@ def as_text(report: JobReport, width: int) -> str:
     )
     lines = wrap(title, width, "  ")
     for name, text in _rows(report):
-        joined = UNIT.sub(NO_BREAK, text)
-        lines += wrap(f"  {name:<{INDENT - 2}}{joined}", width, " " * INDENT)
-    return "\n".join(lines).replace(NO_BREAK, " ")
+        lines += wrap(f"  {name:<{INDENT - 2}}{text}", width, " " * INDENT)
+    return "\n".join(lines)
 
 
 def _rows(report: JobReport) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,11 @@ ORDINALS = {2: "2nd", 3: "3rd"}
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
     """Return the page as HTML. `traces[label][source]` are names of linked trace files."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: words.join_units(value) if type(value) is str else value,
     )
     environment.filters |= {
         name: getattr(words, name) for name in ("seconds", "size", "loss", "digits", "sentence")
@@ -77,8 +81,8 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
     timelines, length_s = _timelines(run, order)
     return {
         "run": run,
-        "sentence": _join_units(found.sentence),
-        "reservations": _join_units(" ".join(reservations)),
+        "sentence": found.sentence,
+        "reservations": " ".join(reservations),
         "eyebrow": _eyebrow(run, rows),
         "command": shlex.join(run.command_line),
         "banners": _banners(run),
@@ -136,11 +140,6 @@ def _banners(run: Run) -> list[str]:
     if run.note:
         texts.append(run.note)
     return texts
-
-
-def _join_units(text: str) -> str:
-    """Replace spaces between a number and its unit by no-break spaces."""
-    return re.sub(r"(?<=\d) (?=(s|ms|µs|times|%)(\W|$))", "\u00a0", text)
 
 
 def _start_text(run: Run) -> str:
@@ -282,7 +281,7 @@ def _errors(run: Run, order: Ordered) -> dict[str, Any]:
                 row.split, row.iteration_s or 0.0, list(_causes(run, row, contestant))
             )
         pairs = [*pairs, (unit.text(row.predicted_s), unit.text(row.iteration_s))]
-        rows.append({"name": name, "pairs": pairs, "text": _join_units(text)})
+        rows.append({"name": name, "pairs": pairs, "text": text})
     return {"rows": rows, "worst": words.error(worst), "unit": unit.name}
 
 

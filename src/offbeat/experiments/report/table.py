@@ -197,7 +197,12 @@ def _legend(rows: Sequence[Row], names: dict[str, str]) -> Iterator[str]:
 
 
 def wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Return lines that break between words, so that paths stay whole."""
-    return textwrap.wrap(
-        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    """Return lines that break between words, so that paths and numbers with units stay whole."""
+    lines = textwrap.wrap(
+        words.join_units(text),
+        width,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
+    return [line.replace(words.NO_BREAK, " ") for line in lines]

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.jobs.words import (
-    NONE as NONE,
-)
-from offbeat.jobs.words import (
-    digits as digits,
-)
-from offbeat.jobs.words import (
-    error as error,
-)
-from offbeat.jobs.words import (
-    percent as percent,
-)
-from offbeat.jobs.words import (
-    seconds as seconds,
-)
-from offbeat.jobs.words import (
-    size as size,
-)
+from offbeat.jobs.words import NONE, digits, error, percent, seconds, size  # noqa: F401
 
 NO_PROGRESS = (
     "Iterations without an update are no progress: where gradients are merged, compare updates per "
     "second as well."
 )
+UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|min|h|d|times|[kMGT]?B)\b|%)")
+NO_BREAK = "\u00a0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +27,15 @@ class Unit:
     seconds: float
     decimals: int
 
-    def text(self, seconds: float | None) -> str:
+    def text(self, value: float | None) -> str:
         """Return the number without the unit."""
-        return NONE if seconds is None else f"{seconds / self.seconds:,.{self.decimals}f}"
+        return NONE if value is None else f"{value / self.seconds:,.{self.decimals}f}"
 
 
-def unit_for(seconds: Iterable[float | None]) -> Unit:
+def unit_for(times: Iterable[float | None]) -> Unit:
     """Return the unit of a column: the largest number chooses s, ms or µs, the smallest one the
     decimals."""
-    values = [abs(s) for s in seconds if s]
+    values = [abs(s) for s in times if s]
     low, high = min(values, default=1.0), max(values, default=1.0)
     name, scale = ("s", 1.0) if high >= 10 else ("ms", 1e-3) if high >= 1e-2 else ("µs", 1e-6)
     return Unit(name, scale, max(0, min(2, 2 - math.floor(math.log10(low / scale)))))
@@ -92,6 +78,11 @@ def loss(value: float | None) -> str:
 def count(number: int, noun: str) -> str:
     """Return a count such as '1 rank' or '4 ranks'."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def join_units(text: str) -> str:
+    """Return the text with no-break spaces between numbers and their units."""
+    return UNIT.sub(NO_BREAK, text)
 
 
 def sentence(text: str) -> str:
