@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.sharded_jobs import OBSERVED, MeasuredReplicas, Replicas, train_all, train_saved
+from support.sharded_jobs import (
+    OBSERVED,
+    VARIANTS,
+    MeasuredReplicas,
+    Replicas,
+    train_all,
+    train_saved,
+    train_variants,
+)
 from support.worlds import run_world
 
 ITERATIONS = 7
@@ -51,3 +59,11 @@ def test_equal_equations_of_replicas(
 def test_checkpoints_continue_bit_by_bit(strategy: str, tmp_path: Path) -> None:
     for whole, resumed in run_world(train_saved, 4, str(tmp_path / "saved"), strategy):
         assert whole == resumed
+
+
+def test_options_of_fsdp() -> None:
+    """The same bits as a loop that averages the shards itself."""
+    for found in run_world(train_variants, 4, [*VARIANTS]):
+        assert {name: ours == theirs for name, (ours, theirs) in found.items()} == dict.fromkeys(
+            VARIANTS, True
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from offbeat.core.buckets.shards import local_of, own_parameters
@@ -40,12 +42,12 @@ def batch_of(rank: int, iteration: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (5,), generator=random)
 
 
-def shard(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Apply `fully_shard` to each layer and to the rest."""
     for layer in net:  # type: ignore[attr-defined]
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
     return net
 
 
@@ -120,6 +122,66 @@ def train_saved(path: str, strategy: str) -> list[str]:
         hashes.append(bits_of(kept))
         model.close()
     return hashes
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "whole after forward": {"reshard_after_forward": False},
+    "accumulation": {},
+    "clipping": {},
+    "evaluation": {"reshard_after_forward": False},
+    "activation checkpoints": {},
+}
+
+
+def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
+    """Return the hash of this rank's shards after local SGD of period 3,
+    by offbeat or by all-reduces of this function."""
+    rank = int(os.environ["RANK"])
+    net = build_net().float()
+    shard(net, mesh["inside"], **VARIANTS[name])
+    optimizer: Any = torch.optim.AdamW(net.parameters(), RATE)
+    model: Any = net
+    if averaged_by_us:
+        strategy = offbeat.LocalSGD(period=3)
+        model, optimizer = offbeat.prepare(
+            net, optimizer, strategy, mesh=mesh["between"], observe=OBSERVED, min_bucket_bytes=1
+        )
+    for iteration in range(OBSERVED + 5):
+        optimizer.zero_grad()
+        for part in range(2 if name == "accumulation" else 1):
+            x, y = batch_of(rank, 10 * part + iteration)
+            net.set_requires_gradient_sync(name != "accumulation" or part == 1)
+            call = model
+            if name == "activation checkpoints":
+                call = partial(checkpoint, model, use_reentrant=False)
+            nn.functional.cross_entropy(call(x.float()), y).backward()
+        if name == "clipping":
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        if not averaged_by_us and (iteration < OBSERVED or (iteration - OBSERVED) % 3 == 2):
+            for own in own_parameters(net).values():
+                average(own, mesh["between"])
+        if name == "evaluation":
+            with torch.no_grad():
+                model(x.float())
+    if averaged_by_us:
+        model.close()
+    return bits_of(own_parameters(net).values())
+
+
+def average(own: Tensor, mesh: DeviceMesh) -> None:
+    """Average a shard between nodes; some ranks hold no elements of some parameters."""
+    if own.numel():
+        dist.all_reduce(own, op=dist.ReduceOp.SUM, group=mesh.get_group())
+        own /= mesh.size()
+
+
+def train_variants(names: list[str]) -> dict[str, tuple[str, str]]:
+    """Return by variant the hashes of `train_variant` with and without offbeat."""
+    torch.set_num_threads(1)
+    mesh = mesh_of(2)
+    return {n: (train_variant(n, True, mesh), train_variant(n, False, mesh)) for n in names}
 
 
 def train_all(calls: list[tuple[str, int, int]]) -> list[Any]:
