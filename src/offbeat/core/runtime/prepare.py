@@ -782,6 +782,9 @@ def _close_at_exit(session: Session, cluster: Cluster) -> None:
     """At exit, close a session that is still open."""
     if not cluster.closed:
         publish_uncaught_exception()
+        if cluster.topology.sharded and getattr(sys, "last_value", None) is not None:
+            # FSDP's own error names no rank. The report waits up to 3 s for missing heartbeats.
+            console.print("failure", cluster.control.report_failure(), "error")
         session.close()
 
 
