@@ -102,6 +102,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 4, "fragments": 2, "average": "before_update"},
         {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.5},
         {"period": 3, "delay": 2},
+        {"period": 4, "fragments": 1, "due": "forward"},
+        {"period": 4, "fragments": 1, "due": "forward", "average": "before_update"},
+        {"period": 3, "fragments": 1, "due": "forward", "delay": 1, "alpha": 0.5},
     ],
     "selsync": [
         {"delta": 0.1, "smooth": "change", "window": 3, "state": "averaged"},

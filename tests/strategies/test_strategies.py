@@ -96,6 +96,9 @@ VARIANTS = [
     DiLoCo(period=4, fragments=1),
     DiLoCo(period=4, fragments=1, delay=2),
     DiLoCo(period=5, delay=2, alpha=0.5),
+    DiLoCo(period=4, fragments=1, due="forward"),
+    DiLoCo(period=4, average="before_update", due="forward"),
+    DiLoCo(period=4, fragments=1, delay=1, due="forward"),
 ]
 VOTING = [
     SelSync(),
@@ -131,6 +134,10 @@ def test_golden_beyond_the_paper(due):
 
 def test_golden_of_streaming_fragments():
     golden("diloco-streaming", DiLoCo(period=6, fragments=3, delay=2, alpha=0.5))
+
+
+def test_golden_of_one_fragment_due_at_the_forward():
+    golden("diloco-forward", DiLoCo(period=6, fragments=1, due="forward"))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@ changes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from itertools import repeat
+from typing import ClassVar, Literal
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
+from offbeat.core.sim import predict_plan
 from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
@@ -48,6 +51,11 @@ class DiLoCo(Wired):
     """Time of a layer's average: after its own update in backward, or before the update, which then
     takes place in `optimizer.step()`. With a delay or one fragment, updates and averages take place
     at the step."""
+    due: Literal["end", "forward"] = "end"
+    """Deadline of an average: the end of its iteration (`end`), or the next forward of each bucket
+    (`forward`), with the same equations. If that is predicted to be faster, `forward` also sends in
+    backward what `end` sends at the step, and has other fragments. With a delay both deadlines are
+    at a forward."""
 
     name: ClassVar[str] = "diloco"
     synchronous: ClassVar[bool] = False
@@ -100,38 +108,118 @@ class DiLoCo(Wired):
 
     def _average_plan(self, profile: Profile) -> Plan:
         """Return the plan of the averages, without outer optimizer."""
+        if self.due == "forward":
+            return self._fastest_plan(profile)
         if self.fragments is None:
             late = {"due": "delayed", "delay": self.delay} if self.delay else {}
-            sets = DreamDDP(self.period, average=self.average, fill=False, split=False, **late)
-            return sets.schedule(profile)
+            return replace(self._planner(), **late).schedule(profile)
         if self.fragments == 1 and not self.delay:
             return LocalSGD(self.period).schedule(profile)
         if self.delay:
-            setting = later.Setting(self.name, profile, self.period, self.average, "local")
-            return later.delayed_plan(setting, self.delay, self._fragments(profile))
+            runs = self._runs(profile, self.fragments)
+            return later.delayed_plan(self._setting(profile), self.delay, runs)
         none: solve.Sets = ((),) * self.period
-        chosen = self._fragments(profile)
+        chosen = self._best_sets(profile)
         average, pieces = self.average, chosen.pieces
         return partial_plan(self.name, profile, chosen.sets, none, average, "local", pieces)
 
-    def _fragments(self, profile: Profile) -> later.Candidate:
-        """Return the fragments, spread over the period.
+    def _fastest_plan(self, profile: Profile) -> Plan:
+        """Return the plan of `due="end"`, or the fastest one with later deadlines if that is
+        predicted to be faster."""
+        best = replace(self, due="end")._average_plan(profile)
+        best_s, least_s = predict_plan(best, profile).iteration_s, profile.slowest().compute_s
+        for plan in self._late_plans(profile):
+            if best_s <= least_s * (1 + later.ROUNDING):
+                break
+            seconds = predict_plan(plan, profile).iteration_s
+            if seconds < best_s * (1 - later.ROUNDING):
+                best, best_s = plan, seconds
+        return best
 
-        Without delay they are DreamDDP's sets for `fragments` iterations; with a delay, runs of
-        neighbouring buckets.
-        """
+    def _planner(self) -> DreamDDP:
+        return DreamDDP(self.period, average=self.average, fill=False, split=False)
+
+    def _setting(self, profile: Profile) -> later.Setting:
+        return later.Setting(self.name, profile, self.period, self.average, "local")
+
+    def _late_plans(self, profile: Profile) -> Iterator[Plan]:
+        """Yield the plans that `due="forward"` compares with the plan of `due="end"`."""
+        setting = self._setting(profile)
+        if self.delay:
+            for count in self._counts(setting.buckets):
+                for fragments in (self._runs(profile, count), self._even_sets(profile, count)):
+                    for early in (False, True):
+                        plan = later.delayed_plan(setting, self.delay, fragments, early=early)
+                        yield later.with_idle_steps(plan)
+        elif self.fragments is None:
+            yield replace(self._planner(), due="forward").schedule(profile)
+        elif self.fragments == 1:
+            yield later.bucketwise_plan(setting)
+            if self.average == "after_update":
+                starts = [*self._planner().full_sets(profile), self._even_sets(profile, 1)]
+                for start in starts:
+                    choices = later.forward_choices(setting, start, (), search=False)
+                    yield from map(self._forward_plan, repeat(setting), choices)
+        else:
+            # Iterations without messages do not affect the others, so sets are searched without
+            # them.
+            dense = replace(setting, period=self.fragments)
+            for sets in (self._best_sets(profile), self._even_sets(profile, self.fragments)):
+                start = sets._replace(sets=tuple(filter(None, sets.sets)))
+                start = start._replace(fill=((),) * self.fragments)
+                for choice in later.forward_choices(dense, start, (), search=True):
+                    if all(choice.orders):
+                        yield self._forward_plan(setting, choice)
+
+    def _forward_plan(self, setting: later.Setting, choice: later.Choice) -> Plan:
+        """Return the plan of a choice whose iterations are spread over the period."""
+        orders, none = later.spread(choice.orders, self.period), ((),) * self.period
+        plan = later.forward_plan(setting, choice._replace(orders=orders, fill=none))
+        return later.with_idle_steps(plan)
+
+    def _counts(self, buckets: int) -> list[int]:
+        """Return the numbers of fragments to compare."""
+        if self.fragments is not None:
+            return [self.fragments]
+        most = min(self.period, buckets)
+        return sorted({2**n for n in range(most.bit_length())} | {most})
+
+    def _runs(self, profile: Profile, count: int) -> later.Candidate:
+        """Return fragments of neighbouring buckets, spread over the period."""
+        message_s = layer_times(profile, self.average, "local")[1]
+        return later.neighbours(message_s, count, self.period)
+
+    def _even_sets(self, profile: Profile, count: int) -> later.Candidate:
+        """Return fragments of even load, spread over the period; of equal buckets, every
+        `count`-th one."""
+        message_s = layer_times(profile, self.average, "local")[1]
+        grain_s = later.ROUNDING * max(message_s) or 1.0  # equal buckets differ by rounding errors
+        sets = later.even_loads([round(seconds / grain_s) for seconds in message_s], count)
+        return self._spread(profile, sets)
+
+    def _best_sets(self, profile: Profile) -> later.Candidate:
+        """Return DreamDDP's sets for `fragments` iterations, spread over the period."""
         assert self.fragments is not None
         times = layer_times(profile, self.average, "local")
-        if self.delay:
-            return later.neighbours(times[1], self.fragments, self.period)
         sets = solve.best(*times, self.fragments)
         if not all(sets):  # DreamDDP fills fewer sets if they suffice to hide all messages
             sets = later.even_loads(times[1], self.fragments)
-        return later.Candidate(whole_buckets(len(profile.buckets)), later.spread(sets, self.period))
+        return self._spread(profile, sets)
+
+    def _spread(self, profile: Profile, sets: solve.Sets) -> later.Candidate:
+        pieces, none = whole_buckets(len(profile.buckets)), ((),) * self.period
+        return later.Candidate(pieces, later.spread(sets, self.period), none)
 
     def at_step(self) -> Strategy | None:
-        early = self.average == "after_update" and not self.delay and self.fragments != 1
-        return replace(self, average="before_update") if early else None
+        after, together = self.average == "after_update", self.fragments == 1 and not self.delay
+        if self.due == "end":
+            early = after and not together and not self.delay
+            return replace(self, average="before_update") if early else None
+        if together:  # one fragment has the same equations with both settings of `average`
+            return replace(self, average="before_update") if after else None
+        if self.delay:
+            return replace(self, due="end") if after else None
+        return replace(self, average="before_update", due="end")
 
     def equations(self, plan: Plan) -> Equations:
         outer = equations_of(self.outer)
@@ -144,6 +232,7 @@ class DiLoCo(Wired):
 
     def bound_s(self, profile: Profile) -> float:
         if self.delay:
-            setting = later.Setting(self.name, profile, self.period, self.average, "local")
-            return later.delayed_plan_bound_s(setting)
+            return later.delayed_plan_bound_s(self._setting(profile))
+        if self.due == "forward":
+            return later.forward_plan_bound_s(self._setting(profile))
         return periodic_bound_s(profile, self.period, fused=True)

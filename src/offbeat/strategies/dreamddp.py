@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from math import inf
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -193,7 +194,7 @@ class DreamDDP(Wired):
     def _best_sets(self, profile: Profile) -> Candidate:
         """Return the candidate of the paper's variant with the shortest predicted period."""
         layers = self._layer_sets(profile, [frozenset()])
-        layers += self._full_sets(profile, min(self._formula_s(one, profile) for one in layers))
+        layers += self.full_sets(profile, min(self._formula_s(one, profile) for one in layers))
 
         def period_s(candidate: Candidate) -> float:
             return self._period_s(candidate, profile)
@@ -292,7 +293,7 @@ class DreamDDP(Wired):
         times = layer_times(profile, self.average, self.state)
         choice = Candidate(whole_buckets(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
-            at_once = self._full_sets(profile, float("inf"))
+            at_once = self.full_sets(profile)
             starts = [choice, *(c for c in at_once if not c.at_step)]
             small = size * self._simulated_periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
@@ -382,7 +383,7 @@ class DreamDDP(Wired):
         total_s = float(whole_s.sum())
         return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
-    def _full_sets(self, profile: Profile, layers_s: float) -> Iterator[Candidate]:
+    def full_sets(self, profile: Profile, layers_s: float = inf) -> Iterator[Candidate]:
         """Yield candidates that average all layers in the last iteration.
 
         The messages are fused to end as early as possible, are one message, or are sent as in local

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import NamedTuple, TypeVar
 
+from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, local, transfer
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan, simulate
@@ -265,6 +266,22 @@ def _late_local_sgd_plan(setting: Setting, choice: Choice) -> Plan:
     return replace(plan, strategy=setting.name, transfers=transfers, facts=_forward_facts(choice))
 
 
+def bucketwise_plan(setting: Setting) -> Plan:
+    """Return local SGD with one message per bucket after the step, in the order of the next
+    forward."""
+    plan = LocalSGD(setting.period, state=setting.state).schedule(setting.profile)
+    messages = [
+        replace(
+            t,
+            payload=replace(t.payload, buckets=range(b, b + 1)),
+            before=Moment("forward", b, 1),
+        )
+        for b in reversed(range(setting.buckets))
+        for t in plan.transfers
+    ]
+    return replace(plan, strategy=setting.name, transfers=tuple(messages))
+
+
 def _forward_facts(choice: Choice) -> tuple[Fact, ...]:
     both = zip(choice.orders, choice.fill, strict=True)
     sets = tuple(tuple(sorted(set(order) - set(more))) for order, more in both)
@@ -374,17 +391,21 @@ def _moved_sets(sets: Sets, message_s: Sequence[float]) -> Iterator[Sets]:
             yield tuple(tuple(sorted(members)) for members in changed)
 
 
-def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
+def delayed_plan(setting: Setting, delay: int, choice: Candidate, *, early: bool = False) -> Plan:
     """Return a plan whose averages are applied at the forward after `delay` further iterations.
 
     Parameters are copied twice: after the step, or at their gradients with
     `average="before_update"`. One copy is averaged in place. The difference of both copies is added
     to the parameters. Deadlines are late enough for one optimizer step of all buckets, so clipping
-    works and no bucket needs an optimizer call of its own.
+    works and no bucket needs an optimizer call of its own. With `early`, each bucket is updated at
+    its gradient, so that messages leave in backward with the same equations.
     """
     size, period = setting.buckets, setting.period
     after = setting.average == "after_update"
-    transfers, applies = [], [local(size, Moment("step"), range(period))]
+    early = early and after
+    point = "grad" if early or not after else "step"
+    updated = Moment("grad" if early else "step")
+    transfers, applies = [], [local(size, updated, range(period))]
     for h, members in enumerate(choice.sets):
         taken, applied = Phases((h,)), Phases(((h + delay) % period,))
         for piece in (choice.pieces[i] for i in members):
@@ -393,7 +414,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
                 transfer(
                     "average",
                     piece.buckets,
-                    after=Moment("step") if after else Moment("grad", last),
+                    after=Moment(point, last) if point == "grad" else Moment(point),
                     before=Moment("forward", last, delay + 1),
                     phases=taken,
                     link=setting.profile.default_link.name,
@@ -401,8 +422,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
             )
             for target in ("snapshot", "average"):
                 args = (("source", "param"), ("target", target))
-                at = Moment("step" if after else "grad")
-                applies.append(Apply("copy", piece.buckets, at, taken, args=args))
+                applies.append(Apply("copy", piece.buckets, Moment(point), taken, args=args))
             applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), applied))
     everything = setting.profile.payload_bytes("param", range(size))
     facts = layer_set_facts(choice.sets, ((),) * period, choice.pieces)
@@ -415,6 +435,23 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate) -> Plan:
         period=period,
         facts=(*facts, *_cost_facts(2 * everything, delay)),
     )
+
+
+def with_idle_steps(plan: Plan) -> Plan:
+    """Return the plan with one update at the step in each iteration that sends nothing in backward.
+
+    The numbers are the same, because no message holds the parameters in such an iteration.
+    """
+    busy = {p for t in plan.transfers if t.after.point == "grad" for p in t.phases}
+    applies = []
+    for apply in plan.applies:
+        phases = set(apply.phases)
+        if effects.is_update(apply) and apply.at.point == "grad" and phases - busy:
+            idle = replace(apply, at=Moment("step"), phases=Phases(phases - busy))
+            applies += [replace(apply, phases=Phases(phases & busy)), idle]
+        else:
+            applies.append(apply)
+    return replace(plan, applies=tuple(applies))
 
 
 # ---- comparison with the paper --------------------------------------------------------------
