@@ -15,7 +15,7 @@ from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import Wired
-from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.dreamddp import DreamDDP, full_sets
 from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, is_real, outer_of, with_outer
@@ -156,7 +156,7 @@ class DiLoCo(Wired):
         elif self.fragments == 1:
             yield later.bucketwise_plan(setting)
             if self.average == "after_update":
-                starts = [*self._planner().full_sets(profile), self._even_sets(profile, 1)]
+                starts = [*full_sets(self._planner(), profile), self._even_sets(profile, 1)]
                 for start in starts:
                     choices = later.forward_choices(setting, start, (), search=False)
                     yield from map(self._forward_plan, repeat(setting), choices)

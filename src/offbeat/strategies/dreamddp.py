@@ -194,7 +194,7 @@ class DreamDDP(Wired):
     def _best_sets(self, profile: Profile) -> Candidate:
         """Return the candidate of the paper's variant with the shortest predicted period."""
         layers = self._layer_sets(profile, [frozenset()])
-        layers += self.full_sets(profile, min(self._formula_s(one, profile) for one in layers))
+        layers += self._full_sets(profile, min(self._formula_s(one, profile) for one in layers))
 
         def period_s(candidate: Candidate) -> float:
             return self._period_s(candidate, profile)
@@ -293,7 +293,7 @@ class DreamDDP(Wired):
         times = layer_times(profile, self.average, self.state)
         choice = Candidate(whole_buckets(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
-            at_once = self.full_sets(profile)
+            at_once = self._full_sets(profile)
             starts = [choice, *(c for c in at_once if not c.at_step)]
             small = size * self._simulated_periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
@@ -383,7 +383,7 @@ class DreamDDP(Wired):
         total_s = float(whole_s.sum())
         return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
-    def full_sets(self, profile: Profile, layers_s: float = inf) -> Iterator[Candidate]:
+    def _full_sets(self, profile: Profile, layers_s: float = inf) -> Iterator[Candidate]:
         """Yield candidates that average all layers in the last iteration.
 
         The messages are fused to end as early as possible, are one message, or are sent as in local
@@ -519,6 +519,11 @@ class DreamDDP(Wired):
             self.state,
             candidate.pieces,
         )
+
+
+def full_sets(planner: DreamDDP, profile: Profile) -> list[Candidate]:
+    """Return the planner's candidates that average all layers in the last iteration."""
+    return [*planner._full_sets(profile)]
 
 
 def _with_clipping(plan: Plan, norm: float) -> Plan:
