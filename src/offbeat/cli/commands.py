@@ -764,6 +764,7 @@ def _show_run(
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
     from offbeat.experiments.report.breakdown import explain_error
+    from offbeat.jobs.verdict_file import verdict_of_run
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -781,6 +782,11 @@ def _show_run(
             print(f"output of the script: {logs}")
     if run.given is not None and run.given["computed"]:
         print(f"predicted from a computed profile: {run.given['text']}")
+    if (kept := verdict_of_run(run_dir)) is not None:
+        hosts = int(run.cluster.get("hosts", 0))
+        for row in rows:
+            text = f"verdict: {kept.compare(row.strategy, hosts, row.iteration_s)}"
+            print(*table.wrap(text, width), sep="\n")
     for note in run.notes:
         print(f"note: {note}")
     print(f"Report: {page}")

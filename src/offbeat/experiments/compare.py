@@ -49,6 +49,8 @@ from offbeat.experiments.record.run_directory import (
     load_repetition,
 )
 from offbeat.experiments.script import require_runnable, script_name
+from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
+from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.lab import probe_report as asked
 from offbeat.lab.machine_load import LoadSampler
@@ -336,6 +338,8 @@ def compare(
     before = _read_record(run_dir) if resume else {}
     if not resume:
         _require_unused_directory(run_dir)
+    verdict = os.environ.get(VERDICT_VARIABLE)
+    kept = read_verdict(verdict) if verdict else None
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
@@ -354,6 +358,8 @@ def compare(
                 record["profile"] = before.get("profile")
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(run_dir / "run.json", record)
+        if kept is not None:
+            _write_json(run_dir / VERDICT_FILE, kept)
         for note in outcome.notes:
             progress.print_error(f"note: {note}")
         if lab.note:

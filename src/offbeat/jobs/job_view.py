@@ -16,6 +16,7 @@ from typing import Any
 
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_file
+from offbeat.jobs.verdict_file import verdict_of_run
 
 ALIVE_TIMEOUT_S = 10.0  # rank 0 is silent if its files do not change for this time
 HEARTBEAT_TIMEOUT_S = 5.0  # another rank is silent if its last heartbeat is older
@@ -104,6 +105,7 @@ class JobFollower:
         last: newest interval of rank 0's lines; None before the first.
         events: newest events.
         event_count: number of all events.
+        verdict: verdict that is kept with the run; None without one.
         end: last line of a job that has ended; None if it runs or was cut short.
         unchanged_s: seconds for which no file has changed, as seen by this reader.
         has_changed: whether rank 0 has certainly written a file within `ALIVE_TIMEOUT_S`.
@@ -113,6 +115,7 @@ class JobFollower:
         self.folder, self._clock = folder, clock
         self.run: dict[str, Any] = {}
         self.alive: dict[str, Any] = {}
+        self.verdict = verdict_of_run(folder)
         self._alive_text = b""
         self._place = Place()
         self._forget_lines()
@@ -236,6 +239,7 @@ class JobView:
         ranks: ranks in order; empty without alive.json.
         events: newest events, oldest first.
         end: last line of the job; None if it runs or was cut short.
+        verdict: what the verdict that is kept with the run predicts; None without one.
     """
 
     run: str
@@ -257,6 +261,7 @@ class JobView:
     ranks: Sequence[RankView]
     events: Sequence[Mapping[str, Any]]
     end: Mapping[str, Any] | None
+    verdict: str | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -307,16 +312,19 @@ def view(job: JobFollower) -> JobView:
     last = max(known, key=lambda i: i.t) if known else None
     loss = None if last is None else last.loss
     hosts = job.run.get("hosts") or [entry.get("host") for entry in entries]
+    strategy = str(job.alive.get("strategy") or job.run.get("strategy") or "unknown strategy")
+    iteration_s = None if last is None else last.mean_s
+    machines = len({str(host) for host in hosts})
     return JobView(
         run=job.folder.resolve().name,
-        strategy=str(job.alive.get("strategy") or job.run.get("strategy") or "unknown strategy"),
+        strategy=strategy,
         world_size=int(job.run.get("world_size") or len(entries)),
-        hosts=len({str(host) for host in hosts}),
+        hosts=machines,
         state=_state(job, ranks),
         rank_0_silent_s=silent_s,
         last_sign_t=job.alive.get("t"),
         iteration=max(0 if last is None else last.stop, *(r.iteration for r in ranks[:1]), 0),
-        iteration_s=None if last is None else last.mean_s,
+        iteration_s=iteration_s,
         predicted_s=job.alive.get("predicted_s"),
         bound_s=job.alive.get("bound_s"),
         wait_share=None if last is None else _share(last.wait_s, last),
@@ -327,6 +335,7 @@ def view(job: JobFollower) -> JobView:
         ranks=ranks,
         events=tuple(job.events),
         end=job.end,
+        verdict=job.verdict and job.verdict.compare(strategy, machines, iteration_s),
     )
 
 

@@ -47,6 +47,7 @@ from offbeat.jobs.settings import (
     require_same_settings,
 )
 from offbeat.jobs.tally import Tally
+from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 
 INTERVAL_S = 5.0  # intervals that rank 0 receives
 AGE_SHARE = 1000  # a recorded interval lasts at least the age of the job divided by this
@@ -136,6 +137,8 @@ class JobObserver(Recorder):
             }
             if self._writer is not None:
                 self._writer.replace(RUN_FILE, facts)
+                if settings.verdict is not None:
+                    self._writer.replace(VERDICT_FILE, read_verdict(settings.verdict))
             self.monitor = JobMonitor(
                 settings, facts, strategy, current_servers(), control, self._writer, clock
             )

@@ -21,6 +21,7 @@ OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a 
     "profile*.json",
     "plan*.json",
     "predicted.json",
+    "verdict.json",
     "rank*.jsonl",
     "report.html",
 )

@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple, get_args
 from offbeat.core.runtime.launch_request import VARIABLE as JOB_VARIABLE
 from offbeat.core.runtime.launchers import LAUNCHERS
 from offbeat.core.transport.control import Control
+from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
+from offbeat.jobs.verdict_file import read_verdict
 
 RECORD_VARIABLE = "OFFBEAT_RECORD"  # a folder, or "off"
 METRICS_VARIABLE = "OFFBEAT_METRICS"  # sinks, separated by commas
@@ -55,6 +57,7 @@ class JobSettings:
         job_name: label of the job in metrics and records.
         notices: messages about settings that another source overrides.
         record_limit: largest size in bytes of all runs in `record`; None: no limit.
+        verdict: file with a verdict of `offbeat advise`, which rank 0 reads; None: no verdict.
     """
 
     record: str | None
@@ -63,6 +66,7 @@ class JobSettings:
     job_name: str
     notices: tuple[str, ...] = ()
     record_limit: int | None = None
+    verdict: str | None = None
 
 
 def read_settings(
@@ -87,6 +91,13 @@ def read_settings(
     """
     folder, notices = choose_record(environment, record, launcher_record)
     variable = environment.get(METRICS_VARIABLE)
+    verdict = environment.get(VERDICT_VARIABLE) or None
+    if verdict is not None and folder is None:
+        notices += (
+            f"{VERDICT_VARIABLE} ({verdict!r}) is not used, as nothing is recorded; set "
+            f"{RECORD_VARIABLE}=runs",
+        )
+        verdict = None
     return JobSettings(
         folder,
         parse_sinks(METRICS_VARIABLE, variable) if variable else parse_sinks("metrics", metrics),
@@ -94,6 +105,7 @@ def read_settings(
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
         parse_limit(environment.get(LIMIT_VARIABLE)),
+        verdict,
     )
 
 
@@ -198,10 +210,10 @@ def require_same_settings(
     if settings.record is None and not settings.sinks:
         return
     denied = None if settings.record is None else find_write_error(settings.record)
-    missing = find_missing_package(settings.sinks) if control.rank == 0 else None
-    everyone = control.gather([socket.gethostname(), denied, missing])
-    if (needed := everyone[0][2]) is not None:
-        raise ValueError(needed)
+    wrong = _find_error_of_rank_0(settings) if control.rank == 0 else None
+    everyone = control.gather([socket.gethostname(), denied, wrong])
+    if (error := everyone[0][2]) is not None:
+        raise ValueError(error)
     problems = [
         f"rank {rank} ({host}): {problem}"
         for rank, (host, problem, _) in enumerate(everyone)
@@ -214,6 +226,17 @@ def require_same_settings(
             f"{RECORD_VARIABLE} ({settings.record!r}) must be a folder that every rank may write; "
             f"{named}. Give another, or {OFF}"
         )
+
+
+def _find_error_of_rank_0(settings: JobSettings) -> str | None:
+    """Return an error about a missing package or a verdict, which only rank 0 needs."""
+    if (missing := find_missing_package(settings.sinks)) is not None or settings.verdict is None:
+        return missing
+    try:
+        read_verdict(settings.verdict)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def find_write_error(folder: str) -> str | None:

@@ -15,8 +15,8 @@ from offbeat.experiments.advice.options import CHANGES
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import AS_GOOD, MAX_STALENESS, Advice, advise
 from offbeat.experiments.advice.work import Work
+from offbeat.jobs.verdict_file import SCHEMA
 
-SCHEMA = 1  # of the JSON form of a verdict
 LEAST_HELP = 0.02  # least relative saving of time that counts as help
 MORE_CONNECTIONS = 4
 
@@ -64,7 +64,7 @@ class Row:
         method, memory = self.method, self.method.memory
         return {
             "method": method.label,
-            "in_registry": method.strategy is not None,
+            "strategy": None if method.strategy is None else str(method.strategy),
             "change": method.change,
             "changes": method.changes,
             "staleness": method.staleness,

@@ -17,6 +17,7 @@ from offbeat.jobs.interval import Interval, LossSums, combine, quantile
 from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, delaying_ranks
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
+from offbeat.jobs.verdict_file import VERDICT_FILE, find_verdict
 from offbeat.jobs.words import count_text, duration
 
 INDENT = 13  # characters before the texts of the printed report
@@ -76,6 +77,7 @@ class JobReport:
         late_ranks: ranks that begin their messages late.
         sent_bytes: bytes that a rank has sent.
         baseline_share: these bytes divided by those of DDP; None without a profile.
+        verdict: what the verdict that is kept with the run predicts; None without one.
         losses: mean loss of the first and of the last interval.
         nonfinite_losses: number of losses that were not finite.
         events: notices, decisions, warnings and checkpoints of the job.
@@ -103,6 +105,7 @@ class JobReport:
     late_ranks: tuple[int, ...]
     sent_bytes: float | None
     baseline_share: float | None
+    verdict: str | None
     losses: tuple[float, float] | None
     nonfinite_losses: int
     events: tuple[Mapping[str, Any], ...]
@@ -172,12 +175,19 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         late_ranks=tuple(sorted(delaying_ranks(list(counted.values())))),
         sent_bytes=None if sent is None or own is None else sent * own.n,
         baseline_share=sent / baseline if sent and baseline else None,
+        verdict=_verdict(record, None if own is None else own.mean_s),
         losses=(first, last) if first is not None and last is not None else None,
         nonfinite_losses=sum(i.loss.nonfinite for i in everything if i.loss is not None),
         events=tuple(_events(record)),
         restarts=tuple(_restarts(record)),
         problems=tuple(_problems(record, state)),
     )
+
+
+def _verdict(record: JobRecord, measured_s: float | None) -> str | None:
+    kept = find_verdict(record.json(VERDICT_FILE))
+    machines = len({str(host) for host in record.run.get("hosts") or ()})
+    return kept and kept.compare(str(record.run.get("strategy")), machines, measured_s)
 
 
 # --- how it ended --------------------------------------------------------------------------------
@@ -451,6 +461,8 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
             text += f"; predicted {words.seconds(report.predicted_s)} ({difference})"
         yield "measured", text
         yield "went to", _split_text(report)
+    if report.verdict is not None:
+        yield "verdict", report.verdict
     if report.sent_bytes is not None:
         text = f"{words.size(report.sent_bytes)} per rank"
         if report.baseline_share is not None:
