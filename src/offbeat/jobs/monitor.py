@@ -103,7 +103,9 @@ class JobMonitor:
         for sink in self._sinks:
             sink.close()
         lines = self._describe_end(how, text, total, iterations)
-        fields = {"how": how} | ({"iterations": iterations} if total is not None else {})
+        fields: dict[str, Any] = {"how": how} | (
+            {"iterations": iterations} if total is not None else {}
+        )
         console.print("end", "\n".join(lines), "info" if how == "ended" else "warning", **fields)
 
     # ---- called by the board's thread -------------------------------------------------------

@@ -77,7 +77,7 @@ class DDPSession(LoopSession):
             model,
             process_group=job.cluster.everyone,
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
-            **{BUFFERS_OPTION: job.watch.broadcast_buffers},
+            **{BUFFERS_OPTION: job.watch.broadcast_buffers},  # type: ignore[arg-type]
         )
         set_wait = job.cluster.control.set_wait_in_torch
         self._handles = [

@@ -231,8 +231,7 @@ def _claim_nodes(nodes: Any, rank: int, world_size: int, environ: Mapping[str, s
             return NodeClaim(source, problem=problem)
         firsts = range(0, world_size, nodes)
         return NodeClaim(source, nodes=tuple(tuple(range(a, a + nodes)) for a in firsts))
-    listed = not isinstance(nodes, str) and isinstance(nodes, Sequence)
-    if not listed or not all(_is_ranks(node) for node in nodes):
+    if not (isinstance(nodes, (list, tuple)) and all(_is_ranks(node) for node in nodes)):
         problem = (
             f"{source} must be 'auto', a number of ranks per node, or the ranks of each node, as "
             "in nodes=[[0, 1], [2, 3]]"
