@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 from support import rehearsed
-from support.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of
+from support.quadratic import Quadratic, interpreted, model_of
+from support.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
 from support.strategy_lists import STRATEGIES
 from support.worlds import run_world
 
-import offbeat
 from offbeat import Profile
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.interpreter import Interpreter
-from offbeat.profile import Bucket, Link
 from offbeat.sim import predict, simulate
 
-SIZES, K, T = (5, 3, 7, 4, 6), 3, 9
 MORE = [
     "cyclic:stages=3",
     "deft:preserver=false",
@@ -32,57 +30,6 @@ MORE = [
     "selsync:delta=.2",
     "wfbp:wire=powersgd:2",
 ]
-
-
-def profile_of(ranks: int) -> Profile:
-    buckets = tuple(
-        Bucket(f"b{b}", 0.01, 0.02, 8 * size, tensors=(f"layers.{b}.w",))
-        for b, size in enumerate(SIZES)
-    )
-    return Profile(buckets, (Link("net", 0.01, 2e3),), ranks, update_s=0.004)
-
-
-def rehearse_quadratic(strategy: str, **more: object) -> tuple[offbeat.RehearsedCurve, list[list]]:
-    """The curve, and the weights that each forward of each replica has seen."""
-    task = Quadratic(SIZES, K, T)
-    start, a, c = task.numbers
-    nets: list[Net] = []
-    seen: list[list[np.ndarray]] = []
-
-    def make_model() -> Net:
-        nets.append(Net(start, SIZES))
-        seen.append([])
-        return nets[-1]
-
-    def make_optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), RATE, MOMENTUM, weight_decay=task.decay)
-
-    def batches(rank: int):
-        for i in range(T):
-            yield (
-                rank,
-                torch.from_numpy(a[rank]).split(SIZES),
-                torch.from_numpy(c[rank, i]).split(SIZES),
-            )
-
-    def loss(model, batch):
-        value = model(*batch[1:])
-        net = nets[batch[0]]
-        seen[batch[0]].append(torch.cat([layer.seen for layer in net.steps]).numpy())
-        return value
-
-    curves = offbeat.rehearse(
-        make_model,
-        make_optimizer,
-        batches,
-        strategy,
-        profile_of(K),
-        iterations=T,
-        loss=loss,
-        **more,
-    )
-    [curve] = curves.values()
-    return curve, seen
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, *MORE])
@@ -109,7 +56,7 @@ def test_equals_real_processes_with_the_same_seeds():
 @pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3", "selsync:delta=.2"])
 def test_clock_is_the_simulators(name):
     curve, _ = rehearse_quadratic(name, jitter=0.1)
-    profile = profile_of(K)
+    profile = quadratic_profile(K)
     profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
     strategy = parse(name)
     votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}

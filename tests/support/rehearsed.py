@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import Profile
 from offbeat.profile import Bucket, Link
+from support.quadratic import MOMENTUM, RATE, Net, Quadratic
 
 ITERATIONS, ROWS = 7, 4
+SIZES, K, T = (5, 3, 7, 4, 6), 3, 9  # of the quadratic
 
 
-class Net(nn.Module):
+class SmallNet(nn.Module):
     """Dropout, running statistics, and a layer that only some batches use."""
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Net(nn.Module):
 
 
 def make_model() -> nn.Module:
-    return Net().double()
+    return SmallNet().double()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -124,3 +126,66 @@ def rehearse(
     )
     [curve] = found.values()
     return models, curve
+
+
+# ---- a quadratic of which every weight is known ---------------------------------------------
+
+
+def quadratic_profile(ranks: int) -> Profile:
+    buckets = tuple(
+        Bucket(f"b{b}", 0.01, 0.02, 8 * size, tensors=(f"layers.{b}.w",))
+        for b, size in enumerate(SIZES)
+    )
+    return Profile(buckets, (Link("net", 0.01, 2e3),), ranks, update_s=0.004)
+
+
+def rehearse_quadratic(
+    strategy: str,
+    *,
+    before: Callable[[Any, int, int], None] = lambda *_: None,
+    **more: Any,
+) -> tuple[offbeat.RehearsedCurve, list[list[np.ndarray]]]:
+    """The curve, and the weights that each forward of each replica has seen.
+
+    `before` is called with model, rank and iteration before each forward.
+    """
+    task = Quadratic(SIZES, K, T)
+    start, a, c = task.numbers
+    nets: list[Net] = []
+    seen: list[list[np.ndarray]] = []
+
+    def make_model() -> Net:
+        nets.append(Net(start, SIZES))
+        seen.append([])
+        return nets[-1]
+
+    def make_optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), RATE, MOMENTUM, weight_decay=task.decay)
+
+    def batches(rank: int):
+        for i in range(T):
+            yield (
+                rank,
+                torch.from_numpy(a[rank]).split(SIZES),
+                torch.from_numpy(c[rank, i]).split(SIZES),
+            )
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        before(model, batch[0], len(seen[batch[0]]))
+        value = model(*batch[1:])
+        net = nets[batch[0]]
+        seen[batch[0]].append(torch.cat([layer.seen for layer in net.steps]).numpy())
+        return value
+
+    curves = offbeat.rehearse(
+        make_model,
+        make_optimizer,
+        batches,
+        strategy,
+        quadratic_profile(K),
+        iterations=T,
+        loss=loss,
+        **more,
+    )
+    [curve] = curves.values()
+    return curve, seen

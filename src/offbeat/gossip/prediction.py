@@ -17,7 +17,7 @@ from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.profile import Profile
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
+from offbeat.core.sim.separate_workers import Server, compute_seconds, forward_share, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.gossip.graphs import edge_rates, topology
@@ -79,8 +79,7 @@ def _trace(
     update.
     """
     count, workers = ends_s.shape
-    before_s = profile.other_s + profile.forward_s
-    share = before_s / (before_s + profile.backward_s + profile.update_s)
+    share = forward_share(profile)
     spans = []
     for n in range(min(workers, MAX_RANKS)):
         for i in range(max(count - LEAST_ITERATIONS, 0), count):
@@ -113,16 +112,35 @@ def pair_stats(strategy: Gossip, profile: Profile, ranks: Ranks, seed: int = 0) 
     Raises:
         ValueError: the topology does not fit the number of workers.
     """
+    timeline = simulate_strategy(
+        strategy, profile, ranks, units=UNITS, gradients=MOST_GRADIENTS, seed=seed
+    )
+    return _as_json(timeline, message_bytes(strategy, profile))
+
+
+def simulate_strategy(
+    strategy: Gossip,
+    profile: Profile,
+    ranks: Ranks,
+    *,
+    units: float = math.inf,
+    gradients: float = math.inf,
+    seed: int = 0,
+) -> Timeline:
+    """Simulate the gradients and exchanges of a strategy; see `offbeat.gossip.simulation.simulate`.
+
+    Raises:
+        ValueError: the topology does not fit the number of workers.
+    """
     size_bytes, server = message_bytes(strategy, profile), server_of(profile, 1, ranks)
-    timeline = simulate(
-        edge_rates(_graph(strategy, server, size_bytes), strategy.rate),
+    return simulate(
+        edge_rates(graph_of(strategy, server, size_bytes), strategy.rate),
         _workers(profile, ranks),
         Network(size_bytes, server.caps, delay_s=server.latency_s + _coding_s(strategy, profile)),
-        units=UNITS,
-        gradients=MOST_GRADIENTS,
+        units=units,
+        gradients=gradients,
         seed=seed,
     )
-    return _as_json(timeline, size_bytes)
 
 
 def _workers(profile: Profile, ranks: Ranks) -> Workers:
@@ -131,7 +149,7 @@ def _workers(profile: Profile, ranks: Ranks) -> Workers:
     return Workers(gradient_s, fmean(ranks.jitters(profile) or [0.0]))
 
 
-def _graph(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
+def graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
     """Return the graph of the topology. A measured topology is computed from the links of the
     workers, because a profile contains no links of pairs.
     """

@@ -52,7 +52,7 @@ def join(
         ValueError: the graph is invalid, or an optimizer step of one parameter depends on other
             parameters. Raised on every rank.
     """
-    _require_elementwise(optimizer)
+    require_elementwise(optimizer)
     control, door_of_another = cluster.control, current_join_request()
     own = GossipSetup(model, optimizer, strategy, fingerprint, cluster)
     if door_of_another is not None:
@@ -111,6 +111,7 @@ class GossipSetup:
         state: shared parameters.
         clock: common clock.
         gossip: gossip thread; None in a world of one rank, and before `begin`.
+        wire: form in which the parameters are sent.
     """
 
     def __init__(
@@ -127,10 +128,10 @@ class GossipSetup:
         self.gossip: Gossip | None = None
         self.flats = flatten([p for p in model.parameters() if p.requires_grad])
         form = "bf16" if strategy.wire == "bf16" else "none"
-        self._wire = Wire(self.flats, form, codec=strategy.codec)
+        self.wire = Wire(self.flats, form, codec=strategy.codec)
         self.state = State(
             self.flats,
-            self._wire,
+            self.wire,
             AVERAGING,
             snapshot=strategy.weights == "snapshot",
             momentum=strategy.momentum,
@@ -140,7 +141,7 @@ class GossipSetup:
     @property
     def message_bytes(self) -> int:
         """Return the bytes of an exchange in each direction."""
-        return self._wire.bytes
+        return self.wire.bytes
 
     def begin(
         self,
@@ -167,7 +168,7 @@ class GossipSetup:
             me,
             settings,
             self.state,
-            self._wire,
+            self.wire,
             self.clock,
             secret,
             addresses,
@@ -187,8 +188,8 @@ class GossipSetup:
 
     def _report_memory(self, neighbours: int) -> None:
         """Print the memory of the anchors if there are many neighbours."""
-        if self._wire.codec is not None and neighbours > MANY_NEIGHBOURS:
-            most = 2 * neighbours * self._wire.plain_bytes
+        if self.wire.codec is not None and neighbours > MANY_NEIGHBOURS:
+            most = 2 * neighbours * self.wire.plain_bytes
             text = (
                 f"wire={self._strategy.wire} keeps two copies of the parameters for each of "
                 f"{neighbours} neighbours: {most / 1e6:.4g} MB; a topology with fewer edges needs "
@@ -249,7 +250,7 @@ def _own_host(towards: tuple[str, int]) -> str:
         ) from error
 
 
-def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     reason = find_coupling(optimizer)
     if reason is not None:
         raise ValueError(

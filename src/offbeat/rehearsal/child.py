@@ -119,7 +119,7 @@ def rehearse_script(assignment: Assignment) -> None:
             sys.stdout, sys.stderr = streams
     if not run.logs[0].losses:
         raise ValueError(f"{assignment.script[0]} trained no iteration; {MUST_PREPARE}")
-    clock = simulate_run(run.courses, run.logs[0], strategy, profile, seed=assignment.seed)
+    clock = simulate_run(run, strategy, profile, seed=assignment.seed)
     write_records(run, clock, str(strategy), Path(assignment.contestant), folder)
     curve = curve_of(strategy, run, profile, seed=assignment.seed)
     replace_text(folder / CURVE, json.dumps(curve.to_dict()))

@@ -11,7 +11,7 @@ from offbeat.core.sim import Prediction, predict, simulate
 from offbeat.core.sim.simulation import MAX_RANKS
 from offbeat.core.sim.trace import Span, Trace
 from offbeat.core.strategy.interface import Strategy
-from offbeat.rehearsal.replica import Course, ReplicaLog
+from offbeat.rehearsal.job import Run
 
 PERIODS = 3  # last periods whose spans are kept
 
@@ -32,7 +32,7 @@ class Clock:
     @property
     def ends_s(self) -> tuple[float, ...]:
         """Return the end of each iteration on the slowest rank, in seconds from the start."""
-        return tuple(max(ends) for ends in zip(*self.trace.ends_s, strict=True))
+        return tuple(max(ends) for ends in zip(*self.trace.ends_s, strict=False))
 
     def ends_of(self, rank: int) -> tuple[float, ...]:
         """Return the end of each iteration on one rank, in seconds from the start."""
@@ -46,27 +46,19 @@ class Clock:
         return [span for span in self.trace.spans if span.rank == rank]
 
 
-def simulate_run(
-    courses: Sequence[Course],
-    log: ReplicaLog,
-    strategy: Strategy,
-    profile: Profile,
-    *,
-    seed: int = 0,
-) -> Clock:
+def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 0) -> Clock:
     """Return the simulated time of a rehearsal.
 
     Args:
-        courses: plans in the order of their first iterations.
-        log: log of replica 0.
+        run: result of the rehearsal.
         strategy: strategy of the rehearsal.
         profile: profile of the job.
         seed: seed of the jitter.
     """
+    if run.trace is not None:
+        return Clock(run.trace, predict(strategy, profile, seed=seed))
+    courses, log = run.courses, run.logs[0]
     iterations = len(log.losses)
-    if not courses or courses[0].plan is None:
-        prediction = predict(strategy, profile, iterations=iterations, seed=seed)
-        return Clock(_first_iterations(prediction.trace, iterations), prediction)
     parts: list[Trace] = []
     votes: Mapping[str, list[bool]] = {}
     for course, following in pairwise([*courses, None]):
@@ -110,12 +102,3 @@ def _join_traces(parts: Sequence[Trace]) -> Trace:
         for span in last.spans
     )
     return replace(last, ends_s=tuple(map(tuple, ends_s)), spans=spans)
-
-
-def _first_iterations(trace: Trace, iterations: int) -> Trace:
-    """Return the first iterations of a trace."""
-    return replace(
-        trace,
-        ends_s=tuple(row[:iterations] for row in trace.ends_s),
-        spans=tuple(span for span in trace.spans if span.iteration < iterations),
-    )

@@ -120,7 +120,7 @@ class MemoryCluster(Cluster):
     ) -> None:
         specs = {name: LinkSpec(name, backend="memory") for name in names}
         super().__init__(control, specs, where, device, control.timeout_s)
-        self.topology, self._network = Topology.flat(control.world_size), network
+        self.topology, self.network = Topology.flat(control.world_size), network
         self.open(specs)
 
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
@@ -132,7 +132,7 @@ class MemoryCluster(Cluster):
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
             self._parts[name] = parts
-            self.links[name] = self._network.open(name, self.control.rank, parts, self.device)
+            self.links[name] = self.network.open(name, self.control.rank, parts, self.device)
         # A message may run when its last rank has released it, on the links of all its ranks.
         self.control.meet("opening links")
 

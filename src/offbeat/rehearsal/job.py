@@ -11,6 +11,7 @@ from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.prepare import REHEARSAL
+from offbeat.core.sim.trace import Trace
 from offbeat.core.strategy.interface import Strategy
 from offbeat.rehearsal.cluster import Exchange
 from offbeat.rehearsal.links import MemoryNetwork
@@ -25,10 +26,12 @@ class Run:
     Attributes:
         logs: log of each replica.
         courses: plans in the order of their first iterations.
+        trace: simulated time of a strategy without a plan; None otherwise.
     """
 
     logs: tuple[ReplicaLog, ...]
     courses: tuple[Course, ...]
+    trace: Trace | None = None
 
 
 def train_replicas(
@@ -54,7 +57,7 @@ def train_replicas(
         BaseException: the first error of a replica.
     """
     turns = Turns(states or [RandomStreams(seed + k) for k in range(replicas)])
-    network, exchange = MemoryNetwork(replicas, turns), Exchange(replicas, turns)
+    network, exchange = MemoryNetwork(replicas, turns, seed), Exchange(replicas, turns)
     store, losses = HashStore(), LossTap()
     own = replace(profile, pace=0.0)  # an emulated host would sleep
     all_replicas = [
@@ -77,4 +80,5 @@ def train_replicas(
         losses.close()
         network.close()
     logs = [replica.recorder.log for replica in all_replicas]
-    return Run(tuple(logs), tuple(all_replicas[0].recorder.courses))
+    trace = None if network.timeline is None else network.timeline()
+    return Run(tuple(logs), tuple(all_replicas[0].recorder.courses), trace)

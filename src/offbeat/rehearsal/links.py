@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from offbeat.core.guards.finite import all_finite
 from offbeat.core.plan import Groups, Transfer, Verb
+from offbeat.core.runtime.prepared import Model
+from offbeat.core.sim.trace import Trace
 from offbeat.core.transport.collectives import Collective, Collectives, shards
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.link import Message, MessageLink
@@ -99,12 +101,19 @@ class MemoryNetwork:
     Attributes:
         ranks: number of ranks.
         turns: turns of the ranks.
+        seed: seed of the simulated time.
         queues: messages that have not run, by link and rank, in the order of the link.
+        models: prepared model of each rank.
+        shared: objects that the sessions of all ranks use together, by name.
+        timeline: returns the simulated time of the job, for strategies without a plan.
     """
 
-    def __init__(self, ranks: int, turns: Turns) -> None:
-        self.ranks, self.turns = ranks, turns
+    def __init__(self, ranks: int, turns: Turns, seed: int = 0) -> None:
+        self.ranks, self.turns, self.seed = ranks, turns, seed
         self.queues: dict[tuple[str, int], deque[MemoryMessage]] = defaultdict(deque)
+        self.models: dict[int, Model] = {}
+        self.shared: dict[str, Any] = {}
+        self.timeline: Callable[[], Trace] | None = None
         self._links: dict[tuple[str, int], MemoryLink] = {}
         self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._pool: ThreadPoolExecutor | None = None

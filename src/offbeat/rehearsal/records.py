@@ -39,7 +39,6 @@ def write_records(
         "period": plan.period if plan is not None else 1,
         "uneven": clock.trace.uneven,
         "checks": [],
-        "notes": dict(clock.trace.notes),
         "sample": None,
         "pace": None,
         "closed": True,
@@ -51,6 +50,7 @@ def write_records(
             "rank": rank,
             "ends_s": [round(end_s, 7) for end_s in ends_s],
             "spans": spans_to_dict(clock.spans_of(rank)),
+            "notes": {**clock.trace.notes, **log.notes},
             **_fields_of(log, len(ends_s)),
         }
         RecordWriter(path_of(repetition, rank)).append(block)

@@ -321,7 +321,7 @@ def curve_of(
     held_out: Sequence[tuple[int, float]] = (),
 ) -> RehearsedCurve:
     """Return the curve of a rehearsed run, with its times on the cluster of a profile."""
-    clock, log = simulate_run(run.courses, run.logs[0], strategy, profile, seed=seed), run.logs[0]
+    clock, log = simulate_run(run, strategy, profile, seed=seed), run.logs[0]
     columns = zip(*(one.losses for one in run.logs), strict=False)
     votes = log.votes.get("by_vote", {})
     return RehearsedCurve(

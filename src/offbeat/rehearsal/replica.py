@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +83,7 @@ class ReplicaLog:
         warnings: warnings of the runtime.
         metrics: iteration and value of each metric that the script has reported, by name.
         sent_bytes: bytes that the replica has sent, by link.
+        notes: facts about the run.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -93,6 +93,7 @@ class ReplicaLog:
     warnings: list[str] = field(default_factory=list)
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def outcomes(self, course: Course, stop: int) -> dict[str, list[bool]]:
         """Return the outcomes of the votes of a plan in its iterations before `stop`."""
@@ -159,7 +160,7 @@ class ReplicaRecorder(Recorder):
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
         self.log.votes = self._votes.pop_columns()
-        self.log.sent_bytes = dict(bytes_sent)
+        self.log.sent_bytes, self.log.notes = dict(bytes_sent), self.notes
 
 
 class EndOfRehearsal(BaseException):
@@ -257,6 +258,7 @@ class Replica:
         cluster = MemoryCluster(control, self._network, links, where, device_of(where))
         fingerprint = agree_on_model(model, whole, self.strategy, control)
         broadcast_model(model, cluster)
+        servers = int(self.strategy.needs.servers)  # one, which is no replica
         job = MemoryJob(
             model,
             whole,
@@ -265,14 +267,14 @@ class Replica:
             Observation(OBSERVE, None, fingerprint, None, then_stop=False),
             watch,
             LaunchRequest(),
-            RankRoles(range(self.ranks), range(0)),
+            RankRoles(range(self.ranks), range(self.ranks, self.ranks + servers)),
             self.recorder,
         )
         self.session = session = load_object(self.strategy.rehearsal)(self.strategy, job)
         session.strategy, session.saver = str(self.strategy), DiscardingSaver()
         if self.last_iteration is not None:
             session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
-        self.model = prepared = Model(model, session)
+        self.model = self._network.models[self.rank] = prepared = Model(model, session)
         made = Optimizer(whole, session)
         return prepared, (made.parts() if is_list else made)
 
@@ -280,26 +282,33 @@ class Replica:
         """Return a copy of the model with the average of all replicas, on replica 0.
 
         Every replica must call it, between two iterations. Training continues as without the call.
+        Workers of a strategy without a plan do not wait for each other: the average is that of
+        their current weights.
 
         Returns:
             The copy in evaluation mode; None on all other replicas.
         """
         assert self.session is not None
         assert self.model is not None
-        self.session.flush()
-        module = self.model.module
+        module, plan = self.model.module, self.recorder.plan
+        if plan is None and self.rank:
+            return None
+        models = self._network.models if plan is None else {}
+        everyone = [models[rank].module for rank in sorted(models)]
         control = self.session.cluster.control
         assert isinstance(control, MemoryControl)
-        plan = self.recorder.plan
         copy = deepcopy(module).eval() if self.rank == 0 else None
-        places = [*copy.parameters(), *copy.buffers()] if copy is not None else []
-        for place, own in zip_longest(places, [*module.parameters(), *module.buffers()]):
-            everyone = control.share(own)
-            if place is None:
+        places = [] if copy is None else [*copy.parameters(), *copy.buffers()]
+        for number, own in enumerate([*module.parameters(), *module.buffers()]):
+            if plan is not None:
+                given = control.share(own)
+            else:
+                given = [[*one.parameters(), *one.buffers()][number].detach() for one in everyone]
+            if copy is None:
                 continue
             with torch.no_grad():
                 if plan is not None and plan.source is not None:
-                    place.copy_(everyone[plan.source])
+                    places[number].copy_(given[plan.source])
                 elif own.is_floating_point():
-                    place.copy_(combine("all_reduce", everyone))
+                    places[number].copy_(combine("all_reduce", given))
         return copy

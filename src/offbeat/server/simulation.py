@@ -116,7 +116,8 @@ class Timeline:
     """Times of a simulation, per worker and clock.
 
     `begins_s` and `computed_s` are start and end of compute. `ends_s` is the start of the push,
-    with which the next clock begins. `pulls` counts requested pulls.
+    with which the next clock begins. `pulls` counts requested pulls. `events` are (seconds, kind,
+    worker) in order; kinds are begin, computed, push, pushed, answer and arrive.
     """
 
     begins_s: list[list[float]]
@@ -125,6 +126,7 @@ class Timeline:
     staleness: list[int] = field(default_factory=list)  # clock - low at every begin
     pulls: int = 0
     busy_s: float = 0.0  # of the server's incoming link
+    events: list[tuple[float, str, int]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -187,6 +189,9 @@ class _Job:
         self._count += 1
         heapq.heappush(self._events, (at_s, self._count, what, n))
 
+    def _note(self, now_s: float, kind: str, n: int) -> None:
+        self.timeline.events.append((now_s, kind, n))
+
     # ---- a worker ---------------------------------------------------------------------------
 
     def _begin(self, n: int, now_s: float) -> None:
@@ -201,6 +206,7 @@ class _Job:
         worker.waiting = False
         self.timeline.staleness.append(worker.clock - worker.low)
         self.timeline.begins_s[n].append(now_s)
+        self._note(now_s, "begin", n)
         self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
 
     def _refresh(self, n: int, now_s: float) -> None:
@@ -216,6 +222,7 @@ class _Job:
 
     def _end_compute(self, n: int, now_s: float) -> None:
         self.timeline.computed_s[n].append(now_s)
+        self._note(now_s, "computed", n)
         worker = self._workers[n]
         if worker.pushing:
             worker.ready = True
@@ -227,6 +234,7 @@ class _Job:
         worker.ready, worker.pushing = False, True
         worker.clock += 1
         self.timeline.ends_s[n].append(now_s)
+        self._note(now_s, "push", n)
         self._inwards.start(n, self._server.size_bytes, now_s)
         self._begin(n, now_s)
 
@@ -234,6 +242,7 @@ class _Job:
         """Parameters arrive at a worker, which uses them from the start of its next clock."""
         worker = self._workers[n]
         worker.pulling, worker.arrived = None, worker.answered
+        self._note(now_s, "arrive", n)
         if worker.waiting:
             self._begin(n, now_s)
 
@@ -241,6 +250,7 @@ class _Job:
 
     def _receive_push(self, n: int, now_s: float) -> None:
         """A push arrives at the server."""
+        self._note(now_s, "pushed", n)
         worker = self._workers[n]
         worker.pushing = False
         worker.taken += 1
@@ -271,6 +281,7 @@ class _Job:
         if self._version >= worker.pulling:
             worker.parked = False
             worker.answered = self._version
+            self._note(now_s, "answer", n)
             self._outwards.start(n, self._server.size_bytes, now_s)
 
 
@@ -295,11 +306,22 @@ def predict_served(strategy: SSP, profile: Profile, conditions: Conditions) -> P
     chance = any(ranks.jitters(profile))
     most = max(conditions.iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
     clocks = -(-most // strategy.accumulate)
-    compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, conditions.seed)
-    per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
     server = server_of(profile, servers, ranks)
-    timeline = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
+    timeline, per_clock_s = simulate_served(
+        strategy, profile, ranks, server, clocks, conditions.seed
+    )
     return _prediction(strategy, profile, timeline, per_clock_s, server)
+
+
+def simulate_served(
+    strategy: SSP, profile: Profile, ranks: Ranks, server: Server, clocks: int, seed: int
+) -> tuple[Timeline, NDArray[np.float64]]:
+    """Simulate `clocks` clocks of a job. Return the timeline and the compute seconds `[clock,
+    worker]`."""
+    compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
+    per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
+    each_push = strategy.apply == "push"
+    return run_served(server, per_clock_s, strategy.s, each_push=each_push), per_clock_s
 
 
 def _prediction(

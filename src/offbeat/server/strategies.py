@@ -49,6 +49,7 @@ class SSP(Strategy):
 
     name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
+    rehearsal: ClassVar[str] = "offbeat.rehearsal.servers:open_rehearsed_session"
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
     )

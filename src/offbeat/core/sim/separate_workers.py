@@ -56,3 +56,9 @@ def compute_seconds(
     if noise is None:
         noise = np.ones((iterations, profile.world_size))
     return profile.other_s + alone_s * scale[None, :] * noise
+
+
+def forward_share(profile: Profile) -> float:
+    """Return the share of an iteration's compute up to the end of the forward."""
+    before_s = profile.other_s + profile.forward_s
+    return before_s / (before_s + profile.backward_s + profile.update_s)
