@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,12 +10,16 @@ from offbeat.cli import texts
 from offbeat.cli.commands import (
     FAILED,
     INTERRUPTED,
+    DeviceSpeed,
     Json,
     OutDir,
     Script,
     ScriptArgs,
     Verbose,
+    Where,
+    _exit_code,
     _misplaced_option_notes,
+    _setup,
     _show_run,
     app,
     number,
@@ -41,11 +46,17 @@ def rehearse(
             "--set",
         ),
     ] = None,
-    profile: Annotated[Path, option("Measured profile of the script's model (JSON).")],
+    profile: Annotated[
+        Path | None, option("Measured profile (JSON); otherwise the script is measured here.")
+    ] = None,
     ranks: Annotated[
         int | None, number("Number of ranks.  [default: those of the profile]")
     ] = None,
     rate: Annotated[str | None, option("Rate of every link.  [default: the profile's]")] = (None),
+    cluster: Annotated[
+        Path | None, option("Cluster file (TOML), instead of --ranks and --rate.")
+    ] = None,
+    device_speed: DeviceSpeed = None,
     jitter: Annotated[float | None, option("Relative standard deviation of compute times.")] = None,
     iterations: Annotated[
         int | None, number("Iterations of each strategy.  [default: until the script ends]")
@@ -66,11 +77,13 @@ def rehearse(
     """Train all replicas of a script on this machine, one after the other, and report losses
     against simulated time.
 
-    Example: offbeat rehearse --profile profile.json --ranks 32 --rate 100mbit train.py --steps 500
+    Example: offbeat rehearse --ranks 32 --rate 100mbit --jitter .1 train.py --steps 500
     """
+    from offbeat.cli.advise import open_profile
+    from offbeat.core.profile.elsewhere import extrapolate
     from offbeat.experiments.compare import default_run_dir
     from offbeat.experiments.progress import Progress
-    from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+    from offbeat.rehearsal.command import MEASURED, ScriptRehearsal, rehearse_script
 
     for name, value in (("--iterations", iterations), ("--processes", processes)):
         if value is not None:
@@ -80,16 +93,34 @@ def rehearse(
     metric, target_loss = texts.parse_target(target, None)
     if metric is not None:
         raise ValueError(f"--target ({target}) must be a loss in a rehearsal, as in loss=4.3")
-    rehearsal = ScriptRehearsal(
+    if ranks is not None:
+        texts.require_range("--ranks", ranks, 2, "one rank sends nothing")
+    if profile is None and cluster is None and (ranks is None or rate is None):
+        raise ValueError(
+            "rehearse needs a network: add --ranks 32 --rate 100mbit, --cluster FILE, or --profile "
+            "FILE of a measured one"
+        )
+    defined = partial(
+        ScriptRehearsal,
         script=(script, *args),
         contestants=texts.contestants(strategies, set_ or []),
-        profile=_profile(profile, ranks, rate, jitter),
         iterations=iterations,
         sample=sample,
         seeds=texts.parse_seeds(seeds, None, 0),
         processes=processes,
         target_loss=target_loss,
     )
+    known = resume / MEASURED if profile is None and resume is not None else profile
+    setup = _setup(Where(hosts=1, lab="none", pace="none"), script, args)
+    with open_profile(setup, known, stderr=json_) as (path, measured):
+        if path is None:
+            return _exit_code(measured, "no profile was written")
+        facts = texts.load_profile(path)
+    if device := texts.parse_device_speed(device_speed):
+        facts = device.apply(facts)
+    there = _place(facts, ranks, rate, cluster)
+    there = there if jitter is None else extrapolate(there, jitter=jitter)
+    rehearsal = defined(profile=there, measured=facts)
     progress = Progress(stderr=json_)
     for note in _misplaced_option_notes("rehearse", args):
         progress.print_error(f"note: {note}")
@@ -105,12 +136,15 @@ def rehearse(
     return FAILED if outcome.failures else 0
 
 
-def _profile(path: Path, ranks: int | None, rate: str | None, jitter: float | None) -> Profile:
+def _place(profile: Profile, ranks: int | None, rate: str | None, cluster: Path | None) -> Profile:
     """Return the profile of the rehearsed job."""
-    from offbeat.core.profile.elsewhere import extrapolate
+    from offbeat.experiments.advice.place import place_of, place_on_cluster
+    from offbeat.lab import Cluster
     from offbeat.lab.units import parse_rate_bps
 
-    if ranks is not None:
-        texts.require_range("--ranks", ranks, 2, "one rank sends nothing")
-    rate_bps = None if rate is None else parse_rate_bps(rate, "--rate")
-    return extrapolate(texts.load_profile(path), hosts=ranks, rate_bps=rate_bps, jitter=jitter)
+    if cluster is None:
+        return place_of(profile, ranks, parse_rate_bps(rate, "--rate")).profile
+    if ranks is not None or rate is not None:
+        raise ValueError("--cluster replaces --ranks and --rate; give one or the other")
+    texts.require_file(cluster, 'write one with the lines hosts = 32 and rate = "100mbit"')
+    return place_on_cluster(profile, Cluster.load(cluster)).profile

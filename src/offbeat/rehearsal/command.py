@@ -22,7 +22,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
-from offbeat.experiments.compare import SKIP, Contestant
+from offbeat.experiments.compare import Contestant
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM, SCHEMA
@@ -36,6 +36,7 @@ from offbeat.rehearsal.rehearse import (
 )
 
 CHILD = "offbeat.rehearsal.child"
+MEASURED = "measured.json"  # in the run directory
 JOB, LOG = "job.json", "rehearsal.log"  # in the folder of a repetition
 LOG_LINES = 3  # last lines of the log of a failed rehearsal that its problem states
 # Fields of run.json that are equal in an interrupted rehearsal and in the one that resumes it.
@@ -56,6 +57,8 @@ class ScriptRehearsal:
         processes: number of strategies that are rehearsed at the same time.
         target_loss: training loss to which the time is counted.
         command: command line of the user.
+        measured: profile from which the one of the job was computed, to resume with; None: the
+            profile of the job.
     """
 
     script: tuple[str, ...]
@@ -67,6 +70,7 @@ class ScriptRehearsal:
     processes: int = 1
     target_loss: float | None = None
     command: tuple[str, ...] = ()
+    measured: Profile | None = None
 
     def __post_init__(self) -> None:
         require_runnable(self.script)
@@ -139,6 +143,7 @@ def rehearse_script(
     run_dir.mkdir(parents=True, exist_ok=True)
     replace_text(run_dir / "run.json", json.dumps(record, indent=1))
     rehearsal.profile.save(run_dir / "profile.json")
+    (rehearsal.measured or rehearsal.profile).save(run_dir / MEASURED)
     progress.print_line(f"what the script prints goes to {run_dir / 'STRATEGY/repN/rankR.log'}")
     try:
         _Children(rehearsal, outcome, progress).run()
@@ -320,7 +325,7 @@ def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
         ],
         "repetitions": len(rehearsal.seeds),
         "target_loss": rehearsal.target_loss,
-        "skip": SKIP,
+        "skip": 0,  # simulated iterations have no warm-up
     }
 
 
