@@ -203,17 +203,6 @@ def _events_of(timeline: Timeline) -> list[Event]:
     return sorted([*gradients, *snapshots, *applied, *agreements])
 
 
-class SimulatedClock(Clock):
-    """Clock of a worker that shows the simulated time."""
-
-    def __init__(self, order: GossipOrder) -> None:
-        super().__init__()
-        self._order = order
-
-    def now(self) -> float:
-        return self._order.label
-
-
 class RehearsedGossipSession(GossipSession):
     """Session of a worker whose exchanges are events of the simulated time."""
 
@@ -294,7 +283,8 @@ def open_rehearsed_session(strategy: GossipStrategy, job: TrainingJob) -> Rehear
     if order is None:
         order = network.shared[SHARED] = GossipOrder(strategy, profile, network.seed, network.turns)
         network.timeline = lambda: order.trace(str(strategy), profile)
-    setup.clock = SimulatedClock(order)
+    setup.clock = Clock(own_s=lambda: order.now_s)
+    setup.clock.set_unit(order.unit_s, since_s=0.0)
     session = RehearsedGossipSession(job, setup, order)
     order.join(cluster.control.rank, setup.state, Exchanges(setup.state, setup.wire))
     cluster.control.meet("the start of gossip")

@@ -128,7 +128,7 @@ class ServedOrder(EventOrder):
             traffic.answers -= 1
             self._answer(worker)
 
-    def arrived(self, worker: int) -> tuple[int, Values] | None:
+    def arrived_parameters(self, worker: int) -> tuple[int, Values] | None:
         """Return the parameters that have arrived at a worker, with their clock."""
         self.advance()
         return self._traffic[worker].arrived
@@ -290,7 +290,7 @@ class SimulatedClient:
         return self.order.is_pulling(self.rank)
 
     def arrived_clock(self) -> int | None:
-        arrived = self.order.arrived(self.rank)
+        arrived = self.order.arrived_parameters(self.rank)
         if arrived is None:
             return None
         clock, values = arrived
@@ -300,7 +300,8 @@ class SimulatedClient:
 
     def await_arrival(self) -> None:
         self.order.turns.wait_until(
-            lambda: self.order.arrived(self.rank) is not None, lambda: "parameters of the server"
+            lambda: self.order.arrived_parameters(self.rank) is not None,
+            lambda: "parameters of the server",
         )
 
     def release_incoming(self) -> None:
