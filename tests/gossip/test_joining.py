@@ -26,6 +26,8 @@ from offbeat.gossip.joining import Place
 from offbeat.gossip.startup import _print_join_command
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
+from offbeat.jobs.interval import combine
+from offbeat.jobs.record_lines import load
 
 
 def test_a_worker_joins_with_the_state_of_another() -> None:
@@ -279,12 +281,13 @@ model.close()
 
 def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
     """Two ranks and one that comes later, in processes of their own: all end alike. Its first
-    exchanges are of parameters, the others of codes."""
+    exchanges are of parameters, the others of codes. It has a record of its own."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     env = {**os.environ, "OFFBEAT_SECRET": "of a test", "OMP_NUM_THREADS": "1"}
+    env["OFFBEAT_RECORD"] = str(tmp_path / "runs")
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = []
@@ -304,6 +307,14 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
     sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, joined.stdout)]
     assert sorted(me for me, _ in sums) == ["0", "1", "2"]
     assert len({words for _, words in sums}) == 1
+    records = [load([run]) for run in (tmp_path / "runs").iterdir()]
+    assert sorted(record.world_size for record in records) == [1, 2]
+    for record in records:
+        assert record.missing == []
+        for lines in record.ranks.values():
+            assert lines.end is not None
+            assert lines.end["how"] == "ended"
+            assert combine(lines.intervals).n > 0
 
 
 def test_bad_calls_of_join(

@@ -7,8 +7,11 @@ import json
 import math
 import os
 import random
+import shutil
 import statistics
+import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ import torch
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.jobs import observer, record_lines
-from offbeat.jobs.interval import Interval, combine, quantile, recent
+from offbeat.jobs.interval import Interval, LossSums, combine, quantile, recent
 from offbeat.jobs.record_lines import LineWriter, Place, follow, load, rank_file
 from offbeat.jobs.tally import Tally
 
@@ -100,6 +103,54 @@ def test_a_wait_before_forward_is_no_script() -> None:
     assert interval is not None
     assert interval.script_s == pytest.approx(script / 2)
     assert interval.wait_s == pytest.approx(wait + script / 2)
+
+
+def test_waits_within_forward_and_backward_are_no_script() -> None:
+    """Only a wait before the first forward is part of the time between iterations."""
+    done, (_, wait, script, _) = made_iteration(random.Random(0), 0, 1.0)
+    begin = done.marks.forward_end
+    done.marks.acted.append(MomentTimes(3, begin, begin + 1e-3, begin + 1e-3))
+    done.messages[0].passed = True  # a message that was left out has no time
+    tally = Tally(0, CPU(), dict)
+    tally.add(done, 0, True)
+    interval = tally.close_interval()
+    assert interval is not None
+    assert interval.script_s == pytest.approx(script)
+    assert interval.wait_s == pytest.approx(wait + 1e-3)
+    assert [*interval.links] == ["eth1"]
+
+
+def test_compute_is_never_negative_and_iterations_without_marks_do_not_count() -> None:
+    """The clocks of torch's own times and of the iteration differ."""
+    done, (s, _, script, _) = made_iteration(random.Random(0), 7, 1.0, links=0)
+    done.split = BackwardSplit("net", 100, 9.0, 9.0, measured=True)
+    unmarked, _ = made_iteration(random.Random(0), 6, 0.0)
+    unmarked.marks.begin = None
+    tally = Tally(0, CPU(), dict)
+    tally.add(unmarked, 6, True)
+    assert tally.close_interval() is None
+    tally.add(done, 7, True)
+    interval = tally.close_interval()
+    assert interval is not None
+    assert (interval.first, interval.n, interval.own_s) == (7, 1, 0.0)
+    assert interval.wait_s == pytest.approx(s - script)
+
+
+def test_sums_of_intervals() -> None:
+    """Bounds of quantiles, the newest memory and time, and the last loss that is finite."""
+    assert quantile({0: 5, 8: 5}, 0.5) == pytest.approx(2 ** (0.5 / 8))
+    assert quantile({0: 5, 8: 5}, 0.51) == pytest.approx(2 ** (8.5 / 8))
+    first = an_interval(0, loss=LossSums(4, 2.0, 1.5, 0), rss_bytes=1)
+    second = an_interval(10, loss=LossSums(0, 0.0, 0.0, 10), rss_bytes=2)
+    whole = combine([replace(first, t=5.0), replace(second, t=6.0)])
+    assert (whole.first, whole.n, whole.t, whole.rss_bytes) == (0, 20, 6.0, 2)
+    assert whole.loss == LossSums(4, 2.0, 1.5, 10)
+    assert [i.first for i in recent([first, second], second.s_sum)] == [10]
+    for name in ("rank", "own_s", "s_min"):
+        data = first.to_dict()
+        del data[name]
+        with pytest.raises(KeyError, match=name):
+            Interval.from_dict(data)
 
 
 def test_measured_splits_of_ddp_stand_for_all_iterations() -> None:
@@ -201,6 +252,7 @@ def test_a_full_disk_is_reported_once_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, real, full = [0.0], os.write, [True]
+    set_back = iter(range(1000, 0, -100))  # the clock of the host is set back meanwhile
 
     def write(file: int, data: bytes) -> int:
         if full[0] and len(data) > 10:
@@ -208,7 +260,7 @@ def test_a_full_disk_is_reported_once_and_written_later(
         return real(file, data)
 
     monkeypatch.setattr(record_lines.os, "write", write)
-    writer = LineWriter(tmp_path, 0, clock=lambda: now[0])
+    writer = LineWriter(tmp_path, 0, lambda: next(set_back), lambda: now[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for k in range(5):
@@ -226,6 +278,66 @@ def test_a_full_disk_is_reported_once_and_written_later(
     record = load([tmp_path])
     assert [i.first for i in record.ranks[0].intervals] == [0, 10, 20, 30, 40]
     assert record.ranks[0].end is not None
+
+
+def test_a_folder_that_is_removed_is_created_again(tmp_path: Path) -> None:
+    now = [0.0]
+    writer = LineWriter(tmp_path / "run", 0, lambda: 1e9, lambda: now[0])
+    writer.line("head", id="a", rank=0)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.warns(RuntimeWarning, match="cannot be written: No such file"):
+        writer.line("interval", **an_interval(0).to_dict())
+    writer.detail("iterations", first=0, us=[1])
+    assert not (tmp_path / "run").exists()
+    now[0] += record_lines.RETRY_S
+    writer.line("interval", **an_interval(10).to_dict())
+    assert [i.first for i in load([tmp_path / "run"]).ranks[0].intervals] == [0, 10]
+
+
+def test_a_drive_that_does_not_answer_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later writes wait in memory. The oldest ones are given up and counted."""
+    answers, append, asked = threading.Event(), record_lines._append, threading.Event()
+
+    def hang(path: Path, data: bytes) -> None:
+        asked.set()
+        assert answers.wait(20)
+        append(path, data)
+
+    monkeypatch.setattr(record_lines, "_append", hang)
+    monkeypatch.setattr(record_lines, "MOST_UNWRITTEN", 4)
+    writer = record_lines.BackgroundWriter(tmp_path, 0)
+    writer.line("head", id="a", rank=0)
+    assert asked.wait(20)
+    for k in range(7):
+        writer.line("interval", **an_interval(10 * k).to_dict())
+    writer.replace("alive.json", {"id": "a"})
+    assert not writer.flush(0.01)
+    answers.set()
+    assert writer.flush(20)
+    record = load([tmp_path])
+    assert [i.first for i in record.ranks[0].intervals] == [40, 50, 60]
+    assert [e["text"][:22] for e in record.ranks[0].events] == ["4 writes of this recor"]
+    assert record.alive is not None
+
+
+def test_a_fork_writes_nothing(tmp_path: Path) -> None:
+    writers = [LineWriter(tmp_path, 0), record_lines.BackgroundWriter(tmp_path, 1)]
+    for writer in writers:
+        writer.line("head", rank=0)
+    assert writers[1].flush(20)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    child = os.fork()
+    if not child:
+        for writer in writers:
+            with writer._lock:
+                writer.line("end", how="ended")
+            writer.detail("iterations")
+            writer.replace("alive.json", {})
+        os._exit(0 if writers[1].flush(20) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

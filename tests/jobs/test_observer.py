@@ -94,3 +94,20 @@ def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:
     whole = combine(second.ranks[1].intervals)
     assert [whole.first, whole.n] == [8, 8]
     assert not [e for e in first.ranks[1].events if e["event"] == "checkpoint"]
+
+
+def test_forks_write_close_and_end_nothing(tmp_path: Path) -> None:
+    """Workers of a DataLoader, children of multiprocessing, and os.fork of every rank."""
+    for codes in run_world(observed_jobs.train_with_forks, 2, str(tmp_path)):
+        assert codes == [7, 0, 7, 1, 7, 0, 7, 0], "of os.fork and multiprocessing in turn"
+    (folder,) = (tmp_path / "runs").iterdir()
+    record = load([folder])
+    for lines in record.ranks.values():
+        whole = combine(lines.intervals)
+        assert [whole.first, whole.n] == [0, 8]
+        assert lines.metrics == []
+        assert [event["text"] for event in lines.events if "fork" in event["text"]] == []
+        assert lines.end is not None
+        assert (lines.end["how"], lines.damaged, lines.torn) == ("ended", 0, False)
+    names = {"run", "alive", "plan", "profile", "predicted"}
+    assert {path.name.partition(".")[0] for path in folder.iterdir()} == names | {"rank0", "rank1"}

@@ -81,8 +81,10 @@ class Job:
         while self.now_s < end_s:
             newest = self.interval(**factors)
             for _ in range(3):  # rounds are shorter than intervals
+                suspected = self.expected._suspected
                 notice = self.expected.compare(newest, 0, self.now_s)
                 if notice is not None:
+                    assert suspected or notice.event == "recovered", "one comparison is not enough"
                     notices.append(notice)
         return notices
 
@@ -128,9 +130,64 @@ def test_another_cause_is_reported_after_ten_minutes(expected: Outlook) -> None:
     assert [n.cause.name for n in later if n.cause] == ["slow_script"]
 
 
+def test_a_departure_that_grows_by_half_is_reported_again(expected: Outlook) -> None:
+    job = Job(expected)
+    assert [n.event for n in job.run(300, compute={2: 2.1})] == ["notice"]
+    assert job.run(900, compute={2: 2.3}) == []
+    again = job.run(900, compute={2: 4.5})
+    assert [(n.event, n.cause.name) for n in again if n.cause] == [("notice", "slow_rank")]
+
+
+def test_a_cause_that_explains_less_than_a_quarter_is_not_named(expected: Outlook) -> None:
+    own_s = PROFILE.forward_s + PROFILE.backward_s + PROFILE.update_s
+    for share, name in ((0.2, "unknown"), (0.3, "slow_rank")):
+        slower = {2: 1 + share * 0.2 / own_s}
+        outlook_ = replace(expected, _intervals=[])
+        (notice,) = Job(outlook_).run(300, compute=slower, unexplained_s=(1 - share) * 0.2)
+        assert notice.cause is not None
+        assert notice.cause.name == name
+
+
+def test_ranks_that_are_slower_by_the_profile_are_not_late(expected: Outlook) -> None:
+    """Compute of each rank is compared with its own."""
+    scaled = replace(PROFILE, rank_scale=(1.0, 1.0, 2.0, 1.0))
+    strategy = WFBP()
+    found = Outlook.of(strategy, strategy.plan(scaled), scaled, HOSTS, 0)
+    job = Job(expected)
+    job.expected = found
+    assert job.run(300, compute={2: 2.0}) == []
+    (notice,) = job.run(300, compute={1: 2.4, 2: 2.0})
+    assert notice.cause is not None
+    assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 1)
+    job = Job(expected)
+    job.expected = replace(found, _intervals=[], _reported=None)
+    (notice,) = job.run(300, compute={1: 1.6, 2: 3.0})
+    assert notice.cause is not None, "1 s longer counts more than 1.6 times as long"
+    assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 2)
+
+
+def test_long_iterations_are_compared(expected: Outlook) -> None:
+    """Two intervals of one iteration each may be longer than the time to compare."""
+    job = Job(expected)
+    notices = job.run(300, compute={2: 80.0})
+    assert [(n.event, n.iteration) for n in notices] == [("notice", 0)]
+    assert notices[0].measured_s > 15
+
+
+def test_three_periods_are_compared(expected: Outlook) -> None:
+    """A job whose period is long is not compared in the middle of it."""
+    assert expected.prediction is not None
+    period = round(200 / expected.prediction.iteration_s)
+    job = Job(replace(expected, period=period))
+    assert job.run(300, compute={2: 1.5}) == []
+    assert [n.event for n in job.run(600, compute={2: 1.5})] == ["notice"]
+
+
 def test_jitter_of_the_profile_is_no_departure(expected: Outlook) -> None:
     job = Job(replace(expected, profile=replace(PROFILE, jitter=0.9)))
     assert job.run(300, compute={2: 1.25}) == []
+    # The mean of many iterations departs less than one of them.
+    assert [n.event for n in job.run(300, compute={2: 3.0})] == ["notice"]
     assert [n.event for n in Job(expected).run(300, compute={2: 1.25})] == ["notice"]
 
 

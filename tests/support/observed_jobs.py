@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import multiprocessing
 import os
 import signal
 import warnings
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import offbeat
 from support.models import Case, build_model, build_optimizer
@@ -93,3 +98,67 @@ def observers(log: str) -> list[Any]:
         recorder = model._session._recorder
         model.close()
     return [type(recorder).__name__, text.getvalue()]
+
+
+class Reporting(Dataset[torch.Tensor]):
+    """Samples whose workers report metrics and train a model of their own."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        offbeat.report_metric("of_a_worker", index)
+        weight = torch.ones(2, requires_grad=True)
+        weight.sum().backward()
+        return weight.grad  # type: ignore[return-value]
+
+
+def train_with_forks(folder: str) -> list[int]:
+    """Train while forks of this process load data, close the model, fail, and exit as scripts do.
+
+    Returns:
+        Exit codes of the forks.
+    """
+    os.environ |= {"OFFBEAT_RECORD": f"{folder}/runs", "OFFBEAT_LOG": "off"}
+    os.environ["OFFBEAT_METRICS"] = f"textfile:{folder}/x.prom"
+    model = build_model(CASE)
+    model, optimizer = offbeat.prepare(
+        model, build_optimizer(CASE, model), "wfbp", observe=2, timeout_s=20
+    )
+
+    def leave_by_close() -> None:
+        model.close()
+
+    def fail() -> None:
+        try:
+            raise KeyError("of a fork")
+        finally:
+            model._session._recorder.write({})  # type: ignore[union-attr]
+
+    def exit_as_scripts_do() -> None:
+        atexit._run_exitfuncs()
+
+    def report() -> None:
+        offbeat.report_metric("of_a_fork", 1.0)
+        model._session._recorder.decide(0, "of a fork", None)  # type: ignore[union-attr]
+
+    codes, forked = [], multiprocessing.get_context("fork")
+    loader = DataLoader(Reporting(), batch_size=4, num_workers=1, multiprocessing_context=forked)
+    for t, act in enumerate((leave_by_close, fail, exit_as_scripts_do, report)):
+        for _ in loader:
+            optimizer.zero_grad()
+            loss_of(model, *batch(CASE, rank(), t)).backward()
+            optimizer.step()
+        if not (child := os.fork()):
+            signal.alarm(20)
+            with suppress(KeyError):
+                act()
+            os._exit(7)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        process = forked.Process(target=act)
+        process.start()
+        process.join(20)
+        codes.append(process.exitcode)
+    assert rank() or Path(folder, "x.prom").exists()
+    model.close()
+    return codes

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.record_folder import describe_removal, remove_above
-from offbeat.jobs.record_lines import RUN_FILE, LineWriter
+from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
 from offbeat.jobs.settings import (
     OFF,
     JobSettings,
@@ -56,6 +57,7 @@ SAMPLE_ITERATIONS = 1000  # iterations between two samples without a profile
 SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
 SPANS_PERIODS = 3  # periods of the plan in a timeline
 MOST_SPANS_BYTES = 1 << 16
+FLUSH_S = 3.0  # longest wait for the record folder at the end
 MOST_TEXT = 2000  # characters of the text of an error
 MOST_ITERATIONS = 1 << 16  # single iterations in a line of the record
 
@@ -100,20 +102,21 @@ class JobObserver(Recorder):
         self._count = 0  # iterations of this process
         self._next = 0  # number of the first iteration after the last interval
         self._ending = threading.Lock()  # held from the start of `end`
+        self._process_id = os.getpid()  # a fork of this process ends nothing
         self._window: list[Iteration] | None = []  # iterations of the next timeline
         self._window_due_s = 0.0
         self._windows: Windows | None = None
         self._profile: Profile | None = None
         self._metrics: dict[str, list[float]] = {}
         own = {"host": socket.gethostname(), "pid": os.getpid(), **versions()}
-        own["id"] = new_id(clock())
+        own["id"] = new_run(settings.record if control.rank == 0 else None, clock())
         everyone = control.gather(own)
         self.id = run_id = str(everyone[0]["id"])
-        self._writer: LineWriter | None = None
+        self._writer: BackgroundWriter | None = None
         self.keeps_end = settings.record is not None
         folder = Path(settings.record) / run_id if settings.record else None
         if folder is not None:
-            self._writer = LineWriter(folder, control.rank, clock)
+            self._writer = BackgroundWriter(folder, control.rank, clock)
             self._line("head", id=self.id, rank=control.rank, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip
         self.monitor: JobMonitor | None = None
@@ -242,7 +245,7 @@ class JobObserver(Recorder):
             text: error or signal.
             waited: whether the error ended a wait for another rank, which has failed before.
         """
-        if not self._ending.acquire(blocking=False):
+        if os.getpid() != self._process_id or not self._ending.acquire(blocking=False):
             return
         if how == "ended":
             self._tally.end()
@@ -252,6 +255,9 @@ class JobObserver(Recorder):
         self._board.close()
         if self.monitor is not None:
             self.monitor.on_end(how, text, self._total, self._count)
+        if self._writer is not None and not self._writer.flush(FLUSH_S):
+            text = f"record ({self._writer.folder}) did not answer within {FLUSH_S:g} s; its last "
+            console.print("record", f"{text}lines may be missing", "warning")
         self._tap.close()
         clear_receiver(self._receive)
         atexit.unregister(self._at_exit)
@@ -348,9 +354,20 @@ def open_observer(
     return JobObserver(settings, strategy, cluster)
 
 
-def new_id(t: float) -> str:
-    """Return an id of a run: day, UTC and four random digits, as in "1124-0612-3f9a"."""
-    return f"{time.strftime('%m%d-%H%M', time.gmtime(t))}-{secrets.token_hex(2)}"
+def new_run(record: str | None, t: float) -> str:
+    """Return an id of a run: day, UTC and four random digits, as in "1124-0612-3f9a".
+
+    Args:
+        record: folder of records, in which a folder for the run is created; None: no folder.
+        t: seconds since 1970.
+    """
+    while True:
+        run = f"{time.strftime('%m%d-%H%M', time.gmtime(t))}-{secrets.token_hex(2)}"
+        if record is None:
+            return run
+        with suppress(FileExistsError):  # another job has drawn the same digits
+            Path(record, run).mkdir(parents=True)
+            return run
 
 
 def versions() -> dict[str, str]:

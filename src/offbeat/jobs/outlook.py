@@ -127,8 +127,11 @@ class Outlook:
             return None
         self._compared = own.first
         self._intervals.append(own)
-        window = list(recent(self._intervals, self._window_s(predicted_s)))
-        if len(window) < LEAST_INTERVALS or sum(i.s_sum for i in window) < WINDOW_S:
+        window_s = self._window_s(predicted_s)
+        window = list(recent(self._intervals, window_s))
+        if len(window) < LEAST_INTERVALS:  # iterations are long
+            window = self._intervals[-LEAST_INTERVALS:]
+        if len(window) < LEAST_INTERVALS or sum(i.s_sum for i in window) < window_s:
             return None
         self._intervals = self._intervals[-max(2 * len(window), LEAST_INTERVALS) :]
         measured_s = median(interval.mean_s for interval in window)

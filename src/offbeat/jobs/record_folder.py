@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,10 @@ def is_alive(folder: Path, now: float) -> bool:
 
 
 def remove_older(folder: Path, days: float) -> Removal:
-    """Remove the runs whose newest line is older than `days` and that do not run."""
+    """Remove the runs whose newest line is older than `days` and that do not run.
+
+    Another process may remove files at the same time.
+    """
     limit = time.time() - 86400 * days
     return _remove(
         [run for run in find_runs(folder) if not _may_run(run) and _newest_t(run) < limit]
@@ -106,13 +111,11 @@ def _remove(runs: Sequence[Path]) -> Removal:
     freed = 0
     for run in runs:
         for path in _own_files(run):
-            try:
-                size = path.stat().st_size
+            size = _size_of(path)
+            with suppress(FileNotFoundError):
                 path.unlink()
-            except FileNotFoundError:
-                continue
-            freed += size
-        if not any(run.iterdir()):
+                freed += size
+        with suppress(OSError):  # it holds other files, or is gone
             run.rmdir()
     return Removal(tuple(run.name for run in runs), freed)
 
@@ -123,7 +126,15 @@ def _own_files(run: Path) -> Iterator[Path]:
 
 
 def _size(run: Path) -> int:
-    return sum(path.stat().st_size for path in _own_files(run))
+    return sum(map(_size_of, _own_files(run)))
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of a file; 0 if it is gone."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _may_run(run: Path) -> bool:
@@ -131,8 +142,11 @@ def _may_run(run: Path) -> bool:
     lines = [_last_line(path) for path in _rank_files(run)]
     if lines and all(line.get("kind") == "end" for line in lines):
         return False
-    changes = [path.stat().st_mtime for path in _own_files(run)]
-    return time.time() - max(changes, default=0.0) < IDLE_S
+    changed = 0.0
+    for path in _own_files(run):
+        with suppress(FileNotFoundError):
+            changed = max(changed, path.lstat().st_mtime)
+    return time.time() - changed < IDLE_S
 
 
 def _newest_t(run: Path) -> float:
@@ -147,15 +161,21 @@ def _rank_files(run: Path) -> list[Path]:
 
 
 def _first_line(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return _as_object(file.readline())
+    try:
+        with path.open("rb") as file:
+            return _as_object(file.readline())
+    except FileNotFoundError:
+        return {}
 
 
 def _last_line(path: Path) -> dict[str, Any]:
     """Return the last complete line; empty without one."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines()
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
     return next((line for line in map(_as_object, reversed(lines)) if line), {})
 
 

@@ -13,10 +13,13 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.console import console
 from offbeat.core.files import replace_text
 from offbeat.jobs.interval import Interval
 
@@ -25,6 +28,7 @@ RUN_FILE, ALIVE_FILE = "run.json", "alive.json"
 RETRY_S = 600.0  # time between two attempts to write after an error
 MOST_UNWRITTEN = 1000  # lines that are kept while the file cannot be written
 DETAIL_BYTES = 1 << 20  # largest size of a file of single iterations
+WRITER_THREAD = "offbeat-record"
 
 
 def rank_file(folder: Path, rank: int, part: str = "") -> Path:
@@ -37,36 +41,46 @@ class LineWriter:
 
     If the file cannot be written, as on a full disk, a warning names file and remedy once. The
     newest `MOST_UNWRITTEN` lines are kept, and written again with a line after `RETRY_S` seconds.
+    A fork of this process writes nothing.
 
     Args:
         folder: folder of the run, which is created.
         rank: rank of this process.
         clock: seconds since 1970.
+        monotonic: seconds of a clock that is never set.
     """
 
-    def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time):
-        self.folder, self._clock = folder, clock
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
+        self.folder, self._clock, self._monotonic = folder, clock, monotonic
+        self._process_id = os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
         self._path = rank_file(folder, rank)
         self._rank = rank
         self._lock = threading.RLock()  # a signal handler may write during a write
         self._unwritten: deque[bytes] = deque(maxlen=MOST_UNWRITTEN)
-        self._retry_at, self._has_warned = 0.0, False
+        self._retry_s: float | None = None  # monotonic time of the next attempt after an error
+        self._has_warned = False
         self._detail_part, self._detail_bytes = "first", 0
 
     def line(self, kind: str, **fields: Any) -> None:
         """Append one line."""
+        if self.is_inherited:  # a thread that does not exist here may hold the lock
+            return
         with self._lock:
             self._unwritten.append(_encode(kind, self._clock(), fields))
-            if self._clock() < self._retry_at and kind != "end":
-                return
-            try:
-                _append(self._path, b"".join(self._unwritten))
-            except OSError as error:
-                self._retry_at = self._clock() + RETRY_S
-                self._warn(error)
-            else:
-                self._unwritten.clear()
+            if self._may_write() or kind == "end":
+                try:
+                    _append(self._path, b"".join(self._unwritten))
+                except OSError as error:
+                    self._handle(error)
+                else:
+                    self._unwritten.clear()
 
     def detail(self, kind: str, **fields: Any) -> None:
         """Append a line about single iterations.
@@ -74,8 +88,10 @@ class LineWriter:
         The first `DETAIL_BYTES` of these lines are kept, and the last one to two `DETAIL_BYTES`.
         """
         line = _encode(kind, self._clock(), fields)
+        if self.is_inherited:
+            return
         with self._lock:
-            if self._clock() < self._retry_at:
+            if not self._may_write():
                 return
             try:
                 if self._detail_bytes + len(line) > DETAIL_BYTES:
@@ -86,19 +102,39 @@ class LineWriter:
                 self._detail_bytes += len(line)
                 _append(rank_file(self.folder, self._rank, self._detail_part), line)
             except OSError as error:
-                self._retry_at = self._clock() + RETRY_S
-                self._warn(error)
+                self._handle(error)
 
     def replace(self, name: str, data: dict[str, Any]) -> None:
         """Replace a JSON file of the run."""
+        if self.is_inherited:
+            return
         with self._lock:
-            if self._clock() < self._retry_at:
+            if not self._may_write():
                 return
             try:
                 replace_text(self.folder / name, json.dumps({"schema": SCHEMA, **data}))
             except OSError as error:
-                self._retry_at = self._clock() + RETRY_S
-                self._warn(error)
+                self._handle(error)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a fork of the process that has created this writer."""
+        return os.getpid() != self._process_id
+
+    def _may_write(self) -> bool:
+        """Return whether an attempt is due. A removed folder is created again."""
+        if self._retry_s is None:
+            return True
+        if self._monotonic() < self._retry_s:
+            return False
+        self._retry_s = None
+        with suppress(OSError):  # the write reports it
+            self.folder.mkdir(parents=True, exist_ok=True)
+        return True
+
+    def _handle(self, error: OSError) -> None:
+        self._retry_s = self._monotonic() + RETRY_S
+        self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
@@ -110,6 +146,64 @@ class LineWriter:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+class BackgroundWriter(LineWriter):
+    """Writer whose thread writes, so that no caller waits for a network drive that does not answer.
+
+    If the drive does not answer for a long time, the newest `MOST_UNWRITTEN` writes are kept, and
+    an event states the number of lost ones.
+    """
+
+    def __init__(self, folder: Path, rank: int, clock: Callable[[], float] = time.time):
+        super().__init__(folder, rank, clock)
+        self._writes: deque[Callable[[], None]] = deque()
+        self._lost = 0
+        self._is_busy = False
+        self._changed = threading.Condition(threading.RLock())
+        threading.Thread(target=self._run, name=WRITER_THREAD, daemon=True).start()
+
+    def line(self, kind: str, **fields: Any) -> None:
+        self._add(partial(super().line, kind, **({"t": round(self._clock(), 3)} | fields)))
+
+    def detail(self, kind: str, **fields: Any) -> None:
+        self._add(partial(super().detail, kind, **({"t": round(self._clock(), 3)} | fields)))
+
+    def replace(self, name: str, data: dict[str, Any]) -> None:
+        self._add(partial(super().replace, name, data))
+
+    def flush(self, limit_s: float) -> bool:
+        """Wait until everything is written, for at most `limit_s` seconds; return whether it is."""
+        if self.is_inherited:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._writes or self._is_busy), limit_s)
+
+    def _add(self, write: Callable[[], None]) -> None:
+        if self.is_inherited:
+            return
+        with self._changed:
+            if len(self._writes) >= MOST_UNWRITTEN:
+                self._writes.popleft()
+                self._lost += 1
+            self._writes.append(write)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._writes)
+                self._is_busy, write = True, self._writes.popleft()
+                lost, self._lost = self._lost, 0
+            try:
+                if lost:
+                    text = f"{lost} writes of this record are lost: the folder did not answer"
+                    super().line("event", iteration=0, event="warning", text=text)
+                write()
+            except Warning as warning:  # the script has made warnings errors
+                console.print("record", str(warning), "warning")
 
 
 def _encode(kind: str, t: float, fields: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -222,6 +223,7 @@ class Model(nn.Module):
         self.module = module
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_meter", meter)
+        object.__setattr__(self, "_process_id", os.getpid())
         object.__setattr__(self, "_forwards", set())  # names of methods that train
         object.__setattr__(self, "_no_sync", None)  # no_sync() of `require_backward_grad_sync`
 
@@ -280,7 +282,10 @@ class Model(nn.Module):
 
     def close(self) -> None:
         """Leave the job. The process calls this method at exit; call it earlier only to prepare
-        another model."""
+        another model. In a fork of the process, such as a worker of a DataLoader, the call has no
+        effect."""
+        if os.getpid() != self._process_id:
+            return
         if self._session.saver is not None:
             self._session.saver.finish()
         self._session.close()
