@@ -1,0 +1,371 @@
+"""Predictions against measurements: 21 strategies, nine models, four rates, two numbers of hosts,
+and links with and without delay.
+
+    python benchmarks/predictions.py draw                      draws the cells, before any launch
+    python benchmarks/predictions.py measure --out DIR [--cells 1-20]
+    python benchmarks/predictions.py tables --out DIR          writes results/predictions.json
+
+A cell is one strategy, model (`zoo.py`), rate, number of hosts and delay. `draw` writes
+results/predictions_planned.json: 150 cells from a seed, in random order. Each pair of values of two
+factors is in at least one cell, except for strategy and model: there are 189 such pairs, and 150
+cells contain 150 of them. `draw --cells 189` contains all. With a given count the draw is the same
+on each machine.
+
+`measure` runs the cells in their order: one profile and three launches of a cell, predicted before
+the first launch. A launch that the record marks as disturbed (other programs on the processors, or
+hosts behind their pace) is repeated once; both are kept. A second start continues: complete
+launches are not repeated. Hosts have an emulated pace, the smallest that this machine can emulate.
+The rates are those of the kernel. A delay is made by netem, or by the lab's switch in user space if
+the kernel has no netem, which takes processor time. Needs the lab and an otherwise idle machine;
+about 5 minutes per cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
+
+import tables
+
+HERE = Path(__file__).parent
+PLANNED, RESULT = "predictions_planned", "predictions"
+SEED, CELLS, LAUNCHES, STEPS, TRIED = 42, 150, 3, 32, 300
+MODELS = ("gpt", "resnet", "cnn", "mobilenet", "convnext", "vit", "lstm", "dlrm", "llama")
+STRATEGIES = (
+    "ddp",
+    "wfbp",
+    "asc-wfbp",
+    "bsp",
+    "bytescheduler",
+    "dear",
+    "p3",
+    "us-byte",
+    "cyclic",
+    "deft",
+    "diloco:period=5",
+    "dreamddp",
+    "dreamddp:due=delayed",
+    "fedavg",
+    "local-sgd",
+    "partial-sync",
+    "selsync",
+    "ps-bsp",
+    "ssp",
+    "a2cid2",
+    "ad-psgd",
+)
+RATES, HOSTS, DELAYS = (25, 50, 100, 200), (4, 8), (0, 20)  # Mbit/s, hosts, ms one-way
+NEEDED = {"llama": "transformers"}  # packages of models
+# Largest error in % of the median cell and of each cell. The second pair holds for 8 hosts, delay
+# and cyclic plans, which use links fully.
+LIMITS, HARD_LIMITS = (2, 5), (3, 7)
+
+
+class Cell(NamedTuple):
+    """One measured combination."""
+
+    strategy: str
+    model: str
+    rate_mbps: int
+    hosts: int
+    delay_ms: int
+
+    @property
+    def is_hard(self) -> bool:
+        """Whether the larger limits hold."""
+        return self.hosts > HOSTS[0] or self.delay_ms > 0 or self.strategy == "cyclic"
+
+    def name(self, number: int) -> str:
+        """Return the name of the cell's folder."""
+        strategy = self.strategy.replace(":", "-").replace("=", "-")
+        network = f"{self.rate_mbps}mbit-{self.hosts}hosts-{self.delay_ms}ms"
+        return f"{number:03d}-{strategy}-{self.model}-{network}"
+
+
+FACTORS = (STRATEGIES, MODELS, RATES, HOSTS, DELAYS)
+Pair = tuple[int, Any, int, Any]  # factor and value, twice
+
+
+# ---- drawing --------------------------------------------------------------------------------
+
+
+def pairs_of(cell: Cell) -> Iterator[Pair]:
+    """Yield the pairs of values in a cell."""
+    for (i, a), (j, b) in combinations(enumerate(cell), 2):
+        yield i, a, j, b
+
+
+def all_pairs() -> set[Pair]:
+    """Return all pairs of values of two factors."""
+    return {
+        (i, a, j, b)
+        for (i, one), (j, other) in combinations(enumerate(FACTORS), 2)
+        for a, b in product(one, other)
+    }
+
+
+def missing_pairs(cells: Iterable[Cell]) -> set[Pair]:
+    """Return the pairs that no cell contains."""
+    return all_pairs() - {pair for cell in cells for pair in pairs_of(cell)}
+
+
+def is_strategy_and_model(pair: Pair) -> bool:
+    """Return whether a pair is one of strategy and model."""
+    return (pair[0], pair[2]) == (0, 1)
+
+
+def draw(count: int = CELLS, seed: int = SEED) -> list[Cell]:
+    """Return cells that cover as many pairs as possible, in random order.
+
+    Each cell has another pair of strategy and model. One after the other is the best of `TRIED`
+    random cells: those with the strategies and models that are in the fewest cells, and of these
+    the one with the most missing pairs.
+
+    Raises:
+        ValueError: there are fewer pairs of strategy and model, or another pair is not covered.
+    """
+    rng, free = Random(seed), set(product(STRATEGIES, MODELS))
+    if not 0 < count <= len(free):
+        raise ValueError(f"count ({count}) must be at least 1 and at most {len(free)}")
+    cells: list[Cell] = []
+    used: Counter[str] = Counter()
+    missing = all_pairs()
+    while len(cells) < count:
+        tried = [Cell(*map(rng.choice, FACTORS)) for _ in range(TRIED)]
+        tried += [Cell(*pair, *map(rng.choice, FACTORS[2:])) for pair in sorted(free)]
+        fitting = [cell for cell in tried if cell[:2] in free]
+        best = max(
+            fitting,
+            key=lambda cell: (
+                -used[cell.strategy],
+                -used[cell.model],
+                len(missing.intersection(pairs_of(cell))),
+            ),
+        )
+        cells.append(best)
+        free.remove(best[:2])
+        used.update(best[:2])
+        missing.difference_update(pairs_of(best))
+    if other := [pair for pair in missing if not is_strategy_and_model(pair)]:
+        raise ValueError(f"count ({count}) leaves {len(other)} pairs out; draw more cells")
+    rng.shuffle(cells)
+    return cells
+
+
+def planned(count: int) -> dict[str, Any]:
+    """Return the result with the drawn cells."""
+    cells = draw(count)
+    left = len(missing_pairs(cells))
+    return {
+        "title": "Cells of the predictions, drawn before the first measurement",
+        "what": f"{count} of {len(STRATEGIES) * len(MODELS) * len(RATES) * len(HOSTS) * len(DELAYS)} combinations of strategy, model, rate, hosts and delay, in the order of their measurement. Each pair of values of two factors is in a cell, but for {left} of {len(STRATEGIES) * len(MODELS)} pairs of strategy and model: each cell contains one.",  # noqa: E501
+        "how": ["predicted"],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": "not relevant: a draw from a seed",
+        "command": "python benchmarks/predictions.py draw",
+        "tables": [
+            {
+                "name": "planned",
+                "title": f"Cells, seed {SEED}",
+                "columns": ["strategy", "model", "Mbit/s", "hosts", "delay, ms"],
+                "rows": [list(cell) for cell in cells],
+            }
+        ],
+        "misses": [],
+        "notes": [
+            f"Each cell has {LAUNCHES} launches. Limits of errors, median and each: {LIMITS} %; "
+            f"with 8 hosts, with delay and for cyclic plans {HARD_LIMITS} %."
+        ],
+    }
+
+
+def planned_cells() -> list[Cell]:
+    """Return the drawn cells of the file."""
+    [table] = tables.load(PLANNED)["tables"]
+    return [Cell(*row) for row in table["rows"]]
+
+
+# ---- measuring ------------------------------------------------------------------------------
+
+
+def missing_package(model: str) -> str | None:
+    """Return the package that a model needs and that is not installed; None without one."""
+    package = NEEDED.get(model)
+    return package if package and find_spec(package) is None else None
+
+
+def measure(cell: Cell, directory: Path, steps: int = STEPS) -> list[str]:
+    """Measure one cell, or continue its measurement; return the failures.
+
+    Args:
+        cell: combination to measure.
+        directory: run directory of the cell.
+        steps: iterations of a launch.
+    """
+    from offbeat.core.strategy.parsing import parse
+    from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+    from offbeat.lab import Cluster
+
+    strategy = parse(cell.strategy)
+    servers = int(strategy.needs.servers)
+    delay = f"{cell.delay_ms}ms" if cell.delay_ms else None
+    cluster = Cluster.simple(cell.hosts + servers, f"{cell.rate_mbps}mbit", latency=delay)
+    script = (str(HERE / "zoo.py"), "--model", cell.model, "--steps", str(steps))
+    setup = Setup(script, cluster, pace="auto", servers=servers)
+    contestant = Contestant(strategy.name, strategy)
+    comparison = Comparison(setup, (contestant,), LAUNCHES, repeat_disturbed=True)
+    return compare(comparison, directory, resume=(directory / "run.json").exists()).failures
+
+
+def row_of(cell: Cell, directory: Path) -> list[Any]:
+    """Return the row of a cell: measured and predicted ms, error in %, and remarks."""
+    from offbeat.experiments.report import load, summarize
+
+    head = list(cell)
+    if package := missing_package(cell.model):
+        return [*head, None, None, None, 0, f"{package} is not installed"]
+    if not (directory / "run.json").exists():
+        return [*head, None, None, None, 0, "not measured"]
+    [row] = summarize(load(directory))
+    if row.iteration_s is None or row.predicted_s is None:
+        return [*head, None, None, None, 0, row.problem or "not measured"]
+    spread_s = (row.iteration_s, *(row.spread_s or (row.iteration_s,) * 2))
+    error = 100 * (row.predicted_s / row.iteration_s - 1)
+    remarks = [disturbance.text for disturbance in row.disturbed]
+    if row.repeated:
+        remarks.append(f"{row.repeated} repeated")
+    measured_ms = [round(1e3 * seconds, 1) for seconds in spread_s]
+    predicted_ms = round(1e3 * row.predicted_s, 1)
+    counted = row.repetitions - len(row.disturbed)
+    return [*head, measured_ms, predicted_ms, round(error, 1), counted, "; ".join(remarks)]
+
+
+def summary_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Yield for each class of cells their number, the median and largest error, and the limits.
+
+    Cells with a disturbed launch do not count.
+    """
+    for name, hard, limits in (
+        ("4 hosts without delay", False, LIMITS),
+        ("others", True, HARD_LIMITS),
+    ):
+        errors = [
+            abs(row[7])
+            for row in rows
+            if Cell(*row[:5]).is_hard is hard and row[7] is not None and row[8] == LAUNCHES
+        ]
+        if errors:
+            within = sum(error <= limits[1] for error in errors)
+            found = round(median(errors), 1), max(errors)
+            yield [name, len(errors), *found, within, f"{limits[0]} and {limits[1]}"]
+
+
+def result(out: Path) -> dict[str, Any]:
+    """Return the result of all cells measured so far."""
+    cells = planned_cells()
+    rows = [row_of(cell, out / cell.name(number)) for number, cell in enumerate(cells, 1)]
+    return {
+        "title": "Predictions against measurements over strategies, models and networks",
+        "what": "The cells of `predictions_planned`: seconds per iteration of three launches beside the prediction from the profile that was measured before them. Hosts compute at an emulated pace; messages, losses and links are real. A disturbed launch was repeated once.",  # noqa: E501
+        "how": ["emulated", "predicted"],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "command": "python benchmarks/predictions.py measure --out runs/predictions",
+        "tables": [
+            {
+                "name": "errors",
+                "title": "Errors of predictions; only cells with three undisturbed launches count",
+                "columns": [
+                    "cells",
+                    "number",
+                    "median error, %",
+                    "largest, %",
+                    "within the limit",
+                    "limits, %",
+                ],
+                "rows": [*summary_rows(rows)],
+            },
+            {
+                "name": "cells",
+                "title": "All cells, ms per iteration",
+                "spread": "median [least, greatest] of three launches",
+                "columns": [
+                    *("strategy", "model", "Mbit/s", "hosts", "delay, ms"),
+                    *("measured", "predicted", "error, %", "undisturbed launches", "remarks"),
+                ],
+                "rows": rows,
+            },
+        ],
+        "misses": [],
+        "notes": [],
+    }
+
+
+def machine() -> str:
+    """Return cores and versions of this machine."""
+    import os
+    import platform
+
+    import torch
+
+    version = torch.__version__.partition("+")[0]
+    kernel, python = platform.release().split("-")[0], platform.python_version()
+    return f"{os.cpu_count()} cores, Linux {kernel}, Python {python}, torch {version} on CPU, gloo"
+
+
+def numbers_of(text: str, count: int) -> range:
+    """Return the numbers of cells that a text such as `1-20` or `7` names.
+
+    Raises:
+        ValueError: the text names no cells.
+    """
+    first, _, last = text.partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[0] < 1 or found[-1] > count:
+        raise ValueError(f"cells ({text}) must be numbers from 1 to {count}, such as 1-20")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("--cells", type=int, default=CELLS)
+    for name in ("measure", "tables"):
+        more = commands.add_parser(name)
+        more.add_argument("--out", type=Path, default=Path("runs", "predictions"))
+        if name == "measure":
+            more.add_argument("--cells", default="", help="numbers, such as 1-20; default: all")
+            more.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args()
+    if options.command == "draw":
+        if (tables.RESULTS / f"{RESULT}.json").exists():
+            sys.exit(
+                "results/predictions.json exists: cells are drawn before the first measurement"
+            )
+        tables.save(PLANNED, planned(options.cells))
+    elif options.command == "tables":
+        tables.save(RESULT, result(options.out))
+    else:
+        cells = planned_cells()
+        for number in numbers_of(options.cells or f"1-{len(cells)}", len(cells)):
+            cell = cells[number - 1]
+            if package := missing_package(cell.model):
+                print(f"{cell}: {package} is not installed", flush=True)
+                continue
+            directory = options.out / cell.name(number)
+            failures = measure(cell, directory, options.steps)
+            print(number, *(failures or row_of(cell, directory)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

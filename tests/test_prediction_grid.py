@@ -1,0 +1,100 @@
+"""The cells of the predictions, drawn before they are measured, and their models."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+import torch
+from support.scripts import benchmark
+
+from offbeat.core.strategy.parsing import parse
+
+predictions = benchmark("predictions")
+zoo = benchmark("zoo")
+
+
+def test_cells_are_those_of_the_draw():
+    cells = predictions.planned_cells()
+    assert cells == predictions.draw()
+    assert len(cells) <= 150
+    assert len(set(cells)) == len(cells)
+
+
+def test_every_pair_of_values_is_in_a_cell_but_some_of_strategy_and_model():
+    """Counted anew: 150 cells contain 150 of the 189 pairs of strategy and model."""
+    cells = predictions.planned_cells()
+    for i, j in combinations(range(5), 2):
+        found = {(cell[i], cell[j]) for cell in cells}
+        every = set(product(predictions.FACTORS[i], predictions.FACTORS[j]))
+        assert found <= every
+        assert len(every - found) == (len(every) - len(cells) if (i, j) == (0, 1) else 0)
+    whole = predictions.draw(189)
+    assert {cell[:2] for cell in whole} == {*product(predictions.STRATEGIES, predictions.MODELS)}
+
+
+def test_a_draw_that_leaves_pairs_out_is_refused():
+    with pytest.raises(ValueError, match=r"count \(40\) leaves \d+ pairs out"):
+        predictions.draw(40)
+    with pytest.raises(ValueError, match=r"count \(190\) must be at least 1 and at most 189"):
+        predictions.draw(190)
+
+
+def test_factors_are_21_strategies_and_the_models_of_the_zoo():
+    assert len({str(parse(text)) for text in predictions.STRATEGIES}) == 21
+    assert set(predictions.MODELS) == set(zoo.MODELS)
+    assert len(predictions.MODELS) == 9
+
+
+def test_folders_of_cells_are_their_own():
+    cells = predictions.planned_cells()
+    names = {cell.name(number) for number, cell in enumerate(cells, 1)}
+    assert len(names) == len(cells)
+    assert not any(set(name) & set(":=/ ") for name in names)
+
+
+def test_a_cell_without_a_run_is_not_measured(tmp_path):
+    cell = predictions.Cell("ddp", "vit", 25, 4, 0)
+    assert predictions.row_of(cell, tmp_path) == [*cell, None, None, None, 0, "not measured"]
+
+
+def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
+    easy, hard = ("ddp", "vit", 25, 4, 0), ("cyclic", "vit", 25, 4, 0)
+    rows = [
+        [*easy, [1, 1, 1], 1, -1.0, 3, ""],
+        [*easy, [1, 1, 1], 1, 4.0, 3, "1 repeated"],
+        [*easy, [1, 1, 1], 1, 9.0, 2, "other programs used 40 % of the processors"],
+        [*hard, [1, 1, 1], 1, 8.0, 3, ""],
+        [*hard, None, None, None, 0, "not measured"],
+    ]
+    assert [*predictions.summary_rows(rows)] == [
+        ["4 hosts without delay", 2, 2.5, 4.0, 2, "2 and 5"],
+        ["others", 1, 8.0, 8.0, 0, "3 and 7"],
+    ]
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("7", range(7, 8)), ("2-4", range(2, 5))])
+def test_numbers_of_cells(text, numbers):
+    assert predictions.numbers_of(text, 9) == numbers
+    with pytest.raises(ValueError, match=r"cells \(0-3\) must be numbers from 1 to 9"):
+        predictions.numbers_of("0-3", 9)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_every_model_trains(name):
+    """A step changes all parameters; 8 cyclic hosts need as many modules with parameters."""
+    if package := predictions.missing_package(name):
+        pytest.skip(f"{package} is not installed")
+    entry = zoo.MODELS[name]
+    torch.manual_seed(0)
+    model, rng = entry.make(), torch.Generator().manual_seed(0)
+    optimizer = zoo.optimizer_of(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = entry.loss(model, entry.batch(rng))
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+    assert len(modules) >= max(predictions.HOSTS)
+    assert 0.5e6 < sum(p.nbytes for p in model.parameters()) < 6e6
