@@ -161,7 +161,7 @@ def draw(count: int = CELLS, seed: int = SEED) -> list[Cell]:
     return cells
 
 
-def planned(count: int) -> dict[str, Any]:
+def planned_result(count: int) -> dict[str, Any]:
     """Return the result with the drawn cells."""
     cells = draw(count)
     left = len(missing_pairs(cells))
@@ -352,7 +352,7 @@ def main() -> None:
             sys.exit(
                 "results/predictions.json exists: cells are drawn before the first measurement"
             )
-        tables.save(PLANNED, planned(options.cells))
+        tables.save(PLANNED, planned_result(options.cells))
     elif options.command == "tables":
         tables.save(RESULT, result(options.out))
     else:

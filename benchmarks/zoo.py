@@ -40,10 +40,10 @@ Batch = tuple[Tensor, ...]
 # ---- pictures -------------------------------------------------------------------------------
 
 
-def normalized(before: int, after: int, side: int, stride: int = 1, groups: int = 1) -> nn.Module:
+def convolution(before: int, after: int, side: int, stride: int = 1, groups: int = 1) -> nn.Module:
     """Return a convolution without bias and its batch normalization."""
-    convolution = nn.Conv2d(before, after, side, stride, side // 2, groups=groups, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(after))
+    layer = nn.Conv2d(before, after, side, stride, side // 2, groups=groups, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(after))
 
 
 class Residual(nn.Module):
@@ -58,7 +58,7 @@ class Residual(nn.Module):
         return torch.relu(x) if self.last else x
 
 
-def pooled(width: int) -> list[nn.Module]:
+def classifier(width: int) -> list[nn.Module]:
     """Return the classifier: mean over places, and a linear layer."""
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)]
 
@@ -67,7 +67,7 @@ def cnn() -> nn.Module:
     """Six convolutions with batch normalization, and a classifier of two layers."""
     layers: list[nn.Module] = []
     for before, after in ((1, 32), (32, 32), (32, 64), (64, 64), (64, 96), (96, 96)):
-        layers += [normalized(before, after, 3), nn.ReLU()]
+        layers += [convolution(before, after, 3), nn.ReLU()]
         if after == before:
             layers.append(nn.MaxPool2d(2))
     head = [nn.Flatten(), nn.Linear(4 * 96, 512), nn.ReLU(), nn.Linear(512, CLASSES)]
@@ -78,13 +78,13 @@ def resnet() -> nn.Module:
     """ResNet with six basic blocks."""
 
     def block(before: int, after: int, stride: int) -> nn.Module:
-        body = [normalized(before, after, 3, stride), nn.ReLU(), normalized(after, after, 3)]
-        way = None if stride == 1 and before == after else normalized(before, after, 1, stride)
+        body = [convolution(before, after, 3, stride), nn.ReLU(), convolution(after, after, 3)]
+        way = None if stride == 1 and before == after else convolution(before, after, 1, stride)
         return Residual(nn.Sequential(*body), way, last=True)
 
     widths = ((32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1))
-    stem = [normalized(1, 32, 3), nn.ReLU()]
-    return nn.Sequential(*stem, *(block(*width) for width in widths), *pooled(128))
+    stem = [convolution(1, 32, 3), nn.ReLU()]
+    return nn.Sequential(*stem, *(block(*width) for width in widths), *classifier(128))
 
 
 def mobilenet() -> nn.Module:
@@ -93,18 +93,18 @@ def mobilenet() -> nn.Module:
     def block(before: int, after: int, stride: int, expansion: int = 6) -> nn.Module:
         wide = before * expansion
         body = nn.Sequential(
-            normalized(before, wide, 1),
+            convolution(before, wide, 1),
             nn.ReLU6(),
-            normalized(wide, wide, 3, stride, groups=wide),
+            convolution(wide, wide, 3, stride, groups=wide),
             nn.ReLU6(),
-            normalized(wide, after, 1),
+            convolution(wide, after, 1),
         )
         return Residual(body) if stride == 1 and before == after else body
 
     widths = ((16, 24, 1), (24, 24, 1), (24, 40, 2), (40, 40, 1), (40, 80, 2), (80, 80, 1))
-    stem = [normalized(1, 16, 3), nn.ReLU6()]
-    top = [normalized(80, 320, 1), nn.ReLU6()]
-    return nn.Sequential(*stem, *(block(*width) for width in widths), *top, *pooled(320))
+    stem = [convolution(1, 16, 3), nn.ReLU6()]
+    top = [convolution(80, 320, 1), nn.ReLU6()]
+    return nn.Sequential(*stem, *(block(*width) for width in widths), *top, *classifier(320))
 
 
 class ChannelsLast(nn.Module):
@@ -130,7 +130,7 @@ def convnext() -> nn.Module:
     for before, after in ((48, 96), (96, 160)):
         layers += [ChannelsLast(nn.LayerNorm(before)), nn.Conv2d(before, after, 2, 2)]
         layers += [block(after), block(after)]
-    return nn.Sequential(*layers, *pooled(160))
+    return nn.Sequential(*layers, *classifier(160))
 
 
 class Vit(nn.Module):
