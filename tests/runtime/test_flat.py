@@ -9,8 +9,11 @@ import pytest
 import torch
 from support.models import Case, build_model, build_optimizer, profile_of
 from support.oddities import Odd
+from support.stub_devices import Launches
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import offbeat.core.buckets.checksum as checksum_module
 import offbeat.core.buckets.flat as flat_module
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat, require_supported
@@ -18,6 +21,7 @@ from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec, Key, group_parameters, specs_of_profile
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 
 
@@ -338,6 +342,122 @@ def test_supported_models() -> None:
     require_supported(slices(whole.view(2, 4)[:, :2], whole.view(2, 4)[:, 2:]))  # columns
 
 
+# ---- alignment ------------------------------------------------------------------------------
+
+
+def odd_model() -> nn.Module:
+    """Sizes that push what follows out of line: 3, 21 and 15 numbers, and running statistics."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3), nn.Linear(3, 5)).double()
+
+
+ODD_SPECS = [
+    BucketSpec("last", ("2.bias", "2.weight")),
+    BucketSpec("norm", ("1.weight", "1.bias"), ("1.running_mean", "1.running_var")),
+    BucketSpec("first", ("0.weight", "0.bias")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_aligned_parameters_gradients_and_buffers(dtype: torch.dtype) -> None:
+    """As a kernel of a GPU needs them that was compiled before the buckets changed."""
+    model = odd_model().to(dtype)
+    model(torch.ones(2, 7, dtype=dtype)).sum().backward()
+    values = {n: t.clone() for n, t in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    plain = Flat(odd_model().to(dtype), ODD_SPECS)
+    flat = Flat(model, ODD_SPECS, alignment_bytes=16)
+    assert flat.sizes_bytes == plain.sizes_bytes, "a profile counts parameters alone"
+    assert flat.buffer_bytes == plain.buffer_bytes
+    [params], [grads] = flat.parameter_tensors(), flat.contents("grad")[0]
+    for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
+        assert (p.data_ptr() - params.data_ptr()) % 16 == 0, name
+        assert (p.grad.data_ptr() - grads.data_ptr()) % 16 == 0, name
+        assert torch.equal(p, values[name])
+        assert torch.equal(p.grad, gradient)
+    for name in ("1.running_mean", "1.running_var"):
+        buffer = model.get_buffer(name)
+        assert (buffer.data_ptr() - params.data_ptr()) % 16 == 0
+        assert torch.equal(buffer, values[name])
+    for tensor, kept in ((params, [*values.values()]), (grads, gradients)):
+        assert tensor.count_nonzero() == sum(int(t.count_nonzero()) for t in kept if t.dim())
+    assert [len(flat.absence_counts(b)) for b in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("buffer", ["grad", "param"])
+def test_slices_cover_a_bucket_once(buffer: str, alignment: int) -> None:
+    flat = Flat(odd_model(), ODD_SPECS, alignment_bytes=alignment)
+    for b in range(3):
+        whole, run = flat.bucket(buffer, b), range(b, b + 1)
+        for parts in (1, 2, 3, 7):
+            slices = [Payload(buffer, run, i, parts) for i in range(parts)]
+            messages = [flat.message_tensors(one, 0)[0] for one in slices]
+            assert sum(m.numel() for m in messages) == whole.numel()
+            offsets = [m.data_ptr() for m in messages if m.numel()]
+            assert offsets == sorted({*offsets}), "one after the other"
+            pairs = [flat.split_payload(one, 0, buffer)[0] for one in slices]
+            numbers = [n for own, _ in pairs for n in own]
+            behind = [t for _, more in pairs for t in more]
+            assert sum(t.numel() for t in (*numbers, *behind)) == whole.numel()
+
+
+def test_aligned_state() -> None:
+    model = odd_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    flat = Flat(model, ODD_SPECS, alignment_bytes=16)
+    store = StateStore(optimizer, flat)
+    model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    before = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
+    [tensor] = store.tensors(range(3))
+    for p, state in optimizer.state.items():
+        assert (state["exp_avg"].data_ptr() - tensor.data_ptr()) % 16 == 0
+        assert torch.equal(state["exp_avg"], before[p])
+    assert sum(map(store.bytes_of, range(3))) == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_restored_parameters_are_aligned() -> None:
+    model = odd_model()
+    flat = Flat(model, ODD_SPECS, alignment_bytes=16)
+    places = [p.data_ptr() for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data + 1
+    values = [p.detach().clone() for p in model.parameters()]
+    flat.restore_parameters()
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(torch.equal(p, v) for p, v in zip(model.parameters(), values, strict=True))
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+
+def test_storage_that_fits_once_moves_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have memory for one copy of the parameters and one of the gradients only."""
+    model = odd_model()
+    before = Flat(model, ODD_SPECS)
+    model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    values = [t.clone() for p in model.parameters() for t in (p, p.grad)]
+    tensors = before.parameter_tensors()[0], before.contents("grad")[0][0]
+    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    create, made = flat_module._empty, list[int]()
+
+    def allocate(key: Key, size: int) -> Tensor:
+        if not held[len(made)].expired():
+            raise torch.OutOfMemoryError
+        made.append(size)
+        return create(key, size)
+
+    monkeypatch.setattr(flat_module, "_empty", allocate)
+    after = Flat(model, ODD_SPECS[::-1], before)
+    assert len(made) == 2
+    for p, view in zip(after.parameters, after.views(), strict=True):
+        assert p.grad is view
+    found = [t for p in model.parameters() for t in (p, p.grad)]
+    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+
+
 # ---- checksums ------------------------------------------------------------------------------
 
 
@@ -375,6 +495,29 @@ def test_checksum_of_every_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([1, 0, 1]).to(dtype)
     assert checksum(x) == checksum(x.clone())
     assert checksum(x) != checksum(torch.tensor([0, 1, 1]).to(dtype))
+
+
+@pytest.mark.parametrize("batch", [2, 5, 64])
+def test_checksum_in_batches_of_chunks_is_the_same(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few operations of a GPU, the same sum: a GPU's is compared with a processor's."""
+    monkeypatch.setattr(checksum_module, "_CHUNK", 1 << 13)
+    x = torch.arange(30_000, dtype=torch.int64).mul_(6364136223846793005)
+    pieces = [t.view(torch.uint8) for t in x.split([7_001, 1, 1_023, 1_024, 20_000, 951])]
+    expected = checksum_module._fold_chunks(pieces, 1)
+    assert checksum_module._fold_chunks(pieces, batch) == expected
+
+
+def test_checksum_takes_few_operations_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum_module, "_CHUNK", 1 << 13)
+    x = torch.zeros(64 << 13, dtype=torch.uint8)
+    counts = []
+    for batch in (1, 64):
+        with Launches() as launches:
+            checksum_module._fold_chunks([x], batch)
+        counts.append(launches.names.total())
+    assert counts[1] < counts[0] / 10
 
 
 def test_checksum_of_more_than_a_chunk() -> None:

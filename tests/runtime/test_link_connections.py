@@ -110,9 +110,11 @@ def test_number_of_connections_in_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_several_connections_need_gloo() -> None:
     with pytest.raises(ValueError) as caught:
-        _link_specs(["eth0*2"], torch.device("cuda"))
-    assert "link 'eth0' with 2 connections must use gloo; give gloo:eth0*2" in str(caught.value)
-    assert _link_specs(["gloo:eth0*2"], torch.device("cuda"))[0].connections == 2
+        _link_specs(["nccl:eth0*2"], torch.device("cuda"))
+    assert "link 'nccl:eth0' (eth0) with 2 connections must use gloo; give gloo:eth0*2" in str(
+        caught.value
+    )
+    assert _link_specs(["eth0*2"], torch.device("cuda"))[0].connections == 2
 
 
 @pytest.mark.parametrize(

@@ -362,9 +362,9 @@ def test_links_of_the_environment(
     [
         (["nccl:eth0"], "cpu", "link 'nccl:eth0' (eth0) needs a model on a GPU (cpu); give gloo:"),
         (
-            ["eth0", "nccl:eth1"],
+            ["nccl:eth0", "nccl:eth1"],
             "cuda",
-            "link 'nccl:eth1' (eth1) must have the interface of link 'eth0', as NCCL uses one",
+            "link 'nccl:eth1' (eth1) must have the interface of link 'nccl:eth0' (eth0), as NCCL",
         ),
     ],
 )
@@ -374,10 +374,11 @@ def test_links_that_nccl_cannot_be(links: list[str], device: str, text: str) -> 
     assert text in str(caught.value)
 
 
-def test_the_backend_follows_the_device() -> None:
-    backends = [spec.backend for spec in _link_specs(["eth0", "gloo:eth1"], torch.device("cuda"))]
-    assert backends == ["nccl", "gloo"]
-    assert _link_specs(["eth0"], HOST)[0].backend == "gloo"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_links_use_gloo_unless_they_name_nccl(device: str) -> None:
+    [spec] = _link_specs(["eth0"], torch.device(device))
+    assert spec.backend == "gloo"
+    assert _link_specs(["nccl:eth0"], torch.device("cuda"))[0].backend == "nccl"
 
 
 def test_address_of_an_interface() -> None:

@@ -176,7 +176,7 @@ class Stage:
         for flat in self.versions[self.newest].flats:
             dist.broadcast(flat, owner, group)
         state = [self._optimizer.state.get(p, {}) if mine else None for p in self.trained.values()]
-        state = packed.broadcast_state(state, owner, group)
+        state = packed.broadcast_state(state, owner, group, self.device)
         self.attach_newest()
         for p, given in zip(self.trained.values(), state, strict=True):
             if given and not mine:

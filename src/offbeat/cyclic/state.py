@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.coupling import shield_parameters, trial_copy
+from offbeat.core.buckets.flat import ALIGNED_BYTES, align, with_own_storage
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.cyclic.vectors import Shape
 
-ALIGNED = 16  # alignment of a value in the block, in bytes
 _TRIAL = (2, 3)
 
 
@@ -80,7 +79,8 @@ class StageState:
     def _view(self, place: _Place) -> Tensor:
         """Return a view with a storage of its own: torch.save rejects two dtypes in one storage."""
         part = self._memory[place.device][place.begin : place.end]
-        return (from_dlpack(part) if part.numel() else part).view(place.dtype).view(place.shape)
+        alone = with_own_storage(part) if part.numel() else part
+        return alone.view(place.dtype).view(place.shape)
 
     def restore_state(self) -> None:
         """Give the optimizer the state that was received into `allocate_memory`."""
@@ -117,7 +117,7 @@ class StageState:
                     "number nor a tensor of its shape, which cannot be sent; use another placement "
                     "than 'zero'"
                 )
-            begin = -(-self._sizes.get(device, 0) // ALIGNED) * ALIGNED
+            begin = align(self._sizes.get(device, 0), ALIGNED_BYTES)
             self._sizes[device] = end = begin + like.nbytes
             place = _Place(p, name, number, like.dtype, like.shape, device, begin, end)
             self._places.append(place)

@@ -136,6 +136,7 @@ class GossipSetup:
             snapshot=strategy.weights == "snapshot",
             momentum=strategy.momentum,
             mixed=strategy.exchange == "after_mixing",
+            device=cluster.device,
         )
 
     @property
@@ -230,7 +231,8 @@ class GossipSetup:
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
     def _unpack_state(self, luggage: Tensor, t: float) -> None:
-        held = torch.load(io.BytesIO(luggage.numpy().data), weights_only=True)
+        file = io.BytesIO(luggage.numpy().data)
+        held = torch.load(file, weights_only=True, map_location="cpu")  # not the sender's device
         self.state.set_parameters(held["x"], t)
         with torch.no_grad():
             for buffer, value in zip(self._model.buffers(), held["buffers"], strict=True):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs.pieces import pieces
+from offbeat.core.transport.device import CPU, Device
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.mixing import exchange, follow, jump, mix
 
@@ -100,6 +101,22 @@ class Course:
         return total
 
 
+class DeviceLock:
+    """Lock that orders the work of its holders on the host and on the device."""
+
+    def __init__(self, device: Device):
+        self._device, self._lock = device, threading.Lock()
+        self._released = device.mark()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._device.follow(self._released)
+
+    def __exit__(self, *_: object) -> None:
+        self._released = self._device.mark()
+        self._lock.release()
+
+
 class State:
     """Parameters of a worker, shared by the training thread and the gossip thread.
 
@@ -118,6 +135,7 @@ class State:
         snapshot: whether exchanges leave the weights unchanged during forward and backward.
         momentum: whether there is a second copy x~.
         mixed: whether an exchange sends x after mixing; otherwise x before mixing.
+        device: device of the weights.
 
     Attributes:
         course: history of the mixing constants.
@@ -133,6 +151,7 @@ class State:
         snapshot: bool = True,
         momentum: bool = True,
         mixed: bool = True,
+        device: Device | None = None,
     ):
         self._weights = [flat.detach() for flat in weights]
         self._wire, self.course = wire, Course(mixing)
@@ -141,7 +160,7 @@ class State:
         beside = momentum or snapshot
         self._beside = [torch.empty_like(w) for w in self._weights] if beside else []
         self._apart = False  # whether x is in `_beside` instead of `_weights`
-        self._lock = threading.Lock()
+        self._lock = DeviceLock(CPU() if device is None else device)
         self.t = 0.0
 
     # ---- training thread --------------------------------------------------------------------

@@ -71,14 +71,8 @@ class Tally:
         if done.marks.end is None or done.marks.begin is None:
             return
         self._pending.append((done, number, applied))
-        while self._pending and self._has_ended(self._pending[0][0]):
+        while self._pending and self._pending[0][0].is_reached(self._device):
             self._count(*self._pending.popleft())
-
-    def _has_ended(self, done: Iteration) -> bool:
-        has_reached = self._device.has_reached
-        return has_reached(done.marks.end) and all(
-            has_reached(message.end) for message in done.messages if message.end is not None
-        )
 
     def _count(self, done: Iteration, number: int, applied: bool) -> None:
         marks, at = done.marks, self._device.seconds

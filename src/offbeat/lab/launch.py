@@ -120,6 +120,8 @@ def rank_environment(
         }
     cluster = lab.cluster
     host, per_host = cluster.host_of(rank), cluster.processes_per_host
+    if lab.host_key(host) is not None:  # otherwise NCCL takes all hosts of the lab for one host
+        own["NCCL_HOSTID"] = f"{lab.name}-{host}"
     interfaces = [
         {"name": link.name, "interface": lab.interface(index)}
         for index, link in enumerate(cluster.links)

@@ -91,9 +91,13 @@ class Layout:
         return tuple(shard for shard in self.shards if shard.server == server)
 
     def flats(self) -> dict[torch.dtype, Tensor]:
-        """Return new flat tensors on the host, one per dtype, filled with zeros."""
+        """Return new flat tensors on the host, one per dtype, filled with zeros.
+
+        Memory for parameters of a GPU is pinned, so that copies of single parameters need no wait.
+        """
+        pinned = any(p.is_cuda for p in self.parameters)
         return {
-            dtype: torch.zeros(size, dtype=dtype, device="cpu")
+            dtype: torch.zeros(size, dtype=dtype, device="cpu", pin_memory=pinned)
             for dtype, size in self.sizes.items()
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -153,9 +152,13 @@ class SSPSession(LoopSession):
             self._absent[number] += 1
             if not self._collected:
                 view.zero_()
-        if views:
-            act = torch._foreach_add_ if self._collected else torch._foreach_copy_
-            act(views, gradients)
+        if views and self._collected:
+            hosted = [gradient.to("cpu", non_blocking=True) for gradient in gradients]
+            self._cluster.device.finish()
+            torch._foreach_add_(views, hosted)
+        elif views:
+            torch._foreach_copy_(views, gradients, non_blocking=True)
+            self._cluster.device.finish()  # the client reads the bytes of the views
         self._collected += 1
 
     def _push(self) -> None:
@@ -200,13 +203,13 @@ class SSPSession(LoopSession):
         self._open = True
         if self._waiting:  # parameters do not change within a clock
             return
-        begin = time.perf_counter()
+        begin = self._cluster.device.mark()
         self._refresh()
         while self._low < self._needed_clock:
             self._load_pulled()
             self._refresh_if_old()
-        waited = time.perf_counter()
         if self._recorder:
+            waited = self._cluster.device.mark()
             self._done.marks.acted.append(MomentTimes(0, begin, waited, waited))
 
     def _on_forward(self) -> None:
@@ -236,7 +239,8 @@ class SSPSession(LoopSession):
         low = self._client.arrived_clock()
         assert low is not None
         with torch.no_grad():
-            torch._foreach_copy_(list(self._held), self._incoming)
+            torch._foreach_copy_(list(self._held), self._incoming, non_blocking=True)
+        self._cluster.device.finish()  # the client overwrites the pulled parameters
         self._low = max(self._low, low)
         self._client.release_incoming()
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from offbeat.core.buckets.shards import local_of
 
-_CHUNK = 1 << 20  # bytes; bounds the memory of a checksum, and fits into the cache
+_CHUNK = 1 << 20  # bytes; a chunk fits into the cache of a processor
+_BATCH = 64  # chunks that a GPU adds up in one operation; bounds the memory of a checksum
 _COLUMNS = 512  # words of 8 bytes
 _GROWTH = 6364136223846793005  # odd, so that a change of a single chunk changes the sum
 _WORD = 2**64
@@ -33,23 +34,41 @@ def checksum(*tensors: Tensor) -> int:
     return total
 
 
-def _fold_chunks(pieces: list[Tensor]) -> int:
-    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=pieces[0].device)
-    for words in _chunks(pieces):
-        columns = columns * _GROWTH_AS_INT64 + words.view(-1, _COLUMNS).sum(0)
+def _fold_chunks(pieces: list[Tensor], batch: int | None = None) -> int:
+    """Return the checksum of pieces on one device.
+
+    Args:
+        pieces: bytes.
+        batch: most chunks in one operation; by default `_BATCH` on a GPU, otherwise 1. It does not
+            change the checksum.
+    """
+    device = pieces[0].device
+    batch = batch or (_BATCH if pieces[0].is_cuda else 1)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=device)
+    growth = torch.tensor([_power(n) for n in reversed(range(batch))], device=device)
+    for words in _chunks(pieces, batch):
+        count = max(1, words.nbytes // _CHUNK)
+        sums = words.view(count, -1, _COLUMNS).sum(1)  # [chunks, columns]
+        added = sums[0] if count == 1 else (sums * growth[-count:, None]).sum(0)
+        columns = columns * _power(count) + added
     weights = torch.arange(1, 2 * _COLUMNS, 2, device=columns.device, dtype=torch.int64)
     return int((columns * weights).sum()) % _WORD
 
 
-_GROWTH_AS_INT64 = (_GROWTH + _WORD // 2) % _WORD - _WORD // 2
+def _power(n: int) -> int:
+    """Return the weight of a chunk that `n` chunks follow, as a signed 64-bit integer."""
+    return (pow(_GROWTH, n, _WORD) + _WORD // 2) % _WORD - _WORD // 2
 
 
-def _chunks(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the bytes of all pieces as chunks of int64 words. The last chunk is zero-padded."""
+def _chunks(pieces: Iterable[Tensor], batch: int) -> Iterator[Tensor]:
+    """Yield the bytes of all pieces as int64 words: one chunk, or up to `batch` whole chunks of
+    one piece. The last chunk is zero-padded."""
     waiting: list[Tensor] = []
     room = _CHUNK
     for piece in pieces:
         while piece.numel() >= room:
+            if not waiting:
+                room *= min(batch, piece.numel() // room)
             yield _words([*waiting, piece[:room]])
             waiting, piece, room = [], piece[room:], _CHUNK
         if piece.numel():

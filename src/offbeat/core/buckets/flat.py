@@ -8,7 +8,8 @@ user code has changed one. Parameters and buffers have their own storages over t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -44,18 +45,33 @@ class Flat:
         bucket_of: bucket of each parameter.
         starts: index of the first parameter of each bucket.
         sizes_bytes: bytes of the parameters of each bucket, without module buffers.
+        buffer_bytes: bytes of the module buffers of each bucket.
+        alignment_bytes: alignment of each parameter and each gradient within the flat tensors. Gaps
+            between them are zero and are sent with them.
 
     Args:
         model: the model, whose parameters and buffers become views of the flat tensors.
         specs: the buckets.
         before: storage that holds the tensors so far. Its parameters and gradients are freed as
             soon as they have moved, so it must not be used afterwards.
+        alignment_bytes: alignment, by default that of `before`, or 1. It must be the same on all
+            ranks.
 
     Peak memory: one additional copy of the parameters, then one of the gradients. Afterwards only
-    the gradients remain allocated in addition.
+    the gradients remain allocated in addition. If a GPU does not have this memory, `before` moves
+    through the memory of the host.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[BucketSpec], before: Flat | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[BucketSpec],
+        before: Flat | None = None,
+        alignment_bytes: int | None = None,
+    ):
+        if alignment_bytes is None:
+            alignment_bytes = 1 if before is None else before.alignment_bytes
+        self.alignment_bytes = alignment_bytes
         reshard(model)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = [[parameters[n] for n in spec.parameters] for spec in specs]
@@ -64,9 +80,9 @@ class Flat:
         self.starts: list[int] = [self.bucket_of.index(b) for b in range(len(trained))]
         self.shards: Shards = Shards(model)
         stored = [[self.shards.memory_of(p) for p in own] for own in trained]
-        self._elements = [sum(x.numel() for x in own) for own in stored]
         self.sizes_bytes: list[int] = [sum(x.nbytes for x in own) for own in stored]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
+        self.buffer_bytes: list[int] = [sum(b.nbytes for b in more) for more in statistics]
         self.former: FormerMemory = FormerMemory(
             {n: p for spec in specs for n in spec.parameters if not is_sharded(p := parameters[n])}
         )
@@ -77,21 +93,32 @@ class Flat:
         self._views: list[Tensor] = []  # of the gradients that `take_gradients` has moved
         # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
         self._spans: list[tuple[int, int, int, int]] = []
+        self._elements: list[int] = []  # elements of the parameters of each bucket, with gaps
+        self._offsets: list[list[int]] = []  # of parameters and buffers within their bucket
         ends: dict[Key, tuple[int, int]] = {}
-        for key, own, count, more in zip(
-            self.keys, trained, self._elements, statistics, strict=True
-        ):
+        for key, own, more in zip(self.keys, trained, statistics, strict=True):
             at, grad_at = ends.get(key, (0, 0))
-            stop = at + count + sum(b.numel() for b in more)
-            ends[key] = stop, grad_at + count + len(own)
-            self._spans.append((at, stop, grad_at, ends[key][1]))
+            *offsets, size = self._aligned_offsets(key, [*own, *more])
+            count = offsets[len(own)] if more else size
+            counters = align(len(own), self._alignment(key))
+            ends[key] = at + size, grad_at + count + counters
+            self._spans.append((at, at + size, grad_at, ends[key][1]))
+            self._elements.append(count)
+            self._offsets.append(offsets)
+        moved = [[*own, *more] for own, more in zip(trained, statistics, strict=True)]
         with torch.no_grad():
-            params = {key: _empty(key, size) for key, (size, _) in ends.items()}
-            for key, span, own, more in zip(
-                self.keys, self._spans, trained, statistics, strict=True
+            sizes = {key: size for key, (size, _) in ends.items()}
+            params = self._create_tensors(sizes, may_fail=before is not None)
+            if params is None:
+                assert before is not None
+                self._move_to_host(tensor for tensors in moved for tensor in tensors)
+                before.free("param")
+                params = self._create_tensors(sizes)
+            assert params is not None
+            for key, span, offsets, tensors in zip(
+                self.keys, self._spans, self._offsets, moved, strict=True
             ):
-                at = self._move_parameters(params[key], own, span[0])
-                _move_tensors(params[key], more, at)
+                self._move_tensors(params[key], tensors, (span[0] + at for at in offsets))
             if before is not None:
                 before.free("param")
         self._stores = {"param": [params], "grad": []}
@@ -99,7 +126,7 @@ class Flat:
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
         if not self.is_sharded:
-            self.take_gradients()
+            self.take_gradients(before)
         if before is not None:
             before.free("grad")
         self.former.note()
@@ -109,26 +136,69 @@ class Flat:
         """Whether this rank holds shards of the parameters. FSDP holds their gradients then."""
         return is_sharded(self.parameters[0])
 
-    def _move_parameters(self, flat: Tensor, own: Iterable[nn.Parameter], at: int) -> int:
-        """Move parameters into a flat tensor, the first to element `at`; return the end of them."""
-        for p in own:
-            memory = self.shards.memory_of(p)
-            place = place_like(flat, memory, at)
-            place.copy_(memory.detach())
-            self.shards.move(p, place)
-            at += memory.numel()
-        return at
+    def _alignment(self, key: Key) -> int:
+        """Return the alignment in elements."""
+        return max(1, self.alignment_bytes // key[0].itemsize)
 
-    def take_gradients(self) -> None:
-        """Move the gradients into a new flat tensor. Existing values are kept, others are zero."""
+    def _aligned_offsets(self, key: Key, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the offset of each tensor in a bucket, and the end of the last one with its
+        gap."""
+        alignment, memory_of = self._alignment(key), self.shards.memory_of
+        sizes = [align(memory_of(t).numel(), alignment) for t in tensors]
+        return [*accumulate(sizes, initial=0)]
+
+    def _move_tensors(
+        self, flat: Tensor, tensors: Iterable[Tensor], offsets: Iterable[int]
+    ) -> None:
+        """Move parameters and buffers into a flat tensor."""
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            memory = self.shards.memory_of(tensor)
+            place = place_like(flat, memory, offset)
+            place.copy_(memory.detach())
+            self.shards.move(tensor, place)
+
+    def _move_to_host(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            memory = self.shards.memory_of(tensor)
+            self.shards.move(tensor, memory.detach().to("cpu", copy=True))
+
+    def _create_tensors(self, sizes: Mapping[Key, int], may_fail: bool = False) -> Store | None:
+        """Return new flat tensors, with zeros if there are gaps. If they `may_fail`, return None if
+        the memory of the device does not suffice."""
+        try:
+            tensors = {key: _empty(key, size) for key, size in sizes.items()}
+        except torch.OutOfMemoryError:
+            if may_fail:
+                return None
+            raise
+        return {k: t.zero_() if self._alignment(k) > 1 else t for k, t in tensors.items()}
+
+    def take_gradients(self, before: Flat | None = None) -> None:
+        """Move the gradients into a new flat tensor. Existing values are kept, others are zero.
+
+        Args:
+            before: storage that holds the gradients so far. It is freed before, if the memory does
+                not suffice.
+        """
         sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
-        grads = {key: _empty(key, size).zero_() for key, size in sizes.items()}
+        given = [p.grad for p in self.parameters]
+        grads = self._create_tensors(sizes, may_fail=True)
+        if grads is None:
+            given = [None if grad is None else grad.to("cpu", copy=True) for grad in given]
+            for p in self.parameters:
+                p.grad = None
+            if before is not None:
+                before.free("grad")
+            grads = self._create_tensors(sizes)
+        assert grads is not None
+        for tensor in grads.values():
+            tensor.zero_()
         self._stores["grad"], self._newest["grad"] = [grads], 0
         with torch.no_grad():
             self._views = self.views()
-            for p, view in zip(self.parameters, self._views, strict=True):
-                if p.grad is not None:
-                    view.copy_(p.grad)
+            for p, view, value in zip(self.parameters, self._views, given, strict=True):
+                if value is not None:
+                    view.copy_(value)
                 p.grad = view
 
     def free(self, buffer: str) -> None:
@@ -231,11 +301,14 @@ class Flat:
         whole = self.tensors(buffer, payload.buckets, copy)
         if payload.parts == 1:
             return whole
-        is_grad = self._kinds[buffer] == "grad"
-        counts = len(self.buckets[payload.buckets.start].parameters) if is_grad else 0
-        appended = counts if payload.part + payload.width == payload.parts else 0
-        parts = [payload.slice_of(t.numel() - counts) for t in whole]
-        return tuple(t[s.start : s.stop + appended] for t, s in zip(whole, parts, strict=True))
+        last = payload.part + payload.width == payload.parts
+        sliced = []
+        for t in whole:
+            is_grad = self._kinds[buffer] == "grad"
+            numbers = self._elements[payload.buckets.start] if is_grad else t.numel()
+            part = payload.slice_of(numbers)
+            sliced.append(t[part.start : t.numel() if last and is_grad else part.stop])
+        return tuple(sliced)
 
     def split_payload(
         self, payload: Payload, copy: int, buffer: str
@@ -269,14 +342,16 @@ class Flat:
     def restore_parameters(self) -> None:
         """Copy parameters whose `p.data` was replaced back into the flat tensors."""
         store = self._stores["param"][0]
-        for key, (at, *_), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
-            for p in bucket.parameters:
+        for key, (start, *_), offsets, bucket in zip(
+            self.keys, self._spans, self._offsets, self.buckets, strict=True
+        ):
+            for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
+                at = start + offset
                 place = store[key].data_ptr() + at * store[key].element_size()
                 memory = self.shards.memory_of(p)
                 if memory.data_ptr() != place and key_of(p) == key:
                     with torch.no_grad():
-                        self._move_parameters(store[key], [p], at)
-                at += memory.numel()
+                        self._move_tensors(store[key], [p], [at])
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -298,10 +373,11 @@ class Flat:
         if self._views and self._views[0]._base is self._stores["grad"][copy][self.keys[0]]:
             return list(self._views)  # the tensors in `p.grad`
         store, views = self._stores["grad"][copy], []
-        for key, (_, _, at, _), bucket in zip(self.keys, self._spans, self.buckets, strict=True):
-            for p in bucket.parameters:
-                views.append(view_like(store[key], p, at))
-                at += p.numel()
+        for key, (_, _, start, _), offsets, bucket in zip(
+            self.keys, self._spans, self._offsets, self.buckets, strict=True
+        ):
+            for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
+                views.append(view_like(store[key], p, start + offset))
         return views
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:
@@ -313,7 +389,9 @@ class Flat:
 
         The counts are of this rank before a message of the bucket, and averages over ranks after.
         """
-        return self.bucket("grad", bucket, copy)[self._elements[bucket] :]
+        start = self._elements[bucket]
+        stop = start + len(self.buckets[bucket].parameters)
+        return self.bucket("grad", bucket, copy)[start:stop]
 
     def zero_grads(self, copy: int, run: range | None = None) -> None:
         """Zero a copy of the gradients in place, for all buckets or for `run`."""
@@ -339,7 +417,21 @@ def require_supported(model: nn.Module) -> None:
             raise ValueError(
                 f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
             )
+    _require_one_device(trainable)
     _require_own_memory([(n, p) for n, p in trainable if not is_sharded(p)])
+
+
+def _require_one_device(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if parameters are on several devices, because messages and updates would
+    follow the work of one device only."""
+    first, where = named[0][0], named[0][1].device
+    for name, p in named:
+        if p.device != where:
+            raise ValueError(
+                f"parameter {name!r} (on {p.device}) must be on the device of {first!r} ({where}): "
+                "all trainable parameters of a rank are on one device; move the model with "
+                "model.to(...) before prepare, or freeze the parameters on other devices"
+            )
 
 
 def _require_own_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -366,9 +458,12 @@ def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
     flats: list[Tensor] = []
     with torch.no_grad():
         for key, group in by_key.items():
-            size = sum(tensor.numel() for tensor in group)
+            *offsets, size = accumulate((tensor.numel() for tensor in group), initial=0)
             flat = _empty(key, size)
-            _move_tensors(flat, group, 0)
+            for tensor, offset in zip(group, offsets, strict=True):
+                place = place_like(flat, tensor, offset)
+                place.copy_(tensor.detach())
+                tensor.data = place
             flats.append(flat)
     return flats
 
@@ -377,12 +472,9 @@ def _empty(key: Key, size: int) -> Tensor:
     return torch.empty(size, dtype=key[0], device=key[1])
 
 
-def _move_tensors(flat: Tensor, tensors: Iterable[Tensor], offset: int) -> None:
-    for tensor in tensors:
-        place = place_like(flat, tensor, offset)
-        place.copy_(tensor.detach())
-        tensor.data = place
-        offset += tensor.numel()
+def align(size: int, alignment: int) -> int:
+    """Return a size rounded up to a multiple of `alignment`."""
+    return -(-size // alignment) * alignment
 
 
 def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
@@ -398,9 +490,15 @@ def place_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
         size = flat.element_size()
         before = (flat.data_ptr() + offset * size) % ALIGNED_BYTES // size
     whole = flat[offset - before : offset + like.numel()].detach()
-    # DLPack does not support every dtype, so exchange bytes.
-    alone = from_dlpack(whole.view(torch.uint8)).view(flat.dtype)
-    return view_like(alone, like, before)
+    return view_like(with_own_storage(whole), like, before)
+
+
+def with_own_storage(flat: Tensor) -> Tensor:
+    """Return a flat tensor with the same memory, and its own storage and version counter."""
+    # DLPack exports tensors of the current GPU only. It does not support every dtype, so exchange
+    # bytes.
+    with torch.cuda.device(flat.device) if flat.is_cuda else nullcontext():
+        return from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
 
 
 def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:

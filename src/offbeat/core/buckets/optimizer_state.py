@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
-from offbeat.core.buckets.flat import Flat, place_like
+from offbeat.core.buckets.flat import Flat, align, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.buckets.shards import is_sharded, local_of
 
@@ -92,14 +93,13 @@ class StateStore:
         tensors, places = [], []
         for dtype in dict.fromkeys(dtype for _, _, dtype in entries):
             mine = [(p, name) for p, name, d in entries if d == dtype]
-            size = sum(local_of(p).numel() for p, _ in mine)
+            alignment = max(1, self._flat.alignment_bytes // dtype.itemsize)
+            sizes = (align(local_of(p).numel(), alignment) for p, _ in mine)
+            *offsets, size = accumulate(sizes, initial=0)
             flat = torch.zeros(size, dtype=dtype, device=mine[0][0].device)
             tensors.append(flat)
-            at = 0
-            for p, name in mine:
-                own = local_of(p)
-                places.append((p, name, place_like(flat, own, at).detach()))
-                at += own.numel()
+            for (p, name), at in zip(mine, offsets, strict=True):
+                places.append((p, name, place_like(flat, local_of(p), at).detach()))
         return _Home(tuple(tensors), tuple(places))
 
 

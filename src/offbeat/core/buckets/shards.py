@@ -61,7 +61,7 @@ class Shards:
                 self._stored |= {id(one.sharded_param): one for one in group.fsdp_params}
                 self._group = group.mesh_info.mesh.get_group()
 
-    def memory_of(self, p: nn.Parameter) -> Tensor:
+    def memory_of(self, p: Tensor) -> Tensor:
         """Return the memory of a parameter: its padded shard as [n], or itself if it is whole."""
         one = self._stored.get(id(p))
         return p if one is None else one._sharded_param_data
@@ -77,7 +77,7 @@ class Shards:
             dist.all_reduce(total, group=self._group)
         return float(total)
 
-    def move(self, p: nn.Parameter, memory: Tensor) -> None:
+    def move(self, p: Tensor, memory: Tensor) -> None:
         """Use other memory for a parameter. Its contents are the caller's task.
 
         Args:

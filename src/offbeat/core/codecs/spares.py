@@ -16,8 +16,7 @@ class Spares:
     """Pool of flat host tensors. One thread may take a tensor and another thread give it back.
 
     The pool holds as many storages as have been in use at the same time, and replaces a storage by
-    a larger one when needed. Device memory is left to torch's allocator, which tracks the streams
-    that still use it.
+    a larger one when needed. Device memory is left to torch's allocator, see `Device.keep`.
     """
 
     def __init__(self) -> None:

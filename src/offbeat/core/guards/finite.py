@@ -167,8 +167,8 @@ def is_finite(tensor: Tensor) -> bool:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements of all tensors are finite."""
     several = list(tensors)
-    sums = [_sum(t).double().cpu() for t in several]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
+    sums = [_sum(t).double() for t in several]
+    if not sums or bool(torch.stack(sums).isfinite().all()):  # one wait for the device
         return True
     return all(is_finite(t) for t in several)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -43,6 +44,7 @@ TELLING = 2  # messages of this time determine the rate together
 COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
 LARGER = 16  # factor in bytes from a message that does not determine the rate to the next one
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+FREE_PARTS = 4  # a message takes at most this part of a GPU's free memory
 Timer = Callable[[Sequence[int], Budget], list[float]]  # `measure_messages` of one collective
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
 Series = list[tuple[int, list[float]]]  # (bytes, seconds of several messages)
@@ -76,8 +78,9 @@ def measure_cluster(
     a second channel of the first link.
     """
     like = flat.parameter_tensors()[0]
-    smallest, total = min(flat.sizes_bytes), sum(flat.sizes_bytes)
-    budget = _budget(total)
+    total = sum(flat.sizes_bytes)
+    budget, total = _budget(total), min(total, _most_bytes(cluster))
+    smallest = min(*flat.sizes_bytes, total)
     measured: list[Link] = []
     for name in cluster.specs:
         probe = Probe(cluster.groups[name], like, cluster.device)
@@ -104,9 +107,17 @@ def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:
     total = sum(flat.sizes_bytes)
     probe = Probe(cluster.everyone, flat.parameter_tensors()[0], cluster.device)
     average = next(iter(cluster.links.values())).collectives.by_verb["all_reduce"]
-    points = explore(probe, average, max(total // 4, SMALL_BYTES), _budget(total).share(LAYOUT))
+    most = max(min(total // 4, _most_bytes(cluster)), SMALL_BYTES)
+    points = explore(probe, average, most, _budget(total).share(LAYOUT))
     (_, least_s), (size, seconds) = points[0], points[-1]
     return max(MIN_BUCKET_BYTES, int(min(10 * least_s * size / seconds, total / 20)))
+
+
+def _most_bytes(cluster: Cluster) -> int:
+    """Return the largest message to measure: a fraction of the free memory of the GPU that has
+    least. Every rank must call it."""
+    free = [free for free in cluster.control.gather(cluster.device.free_bytes()) if free]
+    return min(free) // FREE_PARTS if free else sys.maxsize
 
 
 def _budget(total: int) -> Budget:

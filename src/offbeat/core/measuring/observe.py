@@ -137,7 +137,8 @@ class Observer:
             times.backward[name] = max(0.0, seconds(mark) - at)
             at = seconds(mark)
         times.update = seconds(marks.stepped) - seconds(marks.step)
-        times.other = start - seconds(marks.begin) + seconds(marks.step) - seconds(marks.waited)
+        times.other = start - seconds(marks.begin) - marks.held_s
+        times.other += seconds(marks.step) - seconds(marks.waited)
         self._times.append(times)
         loss = self._tap.take()
         if loss is not None:
@@ -231,7 +232,7 @@ class Observer:
                 forward_s=float(mean[i]),
                 backward_s=float(mean[count + i]),
                 size_bytes=flat.sizes_bytes[i],
-                buffer_bytes=flat.bucket("param", i).nbytes - flat.sizes_bytes[i],
+                buffer_bytes=flat.buffer_bytes[i],
                 state_bytes=self._engine.state.bytes_of(i),
                 tensors=spec.parameters + spec.buffers,
                 activation_bytes=kept[i],

@@ -50,7 +50,7 @@ class SampledElements:
 
 def join_parts(parts: Sequence[Tensor]) -> Tensor:
     """Return the parts as one float64 tensor on the host."""
-    return torch.cat([part.double().cpu() for part in parts])
+    return torch.cat([part.double() for part in parts]).cpu()  # one wait for the device
 
 
 class Sample:

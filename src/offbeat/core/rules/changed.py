@@ -105,9 +105,9 @@ def _norm(context: Context, buckets: range) -> float:
     """Return the squared norm that `measure` has stored, otherwise that of the current
     gradients."""
     measured = [context.recall(_norm_key(bucket)) for bucket in buckets]
-    if None in measured:
-        return context.squared_norm("grad", buckets)
-    return sum(measured)
+    if any(norm is None for norm in measured):
+        return float(context.squared_norm("grad", buckets))
+    return float(sum(measured))
 
 
 def _norm_key(bucket: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from offbeat.core.plan import Apply
 from offbeat.core.rules.vocabulary import Context, Setting, rule
@@ -22,7 +23,7 @@ def clip(context: Context, apply: Apply) -> None:
 
     The factor is `norm / (length + 1e-6)` if that is below 1.
     """
-    length = context.squared_norm(apply.arg("buffer"), apply.buckets) ** 0.5
+    length = float(context.squared_norm(apply.arg("buffer"), apply.buckets)) ** 0.5
     _scale_to_norm(context, apply, length)
 
 
@@ -42,11 +43,12 @@ def clip_early(context: Context, apply: Apply) -> None:
     run = apply.buckets
     if run.start == 0:
         before: Norms | None = context.recall("norms")
-        context.keep("norms", Norms(before.so_far if before is not None else inf))
+        context.keep("norms", Norms(float(before.so_far) if before is not None else inf))
     norms: Norms = context.recall("norms")
-    norms.so_far += context.squared_norm(apply.arg("buffer"), run)
+    norms.so_far = norms.so_far + context.squared_norm(apply.arg("buffer"), run)
     known = norms.last < inf  # false for nan
-    _scale_to_norm(context, apply, (norms.last if known else norms.so_far) ** 0.5)
+    # Only the first iteration waits for the device here.
+    _scale_to_norm(context, apply, (norms.last if known else float(norms.so_far)) ** 0.5)
 
 
 @dataclass
@@ -55,11 +57,12 @@ class Norms:
 
     Attributes:
         last: squared norm of the previous iteration; inf if unknown.
-        so_far: squared norm of the buckets so far in this iteration.
+        so_far: squared norm of the buckets so far in this iteration; a number or a tensor with one
+            element.
     """
 
     last: float
-    so_far: float = 0.0
+    so_far: Any = 0.0
 
 
 def _scale_to_norm(context: Context, apply: Apply, length: float) -> None:

@@ -47,8 +47,11 @@ class Context(Protocol):
         """
         ...
 
-    def squared_norm(self, buffer: str, buckets: range) -> float:
+    def squared_norm(self, buffer: str, buckets: range) -> Any:
         """Return the sum of squares of a buffer, without the absence counters behind gradients.
+
+        The result is a number or a tensor with one element. `float` waits for the device to compute
+        it.
 
         Args:
             buffer: name of the buffer.

@@ -44,11 +44,11 @@ class StorageContext:
     def parameters(self, buffer: str, buckets: range) -> tuple[Tensor, ...]:
         return tuple(self._flat.parameters_of(buffer, buckets))
 
-    def squared_norm(self, buffer: str, buckets: range) -> float:
+    def squared_norm(self, buffer: str, buckets: range) -> Tensor | float:
         tensors = self._values(buffer, buckets)
         if self._flat.is_sharded:
             return self._flat.shards.squared_norm(tensors)
-        return float(sum(torch.linalg.vector_norm(t).double().square() for t in tensors))
+        return sum(torch.linalg.vector_norm(t).double().square() for t in tensors)
 
     def scale(self, buffer: str, buckets: range, factor: float) -> None:
         for tensor in self._values(buffer, buckets):

@@ -97,18 +97,22 @@ class Engine:
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
 
-    def relayout(self, specs: Sequence[BucketSpec]) -> None:
+    def relayout(self, specs: Sequence[BucketSpec], alignment_bytes: int | None = None) -> None:
         """Rebuild the flat storage with other buckets. The caller must adopt a plan next.
 
         Release all references to the old storage before the new one is built, so that at most one
         kind of tensor (parameters, gradients) exists twice at a time.
+
+        Args:
+            specs: the buckets.
+            alignment_bytes: alignment of the new storage; None: that of the old one.
         """
         before = self.flat
         self.detach()
         self.run.release_views()
         self.gradients.drop_views()
         give_back()  # return the memory of the last iteration's activations
-        self.attach(Flat(self.model, specs, before))
+        self.attach(Flat(self.model, specs, before, alignment_bytes))
         give_back()
 
     def detach(self) -> None:
@@ -281,8 +285,7 @@ class Engine:
             self._between_forwards(self.cursor.now)
         now = self.ensure_iteration()
         self.control.set_activity("in forward")
-        if held_s := self.compute.on_iteration_begin(now.number, now.marks.begin):
-            now.marks.begin += held_s
+        now.marks.held_s += self.compute.on_iteration_begin(now.number, now.marks.begin_s)
         return now
 
     def _between_forwards(self, now: Iteration) -> None:

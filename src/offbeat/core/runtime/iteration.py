@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from offbeat.core.plan.cursor import Progress
 from offbeat.core.runtime.stepper import Settings
-from offbeat.core.transport.device import Mark
+from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
 
 
@@ -35,6 +36,8 @@ class Timestamps:
 
     Attributes:
         begin: start of the iteration.
+        begin_s: start of the iteration on the host, in `perf_counter` seconds.
+        held_s: seconds for which the compute observer has delayed the start of forward.
         first_forward: start of the first training forward.
         forward: start of the last forward.
         forward_end: end of forward.
@@ -48,6 +51,8 @@ class Timestamps:
     """
 
     begin: Mark = None
+    begin_s: float = field(default_factory=time.perf_counter)
+    held_s: float = 0.0
     first_forward: Mark = None
     forward: Mark = None
     forward_end: Mark = None
@@ -110,6 +115,12 @@ class Iteration(Progress):
     voted: dict[str, list[int]] = field(default_factory=dict)
     spared_bytes: int = 0
     split: BackwardSplit | None = None
+
+    def is_reached(self, device: Device) -> bool:
+        """Return whether the device has reached the end of the iteration and of its messages. The
+        host does not wait."""
+        ends = (self.marks.end, *(message.end for message in self.messages))
+        return all(device.has_reached(end) for end in ends if end is not None)
 
 
 class Reports:

@@ -84,7 +84,7 @@ class LoopSession(Session):
         if training:
             self._cluster.require_open()
         if pace is not None:
-            pace.on_iteration_begin(self._done.number, marks.begin)
+            pace.on_iteration_begin(self._done.number, marks.begin_s)
         if training:
             self._begin_iteration()
         else:

@@ -96,7 +96,8 @@ class Messages:
             copy = self._flat.copy_index(payload.buffer, payload.age)
             if t.wire is not None:
                 if t.verb == "send":
-                    self._sent = [*(m for m in self._sent if not m.done), message]
+                    self._follow_sends()
+                    self._sent.append(message)
                 else:
                     self._copies[id(message)] = copy
                 self._links[t.link].release(
@@ -114,6 +115,14 @@ class Messages:
                     self._copies[id(message)] = copy
                 given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
+
+    def _follow_sends(self) -> None:
+        """Let later compute follow the encoded messages to a single rank that are sent, because
+        the link has changed their anchors."""
+        sent = [message for message in self._sent if message.done]
+        self._sent = [message for message in self._sent if not message.done]
+        for message in sent:
+            self._waiting.wait(message, self._flat)
 
     def wait_for_sends(self) -> None:
         """Wait until all encoded messages to a single rank are sent. Other ranks must have begun

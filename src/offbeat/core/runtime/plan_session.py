@@ -558,7 +558,10 @@ class FlatSession(Session):
         self.profile = Profile.from_dict(state["profile"])
         if self._recorder:
             self._recorder.set_sample(None)
-        self.engine.relayout(specs_of_profile(self._model, self.profile))
+        # Sizes of outstanding messages and codec memory depend on the alignment, which differs
+        # between jobs on GPUs and on CPUs. Version 0.1 did not align.
+        alignment_bytes = state["engine"].get("alignment_bytes", 1)
+        self.engine.relayout(specs_of_profile(self._model, self.profile), alignment_bytes)
         self._parameters.attach(self.engine.flat.parameters)
         if state["varied"] and not self._varied:
             variant = self._strategy.at_step()
@@ -802,18 +805,20 @@ def _scaler_remedy(plan: Plan) -> str | None:
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
 
 
-def build_flat(model: nn.Module, profile: Profile | None) -> Flat:
+def build_flat(model: nn.Module, profile: Profile | None, alignment_bytes: int = 1) -> Flat:
     """Return flat storage with the profile's buckets, or one bucket per parameter in reverse
     order."""
     if profile is not None:
-        return Flat(model, specs_of_profile(model, profile))
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return Flat(model, [BucketSpec(name, (name,)) for name in reversed(names)])
+        specs = specs_of_profile(model, profile)
+    else:
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        specs = [BucketSpec(name, (name,)) for name in reversed(names)]
+    return Flat(model, specs, alignment_bytes=alignment_bytes)
 
 
 def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
     """Return the session that runs the strategy's plan. It measures a profile if none is known."""
-    flat = build_flat(job.model, job.profile)
+    flat = build_flat(job.model, job.profile, job.cluster.alignment_bytes)
     session = FlatSession(
         job.model, job.optimizer, strategy, job.cluster, job.recorder, flat, job.watch
     )

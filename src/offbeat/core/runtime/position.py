@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 
@@ -33,6 +37,7 @@ def capture(engine: Engine) -> State:
     engine.run.messages.restart_coding()
     run = engine.run
     return {
+        "alignment_bytes": run.flat.alignment_bytes,
         "planned": run.cursor.planned,
         "iterations": [_capture_iteration(engine, one) for one in run.cursor.recent()],
         "buffers": {name: run.flat.contents(name) for name in _saved_buffers(engine)},
@@ -46,6 +51,7 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     """Continue from a captured state. The engine must have adopted the captured plan immediately
     before."""
     run, planned = engine.run, state["planned"]
+    where = engine.flat.parameter_tensors()[0].device
     run.reloaded = False
     for name, contents in state["buffers"].items():
         run.flat.fill(name, contents)
@@ -53,10 +59,10 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
         run.gradients.restore(state["gradients"])
     run.messages.coding.mark_restored()
     run.windows.restart()
-    run.context.memory.update(state["memory"])
+    run.context.memory.update(_on_device(state["memory"], where))
     run.votes.outcomes.update(state["votes"])
     recent = [
-        _restore_iteration(engine, saved, planned)
+        _restore_iteration(engine, saved, planned, where)
         for saved in state["iterations"]
         if saved["planned"] < planned  # version 0.1.0 has also saved a dropped iteration
     ]
@@ -70,8 +76,9 @@ def resume_at(engine: Engine, planned: int) -> None:
     All messages of earlier iterations must have arrived, and their results must be stored.
     """
     nothing = {"messages": {}, "settings": None, "skipped": False}
+    where = engine.flat.parameter_tensors()[0].device
     recent = [
-        _restore_iteration(engine, {**nothing, "planned": earlier}, planned)
+        _restore_iteration(engine, {**nothing, "planned": earlier}, planned, where)
         for earlier in range(max(0, planned - engine.run.program.lag), planned)
     ]
     engine.cursor.resume(planned, recent)
@@ -114,17 +121,23 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     }
 
 
-def _restore_iteration(engine: Engine, saved: Mapping[str, Any], planned: int) -> Iteration:
+def _on_device(values: Any, where: torch.device) -> Any:
+    """Return nested containers with all tensors on a device. Checkpoints hold host tensors."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(where), values)
+
+
+def _restore_iteration(
+    engine: Engine, saved: Mapping[str, Any], planned: int, where: torch.device
+) -> Iteration:
     """Return a finished iteration from its saved state, with its outstanding messages as
     arrived."""
     run, now = engine.run, engine.iteration
     number = now - (planned - saved["planned"])
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
-    where = engine.flat.parameter_tensors()[0].device
     restored = []
     for index, transfer in enumerate(rules):
         state = messages.get(index, {"tensors": (), "age": None, "culprits": []})
-        tensors = [t.to(where) for t in state["tensors"]]
+        tensors = _on_device(list(state["tensors"]), where)
         message = run.messages.arrived_message(transfer, number, tensors, state["age"])
         message.culprits = state["culprits"]
         restored.append(message)

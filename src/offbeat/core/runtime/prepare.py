@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from offbeat.core.buckets.flat import require_supported
+from offbeat.core.buckets.flat import ALIGNED_BYTES, require_supported
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
 from offbeat.core.console import console
@@ -73,7 +75,7 @@ from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
-from offbeat.core.transport.interfaces import LinkSpec, parse_link
+from offbeat.core.transport.interfaces import NCCL_INTERFACE, LinkSpec, parse_link
 from offbeat.core.transport.link import THREAD_PREFIX
 from offbeat.core.transport.topology import DIMENSIONS, Nodes, Topology, claim_topology
 
@@ -85,6 +87,7 @@ DEFAULT_STRATEGY = "wfbp"
 TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+_GPU = tuple[str, int]
 SAME_MODEL = "build it from the same configuration everywhere"
 
 
@@ -132,9 +135,10 @@ def prepare(
             `observe` iterations run BSP and are measured. A few messages show whether the profile
             describes another network: then a file that was measured before is measured again, and
             for any other profile rank 0 prints the difference.
-        links: network interfaces, one link each, in the same order on all ranks. "gloo:eth1" also
-            names the backend; "nccl" lets the backend choose the interface. "eth0*2" opens 2
-            connections between two ranks (gloo). "wan=eth0" gives the link the name "wan".
+        links: network interfaces, one link each, in the same order on all ranks. Links use gloo,
+            with a GPU by way of pinned host memory. "nccl:eth0" is a link of NCCL, and "nccl" lets
+            NCCL choose the interface. "eth0*2" opens 2 connections between two ranks (gloo).
+            "wan=eth0" gives the link the name "wan".
         observe: iterations of BSP to measure without a profile.
         min_bucket_bytes: smallest bucket, in bytes; by default derived from the measured latency.
         timeout_s: longest wait for other ranks, in seconds.
@@ -256,11 +260,14 @@ def prepare(
             job.least_buckets,
         )
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
+        sampled = metrics.divergence_every if metrics else None
+        samples, gpus = zip(*cluster.control.gather((sampled, _gpu_of(cluster.where))), strict=True)
+        if any(gpu is not None for gpu in gpus):
+            cluster.alignment_bytes = ALIGNED_BYTES
         if cluster.control.rank == 0:
-            for text in (*settings.notices, *_notices(notice, cluster)):
+            for text in (*settings.notices, *_notices(notice, cluster, gpus)):
                 console.print("notice", text, "warning")
             console.print("start", _startup_message(strategy, cluster, known, observe))
-        samples = cluster.control.gather(metrics.divergence_every if metrics else None)
         broadcast_model(model, cluster)
         recorder = _create_recorder(model, job, cluster)
         if recorder is None:
@@ -439,14 +446,40 @@ def _startup_message(
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
 
 
-def _notices(notice: str | None, cluster: Cluster) -> list[str]:
-    """Return the notices about settings and nodes, for the start of a run."""
+def _notices(notice: str | None, cluster: Cluster, gpus: Sequence[_GPU | None]) -> list[str]:
+    """Return the notices about settings, nodes and GPUs, for the start of a run."""
     topology = cluster.topology
     if topology.is_flat:
         nodes = _nodes_notice(os.environ, cluster.control.world_size)
     else:
         nodes = f"{topology} ({topology.source}): {_describe(topology)}"
-    return [text for text in (notice, nodes) if text is not None]
+    shared = _shared_gpu_notice(cluster.control.hosts, gpus)
+    return [text for text in (notice, nodes, shared) if text is not None]
+
+
+def _gpu_of(where: torch.device) -> _GPU | None:
+    """Return the GPU of this rank, and the number of GPUs that this process sees; None for a
+    CPU."""
+    if where.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(where).uuid), torch.cuda.device_count()
+
+
+def _shared_gpu_notice(hosts: Sequence[str], gpus: Sequence[_GPU | None]) -> str | None:
+    """Return a notice if ranks share a GPU although their host has several; otherwise None."""
+    ranks_of = defaultdict[tuple[str, str], list[int]](list)
+    for rank, (host, gpu) in enumerate(zip(hosts, gpus, strict=True)):
+        if gpu is not None and gpu[1] > 1:
+            ranks_of[host, gpu[0]].append(rank)
+    shared = next((one for one in ranks_of.items() if len(one[1]) > 1), None)
+    if shared is None:
+        return None
+    (host, _), ranks = shared
+    return (
+        f"ranks {', '.join(map(str, ranks))} of host {host} use the same GPU, which has the memory "
+        "and the speed of one; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before "
+        "the model moves to a GPU"
+    )
 
 
 def _describe(topology: Topology) -> str:
@@ -622,10 +655,14 @@ def _connect(
     mesh: DeviceMesh | None,
     nodes: Nodes | None,
 ) -> Cluster:
-    where = next(model.parameters()).device
+    where = next(p.device for p in model.parameters() if p.requires_grad)
     device = device_of(where)
+    if where.type == "cuda":  # DLPack and NCCL use the current device of the process
+        torch.cuda.set_device(where)
     specs = _link_specs(links, where)
     joined_here = not dist.is_initialized()
+    if not joined_here:
+        _warn_of_earlier_nccl(specs)
     if joined_here:
         _join_process_group(
             "nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s
@@ -644,8 +681,7 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
     given = current_links() if links is None else [parse_link(link) for link in links]
     if not given or len({spec.name for spec in given}) < len(given):
         raise ValueError(f"links ({links!r}) must be a list {OF_INTERFACES}")
-    default = "nccl" if where.type == "cuda" else "gloo"
-    specs = [replace(spec, backend=spec.backend or default) for spec in given]
+    specs = [replace(spec, backend=spec.backend or "gloo") for spec in given]
     over_nccl = [spec for spec in specs if spec.backend == "nccl"]
     if over_nccl and where.type != "cuda":
         raise ValueError(
@@ -663,6 +699,32 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
             f"the whole process; give gloo:{over_nccl[1].interface} instead"
         )
     return specs
+
+
+def _warn_of_earlier_nccl(specs: Sequence[LinkSpec]) -> None:
+    """Warn if NCCL may have chosen another interface than that of the links before prepare."""
+    wanted = next((s.interface for s in specs if s.backend == "nccl" and s.interface), None)
+    chosen = os.environ.get(NCCL_INTERFACE, "")
+    if wanted is None or chosen.lstrip("=") == wanted or not _has_used_nccl():
+        return
+    warnings.warn(
+        f"NCCL was used before offbeat.prepare and chooses its interface once per process, so link "
+        f"{wanted!r} may not be in use ({NCCL_INTERFACE}={chosen!r}); set "
+        f"{NCCL_INTERFACE}={wanted} before the start of the process",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _has_used_nccl() -> bool:
+    """Return whether a process group of this process has an open communicator of NCCL."""
+    cuda = torch.device("cuda")
+    for group in distributed_c10d._world.pg_map:
+        if cuda in group._device_types and "nccl" in dist.get_backend_config(group):
+            backend = group._get_backend(cuda)
+            if getattr(backend, "_is_initialized", lambda: True)():
+                return True
+    return False
 
 
 def _join_process_group(backend: str, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -561,9 +562,12 @@ class Optimizer(torch.optim.Optimizer):
         self._session.on_scaler_step()
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
+            inverse, by_dtype = scale.double().reciprocal().reshape(()), defaultdict(list)
             for p in (p for group in self.param_groups for p in group["params"]):
                 if p.grad is not None:
-                    p.grad.mul_(scale.double().reciprocal().to(p.grad.dtype))
+                    by_dtype[p.grad.dtype].append(p.grad)
+            for dtype, gradients in by_dtype.items():
+                torch._foreach_mul_(gradients, inverse.to(dtype))
         return bool(found_inf)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

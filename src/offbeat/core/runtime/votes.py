@@ -37,9 +37,9 @@ class Votes:
         rule = Transfer(
             Payload("vote", range(1)), votes[0].at, Moment("end"), Phases(), self._link.name
         )
-        where = self._flat.parameter_tensors()[0].device
-        table = torch.zeros(len(votes), self._world_size, device=where, dtype=torch.float32)
-        table[:, self._rank] = torch.tensor(ballots, dtype=table.dtype, device=where)
+        # On the host, so that the decision does not wait for the device.
+        table = torch.zeros(len(votes), self._world_size, dtype=torch.float32, device="cpu")
+        table[:, self._rank] = torch.tensor(ballots, dtype=table.dtype, device="cpu")
         message = self._link.enqueue(rule, planned)
         self._link.release(message, (table,))
         for row, vote in enumerate(votes):

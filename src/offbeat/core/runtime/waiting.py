@@ -53,10 +53,12 @@ class Waiting:
                 self._await(message, flat)
             self.compute.on_wait_end()
         if message.error is not None:
-            released_s = self._seconds_since_release(message)
-            after = "" if released_s is None else f", {released_s:.1f} s after its release"
+            passed_s = _seconds_since_release(message)
+            after = "" if passed_s is None else f", {passed_s:.1f} s after its release"
             self._fail(message, flat, f"failed{after}: {message.error}")
         self._device.follow(message.end)
+        if message.coded is not None:  # the thread of the link has allocated the decoded tensors
+            self._device.keep(message.tensors)
 
     def _await(self, message: Message, flat: Flat) -> None:
         begun_s = time.monotonic()
@@ -66,14 +68,8 @@ class Waiting:
             if self._control.needs_abort:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
 
-    def _seconds_since_release(self, message: Message) -> float | None:
-        """Return the seconds since the release of a message; None if it is not released."""
-        if message.released is None:
-            return None
-        return self._device.seconds(self._device.mark()) - self._device.seconds(message.released)
-
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
-        waited_s = self._seconds_since_release(message) or 0.0
+        waited_s = _seconds_since_release(message) or 0.0
         error = RuntimeError(
             f"rank {self._control.rank}: {_describe_message(message, flat)} {what}. "
             f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
@@ -81,6 +77,14 @@ class Waiting:
         )
         self._failure = error
         raise error from message.error
+
+
+def _seconds_since_release(message: Message) -> float | None:
+    """Return the seconds since the release of a message; None if it is not released.
+
+    The host's clock is used, because the device may be waiting for a rank that has died.
+    """
+    return None if message.released is None else time.perf_counter() - message.released_s
 
 
 def _describe_message(message: Message, flat: Flat) -> str:

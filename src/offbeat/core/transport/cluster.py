@@ -21,7 +21,7 @@ from offbeat.core.transport.collectives import (
 )
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
-from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, bind_interface
+from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, group_environment
 from offbeat.core.transport.link import LinkThread, MessageLink
 from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
@@ -46,6 +46,7 @@ class Cluster:
         topology: which ranks hold which replica.
         inside: description of the link between the ranks of a replica; None where every rank holds
             a replica of its own, or where the model is sharded.
+        alignment_bytes: alignment of tensors in messages, the same on all ranks.
     """
 
     control: Control
@@ -60,6 +61,7 @@ class Cluster:
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
     _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # inside legs of links
+    alignment_bytes: int = 1
     closed: bool = False
     served: bool = False  # whether parameter servers are in use
     leave: Callable[[], None] | None = None  # exit hook, which refers to the session
@@ -123,6 +125,8 @@ class Cluster:
             if spec is None:
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
+            if is_vote_channel(name):  # NCCL needs one order of launches over all its groups
+                spec = replace(spec, backend="gloo")
             act = self._open_link(name, spec, parts)
             self._parts[name] = parts
             self.links[name] = LinkThread(name, act, self.device)
@@ -167,7 +171,7 @@ class Cluster:
         """Return a process group on the link's interface, after a first message in it."""
         try:
             with (
-                bind_interface(spec.interface, spec.connections),
+                group_environment(spec),
                 self.control.waiting(f"opening link {name!r}"),
             ):
                 group = new_group(str(spec.backend), self.timeout_s, parts)
@@ -263,6 +267,9 @@ def connect(
             backend = "nccl" if where.type == "cuda" else "gloo"
             cluster.inside = inside or LinkSpec(INSIDE, None, backend)
         cluster.specs = own
+        # A message of NCCL never fails if another rank has died. Messages of gloo do.
+        used = [*own.values(), *([cluster.inside] if cluster.inside else [])]
+        control.fails_on_silence = any(spec.backend == "nccl" for spec in used)
         cluster.open(cluster.specs)
         if not topology.is_flat:
             first = next(iter(own.values()))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.plan import VERBS, Verb
+from offbeat.core.transport.pinned import pinned_memory
 
 Collective = Callable[[Tensor], None]
 
@@ -135,7 +136,11 @@ def collectives(
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
-        via_host(lambda host: direct(host, source, target), buffers)(tensor)
+        gives = dist.get_rank() == source
+        act = via_host(
+            lambda host: direct(host, source, target), buffers, reads=gives, writes=not gives
+        )
+        act(tensor)
 
     by_verb = {verb: via_host(operation, buffers) for verb, operation in by_verb.items()}
     return Collectives(by_verb, send, via_host(exchange, buffers), rank, size)
@@ -269,12 +274,14 @@ class Scratch:
 
         Pinned memory is on the host.
         """
-        device = torch.device("cpu") if self._pinned else tensor.device
-        key = (tensor.dtype, device)
+        key = (tensor.dtype, tensor.device)
         if key not in self._buffers or self._buffers[key].numel() < size:
-            self._buffers[key] = torch.empty(
-                size, dtype=tensor.dtype, device=device, pin_memory=self._pinned
-            )
+            if self._pinned:
+                torch.cuda.current_stream(tensor.device).synchronize()  # end of earlier copies
+                self._buffers.pop(key, None)
+                self._buffers[key] = pinned_memory(size, tensor.dtype)
+            else:
+                self._buffers[key] = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
         return self._buffers[key][:size]
 
 
@@ -443,20 +450,39 @@ class Native:
         return tensor if size == tensor.numel() else self._scratch.reserve(tensor, size)
 
 
-def via_host(operation: Collective, buffers: Scratch) -> Collective:
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether gloo can read and write a tensor without a copy."""
+    return not tensor.is_cuda
+
+
+def via_host(
+    operation: Collective, buffers: Scratch, *, reads: bool = True, writes: bool = True
+) -> Collective:
     """Return a collective for GPU tensors that runs `operation` on a pinned copy on the host.
 
-    Both copies use the current stream, which belongs to the link. The next message synchronizes
-    that stream before the host uses the buffer, so it cannot overwrite the buffer before the copy
-    back has ended.
+    Both copies use the current stream, which belongs to the link. It is synchronized before the
+    host uses the buffer, so the host cannot overwrite the buffer before an earlier copy back has
+    ended. Tensors on the host need no copy.
+
+    Args:
+        operation: collective on the host.
+        buffers: pinned memory.
+        reads: whether the operation uses the values of the tensor.
+        writes: whether it changes them. A copy back of equal values would be a write that no code
+            waits for.
     """
 
     def through_host(tensor: Tensor) -> None:
         tensor = tensor.data
+        if is_on_host(tensor):
+            operation(tensor)
+            return
         host = buffers.reserve(tensor, tensor.numel())
-        host.copy_(tensor, non_blocking=True)
+        if reads:
+            host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
         operation(host)
-        tensor.copy_(host, non_blocking=True)
+        if writes:
+            tensor.copy_(host, non_blocking=True)
 
     return through_host

@@ -64,7 +64,10 @@ class Control:
         group: gloo group of all ranks.
         met: number of `Control` objects that all ranks have created, including this one.
         hosts: host name of each rank.
+        fails_on_silence: whether a rank without heartbeats counts as failed.
     """
+
+    fails_on_silence = False
 
     def __init__(self, timeout_s: float):
         global _met
@@ -300,7 +303,10 @@ class Control:
     @property
     def needs_abort(self) -> bool:
         """Whether this rank needs to stop waiting, because another rank has failed or aborted."""
-        return self._heartbeat is not None and self._heartbeat.detector.needs_abort
+        detector = self.detector
+        if detector is None:
+            return False
+        return detector.needs_abort or (self.fails_on_silence and bool(detector.dead_peers()))
 
     def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
         """Return a report of the suspects and of the last status of every rank.

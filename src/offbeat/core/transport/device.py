@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 Mark = Any
-"""A point in a device's work: perf_counter seconds on a CPU, a CUDA event on a GPU."""
+"""A point in a device's work: perf_counter seconds on a CPU, a `_Moment` on a GPU.
+
+Only the methods of the device that has made a mark can use it.
+"""
 
 
 class Device(ABC):
@@ -42,6 +46,22 @@ class Device(ABC):
         """Return whether a mark is reached. The host does not wait."""
 
     @abstractmethod
+    def await_mark(self, mark: Mark) -> None:
+        """Block the calling thread until a mark is reached."""
+
+    @abstractmethod
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors until the work that the calling thread has enqueued so far has
+        ended, also if all references to them are dropped before.
+
+        Needed for tensors that another thread has allocated.
+        """
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Return the memory that can be allocated on a GPU; None for the host."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Wait until the device has completed all work."""
 
@@ -66,24 +86,53 @@ class CPU(Device):
     def has_reached(self, mark: Mark) -> bool:
         return True
 
+    def await_mark(self, mark: Mark) -> None:
+        pass
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        pass
+
+    def free_bytes(self) -> int | None:
+        return None
+
     def finish(self) -> None:
         pass
+
+
+ANCHOR_S = 60.0
+"""Seconds after which marks get a new reference event. `Event.elapsed_time` is a float32 of
+milliseconds, whose steps are .004 ms after a minute and 64 ms after 6 days."""
+ANCHOR_TRIES = 3
+
+
+class _Anchor(NamedTuple):
+    """Reference event, and the `perf_counter` seconds at which the device has reached it."""
+
+    event: torch.cuda.Event
+    at_s: float
+
+
+class _Moment(NamedTuple):
+    """Mark on a GPU: an event, and the reference for its time."""
+
+    event: torch.cuda.Event
+    anchor: _Anchor
 
 
 class CUDA(Device):
     """A GPU with one stream per link thread. Events order compute and communication.
 
-    Event times are converted to the host's clock by one reference event.
+    Event times are converted to the host's clock by a reference event, which is replaced every
+    `ANCHOR_S` seconds because the clocks drift.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._streams: dict[int, torch.cuda.Stream] = {}
         torch.cuda.synchronize(device)
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(device))
-        torch.cuda.synchronize(device)
-        self._origin_s = time.perf_counter()
+        # This stream has no work, so the device reaches a reference event as it is recorded.
+        self._idle = torch.cuda.Stream(device)
+        self._anchor = self._create_anchor()
 
     def mark(self) -> Mark:
         return self._record(torch.cuda.current_stream(self._device))
@@ -91,31 +140,67 @@ class CUDA(Device):
     def run(self, after: Mark, work: Callable[..., None], *args: Any) -> tuple[Mark, Mark]:
         key = threading.get_ident()
         if key not in self._streams:
+            # Each thread has its own current device. Device 0 would get a context of this process.
+            torch.cuda.set_device(self._device)
             self._streams[key] = torch.cuda.Stream(self._device)
         stream = self._streams[key]
-        stream.wait_event(after)
+        stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             start = self._record(stream)
             work(*args)
             return start, self._record(stream)
 
     def follow(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        torch.cuda.current_stream(self._device).wait_event(mark.event)
 
     def seconds(self, mark: Mark) -> float:
-        mark.synchronize()
-        return self._origin_s + self._origin.elapsed_time(mark) / 1e3
+        mark.event.synchronize()
+        return mark.anchor.at_s + mark.anchor.event.elapsed_time(mark.event) / 1e3
 
     def has_reached(self, mark: Mark) -> bool:
-        return mark.query()
+        return mark.event.query()
+
+    def await_mark(self, mark: Mark) -> None:
+        mark.event.synchronize()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return free + reserved - torch.cuda.memory_allocated(self._device)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def _record(self, stream: torch.cuda.Stream) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+    def _record(self, stream: torch.cuda.Stream) -> _Moment:
+        if time.perf_counter() - self._anchor.at_s > ANCHOR_S:
+            self._anchor = self._create_anchor()
+        anchor = self._anchor  # the device has reached it before the new event
+        return _Moment(_record_event(stream), anchor)
+
+    def _create_anchor(self) -> _Anchor:
+        """Return a reference event at the present time: the one of several tries for which the
+        host has waited the shortest time."""
+        tries = []
+        for _ in range(ANCHOR_TRIES):
+            begin_s = time.perf_counter()
+            event = _record_event(self._idle)
+            event.synchronize()
+            end_s = time.perf_counter()
+            tries.append((end_s - begin_s, _Anchor(event, end_s)))
+        return min(tries, key=lambda one: one[0])[1]
+
+
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    # Without `blocking`, a thread that waits for the event occupies a processor.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record(stream)
+    return event
 
 
 def device_of(device: torch.device) -> Device:

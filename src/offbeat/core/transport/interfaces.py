@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imports torch, which the launcher of ranks must not import
     from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
+NCCL_INTERFACE, NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 CHECK_S = 15.0
 SHOWN = 4  # failed connections in an error
 UNKNOWN = 1 << 30  # index of a link that rank 0 does not have, after all others
@@ -35,7 +36,7 @@ class LinkSpec:
     Attributes:
         name: name of the link.
         interface: name of its network interface; None lets torch choose.
-        backend: "gloo" or "nccl"; None selects the backend of the device.
+        backend: "gloo" or "nccl"; None selects gloo.
         connections: number of TCP connections between two ranks. Large messages are split between
             them. More than one requires gloo and an interface.
     """
@@ -87,17 +88,21 @@ def parse_link(text: str) -> LinkSpec:
 
 
 @contextmanager
-def bind_interface(interface: str | None, connections: int = 1):
-    """Use a network interface for process groups that send their first message in the block.
+def group_environment(spec: LinkSpec):
+    """Set the environment for process groups that send their first message in the block.
 
-    gloo reads the environment variable when a group is created, NCCL with the first message of the
+    gloo reads the name of the interface when a group is created, NCCL with the first message of the
     process. gloo opens one connection between two ranks for each name in the variable.
+
+    After the failure of a rank, NCCL's watchdog would end the processes of the other ranks before
+    they report the failure. Unless the user has set its variable, it is turned off.
     """
-    if interface is None:
-        yield
-        return
-    names = ",".join([interface] * connections)
-    wanted = {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    wanted = {}
+    if spec.interface is not None:
+        names = ",".join([spec.interface] * spec.connections)
+        wanted = {"GLOO_SOCKET_IFNAME": names, NCCL_INTERFACE: f"={spec.interface}"}
+    if spec.backend == "nccl":
+        wanted[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS, "0")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -40,6 +41,7 @@ class Message:
     sent_bytes: int = 0  # bytes that the link's own group has sent
     passed: bool = False  # whether the message is skipped
     released: Mark | None = None
+    released_s: float = 0.0  # `perf_counter` seconds of the host at the release
     start: Mark | None = None
     end: Mark | None = None
     error: BaseException | None = None
@@ -95,7 +97,7 @@ class MessageLink:
     ) -> None:
         """Let a message of these tensors start when all earlier messages have been issued."""
         message.tensors, message.coded = tensors, coded
-        message.released = self._device.mark()
+        message.released, message.released_s = self._device.mark(), time.perf_counter()
         self._submit(message)
 
     def pass_over(self, message: Message) -> None:
@@ -124,6 +126,7 @@ class MessageLink:
             if t.ranks is not None:
                 source, target = t.ranks
                 by_verb = {t.verb: lambda x, a=source, b=target: act.send(x, a, b)}
+                self._device.keep([tensor])  # a copy, for which the sender does not wait
             if self.guard is None:
                 by_verb[t.verb](tensor)
             elif culprits := self.guard(t, tensor, by_verb):
@@ -174,6 +177,9 @@ class LinkThread(MessageLink):
         try:
             if failed is None and not message.passed:
                 message.start, message.end = self._device.run(message.released, self._send, message)
+                # NCCL returns while its kernel still waits for other ranks. Waits for the message
+                # have a timeout, so the message must not arrive before.
+                self._device.await_mark(message.end)
         except BaseException as error:
             failed = error
         message.error = failed

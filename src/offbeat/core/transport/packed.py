@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CPU = torch.device("cpu")
 TUPLE = "()"  # {"()": [1, 2]} is the tuple (1, 2), which a JSON list is not
 JSON_TYPES = "use None, numbers, text, lists, tuples and dicts with text keys"
 ONE_VERSION = "start all ranks with the same version of offbeat"
@@ -55,11 +56,14 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return [unpack(data, rank) for rank, data in enumerate(_gather_bytes(pack(value), group))]
 
 
-def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
+def broadcast_state(
+    state: Any, source: int, group: dist.ProcessGroup, where: torch.device = CPU
+) -> Any:
     """Return the state of rank `source` on all ranks.
 
     The state consists of tensors, numbers and containers. It is written by `torch.save` and read
-    with `weights_only=True`, which creates no other objects.
+    with `weights_only=True`, which creates no other objects. On other ranks, tensors that are not
+    on the CPU of rank `source` are on `where`.
     """
     is_source = dist.get_rank() == source
     data = _saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -68,13 +72,13 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup) -> Any:
     if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     dist.broadcast(data, source, group)
-    return state if is_source else torch.load(io.BytesIO(data.numpy().data), weights_only=True)
+    return state if is_source else _load(data, where)
 
 
 def unreadable(state: Any) -> str | None:
     """Return why other ranks could not read a state; None if they can."""
     try:
-        torch.load(io.BytesIO(_saved_bytes(state).numpy().data), weights_only=True)
+        _load(_saved_bytes(state))
     except Exception as error:
         return str(error)
     return None
@@ -84,6 +88,13 @@ def _saved_bytes(state: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _load(data: Tensor, where: torch.device = CPU) -> Any:
+    def place(storage: torch.UntypedStorage, sender_device: str) -> torch.UntypedStorage:
+        return storage if sender_device == "cpu" or where == CPU else storage.to(device=where)
+
+    return torch.load(io.BytesIO(data.numpy().data), weights_only=True, map_location=place)
 
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:

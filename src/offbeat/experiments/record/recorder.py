@@ -120,6 +120,7 @@ class RunRecorder(Recorder):
         self._blocks = RecordWriter(path_of(directory, rank))
         self._rank, self._device = rank, device
         self._first, self._failed = 0, False
+        self._pending: deque[Iteration] = deque()  # iterations that the device has not completed
         self._written_s, self._window_due = time.monotonic(), 0
         self._ends: list[Mark] = []  # since the last block, as are losses, warnings and decisions
         self._losses: list[tuple[int, Tensor]] = []
@@ -140,12 +141,17 @@ class RunRecorder(Recorder):
     def start(
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
     ) -> None:
+        self._record_pending()
         self.strategy, self.plan, self.observed = strategy, plan, observed
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
         if plan is not None and self._rank == 0:
             path = self._blocks.path.with_name("plan.json")
             write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
+
+    def set_plan(self, plan: Plan) -> None:
+        self._record_pending()
+        super().set_plan(plan)
 
     def on_step_begin(self, iteration: int) -> None:
         self._reached = iteration
@@ -174,6 +180,16 @@ class RunRecorder(Recorder):
             self.warnings.append(warning)
 
     def add_iteration(self, done: Iteration) -> None:
+        self._pending.append(done)
+        while self._pending and self._pending[0].is_reached(self._device):
+            self._record_iteration(self._pending.popleft())
+
+    def _record_pending(self) -> None:
+        """Record all iterations that have ended. Waits until the device has reached their end."""
+        while self._pending:
+            self._record_iteration(self._pending.popleft())
+
+    def _record_iteration(self, done: Iteration) -> None:
         if self.plan is not None and not Windows(self.plan).applied_window(done.planned):
             self._without_update.append(done.number)
         if voting := self._vote_names:
@@ -190,6 +206,7 @@ class RunRecorder(Recorder):
         return [] if self.plan is None else [vote.name for vote in self.plan.votes]
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
+        self._record_pending()
         last = {"bytes": dict(bytes_sent), "pace": self.pace, "closed": True}
         self._add_block({**self._fields(), **last})
         self._tap.close()
