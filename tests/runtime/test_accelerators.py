@@ -165,13 +165,16 @@ def test_survivors_of_nccl_live_to_report(monkeypatch: pytest.MonkeyPatch) -> No
 class _Memory:
     """A tensor that records the copies into it."""
 
-    dtype, data = torch.float32, property(lambda self: self)
+    dtype, shape, data = torch.float32, (2, 2), property(lambda self: self)
 
     def __init__(self, name: str, log: list[str], *, is_cuda: bool) -> None:
         self.name, self._log, self.is_cuda, self.device = name, log, is_cuda, GPU
 
     def numel(self) -> int:
         return 4
+
+    def view(self, _: object) -> _Memory:
+        return self
 
     def copy_(self, other: _Memory, non_blocking: bool) -> None:
         self._log.append(f"{self.name} = {other.name}")

@@ -477,7 +477,7 @@ def via_host(
         if is_on_host(tensor):
             operation(tensor)
             return
-        host = buffers.reserve(tensor, tensor.numel())
+        host = buffers.reserve(tensor, tensor.numel()).view(tensor.shape)
         if reads:
             host.copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
