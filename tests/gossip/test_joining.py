@@ -303,7 +303,7 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
     assert joined.returncode == 0, joined.stderr
-    assert "as worker 2" in joined.stderr
+    assert "as worker 2" in " ".join(joined.stderr.split())
     sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, joined.stdout)]
     assert sorted(me for me, _ in sums) == ["0", "1", "2"]
     assert len({words for _, words in sums}) == 1
