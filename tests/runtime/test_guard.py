@@ -262,5 +262,21 @@ def test_tap_takes_scalars_only() -> None:
         tap.close()
 
 
+def test_tap_takes_the_loss_before_its_scale() -> None:
+    original, scaler = torch.amp.GradScaler.scale, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    outer, inner = LossTap(), LossTap()
+    try:
+        scaler.scale(loss_of(2.0)).backward()
+        assert [float(tap.take() or 0.0) for tap in (outer, inner)] == [2.0, 2.0]
+        scaler.scale(loss_of(3.0))
+        loss_of(4.0).backward()  # another scalar than the scaled one
+        assert [float(tap.take() or 0.0) for tap in (outer, inner)] == [4.0, 4.0]
+    finally:
+        outer.close()
+        inner.close()
+    assert torch.amp.GradScaler.scale is original
+    assert float(scaler.scale(loss_of(2.0)).detach()) == 2048.0
+
+
 def loss_of(value: float) -> torch.Tensor:
     return torch.tensor(value, requires_grad=True) * 1.0

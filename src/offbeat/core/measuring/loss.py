@@ -5,18 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from offbeat.core.transport.device import Mark
+
+NOT_SCALED = (lambda: None), None  # no scalar, and no loss before its scale
 
 
 class LossTap:
     """Records the last scalar on which each thread has called `backward`, until `close`.
 
-    So scripts need not report their loss. The cost is one attribute look-up per iteration. Taps may
-    be nested and closed in any order.
+    So scripts need not report their loss. A scalar that a GradScaler has scaled is recorded as it
+    was before. The cost is one attribute look-up per iteration. Taps may be nested and closed in
+    any order.
 
     Attributes:
         began: mark of the start of the last backward, by the function `mark`.
@@ -30,15 +35,24 @@ class LossTap:
         self._last: Mark = None
         self._open = True
         self._original = original = torch.Tensor.backward
+        self._original_scale = original_scale = GradScaler.scale
         tap = self
 
         def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
             if tap._open and self.numel() == 1:
-                tap._loss = self.detach()
+                scaled, loss = getattr(tap._threads, "scaled", NOT_SCALED)
+                tap._loss = loss if scaled() is self else self.detach()
             tap.began, tap.ended = mark(), tap._last
             original(self, *args, **kwargs)
             tap._last = mark()
 
+        def scale(self: GradScaler, outputs: Any) -> Any:
+            scaled = original_scale(self, outputs)
+            if isinstance(scaled, Tensor) and scaled is not outputs:
+                tap._threads.scaled = ref(scaled), outputs.detach()  # a weak one: it has a graph
+            return scaled
+
+        GradScaler.scale = scale  # type: ignore[method-assign,assignment]
         backward.tap = self  # type: ignore[attr-defined]
         torch.Tensor.backward = backward  # type: ignore[method-assign,assignment]
 
@@ -60,3 +74,4 @@ class LossTap:
         # An older tap that was closed first is still installed below this one.
         while (tap := getattr(torch.Tensor.backward, "tap", None)) is not None and not tap._open:
             torch.Tensor.backward = tap._original  # type: ignore[method-assign]
+            GradScaler.scale = tap._original_scale  # type: ignore[method-assign]
