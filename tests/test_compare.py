@@ -590,7 +590,7 @@ def test_ctrl_c_keeps_what_was_measured(here):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert err == "offbeat: interrupted; what was measured is in out\n"
+    assert err == ("offbeat: interrupted; what was measured is in out; --resume out completes it\n")
     assert "out/report.html" in out
     assert launched() == ["profile", "ddp", "wfbp"]
     rows = report.summarize(report.load(here / "out"))
@@ -642,6 +642,18 @@ RESUMABLE = (
     *("compare", "--keep-disturbed", "--lab", "none", "--hosts", "2", "--strategies"),
     *("ddp,wfbp,bsp", "--seeds", "3,5"),
 )
+
+
+def test_the_rest_is_estimated_from_the_first_run():
+    predicted_s = {"ddp": 2.0, "dreamddp": 1.0}
+    labels = ["ddp", "dreamddp", "selsync"] * 2
+    # 50 s of dreamddp twice; 100 s of ddp, and of selsync, which has no prediction
+    assert (
+        compare.remaining_text(labels, predicted_s, 100.0)
+        == "about 6 min 40 s for the other 5 runs"
+    )
+    assert compare.remaining_text(labels, predicted_s, 10.0) == ""
+    assert compare.remaining_text(["ddp"], predicted_s, 1e6) == ""
 
 
 def test_an_interrupted_comparison_is_resumed(here, capsys):

@@ -737,7 +737,9 @@ def _compare(
     elif json_:
         print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
-    return _exit_code(outcome, f"{kept} in {run_dir}")
+    several = len(comparison.contestants or ()) > 1 and name is None  # the demo does not resume
+    kept = f"{kept} in {run_dir}" + f"; --resume {run_dir} completes it" * several
+    return _exit_code(outcome, kept)
 
 
 def _exit_code(outcome: Outcome, kept: str) -> int:

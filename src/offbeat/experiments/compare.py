@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,7 @@ from offbeat.experiments.record.run_directory import (
 from offbeat.experiments.script import require_runnable, script_name
 from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
 from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
+from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Cluster, Lab, LabError, NoLab, launch
 from offbeat.lab import probe_report as asked
 from offbeat.lab.machine_load import LoadSampler
@@ -645,6 +647,7 @@ class _ComparisonRun(_Launcher):
     ) -> None:
         super().__init__(comparison.setup, lab, outcome, progress)
         self.comparison, self.run_dir = comparison, outcome.run_dir
+        self._predicted_s: dict[str, float] = {}  # per iteration, by label
 
     def run_contestants(self, given: Profile | None) -> None:
         """Measure the profile unless it is given; predict all contestants and run them in turns."""
@@ -675,9 +678,15 @@ class _ComparisonRun(_Launcher):
         ready = [c for c in outcome.contestants if self._predict(c, profile)]
         if comparison.device is not None:
             outcome.device = _device_record(ready, comparison.device, profile, self.setup.servers)
-        for repetition in range(comparison.repetitions):
-            for contestant in ready:
-                self._run_repetition(contestant, repetition)
+        turns = [(c, repetition) for repetition in range(comparison.repetitions) for c in ready]
+        for number, (contestant, repetition) in enumerate(turns):
+            begin_s = time.monotonic()
+            self._run_repetition(contestant, repetition)
+            labels = [turn[0].label for turn in turns]
+            if number == 0 and (
+                text := remaining_text(labels, self._predicted_s, time.monotonic() - begin_s)
+            ):
+                self.progress.print_line(text)
         if given is not None:  # the first launch has written the strategy that the script names
             self._note_unused_strategy()
         for contestant in ready:
@@ -734,6 +743,7 @@ class _ComparisonRun(_Launcher):
         except ValueError as error:
             self.report_failure(f"{label}: {error}")
             return False
+        self._predicted_s[label] = seconds
         if_yes = " if every vote is a yes" if strategy.vote_names(profile) else ""
         self.progress.print_line(f"{label}: predicted {seconds:.4g} s per iteration{if_yes}")
         return True
@@ -846,6 +856,21 @@ class _ComparisonRun(_Launcher):
         expected = Plan.from_dict(json.loads(planned.read_text()))
         if votes or plan.digest != expected.digest:
             predict(strategy, profile, directory, plan, votes)
+
+
+def remaining_text(labels: list[str], predicted_s: dict[str, float], first_s: float) -> str:
+    """Return how long the runs after the first one take; empty below a minute.
+
+    Args:
+        labels: contestant of each run, in order.
+        predicted_s: predicted seconds per iteration by label; unknown for some.
+        first_s: seconds of the first run.
+    """
+    one_s = predicted_s.get(labels[0], 1.0)
+    rest_s = sum(first_s * predicted_s.get(label, one_s) / one_s for label in labels[1:])
+    if rest_s < 60:
+        return ""
+    return f"about {duration(rest_s)} for the other {count_text(len(labels) - 1, 'run')}"
 
 
 def _device_record(
