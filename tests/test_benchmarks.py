@@ -100,6 +100,22 @@ def test_a_further_row_of_the_race() -> None:
         front_row.add(result, "gpt-4", loaded, new)
 
 
+def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
+    import stories
+
+    from offbeat.lab import Cluster
+    from offbeat.profile import Profile
+
+    for story in stories.STORIES:
+        path = BENCHMARKS / "stories" / f"{story.name}.json"
+        assert Profile.load(path) == story.profile()
+        if story.cluster is not None:
+            assert Cluster.load(path.with_suffix(".toml")) == Cluster.from_toml(story.cluster)
+    parameters = [sum(b.size_bytes for b in story.profile().buckets) for story in stories.STORIES]
+    sizes = [6.738e9 * 2, 124.44e6 * 4, 8.030e9 * 2, 5.289e6 * 4, 124.44e6 * 4]  # as published
+    assert parameters == pytest.approx(sizes, rel=2e-3)
+
+
 def test_every_result_is_complete() -> None:
     for name in tables.names():
         result = tables.load(name)  # compares the length of every row with the columns

@@ -319,10 +319,14 @@ def test_places_of_cluster_files():
     times = [place.profile.compute_s * scale for scale in place.profile.rank_scale]
     assert times == pytest.approx([one.compute_s * x for x in (1, 2, 1)])
     assert place.fastest_machine.compute_s == pytest.approx(one.compute_s)
+    # In 2 s, two fast machines and a slow one compute 2 + 2 + 1 batches.
+    even = place.with_even_times().profile
+    assert even.slowest().compute_s == pytest.approx(2 * one.compute_s * 3 / 5)
     rest = place.without_slowest()
     assert rest.machines == 2
     assert rest.profile.slowest().compute_s == pytest.approx(one.compute_s)
     assert rest.without_slowest() is None
+    assert rest.with_even_times() is None
     with pytest.raises(ValueError, match="rate of link 'net'"):
         place_on_cluster(profile_of(), Cluster.simple(2))
 
@@ -460,16 +464,19 @@ def test_help_is_what_a_simulation_there_gives():
         "a fifth machine": 1 - predict(strategy, fifth).iteration_s / 5 / now_s,
     }
     assert saved == pytest.approx(expected)
-    lossy = place_on_cluster(
-        profile_of(ranks=1),
-        Cluster.from_toml('hosts = 3\nrate = "1gbit"\nlatency = "40ms"\nloss = 0.001'),
-    )
-    [more] = [
-        one
-        for one in decide(lossy, Work.of(), max_staleness=1, shares=()).helps
-        if "connections" in one.text
-    ]
-    assert more.saved >= 0
+
+
+def test_loss_limits_rates_until_there_are_more_connections():
+    text = 'hosts = 3\nrate = "200mbit"\nlatency = "40ms"\nloss = 0.001'
+    lossy = place_on_cluster(profile_of(ranks=1), Cluster.from_toml(text))
+    assert lossy.at_rate(1e9).profile.links[0].bytes_per_s == lossy.profile.links[0].bytes_per_s
+    one_bps = Network("net", 2e8, 0.04, 0.001).tcp_rate_bps
+    count, there = needs.more_connections(lossy)
+    assert count == min(math.ceil(2e8 / one_bps), needs.MOST_CONNECTIONS)
+    assert there.networks[0].tcp_rate_bps == min(2e8, count * one_bps)
+    assert needs.more_connections(place_of(profile_of(ranks=1), 3, 2e8)) is None
+    helps = decide(lossy, Work.of(), max_staleness=1, shares=()).helps
+    assert f"{count} connections per link" in [one.text for one in helps]
 
 
 def test_slower_links_take_longer_in_every_method():
@@ -512,7 +519,7 @@ def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
     kept = json.loads((tmp_path / "v.json").read_text())
     assert "4 machines at 20 Mbit/s, 2 M samples in batches of 32: " in printed
     assert f"{kept['best']} takes " in printed
-    assert "Every method fits into 24.0 GB" in printed
+    assert "Every method fits into 24 GB" in printed
     assert "at 1.5 per machine and hour" in printed
     assert "500 ms of compute per iteration" in printed
     rows = {row["method"]: row for row in kept["methods"]}

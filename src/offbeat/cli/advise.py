@@ -24,12 +24,12 @@ from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.verdict import Row, Verdict, decide
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.report.table import wrap
-from offbeat.jobs.words import digits, size
+from offbeat.jobs.words import digits, seconds, size
 
 if TYPE_CHECKING:
     from offbeat.experiments.compare import Contestant, Outcome, Setup
 
-MEGA = 1e6
+MEGA, GIGA = 1e6, 1e9
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 DEFAULT_LINK = "net"  # name of the only link of a cluster that is given by options, not by a file
 GAP = "  "
@@ -110,7 +110,7 @@ class Answer:
     def device_text(self) -> str:
         """Return a sentence about the device whose times these are."""
         return self.compute.text or (
-            f"these times are of the measured machine ({1e3 * self.compute.iteration_s:.4g} ms of "
+            f"these times are of the profile's device ({seconds(self.compute.iteration_s)} of "
             "compute per iteration); --device-speed 20x or --iteration-s .035 predicts for yours"
         )
 
@@ -262,9 +262,7 @@ def _money(value: float) -> str:
 def _help(verdict: Verdict) -> str:
     """Return the sentence about what would help."""
     if verdict.best.method.machines == 1:
-        if verdict.worthwhile_bps is None:
-            return "No rate makes all machines together faster than one."
-        return f"All machines together are faster than one from {rate(verdict.worthwhile_bps)} on."
+        return _help_together(verdict)
     best = verdict.helps[0]
     if best.saved < LARGE_CHANGE:
         names = " nor ".join(one.text for one in verdict.helps)
@@ -276,12 +274,28 @@ def _help(verdict: Verdict) -> str:
     return f"{text}."
 
 
+def _help_together(verdict: Verdict) -> str:
+    """Return what makes all machines together faster than one."""
+    one_s, all_s = verdict.best.seconds or 0.0, verdict.together.seconds or 0.0
+    enough = [one.text for one in verdict.helps if all_s * (1 - one.saved) < one_s]
+    if verdict.worthwhile_bps is not None:
+        enough.append(f"{rate(verdict.worthwhile_bps)} or more")
+    name = verdict.together.method.label
+    if enough:
+        return f"All machines together ({name}) are faster than one with {' or '.join(enough)}."
+    text = f"No rate makes all machines together ({name}) faster than one"
+    best = verdict.helps[0]
+    if best.saved >= LARGE_CHANGE:
+        text += f"; {best.text} would save {_percent(best.saved)} of its time"
+    return f"{text}."
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %".replace("-0 %", "0 %")
 
 
 def _fits(verdict: Verdict) -> str:
-    room = size(verdict.device_memory)
+    room = f"{(verdict.device_memory or 0.0) / GIGA:.4g} GB"
     too_large = [row.method.label for row in verdict.rows if row.fits is False]
     known = all(row.method.memory.activations_bytes is not None for row in verdict.rows)
     left_out = "" if known else "; activations are not measured and come on top"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import count
 
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import Network, on_networks
 from offbeat.experiments.advice.methods import SecondsAt
 from offbeat.experiments.advice.place import Place
 
@@ -18,6 +16,7 @@ TOLERANCE = 1.05  # ratio of neighbouring rates at the end of a search
 LEAST_RATE_BPS, MOST_RATE_BPS = 1e5, 1e13
 ROUNDING = 1e-9
 MOST_MACHINES = 64
+MOST_CONNECTIONS = 16
 PAYS = 0.5  # share of one machine's speed that a further machine must add
 
 
@@ -174,16 +173,15 @@ def critical_machines(profile: Profile) -> float | None:
     return profile.world_size * noise.noise_sq / noise.gradient_sq
 
 
-def other_connections(place: Place, connections: int) -> Place | None:
-    """Return the place with another number of TCP connections per link; None if loss and delay of
-    its networks are not known or do not limit the rate."""
-    networks = [
-        Network(x.name, x.asked_rate_bps or 0.0, x.asked_latency_s, x.asked_loss, x.connections)
-        for x in place.profile.links
+def more_connections(place: Place) -> tuple[int, Place] | None:
+    """Return the number of TCP connections per link with which the networks reach their rates, at
+    most `MOST_CONNECTIONS`, and the place with them; None if loss and delay do not limit the rate.
+    """
+    counts = [
+        math.ceil(network.connections * network.rate_bps / network.tcp_rate_bps)
+        for network in place.networks
     ]
-    if not place.estimated or not any(n.tcp_rate_bps < n.rate_bps for n in networks):
+    count = min(max(counts, default=0), MOST_CONNECTIONS)
+    if count <= max((network.connections for network in place.networks), default=0):
         return None
-    more = [replace(network, connections=connections) for network in networks]
-    profile = place.profile
-    made = on_networks(profile, profile.world_size, more)
-    return replace(place, profile=made)
+    return count, place.with_connections(count)

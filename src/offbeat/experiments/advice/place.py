@@ -29,11 +29,14 @@ class Place:
         devices: number of devices of each machine, which share its replica. Messages inside a
             machine count as free.
         estimated: whether message times follow from rates instead of measurements.
+        networks: described networks, from which all message times were estimated; empty if they
+            were measured, even at another rate.
     """
 
     profile: Profile
     devices: int = 1
     estimated: bool = False
+    networks: tuple[Network, ...] = ()
 
     @property
     def machines(self) -> int:
@@ -46,9 +49,20 @@ class Place:
         return network_rate_bps(self.profile.default_link, self.profile.world_size)
 
     def at_rate(self, rate_bps: float) -> Place:
-        """Return the place with another rate of all networks."""
+        """Return the place with another rate of all networks, and their delay and loss."""
+        if self.networks:
+            return self._with_networks([replace(one, rate_bps=rate_bps) for one in self.networks])
         profile = extrapolate(self.profile, rate_bps=rate_bps)
         return replace(self, profile=profile, estimated=True)
+
+    def with_connections(self, count: int) -> Place:
+        """Return the place with a number of TCP connections per link, if its networks are
+        described."""
+        return self._with_networks([replace(one, connections=count) for one in self.networks])
+
+    def _with_networks(self, networks: Sequence[Network]) -> Place:
+        profile = on_networks(self.profile, self.machines, networks)
+        return replace(self, profile=profile, networks=tuple(networks))
 
     def with_machines(self, count: int) -> Place:
         """Return the place with another number of machines; properties of machines repeat."""
@@ -62,6 +76,20 @@ class Place:
         slowest = scale.index(max(scale))
         kept = [machine for machine in range(len(scale)) if machine != slowest]
         return replace(self, profile=_with_ranks(self.profile, kept))
+
+    def with_even_times(self) -> Place | None:
+        """Return the place with batches in proportion to the speeds of the machines, and the same
+        samples per iteration; None if all machines are equal.
+
+        An iteration of N machines then takes `N / sum(1 / s_i)` times the mean compute, for the
+        compute times `s_i` of the machines relative to the mean.
+        """
+        scale = self.profile.rank_scale
+        if not scale or max(scale) == min(scale):
+            return None
+        times = len(scale) / sum(1 / one for one in scale)
+        profile = replace(self.profile, rank_scale=(), **scaled_compute(self.profile, times))
+        return replace(self, profile=profile)
 
     @property
     def by_device(self) -> Profile:
@@ -138,7 +166,8 @@ def place_on_cluster(
         made = replace(made, rank_scale=scale, **scaled_compute(made, mean))
     if any(jitters):
         made = replace(made, rank_jitter=tuple(jitters))
-    return Place(made, max(devices, cluster.processes_per_host), estimated=True)
+    devices = max(devices, cluster.processes_per_host)
+    return Place(made, devices, estimated=True, networks=tuple(networks))
 
 
 def _of_one_rank(profile: Profile) -> Profile:
@@ -174,7 +203,8 @@ def place_of(
         )
     _require_several(hosts)
     network = Network(profile.default_link.name, rate_bps)
-    return Place(on_networks(profile, hosts, [network]), devices, estimated=True)
+    made = on_networks(profile, hosts, [network])
+    return Place(made, devices, estimated=True, networks=(network,))
 
 
 def _require_several(hosts: int) -> None:

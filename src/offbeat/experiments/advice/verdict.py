@@ -17,9 +17,6 @@ from offbeat.experiments.advice.selection import AS_GOOD, MAX_STALENESS, Advice,
 from offbeat.experiments.advice.work import Work
 from offbeat.jobs.verdict_file import SCHEMA
 
-LEAST_HELP = 0.02  # least relative saving of time that counts as help
-MORE_CONNECTIONS = 4
-
 
 @dataclass(frozen=True)
 class Row:
@@ -114,6 +111,7 @@ class Verdict:
         helps: changes that were tried, the one that saves most first.
         worthwhile_bps: if one machine is best, the least rate at which all machines together are
             faster; None if one machine is not best, or if no rate is enough.
+        together: the fastest method with several machines that fits, for which `helps` are.
         last_machine: number of machines beyond which a further one adds less than half a machine.
         critical_machines: number of machines at which twice the samples are needed; None if not
             measured.
@@ -127,6 +125,7 @@ class Verdict:
     rows: tuple[Row, ...]
     best: Row
     helps: tuple[Help, ...]
+    together: Row
     worthwhile_bps: float | None
     last_machine: int
     critical_machines: float | None
@@ -204,6 +203,7 @@ def decide(
         rows=tuple(rows),
         best=best,
         helps=tuple(_helps(seconds_at, place, rate_text)),
+        together=together,
         worthwhile_bps=None if best is together else _worthwhile_bps(seconds_at, place),
         last_machine=needs.last_paying_machine(seconds_at, place),
         critical_machines=needs.critical_machines(place.profile),
@@ -300,11 +300,11 @@ def _helps(
         (rate_text(twice_bps), place.at_rate(twice_bps)),
         (f"a {_ordinal(more)} machine", place.with_machines(more)),
         ("leaving out the slowest machine", place.without_slowest()),
-        (
-            f"{MORE_CONNECTIONS} connections per link",
-            needs.other_connections(place, MORE_CONNECTIONS),
-        ),
+        ("batches in proportion to the speeds", place.with_even_times()),
     ]
+    if (connected := needs.more_connections(place)) is not None:
+        count, there = connected
+        tried.append((f"{count} connections per link", there))
     found = [
         Help(text, 1 - seconds_at(there) / there.machines / now_s)
         for text, there in tried
