@@ -91,6 +91,12 @@ class Where:
 
     hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
     rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
+    per_node: Annotated[
+        int | None, number("Ranks on each host, which share a replica.  [default: 1]")
+    ] = None
+    inside: Annotated[
+        str | None, option("Rate between the ranks of a host.  [default: unlimited]")
+    ] = None
     servers: Annotated[int, number("More hosts, for parameter servers (ssp, ps-bsp).")] = 0
     cluster: Annotated[
         Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
@@ -693,9 +699,21 @@ def _worker_cluster(where: Where) -> Cluster:
         parse_rate_bps(rate, "--rate")
         # As text of a cluster file, so that errors are the same as there.
         short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
+        if where.per_node is not None:
+            texts.require_range("--per-node", where.per_node, 1, "give the number of ranks")
+            short += f"\nranks = {where.per_node}"
+        if where.inside is not None:
+            parse_rate_bps(where.inside, "--inside")
+            short += f"\ninside = {json.dumps(where.inside)}"
         return Cluster.from_toml(short)
-    if where.hosts is not None or where.rate is not None:
-        raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
+    for name in ("hosts", "rate", "per_node", "inside"):
+        if getattr(where, name) is not None:
+            given = name.replace("_", "-")
+            raise ValueError(
+                "--cluster replaces --hosts and --rate; give one or the other"
+                if name in ("hosts", "rate")
+                else f"--{given} must be left out with --cluster; put it into the cluster file"
+            )
     texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     return Cluster.load(where.cluster)
 

@@ -34,7 +34,12 @@ from offbeat.core.strategy.registry import reference_of
 from offbeat.core.transport.addresses import require_interfaces
 from offbeat.core.transport.interfaces import parse_link
 from offbeat.experiments import report
-from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for, with_network
+from offbeat.experiments.profile_for_network import (
+    ConvertedProfile,
+    compute_for,
+    replicas_of,
+    with_network,
+)
 from offbeat.experiments.progress import Count, Progress
 from offbeat.experiments.record import record_file as blocks
 from offbeat.experiments.record.disturbed import disturbance_of
@@ -166,6 +171,11 @@ class Setup:
     def workers(self) -> int:
         """Number of ranks that train."""
         return self.cluster.world_size - self.servers
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that train."""
+        return replicas_of(self.cluster, self.workers)
 
     def lab(self) -> Lab | NoLab:
         """Return the lab. Entering it raises LabError if this machine has no support."""
@@ -657,8 +667,8 @@ class _ComparisonRun(_Launcher):
             given.save(path)
         else:
             shutil.rmtree(self.run_dir / PROFILING, ignore_errors=True)  # of an interrupted run
-            workers = self.setup.workers
-            counts = [c.strategy.least_buckets(workers) for c in comparison.contestants or ()]
+            replicas = self.setup.replicas
+            counts = [c.strategy.least_buckets(replicas) for c in comparison.contestants or ()]
             if not self.measure(
                 path,
                 self.run_dir / PROFILING,
@@ -668,7 +678,7 @@ class _ComparisonRun(_Launcher):
                 return
         profile = Profile.load(path)
         if profile.pace:
-            busy = min(1.0, profile.world_size / processors() / profile.pace)
+            busy = min(1.0, profile.ranks / processors() / profile.pace)
             self.progress.print_line(
                 f"emulated: each host computes at 1/{profile.pace:g} of this machine's core, which "
                 f"is {100 * busy:.0f} % busy with it"

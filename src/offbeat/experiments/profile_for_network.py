@@ -76,6 +76,11 @@ class ConvertedProfile:
         }
 
 
+def replicas_of(cluster: Cluster, ranks: int) -> int:
+    """Return the number of replicas on the hosts of the first `ranks` ranks."""
+    return ranks if cluster.ranks is None else cluster.host_of(ranks - 1) + 1
+
+
 def with_network(profile: Profile, cluster: Cluster, ranks: int) -> Profile:
     """Return the profile with the configured rate, delay and loss of each link."""
     hosts = range(cluster.host_of(ranks - 1) + 1)
@@ -101,10 +106,12 @@ def compute_for(
         ValueError: links, delay, loss, host speeds or pace differ in a way that no formula covers.
     """
     quantities: list[tuple[str, str, str]] = []
+    _require_nodes(profile, cluster, file)
     if shaped:
         _require_links(profile, cluster, file)
     rates: dict[str, float] = {}
-    hosts = range(cluster.host_of(ranks - 1) + 1)
+    hosts, all_ranks = range(cluster.host_of(ranks - 1) + 1), ranks
+    ranks = replicas_of(cluster, ranks)
     ways = {link.name: worst_way(cluster, hosts, link.name) for link in cluster.links}
     for link in profile.links if shaped and min(ranks, profile.world_size) > 1 else ():
         way = ways[link.name]
@@ -133,11 +140,11 @@ def compute_for(
         quantities.append(("ranks", str(before), str(ranks)))
     made = extrapolate(profile, hosts=ranks, rate_bps=rates or None)
     if shaped:
-        made = with_network(made, cluster, ranks)
+        made = with_network(made, cluster, all_ranks)
     made = _with_pace(made, before, cluster, pace, file, quantities)
     _require_speeds(made, cluster, file)
-    crowded = shaped and not made.pace and ranks > processors()
-    return ConvertedProfile(made, tuple(quantities), shaped, ranks if crowded else 0, file)
+    crowded = shaped and not made.pace and all_ranks > processors()
+    return ConvertedProfile(made, tuple(quantities), shaped, all_ranks if crowded else 0, file)
 
 
 def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:
@@ -173,6 +180,19 @@ def _require_links(profile: Profile, cluster: Cluster, file: str) -> None:
         raise ValueError(
             f"links ({', '.join(names)}) of {file} must be the cluster's ({', '.join(here)}); "
             "rename the links of the cluster, or measure the profile again with `offbeat profile`"
+        )
+
+
+def _require_nodes(profile: Profile, cluster: Cluster, file: str) -> None:
+    """Raise ValueError if replicas of the profile have other numbers of ranks than the hosts."""
+    sizes = {cluster.ranks_of(host) for host in range(cluster.hosts)} if cluster.ranks else {1}
+    if sizes == {1}:
+        sizes = set()
+    if set(profile.topology) != sizes:
+        was, here = sorted(profile.topology and {*profile.topology}), sorted(sizes)
+        raise ValueError(
+            f"ranks per replica ({was or 1}) of {file} must be those of the cluster's hosts "
+            f"({here or 1}); measure the profile again with `offbeat profile`"
         )
 
 
@@ -247,8 +267,9 @@ def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
 
 
 def _host_speeds(profile: Profile, cluster: Cluster) -> tuple[list[float], list[float]]:
-    """Return speed and jitter of the host of each rank."""
-    hosts = [cluster.host_of(rank) for rank in range(profile.world_size)]
+    """Return speed and jitter of the host of each replica."""
+    replicas = range(profile.world_size)
+    hosts = [cluster.host_of(r) if cluster.ranks is None else r for r in replicas]
     return [*map(cluster.speed_of, hosts)], [*map(cluster.jitter_of, hosts)]
 
 

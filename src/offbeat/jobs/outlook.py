@@ -213,8 +213,7 @@ class Outlook:
         assert self.profile is not None
         profile, ratios = self.profile, dict[int, float]()
         own_s = profile.forward_s + profile.backward_s + profile.update_s
-        scales = profile.rank_scale or (1.0,) * profile.world_size
-        expected = {rank: own_s * scale for rank, scale in enumerate(scales)}
+        expected = {rank: own_s * scale for rank, scale in enumerate(profile.scale_of_ranks)}
         for rank, interval in newest.items():
             if rank in expected:
                 ratios[rank] = interval.own_s / interval.n / expected[rank]

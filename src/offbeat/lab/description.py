@@ -5,13 +5,23 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from offbeat.core.files import write_text
-from offbeat.lab.parts import Change, HostOverride, Link, Pair, Part
+from offbeat.core.plan import INSIDE
+from offbeat.lab.parts import (
+    Change,
+    HostOverride,
+    Link,
+    Pair,
+    Part,
+    optional,
+    rate_text,
+)
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 MAX_HOSTS = 250  # largest number of hosts, limited by the last byte of an address in the lab
@@ -43,7 +53,11 @@ class Cluster(Part):
 
     Attributes:
         hosts: number of hosts.
-        processes_per_host: number of ranks on each host.
+        processes_per_host: number of ranks on each host, each with a replica of its own.
+        ranks: number of ranks on each host that share a replica (a node); None for
+            `processes_per_host` ranks.
+        inside: rate of each host's loopback, over which its ranks send to each other; text such as
+            "10gbit"; None for an unshaped one. Requires `ranks`.
         threads: OMP_NUM_THREADS of each rank.
         congestion_control: TCP congestion control; "default" keeps that of the kernel.
         links: networks that connect all hosts.
@@ -57,6 +71,8 @@ class Cluster(Part):
 
     hosts: int = Field(ge=1, le=MAX_HOSTS)
     processes_per_host: int = Field(default=1, ge=1)
+    ranks: int | None = Field(default=None, ge=1)
+    inside: Annotated[str | float | None, optional(rate_text)] = None
     threads: int = Field(default=1, ge=1)
     congestion_control: str = Field(default="cubic", pattern=r"^[a-z0-9_-]{1,15}$")
     links: tuple[Link, ...] = (Link(),)
@@ -73,6 +89,8 @@ class Cluster(Part):
         latency: str | float | None = None,
         loss: str | float = 0.0,
         processes_per_host: int = 1,
+        ranks: int | None = None,
+        inside: str | float | None = None,
     ) -> Self:
         """Return a cluster with one link, named "net".
 
@@ -81,10 +99,18 @@ class Cluster(Part):
             rate: text such as "100mbit", or bit/s; None is unshaped.
             latency: one-way delay between two hosts.
             loss: share of packets that are lost.
-            processes_per_host: number of ranks on each host.
+            processes_per_host: number of ranks on each host, each with a replica of its own.
+            ranks: number of ranks on each host that share a replica.
+            inside: rate of each host's loopback.
         """
         link = Link(rate=rate, latency=latency, loss=loss)
-        return cls(hosts=hosts, links=(link,), processes_per_host=processes_per_host)
+        return cls(
+            hosts=hosts,
+            links=(link,),
+            processes_per_host=processes_per_host,
+            ranks=ranks,
+            inside=inside,
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -135,12 +161,29 @@ class Cluster(Part):
     def record(self) -> dict[str, Any]:
         """Return plain data for the JSON record of a run; `Cluster(**record)` is equal to this
         cluster."""
-        return self.model_dump(mode="json")
+        absent = {name for name in ("ranks", "inside") if getattr(self, name) is None}
+        return self.model_dump(mode="json", exclude=absent)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: hosts times processes per host."""
-        return self.hosts * self.processes_per_host
+        """Number of ranks on all hosts."""
+        return sum(map(self.ranks_of, range(self.hosts)))
+
+    def ranks_of(self, host: int) -> int:
+        """Return the number of ranks on a host.
+
+        Args:
+            host: number of the host.
+        """
+        return self._override(host).ranks or self.ranks or self.processes_per_host
+
+    def first_rank(self, host: int) -> int:
+        """Return the first rank on a host.
+
+        Args:
+            host: number of the host.
+        """
+        return sum(map(self.ranks_of, range(host)))
 
     def host_of(self, rank: int) -> int:
         """Return the host that runs a rank. Ranks are numbered host by host.
@@ -148,7 +191,8 @@ class Cluster(Part):
         Args:
             rank: number of the rank.
         """
-        return rank // self.processes_per_host
+        stops = accumulate(map(self.ranks_of, range(self.hosts)))
+        return next(host for host, stop in enumerate(stops) if rank < stop)
 
     def link_index(self, name: str) -> int:
         """Return the index of a link in `links`.
@@ -258,7 +302,17 @@ class Cluster(Part):
     def _check_relations(self) -> Self:
         if not 1 <= len(self.links) <= MAX_LINKS:
             raise ValueError(f"links ({len(self.links)}) must be from 1 to {MAX_LINKS}")
+        if self.ranks is None:
+            self._require_no_nodes()
+        elif self.processes_per_host != 1:
+            raise ValueError(
+                f"processes_per_host ({self.processes_per_host}) must be left out where ranks "
+                f"({self.ranks}) is given: either each rank of a host has a replica of its own, or "
+                "they share one"
+            )
         names = [link.name for link in self.links]
+        if self.ranks is not None and INSIDE in names:
+            raise ValueError(f"links: {INSIDE!r} is the link inside hosts; give another name")
         _check_distinct("links", names, "give each link its own name")
         _check_distinct(
             "overrides", [item.host for item in self.overrides], "merge the overrides of a host"
@@ -272,6 +326,16 @@ class Cluster(Part):
             for unknown in sorted(set(links) - set(names)):
                 raise ValueError(f"{what}: link ({unknown!r}) must be one of {names}")
         return self
+
+    def _require_no_nodes(self) -> None:
+        """Raise ValueError if a value needs ranks that share a replica."""
+        if self.inside is not None:
+            raise ValueError(
+                f"inside ({self.inside}) must come with ranks, the number of ranks on each host "
+                "that send over it"
+            )
+        if any(item.ranks is not None for item in self.overrides):
+            raise ValueError("overrides: ranks must come with ranks of the cluster, for all hosts")
 
     def _mentions(self) -> Iterator[tuple[str, Iterable[int], Iterable[str]]]:
         """Yield each place with the hosts and links that it names."""

@@ -257,6 +257,10 @@ class Lab(_RunningLab):
             for host, row in enumerate(rows)
         }
 
+    def inside_counters(self) -> dict[int, Traffic]:
+        """Return the traffic inside each host so far, between its ranks."""
+        return dict(enumerate(Traffic(*pair) for pair in self.process.request("inside_counters")))
+
     def inodes(self) -> list[int]:
         """Return the identities of the lab's namespaces, as in /proc/PID/ns/net."""
         return list(self._inodes)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from offbeat.core.plan import INSIDE
 from offbeat.lab.errors import LabError
 from offbeat.lab.lab import Lab, NoLab
 from offbeat.lab.process import describe_exit
@@ -119,18 +120,21 @@ def rank_environment(
             "OFFBEAT_WORLD_SIZE": str(workers + servers),
         }
     cluster = lab.cluster
-    host, per_host = cluster.host_of(rank), cluster.processes_per_host
+    host = cluster.host_of(rank)
     if lab.host_key(host) is not None:  # otherwise NCCL takes all hosts of the lab for one host
         own["NCCL_HOSTID"] = f"{lab.name}-{host}"
     interfaces = [
         {"name": link.name, "interface": lab.interface(index)}
         for index, link in enumerate(cluster.links)
     ]
+    if cluster.ranks is not None:
+        own["OFFBEAT_NODES"] = "auto"
+        interfaces.append({"name": INSIDE, "interface": "lo"})
     return {
         "RANK": str(rank % workers),
-        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_RANK": str(rank - cluster.first_rank(host)),
         "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(per_host),
+        "LOCAL_WORLD_SIZE": str(cluster.ranks_of(host)),
         "GROUP_RANK": str(host),
         "GROUP_WORLD_SIZE": str(cluster.hosts),
         "ROLE_NAME": "default",

@@ -58,12 +58,14 @@ class NetworkPlan:
         hosts: number of hosts.
         congestion_control: TCP congestion control; "default" keeps that of the kernel.
         links: initial values of each link.
+        inside_bps: rate of each host's loopback in bit/s; None for an unshaped one.
     """
 
     name: str
     hosts: int
     congestion_control: str
     links: list[LinkPlan]
+    inside_bps: int | None = None
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> "NetworkPlan":
@@ -84,6 +86,8 @@ class Network:
         for _ in range(plan.hosts):
             self._hosts.append(Namespace())
             configure_tcp()
+            if plan.inside_bps is not None:
+                _shape_loopback(self._hosts[-1], plan.inside_bps)
         self.congestion_control = default_congestion_control(plan.congestion_control)
         self.switched = self._switched_links()
         for link in range(len(plan.links)):
@@ -125,6 +129,10 @@ class Network:
             [_bytes_of(host, interface_name(link)) for link in range(len(self._plan.links))]
             for host in self._hosts
         ]
+
+    def inside_counters(self) -> list[tuple[int, int]]:
+        """Return the bytes sent and received by the loopback of each host, headers included."""
+        return [_bytes_of(host, "lo") for host in self._hosts]
 
     def _apply_plan(self, link: int, plan: LinkPlan) -> None:
         before, self._plans[link] = self._plans[link], plan
@@ -310,6 +318,14 @@ def _shape(netlink: IPRoute, index: int, rate_bps: int | None, delayed: bool) ->
             burst=burst_bytes(rate_bps),
             limit=queue_bytes(rate_bps),
         )
+
+
+def _shape_loopback(host: Namespace, rate_bps: int) -> None:
+    """Set the rate of a host's loopback. Packets must fit into a burst, or the shaper drops
+    them."""
+    most = segments_bytes(rate_bps)
+    host.netlink.link("set", index=_LOOPBACK, mtu=max(1500, most - most % 4), state="up")
+    _shape(host.netlink, _LOOPBACK, rate_bps, delayed=False)
 
 
 def _limit_segments(netlink: IPRoute, index: int, rate_bps: int | None, switched: bool) -> None:

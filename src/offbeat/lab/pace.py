@@ -57,11 +57,11 @@ class Pace(ComputeObserver):
     catches up.
     """
 
-    def __init__(self, profile: Profile, rank: int) -> None:
+    def __init__(self, profile: Profile, replica: int) -> None:
         self._profile = profile
-        self._random = np.random.default_rng((int(os.environ.get(SEED, 0)), rank))
-        self._jitter = profile.jitters[rank]
-        scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+        self._random = np.random.default_rng((int(os.environ.get(SEED, 0)), replica))
+        self._jitter = profile.jitters[replica]
+        scale = profile.rank_scale[replica] if profile.rank_scale else 1.0
         buckets = len(profile.buckets)
         # Seconds from the start of forward to the end of each bucket's forward. The last bucket is
         # first.
@@ -225,7 +225,7 @@ def affordable_pace(profile: Profile, cluster: Cluster) -> float:
     """Return the smallest pace for this model on this machine, rounded up to tenths. Every rank
     must call this function."""
     messages = measure_messages(cluster, profile)
-    pace = least_pace(compute_s(profile), messages, profile.world_size, processors())
+    pace = least_pace(compute_s(profile), messages, profile.ranks, processors())
     return math.ceil(pace * 10) / 10
 
 
@@ -235,7 +235,8 @@ def paced_profile(profile: Profile, pace: float | Literal["auto"], cluster: Clus
     hosts = [Host(**host) for host in cluster.control.gather(asdict(Host.from_environment()))]
     if pace == "auto":
         pace = max(affordable_pace(profile, cluster), *(host.speed for host in hosts))
-    return profile.with_pace(pace, [host.speed for host in hosts], [host.jitter for host in hosts])
+    first = [hosts[node[0]] for node in cluster.topology.nodes]  # the host of each replica
+    return profile.with_pace(pace, [host.speed for host in first], [host.jitter for host in first])
 
 
 def measure_messages(cluster: Cluster, profile: Profile) -> MessageCost:

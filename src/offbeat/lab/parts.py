@@ -25,7 +25,8 @@ from offbeat.lab.units import (
 _NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,31}$"
 
 
-def _rate(value: Any) -> str:
+def rate_text(value: Any) -> str:
+    """Return a rate as the text of cluster files."""
     return format_rate(parse_rate_bps(value))
 
 
@@ -50,7 +51,7 @@ def _jitter(value: Any) -> float:
     return parse_number(value, "jitter", 0, 2, "0.1 makes compute vary by about 10 %")
 
 
-def _optional(convert: Callable[[Any], Any]) -> BeforeValidator:
+def optional(convert: Callable[[Any], Any]) -> BeforeValidator:
     """Return a validator that leaves None as it is."""
     return BeforeValidator(lambda value: None if value is None else convert(value))
 
@@ -77,7 +78,9 @@ def _link_map(what: str, example: str, one: Callable[[Any], Any]) -> BeforeValid
     return BeforeValidator(check)
 
 
-Rates = Annotated[Mapping[str, str | float | None], _link_map("rates", '{net = "20mbit"}', _rate)]
+Rates = Annotated[
+    Mapping[str, str | float | None], _link_map("rates", '{net = "20mbit"}', rate_text)
+]
 Latencies = Annotated[Mapping[str, str | float], _link_map("latencies", '{net = "20ms"}', _latency)]
 Losses = Annotated[Mapping[str, str | float], _link_map("losses", "{net = 0.01}", parse_loss)]
 
@@ -102,7 +105,7 @@ class Link(Part):
     """
 
     name: str = Field(default="net", pattern=_NAME)
-    rate: Annotated[str | float | None, BeforeValidator(_rate)] = UNLIMITED
+    rate: Annotated[str | float | None, BeforeValidator(rate_text)] = UNLIMITED
     latency: Annotated[str | float | None, BeforeValidator(_nonzero_latency)] = None
     loss: Annotated[str | float, BeforeValidator(parse_loss)] = 0.0
 
@@ -128,6 +131,7 @@ class HostOverride(Part):
         latencies: one-way delays by link name, in place of the link's delay.
         losses: shares of lost packets by link name, in place of the link's loss.
         threads: OMP_NUM_THREADS of the host's ranks, in place of the cluster's value.
+        ranks: number of ranks on this host, in place of the cluster's `ranks`.
         speed: relative speed of compute (0.5: half as fast); used if ranks are paced.
         jitter: sigma of a lognormal factor on compute, drawn per iteration; used if ranks are
             paced.
@@ -138,6 +142,7 @@ class HostOverride(Part):
     latencies: Latencies = Field(default_factory=dict)
     losses: Losses = Field(default_factory=dict)
     threads: int | None = Field(default=None, ge=1)
+    ranks: int | None = Field(default=None, ge=1)
     speed: Annotated[float, BeforeValidator(_speed)] = 1.0
     jitter: Annotated[float, BeforeValidator(_jitter)] = 0.0
 
@@ -174,12 +179,12 @@ class Change(Part):
     """
 
     at: Annotated[str | float, BeforeValidator(_moment)]
-    rate: Annotated[str | float | None, _optional(_rate)] = None
-    latency: Annotated[str | float | None, _optional(_latency)] = None
-    loss: Annotated[str | float | None, _optional(parse_loss)] = None
+    rate: Annotated[str | float | None, optional(rate_text)] = None
+    latency: Annotated[str | float | None, optional(_latency)] = None
+    loss: Annotated[str | float | None, optional(parse_loss)] = None
     link: str | None = None
     hosts: tuple[int, ...] | None = None
-    pair: Annotated[tuple[int, int] | None, _optional(_two_hosts("pair"))] = None
+    pair: Annotated[tuple[int, int] | None, optional(_two_hosts("pair"))] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:

@@ -156,6 +156,8 @@ class _Supervisor:
                 return self._flood(message)
             case "counters":
                 return self._require_network().counters()
+            case "inside_counters":
+                return self._require_network().inside_counters()
         raise AssertionError(f"unknown request {message['do']!r}")
 
     def _build(self, message: dict[str, Any]) -> dict[str, Any]:

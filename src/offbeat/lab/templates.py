@@ -16,6 +16,7 @@ def network_message(cluster: Cluster, name: str) -> dict[str, Any]:
         "name": name,
         "hosts": cluster.hosts,
         "congestion_control": cluster.congestion_control,
+        "inside_bps": parse_rate_bps(cluster.inside),
         "links": [link_plan(cluster, link.name).to_message() for link in cluster.links],
     }
 

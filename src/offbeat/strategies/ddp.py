@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import with_replica_per_rank
 from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
@@ -24,6 +25,7 @@ from offbeat.strategies.wfbp import (
 if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
+    from offbeat.core.sim.prediction import Conditions, Prediction
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     citation: ClassVar[str] = "Li et al., PyTorch Distributed, VLDB 2020"
-    needs: ClassVar[Needs] = Needs(measures=False, sparse_gradients=True)
+    needs: ClassVar[Needs] = Needs(measures=False, sparse_gradients=True, nodes=True)
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
@@ -50,6 +52,14 @@ class DDP(Strategy):
                 f"bucket_cap_mb ({cap!r}) must be a number above 0, 'tuned', or None for "
                 "torch's default"
             )
+
+    def plan(self, profile: Profile) -> Plan:
+        return super().plan(with_replica_per_rank(profile))
+
+    def predict(
+        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
+    ) -> Prediction:
+        return super().predict(with_replica_per_rank(profile), conditions, ran)
 
     def schedule(self, profile: Profile) -> Plan:
         cap = self.cap_mb(profile)

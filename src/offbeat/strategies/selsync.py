@@ -34,7 +34,7 @@ from offbeat.strategies.equations import Changes, Equations, selective
 from offbeat.strategies.local_sgd import kinds_of
 from offbeat.strategies.partial_sync import layer_times
 
-STEP, END = Moment("step"), Moment("end")
+STEP, END, NEXT = Moment("step"), Moment("end"), Moment("forward", lag=1)
 
 
 @dataclass(frozen=True)
@@ -110,20 +110,26 @@ class SelSync(Wired):
         everything, forced = range(len(profile.buckets)), self._forced_runs(profile)
         always, by_layer = range(len(forced)), self.scope == "layer"
         runs = [range(b, b + 1) for b in everything] if by_layer else [everything]
-        if by_layer:  # the vote takes place after the gradients have been applied
-            applies = [Apply("measure", everything, Moment("grad"), Phases(always))]
-            applies.append(local(len(everything), Moment("grad"), always))
-        else:
-            updated = STEP if self.aggregate == "parameters" else END
-            applies = [local(len(everything), updated, always)]
+        # Gradients that are averaged inside replicas first are complete in the step.
+        late = profile.inside is not None and not by_layer
+        if late and self.aggregate == "gradients":
+            raise ValueError(
+                "aggregate ('gradients') must be 'parameters' where replicas have several ranks, "
+                "because a vote on averaged gradients comes too late for an average of them"
+            )
+        before = NEXT if late and not self._lag else END
+        updated = Moment("grad") if by_layer else STEP if self.aggregate == "parameters" else END
+        applies = [local(len(everything), updated, always)]
+        if by_layer or late:  # the vote takes place after the gradients have been applied
+            applies.insert(0, Apply("measure", everything, updated, Phases(always)))
         kinds = ("grad",) if self.aggregate == "gradients" else kinds_of(self.state)
         transfers: list[Transfer] = []
         for i, run in enumerate(runs):
             whatever = [phase for phase in always if i in forced[phase]]
-            after = Moment("grad", run[-1]) if by_layer else STEP
+            after = Moment("grad", run[-1]) if by_layer else STEP if before is END else END
             for phases, condition in self._conditions(run, always, whatever):
                 transfers += averages(
-                    profile, kinds, run, after=after, before=END, phases=phases, **condition
+                    profile, kinds, run, after=after, before=before, phases=phases, **condition
                 )
                 if self.state == "reset":
                     applies.append(Apply("reset", run, END, Phases(phases), **condition))
@@ -133,7 +139,7 @@ class SelSync(Wired):
             len(everything),
             tuple(transfers),
             tuple(applies),
-            tuple(self._vote(run, always, profile) for run in runs),
+            tuple(self._vote(run, always, profile, late) for run in runs),
             period=len(forced),
             facts=tuple(facts if self.max_period else ()),
         )
@@ -161,9 +167,9 @@ class SelSync(Wired):
     def _vote_name(self, run: range) -> str:
         return f"layer {run[0]}" if self.scope == "layer" else "sync"
 
-    def _vote(self, run: range, always: range, profile: Profile) -> Vote:
-        last = len(profile.buckets) - 1
-        due = Moment("step", lag=self.vote_lag)
+    def _vote(self, run: range, always: range, profile: Profile, late: bool) -> Vote:
+        at = STEP if late else Moment("grad", len(profile.buckets) - 1)
+        due = END if late and not self.vote_lag else Moment("step", lag=self.vote_lag)
         if self.scope == "layer":
             due = Moment("grad", run[-1], lag=1)
         args = {
@@ -175,7 +181,7 @@ class SelSync(Wired):
         return Vote(
             self._vote_name(run),
             "changed",
-            Moment("grad", last),
+            at,
             due,
             Phases(always),
             tuple(args.items()),

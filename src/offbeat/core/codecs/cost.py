@@ -101,6 +101,8 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
             "send": encoding plus decoding of a send, on its two ranks together. "encode": encoding.
     """
     speed, ranks = profile.codec_speed(used.name), profile.world_size
+    # Each rank of a replica encodes its own shard of a message.
+    owners = 1 if profile.inside is None else min(profile.topology)
     rounds = 2 if via == "scatter" else 1
     # Number of times that all numbers are encoded and decoded. One pass processes the codes of all
     # ranks, or the shards for all ranks.
@@ -109,7 +111,7 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
     decodes_s = speed.decode_s_per_pass if decoded else 0.0
     per_round_s = speed.s_per_message + speed.encode_s_per_pass + decodes_s
     per_byte_s = encoded * speed.encode_s_per_byte + decoded * speed.decode_s_per_byte
-    return rounds * per_round_s, per_byte_s
+    return rounds * per_round_s, per_byte_s / owners
 
 
 def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Profile:
@@ -147,7 +149,10 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
     buckets = tuple(
         replace(
             b,
-            communication_s={n: bucket_s(n, s, b.size_bytes) for n, s in b.communication_s.items()},
+            communication_s={
+                n: bucket_s(n, s, b.size_bytes) if n in both else s
+                for n, s in b.communication_s.items()
+            },
         )
         for b in profile.buckets
     )

@@ -121,6 +121,13 @@ def common_buffers_of(apply: Apply) -> list[str]:
     return [buffer for buffer in named if buffer is not None]
 
 
+def per_rank_settings(apply: Apply) -> Iterator[tuple[float, ...]]:
+    """Yield the settings that hold one number per rank."""
+    for name, value in apply.args:
+        if SETTINGS[apply.rule][name].what == "numbers":
+            yield value
+
+
 def origin_setting(apply: Apply) -> str | None:
     """Return the name of the setting that names the reference buffer, from which differences are
     taken; None if the rule has no such setting."""

@@ -114,6 +114,8 @@ def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> 
         yield f"{name} must name two ranks, from and to"
     elif rule.verb != "send" and rule.ranks is not None:
         yield f"{name} is a collective; the ranks it spans are the link's group"
-    links = [base_link(rule.link)] if profile is None else [link.name for link in profile.links]
+    links = [base_link(rule.link)]
+    if profile is not None:
+        links = [link.name for link in profile.all_links]
     if base_link(rule.link) not in links:
         yield f"link {rule.link!r} of {name} must be one of {', '.join(links)}"

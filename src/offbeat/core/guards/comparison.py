@@ -21,6 +21,7 @@ from offbeat.core.guards.replicas import (
     weights,
 )
 from offbeat.core.guards.unwritten_weights import WeightChanges
+from offbeat.core.plan import Groups
 from offbeat.core.transport.control import Control
 
 EVERY = 100  # iterations; a comparison reads weights and state once, less work than one step
@@ -150,6 +151,9 @@ class SettingsGuard(Comparison):
 
     `warn` is called on every rank if some ranks have written weights and others have not. Such
     a difference is not an error, because a script may have a reason, such as a norm above a limit.
+
+    With `nodes`, every comparison also compares weights and optimizer state of the ranks that share
+    a replica.
     """
 
     def __init__(
@@ -160,9 +164,11 @@ class SettingsGuard(Comparison):
         every: int,
         averages: Callable[[], bool],
         warn: Callable[[str], None],
+        nodes: Groups = (),
     ):
         super().__init__(control, model, optimizer, every)
         self._averages, self._warn = averages, warn
+        self._nodes = nodes  # ranks that share a replica, so that their weights must be equal
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._changes, self._written = WeightChanges(named), dict[str, None]()
         self._changes.forget()
@@ -190,6 +196,8 @@ class SettingsGuard(Comparison):
         self._changes.forget()
 
     def _compare(self) -> None:
+        if self._nodes:
+            self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]
         self._written = {}
         if self._control.is_same([hash_text(repr(settings)) >> 2, bool(written)]):
@@ -212,6 +220,24 @@ class SettingsGuard(Comparison):
                 "restored it, it enters the averages of all ranks. Change weights on all ranks "
                 "alike, or load them with model.load_state_dict"
             )
+
+    def _compare_nodes(self) -> None:
+        """Raise RuntimeError on every rank if ranks that share a replica have other weights or
+        optimizer state."""
+        compared = {
+            "weight": weights(self._model),
+            "optimizer state": optimizer_state(self._optimizer, self._model),
+        }
+        everyone = self._control.gather([digest_of(tensors) for tensors in compared.values()])
+        for i, (what, tensors) in enumerate(compared.items()):
+            if not dissenters([digests[i] for digests in everyone], self._nodes):
+                continue
+            found = find_difference(tensors, self._control, self._nodes)
+            if found is not None:
+                raise RuntimeError(
+                    "ranks that share a replica have diverged, although they apply the same "
+                    f"gradients: {what} {found}; {REPAIR}"
+                )
 
 
 def agree_on_optimizer(

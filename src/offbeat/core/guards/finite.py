@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from offbeat.core.plan import Payload, Transfer, Verb
+from offbeat.core.plan import INSIDE, Payload, Transfer, Verb, base_link
 from offbeat.core.transport.link import Message
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -41,9 +41,15 @@ class FiniteGuard:
     """
 
     def __init__(
-        self, policy: OnNonfinite, rank: int, world_size: int, names: Callable[[range], str]
+        self,
+        policy: OnNonfinite,
+        rank: int,
+        world_size: int,
+        names: Callable[[range], str],
+        node_size: int = 1,
     ):
         self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
+        self._node_size = node_size  # number of ranks that average on the link `INSIDE`
         # Whether this rank's values were bad, for each average between its two halves.
         self._own: dict[tuple[Payload, torch.dtype], bool] = {}
 
@@ -73,7 +79,9 @@ class FiniteGuard:
             is_sum = transfer.payload.buffer == "grad"
             return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
         if self._policy == "skip":
-            return self._vote(verb, tensor, collectives)
+            inside = base_link(transfer.link) == INSIDE and self._node_size > 1
+            ranks = self._node_size if inside else self._world_size
+            return self._vote(verb, tensor, collectives, ranks)
         if verb == "all_gather":
             bad = self._own.pop(key, False)
         else:
@@ -86,18 +94,18 @@ class FiniteGuard:
             return []
         return [] if is_finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
 
-    def _vote(self, verb: Verb, tensor: Tensor, collectives: Collectives) -> list[int]:
+    def _vote(self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int) -> list[int]:
         if verb == "all_gather":
             collectives[verb](tensor)
             return []
         bad = not is_finite(tensor)
         culprits = self._culprits(bad, tensor, collectives)
-        if bad and len(culprits) < self._world_size:
+        if bad and len(culprits) < ranks:
             tensor.data.zero_()
         collectives[verb](tensor)
-        if 0 < len(culprits) < self._world_size:
+        if 0 < len(culprits) < ranks:
             # After reduce_scatter only this rank's shard is valid, so scaling the rest is harmless.
-            tensor.data.mul_(self._world_size / (self._world_size - len(culprits)))
+            tensor.data.mul_(ranks / (ranks - len(culprits)))
         return culprits
 
     def _culprits(self, bad: bool, like: Tensor, collectives: Collectives) -> list[int]:

@@ -77,18 +77,25 @@ class Difference:
         return f"{self.tensor!r} of rank {self.rank} and of rank {self.other} {how}"
 
 
-def find_difference(named: Named, control: Control) -> Difference | None:
+def find_difference(
+    named: Named, control: Control, groups: Sequence[Sequence[int]] = ()
+) -> Difference | None:
     """Return the first tensor in which replicas differ by more than rounding; None without one.
 
     Every rank must call it, and gets the same result. Checksums and sketches of all tensors are
     gathered. Processors of different kinds round differently, so a difference in the lower half of
     the digits is ignored.
+
+    Args:
+        named: tensors of this rank.
+        control: control of the job.
+        groups: groups of ranks to compare within; () for all ranks.
     """
     digests = {name: (checksum(t), sketch(t), _tolerance(t)) for name, t in named.items()}
     everyone = control.gather(digests)
     for name in dict.fromkeys(name for by_name in everyone for name in by_name):
         entries = [by_name.get(name) for by_name in everyone]
-        for rank, other in dissenters([s and s[0] for s in entries]):
+        for rank, other in dissenters([s and s[0] for s in entries], groups):
             a, b = entries[rank], entries[other]
             if a is None or b is None:
                 return Difference(rank, other, name, None)
@@ -98,14 +105,20 @@ def find_difference(named: Named, control: Control) -> Difference | None:
     return None
 
 
-def dissenters(values: Sequence[Hashable]) -> Iterable[tuple[int, int]]:
-    """Return (rank, reference) for each rank whose value is not the most common one.
+def dissenters(
+    values: Sequence[Hashable], groups: Sequence[Sequence[int]] = ()
+) -> Iterable[tuple[int, int]]:
+    """Return (rank, reference) for each rank whose value is not the most common one of its group.
 
-    `reference` is the first rank with the most common value.
+    `reference` is the first rank with the most common value. Without groups, all ranks are one.
     """
-    common = Counter(values).most_common(1)[0][0]  # on a tie the value that occurs first
-    reference = values.index(common)
-    return [(rank, reference) for rank, value in enumerate(values) if value != common]
+    found: list[tuple[int, int]] = []
+    for group in groups or [range(len(values))]:
+        # On a tie the value that occurs first.
+        common = Counter(values[rank] for rank in group).most_common(1)[0][0]
+        reference = next(rank for rank in group if values[rank] == common)
+        found += [(rank, reference) for rank in group if values[rank] != common]
+    return found
 
 
 def digest_of(named: Named) -> int:

@@ -83,7 +83,7 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     total = sum(flat.sizes_bytes)
     links = []
     for link in profile.links:
-        probe = Probe(cluster.groups[link.name], like, cluster.device)
+        probe = Probe(cluster.probe_group(link.name), like, cluster.device)
         mean = cluster.links[link.name].collectives.by_verb["all_reduce"]
         budget = Budget(BESIDE_S / len(profile.links), float("inf"))
         extra = measure_extra(probe, mean, link, total, profile, budget)

@@ -51,6 +51,8 @@ def _overhead_s(cluster: Cluster, profile: Profile) -> float:
     "scatter"). The longest message is left out.
     """
     name, extra_s = profile.default_link.name, []
+    act = cluster.links[name].collectives
+    act = act if act.levels is None else act.levels.column
     small = replace(profile, buckets=(Bucket("numbers", 0.0, 0.0, 4 * FEW),))
     used, x = codec("int4", {}), normal(FEW, generator()).to(cluster.where)
     for via, rounds in (("gather", 1), ("scatter", 2)):
@@ -58,7 +60,7 @@ def _overhead_s(cluster: Cluster, profile: Profile) -> float:
         for _ in range(MESSAGES):
             time.sleep(REST_S)
             start = time.perf_counter()
-            average(Part(x.clone(), x[:0], {}), how, cluster.links[name].collectives)
+            average(Part(x.clone(), x[:0], {}), how, act)
             cluster.device.finish()
             times.append(time.perf_counter() - start)
         # The rank that began last has not waited for others, so take the minimum over ranks.

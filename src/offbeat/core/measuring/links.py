@@ -17,10 +17,10 @@ from offbeat.core.measuring.contention import measure_contention
 from offbeat.core.measuring.jitter import spread_of
 from offbeat.core.measuring.sending import measure_sending
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
-from offbeat.core.plan import Verb
+from offbeat.core.plan import INSIDE, Verb
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.collectives import Collective
+from offbeat.core.transport.collectives import Collective, averaging
 
 # Budget of all measurements before a plan: seconds, and payload per rank in model sizes. If an
 # all-reduce of the model takes long, the budget is `BUDGET_MODELS` times its seconds, up to
@@ -81,12 +81,13 @@ def measure_cluster(
     total = sum(flat.sizes_bytes)
     budget, total = _budget(total), min(total, _most_bytes(cluster))
     smallest = min(*flat.sizes_bytes, total)
+    vote = None if cluster.topology.is_flat else averaging(cluster.everyone)
     measured: list[Link] = []
     for name in cluster.specs:
-        probe = Probe(cluster.groups[name], like, cluster.device)
+        probe = Probe(cluster.probe_group(name), like, cluster.device)
         verbs = cluster.links[name].collectives.by_verb
         part = 1 / len(cluster.specs)
-        link = measure_link(name, probe, verbs, smallest, total, budget, part)
+        link = measure_link(name, probe, verbs, smallest, total, budget, part, vote)
         measured.append(replace(link, connections=cluster.specs[name].connections))
     if cluster.control.world_size == 1:
         return tuple(replace(link, halves={}) for link in measured), ()
@@ -95,6 +96,28 @@ def measure_cluster(
     if not emulated:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
+
+
+def measure_inside(cluster: Cluster, flat: Flat, *, emulated: bool = False) -> tuple[Link, ...]:
+    """Return the measured link between the ranks of a replica, if there is one, else nothing.
+
+    It is measured as a link of `measure_cluster`, on all nodes at the same time and with a budget
+    of its own. Every rank must call it.
+    """
+    if cluster.inside is None:
+        return ()
+    cluster.open([INSIDE])
+    like = flat.parameter_tensors()[0]
+    total = sum(flat.sizes_bytes)
+    budget, total = _budget(total), min(total, _most_bytes(cluster))
+    smallest = min(*flat.sizes_bytes, total)
+    probe = Probe(cluster.probe_group(INSIDE), like, cluster.device)
+    verbs = cluster.links[INSIDE].collectives.by_verb
+    link = measure_link(INSIDE, probe, verbs, smallest, total, budget)
+    [link] = [Link(**one) for one in cluster.control.gather([asdict(link)])[0]]
+    if emulated:
+        return (link,)
+    return measure_sending(cluster, [link], like, total, budget.share(SENDING))
 
 
 def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:
@@ -135,6 +158,7 @@ def measure_link(
     total: int,
     budget: Budget,
     part: float = 1.0,
+    vote: Collective | None = None,
 ) -> Link:
     """Return latency and rate of all-reduces and their halves on a link, and small messages' times.
 
@@ -146,13 +170,15 @@ def measure_link(
         total: bytes of all buckets.
         budget: budget of the whole measurement.
         part: share of the budget for this link.
+        vote: collective of votes; None for the all-reduce of the link.
     """
     timers = {verb: partial(measure_messages, probe, verbs[verb]) for verb in verbs}
     mean = timers["all_reduce"]
     curve = explore(probe, verbs["all_reduce"], total, budget.share(EXPLORING * part))
     budget.allow(min(MOST_S, BUDGET_MODELS * message_s(curve, total)))
     small = measure_small(mean, total, curve, budget.share(SMALL * part))
-    vote_s = measure_vote(mean, NUMBER_BYTES * probe.ranks, curve, budget.share(VOTE * part))
+    votes = partial(measure_messages, probe, vote) if vote else mean
+    vote_s = measure_vote(votes, NUMBER_BYTES * probe.ranks, curve, budget.share(VOTE * part))
     small_halves = {}
     for verb in HALF_VERBS:
         share = budget.share(SMALL_HALVES / len(HALF_VERBS) * part)

@@ -35,7 +35,7 @@ def compare_network(cluster: Cluster, profile: Profile) -> str | None:
                 f"the profile is of another network: connections of link {link.name!r} are "
                 f"{connections} between two ranks, {link.connections} by the profile"
             )
-        probe = Probe(cluster.groups[link.name], like, cluster.device)
+        probe = Probe(cluster.probe_group(link.name), like, cluster.device)
         found = compare_link(
             probe, cluster.links[link.name].collectives.by_verb["all_reduce"], link, profile
         )

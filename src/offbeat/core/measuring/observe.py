@@ -24,6 +24,7 @@ from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.plan import Moment, Plan, local, transfer
 from offbeat.core.profile import Bucket, Contention, GradientNoise, Link, Profile
+from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 
@@ -206,10 +207,15 @@ class Observer:
         flat: Flat,
         links: Sequence[Link],
         contention: Sequence[Contention],
-        control: Control,
+        cluster: Cluster,
         model: str,
     ) -> Profile:
-        """Return the profile: means over ranks of each rank's typical iteration."""
+        """Return the profile: means over ranks of each rank's typical iteration.
+
+        A replica of several ranks has the scale of its slowest rank, because its ranks wait for
+        each other in every iteration, and their mean jitter.
+        """
+        control, topology = cluster.control, cluster.topology
         jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
         spread = jitter_of([times.compute for times in self._times[1:]])
         self._turns.on_step_begin()
@@ -241,18 +247,24 @@ class Observer:
         )
         return Profile(
             buckets=buckets,
-            links=tuple(links),
-            world_size=control.world_size,
+            links=tuple(link for link in links if link.name in cluster.specs),
+            world_size=topology.replicas,
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
-            rank_scale=() if alike else tuple(float(s) for s in scale),
+            rank_scale=()
+            if alike
+            else tuple(max(float(scale[rank]) for rank in node) for node in topology.nodes),
             step_s=fmean(steps_s),
             jitter=jitter,
-            rank_jitter=rank_jitter,
+            rank_jitter=rank_jitter
+            and tuple(fmean(rank_jitter[rank] for rank in node) for node in topology.nodes),
             model=model,
             contention=tuple(contention),
             noise=self._noise(control),
             broadcast_bytes=self._engine.module_buffers.size_bytes,
+            topology=() if topology.is_flat else topology.sizes,
+            inside=next((link for link in links if link.name not in cluster.specs), None),
+            sharded=topology.sharded,
         )
 
     def _noise(self, control: Control) -> GradientNoise | None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.types import (
+    INSIDE,
     POINTS,
     VERBS,
     Apply,
@@ -51,7 +52,9 @@ def _storage_lines(plan: Plan) -> Iterable[str]:
         copies = f", {buffer.copies} copies" if buffer.copies > 1 else ""
         yield f"buffer {buffer.name} like {buffer.kind}, starts as {buffer.start}{copies}"
     for link, groups in plan.groups.items():
-        yield f"link {link} within " + " | ".join(",".join(map(str, group)) for group in groups)
+        alone = link == INSIDE and max(map(len, groups)) == 1
+        parts = "each replica" if alone else " | ".join(",".join(map(str, g)) for g in groups)
+        yield f"link {link} within {parts}"
 
 
 def _cells(rule: Transfer | Apply | Vote) -> tuple[str, ...]:

@@ -404,9 +404,12 @@ class Plan:
 
     @property
     def uniform(self) -> bool:
-        """Return whether all ranks have the same rules, in one group."""
+        """Return whether all ranks have the same rules, in one group on each link but `INSIDE`."""
         rules = (*self.transfers, *self.applies)
-        return not self.groups and all(rule.ranks is None for rule in rules)
+        divided = {link for link, groups in self.groups.items() if max(map(len, groups)) > 1}
+        return not divided | (self.groups.keys() - {INSIDE}) and all(
+            rule.ranks is None for rule in rules
+        )
 
     def fact(self, name: str, default: Any = None) -> Any:
         """Return the value of a fact, or `default`.

@@ -12,9 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import TypeVar
 
 from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
 
+T = TypeVar("T")
 Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
 # Of an all_reduce of N ranks, measured with gloo: 83 ms with 20 ms of delay each way and 2 ranks,
@@ -35,7 +37,7 @@ def extrapolate(
 
     Args:
         profile: measured profile.
-        hosts: number of ranks. Properties of single ranks are repeated in turn.
+        hosts: number of replicas. Properties of single replicas are repeated in turn.
         rate_bps: rate of all links in bit/s, or a rate for some links by name.
         jitter: relative standard deviation of the compute time of all ranks.
 
@@ -61,6 +63,7 @@ def extrapolate(
     return replace(
         profile,
         world_size=count,
+        topology=_repeat(profile.topology, count),
         links=links,
         buckets=tuple(_scale_bucket(bucket, pairs, steps) for bucket in profile.buckets),
         rank_scale=_repeat(profile.rank_scale, count),
@@ -140,6 +143,17 @@ class Network:
             return self.rate_bps
         one_bps = math.sqrt(1.5 / self.loss) * SEGMENT_BITS / (2 * self.delay_s)
         return min(self.rate_bps, self.connections * one_bps)
+
+
+def with_replica_per_rank(profile: Profile) -> Profile:
+    """Return the profile of the same job if every rank holds a replica of its own.
+
+    A ring of all ranks in order passes each link between nodes once in each step, so that its
+    messages take as long as those of a cluster with as many hosts.
+    """
+    if not profile.topology:
+        return profile
+    return extrapolate(profile.of_replicas(), hosts=profile.ranks)
 
 
 def with_device_speed(profile: Profile, speed: float) -> Profile:
@@ -263,6 +277,9 @@ def _scale_bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: fl
     """Return a bucket whose given message times are scaled as the fitted line of the link."""
     given = {}
     for name, seconds in bucket.communication_s.items():
+        if name not in links:  # the link inside a replica stays the same
+            given[name] = seconds
+            continue
         before, after = links[name]
         latency_s = min(before.latency_s, seconds)
         given[name] = latency_s * steps + (seconds - latency_s) * (
@@ -271,5 +288,5 @@ def _scale_bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: fl
     return replace(bucket, communication_s=given)
 
 
-def _repeat(values: Sequence[float], count: int) -> tuple[float, ...]:
+def _repeat(values: Sequence[T], count: int) -> tuple[T, ...]:
     return tuple(islice(cycle(values), count)) if values else ()

@@ -22,7 +22,8 @@ from offbeat.core.plan.text import compact
 from offbeat.core.profile.validation import validate
 from offbeat.former_names import REMOVED_IN
 
-SCHEMA = 1
+SCHEMA = 2
+FLAT_SCHEMA = 1  # of profiles in which every replica has one rank; earlier versions read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +236,9 @@ class Profile:
 
     Attributes:
         buckets: buckets in backward order (first gradient first).
-        links: links; the first is the default.
-        world_size: number of ranks.
+        links: links between replicas; the first is the default.
+        world_size: number of replicas. Without `topology` every rank holds a replica of its own, so
+            it is the number of ranks.
         update_s: seconds of the optimizer.
         other_s: seconds outside forward, backward and optimizer, such as data loading and
             logging.
@@ -253,6 +255,11 @@ class Profile:
         codecs: times of the measured codecs. Other codecs take no time.
         broadcast_bytes: bytes of all module buffers that training writes, of all dtypes. Rank 0
             broadcasts these buffers in each iteration of a strategy that computes the same as DDP.
+        topology: number of ranks of each replica; empty if every replica has one rank. Properties
+            of single ranks (`rank_scale`, `rank_jitter`) are then those of replicas.
+        inside: link between the ranks of a replica, which average gradients over it in every
+            iteration; None if they do not.
+        sharded: whether each rank holds a part of its replica. Sizes are those of these parts.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -273,6 +280,9 @@ class Profile:
     pace: float = 0.0
     codecs: tuple[CodecSpeed, ...] = ()
     broadcast_bytes: int = 0
+    topology: tuple[int, ...] = ()
+    inside: Link | None = None
+    sharded: bool = False
 
     def __getattr__(self, name: str) -> Any:
         # Return the method that a former name stands for, with a warning, until version 0.3.
@@ -330,6 +340,31 @@ class Profile:
         return tuple(self.step_s + seconds for seconds in self.bucket_update_s)
 
     @property
+    def ranks(self) -> int:
+        """Return the number of ranks of the job."""
+        return sum(self.topology) or self.world_size
+
+    @property
+    def scale_of_ranks(self) -> tuple[float, ...]:
+        """Return the compute time of each rank relative to the mean, replica by replica."""
+        scale = self.rank_scale or (1.0,) * self.world_size
+        sizes = self.topology or (1,) * self.world_size
+        return tuple(one for one, size in zip(scale, sizes, strict=True) for _ in range(size))
+
+    @property
+    def all_links(self) -> tuple[Link, ...]:
+        """Return the links between replicas, then the link inside a replica."""
+        return self.links if self.inside is None else (*self.links, self.inside)
+
+    def of_replicas(self) -> Profile:
+        """Return the profile without the ranks of a replica and the link between them."""
+        if not self.topology:
+            return self
+        names = {link.name for link in self.links}
+        contention = tuple(c for c in self.contention if names.issuperset(c.links))
+        return replace(self, topology=(), inside=None, sharded=False, contention=contention)
+
+    @property
     def default_link(self) -> Link:
         """Return the link of strategies that use one link: the first."""
         return self.links[0]
@@ -383,7 +418,7 @@ class Profile:
 
     @cached_property
     def _links(self) -> dict[str, Link]:
-        return {link.name: link for link in self.links}
+        return {link.name: link for link in self.all_links}
 
     def payload_bytes(self, kind: Kind, buckets: range) -> int:
         """Return the bytes of a message over adjacent buckets.
@@ -581,11 +616,11 @@ class Profile:
             alike = len(set(jitters)) <= 1
             changed["jitter"] = sum(jitters) / len(jitters) if jitters else 0.0
             changed["rank_jitter"] = () if alike else tuple(jitters)
+        idle = {"cpu_s_per_message": 0.0, "cpu_s_per_byte": 0.0}
         return replace(
             self,
-            links=tuple(
-                replace(link, cpu_s_per_message=0.0, cpu_s_per_byte=0.0) for link in self.links
-            ),
+            links=tuple(replace(link, **idle) for link in self.links),
+            inside=None if self.inside is None else replace(self.inside, **idle),
             other_s=self.other_s * again,
             pace=pace,
             **scaled_compute(self, by),
@@ -601,7 +636,8 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON types. Optional fields with default values are left out."""
-        head = {"schema": SCHEMA, "world_size": self.world_size, "update_s": self.update_s}
+        schema = SCHEMA if self.topology else FLAT_SCHEMA
+        head = {"schema": schema, "world_size": self.world_size, "update_s": self.update_s}
         return head | {name: _as_json(value) for name, value in compact(self).items()}
 
     @classmethod
@@ -616,10 +652,10 @@ class Profile:
         """
         if not isinstance(data, Mapping):
             raise ValueError("a profile must be a JSON object; see `offbeat profile`")
-        if data.get("schema") != SCHEMA:
+        if data.get("schema") not in (FLAT_SCHEMA, SCHEMA):
             raise ValueError(
-                f"schema ({data.get('schema')!r}) of the profile must be {SCHEMA}; "
-                "measure it again with `offbeat profile`"
+                f"schema ({data.get('schema')!r}) of the profile must be {FLAT_SCHEMA} or "
+                f"{SCHEMA}; measure it again with `offbeat profile`"
             )
         known = {"schema", *(f.name for f in fields(cls))}
         _reject_unknown("profile", data, known)
@@ -631,6 +667,8 @@ class Profile:
             values[name] = tuple(_record(record, what, one) for one in data.get(name, ()))
         noise = data.get("noise")
         values["noise"] = _record(GradientNoise, "noise", noise) if noise else None
+        inside = data.get("inside")
+        values["inside"] = _record(Link, "link", inside) if inside else None
         return cls(**values)
 
     def save(self, path: str | Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from offbeat.core.plan import CHANNEL
+from offbeat.core.plan import CHANNEL, INSIDE
 
 if TYPE_CHECKING:
     from offbeat.core.profile import Bucket, Contention, Link, Profile
@@ -28,17 +28,18 @@ def validate(profile: Profile) -> None:
         if not records:
             raise ValueError(f"{what} ([]) must not be empty")
     _require_unique("link", [link.name for link in profile.links])
-    for link in profile.links:
+    _validate_nodes(profile)
+    for link in profile.all_links:
         _validate_link(link)
     for contention in profile.contention:
-        _validate_contention(contention, [link.name for link in profile.links])
+        _validate_contention(contention, [link.name for link in profile.all_links])
     _require_unique("codec", [codec.name for codec in profile.codecs])
     for codec in profile.codecs:
         for name, seconds in asdict(codec).items():
             if name != "name":
                 _require_number(f"{name} of codec {codec.name!r}", seconds)
     for bucket in profile.buckets:
-        _validate_bucket(bucket, {link.name for link in profile.links})
+        _validate_bucket(bucket, {link.name for link in profile.all_links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace", "broadcast_bytes"):
         _require_number(name, getattr(profile, name))
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
@@ -49,6 +50,32 @@ def validate(profile: Profile) -> None:
             )
         for rank, value in enumerate(values):
             _require_number(f"{name}[{rank}]", value, positive=name == "rank_scale")
+
+
+def _validate_nodes(profile: Profile) -> None:
+    """Raise ValueError if the ranks of replicas, or the link between them, are not consistent."""
+    sizes, inside = profile.topology, profile.inside
+    if not sizes:
+        if inside is not None or profile.sharded:
+            raise ValueError("topology (()) must be given where a replica has several ranks")
+        return
+    if len(sizes) != profile.world_size or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(
+            f"topology ({sizes}) must be the number of ranks of each of {profile.world_size} "
+            "replicas"
+        )
+    if profile.sharded and len(set(sizes)) > 1:
+        raise ValueError(f"topology ({sizes}) of sharded replicas must be equal numbers of ranks")
+    if (inside is None) != profile.sharded:
+        raise ValueError(
+            "inside must be the link between the ranks of a replica unless they are sharded"
+        )
+    if inside is not None and (
+        inside.name != INSIDE or INSIDE in [link.name for link in profile.links]
+    ):
+        raise ValueError(
+            f"link {INSIDE!r} must be the one between the ranks of a replica, and no other one"
+        )
 
 
 def _validate_link(link: Link) -> None:

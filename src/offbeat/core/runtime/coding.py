@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,9 @@ from offbeat.core.codecs import codec, way
 from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
+from offbeat.core.guards.finite import all_finite
 from offbeat.core.plan import Plan, Transfer, Wire
-from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.collectives import Collectives, Levels
 from offbeat.core.verify.interpreter import memory_of
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
@@ -210,6 +212,8 @@ class CodedMessage:
         Returns:
             The arrived tensors, the ranks whose values were not finite, and the bytes sent.
         """
+        if act.levels is not None:
+            return self._send_shards(act, act.levels, leaves_out)
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
         taken = [part.numbers for part in self.parts]
         for x, part in zip(taken, self.parts, strict=True):
@@ -246,6 +250,60 @@ class CodedMessage:
             bad = []  # an earlier check reports non-finite parameters, as without a codec
         return arrived, sorted(set(bad)), sent
 
+    def _send_shards(
+        self, act: Collectives, levels: Levels, leaves_out: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], int]:
+        """Average over nodes of several ranks: each rank encodes its shard of its node's average.
+
+        A rank with values that are not finite fills them with NaN, so that all shards of its node
+        are bad. If bad ranks are left out, it sends zeros instead, and the result is corrected.
+        """
+        how, sent = replace(self.settings, leaves_out=leaves_out), 0
+        own_bad = not all(all_finite((part.numbers, part.plain)) for part in self.parts)
+        bad = _find_bad_ranks(own_bad, act, levels) if leaves_out else []
+        factor = levels.ranks / (levels.ranks - len(bad)) if len(bad) < levels.ranks else math.nan
+        taken, arrived, kept = [], list[Tensor](), list[tuple[Tensor, slice, int]]()
+        for i, part in enumerate(self.parts):
+            numbers, plain = part.numbers, part.plain
+            mean = self.spares.take(numbers.numel(), numbers.dtype, numbers.device)
+            for values in (numbers, plain) if own_bad else ():
+                values.fill_(0.0 if len(bad) < levels.ranks and leaves_out else math.nan)
+            own = Part(levels.reduce(numbers), levels.reduce(plain), part.memory)
+            own.mean, tail = levels.own_shard(mean), levels.own_shard(plain)
+            shard = levels.own_slice(numbers.numel())
+            if self.errors is not None:
+                _call_on_shard_pieces(own.numbers, self.errors[i][0], shard, Tensor.add_)
+            if own.numbers.numel() or own.plain.numel():
+                outcome = average(own, how, levels.column)
+                sent += outcome.bytes
+                levels.own_shard(mean).copy_(own.mean)
+                tail.copy_(own.plain)
+                kept.append((own.numbers, shard, i))
+            for values in (mean, plain):
+                levels.inside.by_verb["all_gather"](values)
+                if bad:
+                    values.mul_(factor)
+            arrived += [mean, plain]
+            taken.append(numbers)
+        lost = not all_finite(arrived)
+        if lost and not leaves_out:
+            bad = _find_bad_ranks(own_bad, act, levels) or [*range(levels.ranks)]
+        if self.errors is not None and not (own_bad or lost):
+            for numbers, shard, i in kept:
+                views = self.errors[i][0]
+                _call_on_shard_pieces(numbers, views, shard, lambda x, error: error.copy_(x))
+        for x in taken:
+            self.spares.give(x)
+        return arrived, bad, sent
+
+
+def _find_bad_ranks(own_bad: bool, act: Collectives, levels: Levels) -> list[int]:
+    """Return the ranks with values that are not finite. Every rank must call it."""
+    flags = torch.zeros(levels.ranks, dtype=torch.float32)
+    flags[levels.rank] = float(own_bad)
+    act.by_verb["all_reduce"](flags)
+    return [rank for rank, share in enumerate(flags.tolist()) if share > 0]
+
 
 def _settings(wire: Wire) -> Settings:
     args = dict(wire.args)
@@ -264,6 +322,18 @@ def _subtract_pieces(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tens
         else:
             to.copy_(one).sub_(other)
         at += one.numel()
+
+
+def _call_on_shard_pieces(flat: Tensor, over: Sequence[Tensor], shard: slice, act: Any) -> None:
+    """Call `act(piece, other)` as `_for_each_piece` does, where `flat` holds only the elements in
+    `shard` of the tensors end to end."""
+    begin = 0
+    for other in over:
+        start, stop = max(begin, shard.start), min(begin + other.numel(), shard.stop)
+        if start < stop:
+            piece = flat[start - shard.start : stop - shard.start]
+            act(piece, other[start - begin : stop - begin])
+        begin += other.numel()
 
 
 def _for_each_piece(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:

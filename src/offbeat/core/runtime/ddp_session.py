@@ -69,10 +69,10 @@ class DDPSession(LoopSession):
     """Session that passes all calls to DDP and marks the start and end of iterations."""
 
     def __init__(self, job: TrainingJob, bucket_cap_mb: float | None):
-        profile, rank, model = job.profile, job.cluster.control.rank, job.model
+        profile, replica, model = job.profile, job.cluster.replica, job.model
         trained = [p for p in model.parameters() if p.requires_grad]
         self._bytes_per_iteration = sum(p.nbytes for p in trained)
-        super().__init__(job, open_pace(profile, rank))
+        super().__init__(job, open_pace(profile, replica))
         self.module = DistributedDataParallel(
             model,
             process_group=job.cluster.everyone,
@@ -87,7 +87,7 @@ class DDPSession(LoopSession):
         self._forward_seen = False  # whether DDP has seen a forward in this iteration
         self._backward_s: float | None = None  # seconds of compute in the profile
         if profile is not None:
-            scale = profile.rank_scale[rank] if profile.rank_scale else 1.0
+            scale = profile.rank_scale[replica] if profile.rank_scale else 1.0
             self._backward_s = profile.backward_s * scale
         self._clock: BackwardClock | None = None
         if job.recorder and (job.recorder.splits_every == 1 or job.cluster.where.type == "cpu"):

@@ -63,9 +63,9 @@ class Engine:
         timeout_s: float,
         replica: int | None = None,
     ):
-        self.replica = control.rank if replica is None else replica  # its number in the plan
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
+        self.replica = control.rank if replica is None else replica  # its number in the plan
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = ComputeObserver(), 0
         self.suspects: NonfiniteMessages | None = None

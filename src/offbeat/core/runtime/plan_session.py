@@ -39,10 +39,10 @@ from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
-from offbeat.core.measuring.links import measure_cluster, worthwhile_bytes
+from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.plan import Plan, vote_channel
+from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.compute import ComputeObserver
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 # Named as text, because the runtime must not import these modules.
 TURNS = "offbeat.lab.turns:Turns"
 PACED_PROFILE = "offbeat.lab.pace:paced_profile"
+VARIANT = "offbeat.strategies.levels:variant_of"
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
@@ -125,7 +126,11 @@ class FlatSession(Session):
         self._parameters.attach(flat.parameters)
         control = cluster.control
         self._finite = FiniteGuard(
-            watch.on_nonfinite, control.rank, control.world_size, self._describe_buckets
+            watch.on_nonfinite,
+            control.rank,
+            control.world_size,
+            self._describe_buckets,
+            len(cluster.topology.node_of(control.rank)),
         )
         self.engine.suspects = NonfiniteMessages(self._finite, self.engine.waiting.fail_with)
         self._stepping = self.engine.stepping = ForeignStepGuard(
@@ -173,6 +178,7 @@ class FlatSession(Session):
             record=True
         ) as caught:  # rank 0 reports warnings for all ranks
             warnings.simplefilter("always")
+            self._choose_variant()
             plan = self._checked_plan(self._strategy)
             if self.engine.flat.is_sharded:
                 plan = self._plan_of_shards(plan)
@@ -190,6 +196,18 @@ class FlatSession(Session):
             self.engine.hooks.held = ALL
         for warning in caught:
             self._report_line(str(warning.message))
+
+    def _choose_variant(self) -> None:
+        """Select the variant of the strategy that runs between replicas of several ranks."""
+        if self.profile.inside is None:
+            return
+        asked, self._strategy = self._strategy, load_object(VARIANT)(self._strategy, self.profile)
+        if self._strategy is not asked:
+            self._varied = True
+            self._report_line(
+                "gradients are averaged inside a node before they are applied, so "
+                f"{self._strategy} runs instead of {asked}"
+            )
 
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
@@ -289,7 +307,9 @@ class FlatSession(Session):
         If each iteration averages its own gradients, no pass is held. Otherwise only the last
         backward before a step begins messages.
         """
-        averaging = any(t.payload.buffer == "grad" for t in self.plan.transfers)
+        averaging = any(
+            t.payload.buffer == "grad" and base_link(t.link) != INSIDE for t in self.plan.transfers
+        )
         averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
         self.engine.hooks.held = 0 if averaging else habits.backwards - 1
 
@@ -352,7 +372,7 @@ class FlatSession(Session):
             self._recorder.set_plan(plan)
         self._start_plan(plan if trial is None else trial, 0)
         if self._pace is None and self.profile.pace:
-            self._pace = open_pace(self.profile, control.rank)
+            self._pace = open_pace(self.profile, self._cluster.replica)
             assert self._pace is not None
             self.engine.set_compute(self._pace)
         if self._guard is not None:
@@ -363,8 +383,9 @@ class FlatSession(Session):
             self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
             self._replicas.compare()
         elif every:
+            nodes = () if self._cluster.inside is None else self._cluster.topology.nodes
             self._replicas = SettingsGuard(
-                *compared, self._averages_parameters_now, self._report_decision
+                *compared, self._averages_parameters_now, self._report_decision, nodes
             )
 
     def _averages_parameters_now(self) -> bool:
@@ -433,7 +454,7 @@ class FlatSession(Session):
 
     def observe(self, how: Observation) -> None:
         """Run BSP, measure a profile and plan from it."""
-        first = next(iter(self._cluster.links))
+        first = next(iter(self._cluster.specs))
         self.engine.set_watched(UsageRecorder())
         flat = self.engine.flat
         plan = observing_plan(
@@ -477,13 +498,18 @@ class FlatSession(Session):
         least = how.min_bucket_bytes or worthwhile_bytes(self._cluster, self.engine.flat)
         needed = 1
         if how.min_bucket_bytes is None:
-            needed = max(how.least_buckets, self._strategy.least_buckets(control.world_size))
+            needed = max(
+                how.least_buckets, self._strategy.least_buckets(self._cluster.topology.replicas)
+            )
         specs = observer.layout(control, least, needed)
         self.engine.relayout(specs)
         flat = self.engine.flat
         self._parameters.attach(flat.parameters)
         links, contention = measure_cluster(self._cluster, flat, emulated=self._is_emulated)
-        profile = observer.profile(specs, flat, links, contention, control, how.model)
+        inside = measure_inside(self._cluster, flat, emulated=self._is_emulated)
+        profile = observer.profile(
+            specs, flat, (*links, *inside), contention, self._cluster, how.model
+        )
         self.engine.set_compute(ComputeObserver())
         if how.pace is not None and not self._is_emulated:
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)

@@ -36,6 +36,7 @@ from offbeat.core.guards.comparison import EVERY, Settings, agree_on_optimizer, 
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
+from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
@@ -282,7 +283,7 @@ def prepare(
             recorder.write({})
         cluster.close()
         raise
-    session.strategy = str(strategy)
+    session.strategy = _job_name(strategy, cluster.topology)
     if recorder is not None:
         recorder.attach(session)
     _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
@@ -452,7 +453,7 @@ def _notices(notice: str | None, cluster: Cluster, gpus: Sequence[_GPU | None]) 
     if topology.is_flat:
         nodes = _nodes_notice(os.environ, cluster.control.world_size)
     else:
-        nodes = f"{topology} ({topology.source}): {_describe(topology)}"
+        nodes = f"{topology} ({topology.source}): {_describe_nodes(topology)}"
     shared = _shared_gpu_notice(cluster.control.hosts, gpus)
     return [text for text in (notice, nodes, shared) if text is not None]
 
@@ -482,7 +483,12 @@ def _shared_gpu_notice(hosts: Sequence[str], gpus: Sequence[_GPU | None]) -> str
     )
 
 
-def _describe(topology: Topology) -> str:
+def _job_name(strategy: Strategy, topology: Topology) -> str:
+    """Return the name of strategy and nodes, which must be equal where a checkpoint continues."""
+    return str(strategy) if topology.is_flat else f"{strategy} on {topology}"
+
+
+def _describe_nodes(topology: Topology) -> str:
     """Return what the ranks of a node share."""
     if topology.sharded:
         return "each node holds one replica in shards, which average between nodes"
@@ -574,11 +580,8 @@ def _require_plan(strategy: Strategy, topology: Topology) -> None:
             "sharded (fully_shard), because FSDP keeps the gradients; use one such as "
             "dreamddp:period=8 or local-sgd:period=8"
         )
-    if not (topology.is_flat or topology.sharded):
-        raise ValueError(
-            f"nodes of several ranks ({topology}) are not supported yet; leave them out"
-        )
-    if not topology.is_flat and type(strategy).open is not Strategy.open:
+    supports = type(strategy).open is Strategy.open or strategy.needs.nodes
+    if not topology.is_flat and not supports:
         raise ValueError(
             f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
             f"({topology.source}: {topology}), such as dreamddp or wfbp; or leave mesh and nodes "
@@ -693,10 +696,11 @@ def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSp
                 f"{spec} must use gloo; give gloo:{spec.interface}*{spec.connections}, or set "
                 "NCCL_NSOCKS_PERTHREAD instead"
             )
-    if len({spec.interface for spec in over_nccl}) > 1:
+    between = [spec for spec in over_nccl if spec.name != INSIDE]
+    if len({spec.interface for spec in between}) > 1:
         raise ValueError(
-            f"{over_nccl[1]} must have the interface of {over_nccl[0]}, as NCCL uses one choice in "
-            f"the whole process; give gloo:{over_nccl[1].interface} instead"
+            f"{between[1]} must have the interface of {between[0]}, as NCCL uses one choice in "
+            f"the whole process; give gloo:{between[1].interface} instead"
         )
     return specs
 
@@ -824,16 +828,20 @@ def _find_mismatch(
 ) -> str | None:
     if profile.model and profile.model != fingerprint:
         return f"it was measured on another model ({profile.model}, here {fingerprint})"
-    if profile.world_size != cluster.control.world_size:
-        return f"its world_size ({profile.world_size}) must be {cluster.control.world_size}"
+    topology = cluster.topology
+    if profile.world_size != topology.replicas:
+        return f"its world_size ({profile.world_size}) must be {topology.replicas}"
+    sizes = () if topology.is_flat else topology.sizes
+    if (profile.topology, profile.sharded) != (sizes, topology.sharded):
+        return f"the numbers of ranks of its replicas ({profile.topology}) must be {sizes}"
     if profile.pace and not job.pace:
         return (
             f"it is of emulated hosts (pace {profile.pace:g}), and this machine is to be used as "
             "it is"
         )
     names = [link.name for link in profile.links]
-    if names != list(cluster.links):
-        return f"its links ({', '.join(names)}) must be {', '.join(cluster.links)}"
+    if names != list(cluster.specs):
+        return f"its links ({', '.join(names)}) must be {', '.join(cluster.specs)}"
     return None
 
 

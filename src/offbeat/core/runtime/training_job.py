@@ -112,14 +112,14 @@ class TrainingJob:
         one."""
         request = self.request
         paced = Profile.load(request.profile) if request.pace and request.profile else None
-        return open_pace(paced, self.cluster.control.rank)
+        return open_pace(paced, self.cluster.replica)
 
 
-def open_pace(profile: Profile | None, rank: int) -> Pace | None:
+def open_pace(profile: Profile | None, replica: int) -> Pace | None:
     """Return the pace of an emulated host; None if the profile is not of emulated hosts."""
     if profile is None or not profile.pace:
         return None
-    return load_object(PACE)(profile, rank)
+    return load_object(PACE)(profile, replica)
 
 
 def divide_ranks(servers: int, strategy: Strategy, control: Control) -> RankRoles:

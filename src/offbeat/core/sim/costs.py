@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from offbeat.core.codecs.cost import Encoded
 from offbeat.core.derive import effects
-from offbeat.core.plan import Apply, Plan, Transfer, groups_of
+from offbeat.core.plan import INSIDE, Apply, Plan, Transfer, base_link, groups_of
 from offbeat.core.plan.program import has_moment_per_bucket, work_before
 from offbeat.core.profile import Profile
 from offbeat.core.sim.ranks import Ranks
@@ -63,6 +63,8 @@ class Costs:
         self._alone = {
             link: {group[0] for group in groups_of(link, plan.groups) if len(group) == 1}
             for link in plan.links
+            # Messages inside pass between the ranks of one replica.
+            if profile.inside is None or base_link(link) != INSIDE
         }
         self._messages: dict[int, _Message] = {}
         # compute_s[place]: seconds of compute between the previous moment and the one at `place`.
@@ -109,7 +111,7 @@ class Costs:
 
     def _is_alone(self, t: Transfer, rank: int) -> bool:
         """Return whether the transfer is a collective in which the rank is the only member."""
-        return t.ranks is None and rank in self._alone[t.link]
+        return t.ranks is None and rank in self._alone.get(t.link, ())
 
     def _message(self, t: Transfer) -> _Message:
         """Return the costs of a message, of the encoded payload if the transfer has a wire."""

@@ -1,7 +1,8 @@
 """Fast simulation engine for uniform plans: equal rules on all ranks, messages between all ranks.
 
 One program represents all ranks. Each link serves its messages in a fixed order, so no event queue
-is needed. Only links that slow each other down are advanced in order of time.
+is needed. Only links that slow each other down are advanced in order of time. Messages between the
+ranks of a replica (link `INSIDE`) involve this replica alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run, Times
 from offbeat.core.sim.link_queue import LinkQueue, deadlock_error, undecided_vote_error
@@ -19,7 +21,7 @@ def run(job: Job) -> Run:
     """Simulate all ranks; raise ValueError if the plan deadlocks."""
     ranks = _AllRanks(job)
     ranks.run()
-    queues = {name: [queue] for name, queue in ranks.queues.items()}
+    queues = {name: queue.rows() for name, queue in ranks.queues.items()}
     ends_s, waited_s = (
         _as_rows(times[: job.iterations]) for times in (ranks.ends_s, ranks.waited_s)
     )
@@ -67,6 +69,43 @@ class SharedQueue(LinkQueue):
         self.ends_s.append(end_s)
         self.run_released()
 
+    def rows(self) -> list[LinkQueue]:
+        """Return the queue of each rank, or one that represents all ranks."""
+        return [self]
+
+    def releases_s(self, released_s: NDArray[np.float64]) -> list[Times]:
+        """Return when messages are released, given the times of each rank, `[message, rank]`."""
+        return released_s.max(axis=1).tolist()
+
+
+class SeparateQueues(SharedQueue):
+    """Queues of a link on which each rank is a group of its own, for ranks that differ in time.
+
+    Times are arrays with one value per rank.
+    """
+
+    def __init__(self, name: str, ranks: int) -> None:
+        super().__init__(name, None)
+        self._ranks = ranks
+
+    def run_released(self) -> None:
+        number = len(self.ends_s)
+        while (start_s := self.released_s.pop(number, None)) is not None:
+            self.ends_s.append(np.maximum(start_s, self.free_s) + self.message_s[number])
+            number += 1
+
+    def rows(self) -> list[LinkQueue]:
+        rows = []
+        for rank in range(self._ranks):
+            row = LinkQueue(self.name)
+            row.begins, row.message_s = self.begins, self.message_s
+            row.ends_s = [float(end_s[rank]) for end_s in self.ends_s]
+            rows.append(row)
+        return rows
+
+    def releases_s(self, released_s: NDArray[np.float64]) -> list[Times]:
+        return list(released_s)
+
 
 class _AllRanks:
     """State of all ranks.
@@ -81,14 +120,17 @@ class _AllRanks:
         self.job = job
         self.program = job.program()
         self._fluid = Fluid(job.profile)
-        self.queues = {
-            name: SharedQueue(name, self._fluid if name in job.coupled else None)
-            for name in job.links
-        }
+        self.queues = {name: self._create_queue(name) for name in job.links}
         self.ends_s: list[Times] = []
         self.waited_s: list[Times] = []
         self.known_s: dict[tuple[str, int], float] = {}
         self._message_s: dict[int, dict[str, list[float]]] = {}
+
+    def _create_queue(self, name: str) -> SharedQueue:
+        job = self.job
+        if base_link(name) == INSIDE and job.plan.groups and not job.factors.alike:
+            return SeparateQueues(name, job.profile.world_size)
+        return SharedQueue(name, self._fluid if name in job.coupled else None)
 
     def run(self) -> None:
         job, alike = self.job, self.job.factors.alike
@@ -184,11 +226,11 @@ class _AllRanks:
             last_s = float(np.max(now + after_s * factor))
             self.known_s[name, iteration] = last_s + self.job.costs.vote_s
         for link, released in leg.released.items():
+            queue = self.queues[link]
             if not self.job.factors.alike:
-                last_s = (now + released.column_s * factor).max(axis=1).tolist()
+                last_s = queue.releases_s(now + released.column_s * factor)
             else:
                 last_s = [now + seconds * factor for seconds in released.after_s]
-            queue = self.queues[link]
             begin = queue.begins[iteration]
             numbers = [begin + position for position in released.positions]
             queue.released_s.update(zip(numbers, last_s, strict=True))

@@ -249,12 +249,11 @@ def _trace(result: Run, short: ShortPlan) -> Trace:
 
 def _heartbeat_shares(profile: Profile) -> dict[str, float]:
     """Return the share of each link that the heartbeat takes at rank 0, if above `LEAST_SHARE`."""
-    ranks = profile.world_size
-    if ranks < 2:
+    replicas = profile.world_size
+    if replicas < 2:
         return {}
-    shares = {
-        link.name: traffic_bps(ranks) / network_rate_bps(link, ranks) for link in profile.links
-    }
+    traffic = traffic_bps(profile.ranks)
+    shares = {link.name: traffic / network_rate_bps(link, replicas) for link in profile.links}
     return {name: round(share, 4) for name, share in shares.items() if share > LEAST_SHARE}
 
 
@@ -270,7 +269,7 @@ def _simulate(
     ranks, votes = conditions.ranks or Ranks(), conditions.votes or {}
     used = {base_link(name) for name in plan.links}
     chance = any(ranks.jitters(profile))
-    chance = chance or any(link.jitter for link in profile.links if link.name in used)
+    chance = chance or any(link.jitter for link in profile.all_links if link.name in used)
     chance = chance or any(map(_is_random_vote, votes.values()))
     several = iterations is None and not plan.uniform and bool(coupled_links(plan, profile))
     chance = chance or several
@@ -397,4 +396,4 @@ def _link_busy_s(result: Run, link: str, row: int, iteration: int) -> float:
 
 
 def _bytes(result: Run, link: str, row: int, iteration: int) -> float:
-    return result.programs[row].link_bytes(link, iteration)
+    return result.program(row).link_bytes(link, iteration)

@@ -7,7 +7,7 @@ from itertools import chain
 
 from offbeat.core.derive.fit import fit_faults, size_faults
 from offbeat.core.derive.windows import Windows
-from offbeat.core.plan import Plan
+from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.sim import event_engine as events
 from offbeat.core.sim import fast_engine as engine
@@ -26,7 +26,16 @@ MOST_ITERATIONS = 2048  # default of the largest number of iterations
 
 def run(job: Job) -> Run:
     """Simulate a plan on all ranks; raise ValueError if the plan deadlocks."""
-    return engine.run(job) if job.plan.uniform else events.run(job)
+    return engine.run(job) if is_uniform(job.plan, job.coupled) else events.run(job)
+
+
+def is_uniform(plan: Plan, coupled: frozenset[str]) -> bool:
+    """Return whether one program and one queue per link represent all ranks.
+
+    Messages inside a replica end at other times than those of other replicas, so they cannot slow
+    down a link between replicas in one queue.
+    """
+    return plan.uniform and not any(base_link(name) == INSIDE for name in coupled)
 
 
 def make_job(
@@ -66,7 +75,7 @@ def make_job(
         # deadlines of the last messages. In a plan that is not uniform, ranks may be ahead of each
         # other, so a message may in turn share bandwidth with later ones, once per rank.
         lag = max(t.before.lag for t in plan.transfers)
-        horizon += lag if plan.uniform else (lag + 1) * profile.world_size
+        horizon += lag if is_uniform(plan, together) else (lag + 1) * profile.world_size
     return Job(
         plan,
         profile,

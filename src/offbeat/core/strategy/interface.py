@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Named as text, because the runtime imports this file, and planning needs no simulator.
 OPEN_PLAN_SESSION = "offbeat.core.runtime.plan_session:open_plan_session"
+TWO_LEVELS = "offbeat.strategies.levels:two_levels"
 PREDICT_UNDER = "offbeat.core.sim.prediction:predict_under"
 StatePolicy = Literal["local", "averaged", "reset"]
 """Treatment of optimizer state at an average of parameters."""
@@ -45,6 +46,7 @@ class Needs:
             import it nor make its plan.
         no_checkpoint: reason why `offbeat.save` is refused, and the remedy; None if it is
             supported.
+        nodes: a session of its own runs where replicas have several ranks; sessions of plans do.
     """
 
     profile: bool = True
@@ -56,6 +58,7 @@ class Needs:
     sparse_gradients: bool = False
     script: bool = False
     no_checkpoint: str | None = None
+    nodes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,20 @@ class Strategy(ABC):
 
     def plan(self, profile: Profile) -> Plan:
         """Return the plan of the whole job with its bound. Equal profiles give equal plans.
+
+        Args:
+            profile: compute times, links and message costs of the job.
+
+        Raises:
+            ValueError: the profile has a link inside replicas, and the strategy cannot run between
+                replicas of several ranks.
+        """
+        if profile.inside is not None:
+            return load_object(TWO_LEVELS)(self, profile)
+        return self.plan_of_replicas(profile)
+
+    def plan_of_replicas(self, profile: Profile) -> Plan:
+        """Return the plan between replicas, without averages of gradients inside them.
 
         Args:
             profile: compute times, links and message costs of the job.

@@ -151,7 +151,9 @@ class Cluster:
         self._nodes.append(node)
         owners = len(topology.columns)
         inside = self._collectives(node, self.inside, owners)
-        return two_levels(Levels(inside, act, owners, topology.weight_of(self.replica)))
+        weight = topology.weight_of(self.replica)
+        rank, ranks = self.control.rank, self.control.world_size
+        return two_levels(Levels(inside, act, owners, weight, rank, ranks))
 
     def _collectives(
         self, group: dist.ProcessGroup, spec: LinkSpec, owners: int | None = None
@@ -226,8 +228,8 @@ class Cluster:
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
-        opened = (*self.groups.values(), *self._nodes, self._everyone)
-        for group in (*opened, self.control.group):
+        opened = (*self.groups.values(), *self._nodes, self._everyone, self.control.group)
+        for group in (one for one in opened if one is not None):  # None would be all groups
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
         return True

@@ -68,17 +68,26 @@ class Levels:
         column: collectives of the ranks that own the same shard in all nodes.
         owners: number of shards of a tensor; the first ranks of a node own one each.
         weight: factor on the shards of this node in an average.
+        rank: rank of this process in the job.
+        ranks: number of ranks of the job.
     """
 
     inside: Collectives
     column: Collectives
     owners: int
     weight: float
+    rank: int
+    ranks: int
+
+    def own_slice(self, size: int) -> slice:
+        """Return the shard of this rank of `size` elements; an empty one if it owns none."""
+        each = -(-size // self.owners)
+        start = min(size, self.inside.rank * each)
+        return slice(start, min(size, start + each))
 
     def own_shard(self, tensor: Tensor) -> Tensor:
-        """Return a view of the shard of this rank; empty if it owns none."""
-        mine = self.inside.rank
-        return shards(tensor, self.owners)[mine] if mine < self.owners else tensor[:0]
+        """Return a view of the shard of this rank."""
+        return tensor[self.own_slice(tensor.numel())]
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Return the own shard of the average over the node, times the node's weight."""

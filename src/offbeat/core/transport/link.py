@@ -119,7 +119,8 @@ class MessageLink:
             message.tensors, culprits, sent = message.coded(act, leaves_out=self.leaves_out)
             if self.guard is not None:
                 message.culprits = culprits
-            self._count(message, act.sent_bytes("all_reduce", sent))
+            between = act if act.levels is None else act.levels.column
+            self._count(message, between.sent_bytes("all_reduce", sent))
             return
         for tensor in message.tensors:
             by_verb: Mapping[Verb, Collective] = act.by_verb

@@ -22,9 +22,9 @@ import numpy as np
 from offbeat.core.derive import effects
 from offbeat.core.derive.fit import Rule
 from offbeat.core.plan.program import Program, move_bounds
-from offbeat.core.plan.types import Apply, Plan, Vote
+from offbeat.core.plan.types import Plan, Vote
 from offbeat.core.profile import Profile
-from offbeat.core.rules import SETTINGS, VOTES, Context, VoteRule
+from offbeat.core.rules import VOTES, Context, VoteRule
 from offbeat.core.verify.interpreter import Array, ConflictError, InterpretedModel, Interpreter
 from offbeat.core.verify.shape import faults
 
@@ -308,20 +308,15 @@ def _has_pending_rules(plan: Plan) -> bool:
 def _worker_count(plan: Plan, profile: Profile | None) -> int:
     """Return the number of workers to execute: 2 if all ranks have the same rules, otherwise
     every rank that the plan or the profile names."""
-    weighted = [len(value) - 1 for apply in plan.applies for value in _per_rank_settings(apply)]
+    weighted = [
+        len(value) - 1 for apply in plan.applies for value in effects.per_rank_settings(apply)
+    ]
     if plan.uniform and not weighted:
         return 2
     named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
     grouped = [rank for groups in plan.groups.values() for group in groups for rank in group]
     least = 1 + max([1, *named, *grouped, *weighted])
     return max(least, profile.world_size) if profile is not None else least
-
-
-def _per_rank_settings(apply: Apply) -> Iterator[tuple[float, ...]]:
-    """Yield the settings that hold one number per rank."""
-    for name, value in apply.args:
-        if SETTINGS[apply.rule][name].what == "numbers":
-            yield value
 
 
 def slices_of(plan: Plan) -> list[int]:

@@ -496,10 +496,12 @@ def _log_tail(log: Path) -> str:
 def _world_size(profile: Profile | None, cluster: Mapping[str, Any]) -> int:
     """Return the expected number of ranks; 0 if unknown."""
     if profile is not None:
-        return profile.world_size
+        return profile.ranks
     hosts = cluster.get("hosts", 0)
     count = hosts if isinstance(hosts, int) else len(hosts)
-    return count * int(cluster.get("processes_per_host", 1))
+    each = int(cluster.get("ranks") or cluster.get("processes_per_host", 1))
+    others = [int(one["ranks"]) - each for one in cluster.get("overrides", ()) if one.get("ranks")]
+    return count * each + sum(others)
 
 
 def _has_emulated_record(contestants: list[Contestant]) -> bool:

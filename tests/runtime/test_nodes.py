@@ -1,0 +1,503 @@
+"""Replicas of several ranks: gradients averaged inside, a strategy between replicas.
+
+The reference trains every rank by itself. Gradients are averaged over the ranks of a replica, and
+parameters over all ranks, so replicas count by their ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference.training import (
+    Clipping,
+    Outer,
+    Piece,
+    Replica,
+    average_gradients,
+    bsp,
+    delayed_sync,
+    federated,
+    local_sgd,
+    merged,
+    partial_sync,
+    replicas,
+    selective,
+)
+from support import workers
+from support.comparing import assert_same, sets_of
+from support.models import Case, Loop, batch, build_model, build_optimizer, loss_of, profile_of
+from support.workers import Trained
+from support.worlds import one_of, run_world
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import offbeat
+from offbeat import (
+    ADPSGD,
+    BSP,
+    WFBP,
+    Cyclic,
+    DeAR,
+    DeFT,
+    DiLoCo,
+    DreamDDP,
+    FedAvg,
+    LocalSGD,
+    OuterSGD,
+    PartialSync,
+    SelSync,
+    Strategy,
+)
+from offbeat.core.codecs import codec, way
+from offbeat.core.rules.select import draw_samples
+from offbeat.profile import Link, Profile
+from offbeat.strategies.equations import Changes, closing
+
+ITERATIONS = 9
+PAIRS, UNEVEN = ((0, 1), (2, 3)), ((0, 1), (2, 3, 4))
+ADAM, NORMED = Case("mlp", "adamw", "step"), Case("conv", "nesterov")
+
+
+@dataclass
+class Member(Replica):
+    """A rank of a node: the first one computes the gradients of all and averages them."""
+
+    node: list[Replica] = field(default_factory=list)
+
+    def gradients(self, iteration: int) -> None:
+        if self is self.node[0]:
+            for member in self.node:
+                Replica.gradients(member, iteration)
+            average_gradients(self.node)
+
+
+def members(case: Case, nodes: Sequence[Sequence[int]]) -> list[Replica]:
+    plain = replicas(case, sum(map(len, nodes)))
+    world = [Member(case, one.rank, one.model, one.optimizer, one.scheduler) for one in plain]
+    for node in nodes:
+        for rank in node:
+            world[rank].node = [world[r] for r in node]
+    return [*world]
+
+
+def profile_in(case: Case, nodes: Sequence[Sequence[int]]) -> Profile:
+    flat = profile_of(case, len(nodes))
+    total = sum(bucket.size_bytes for bucket in flat.buckets)
+    return replace(
+        flat,
+        topology=tuple(map(len, nodes)),
+        inside=Link("inside", 0.01, total / (0.1 * len(flat.buckets))),
+    )
+
+
+# ---- the equations --------------------------------------------------------------------------
+
+Equations = Callable[[list[Replica], Any, Sequence[Sequence[int]]], None]
+T = range(ITERATIONS)
+
+
+def gradients_everywhere(world: list[Replica], *_: Any) -> None:
+    bsp(world, T, broadcast_buffers=True)
+
+
+def sets_average(**settings: Any) -> Equations:
+    """Sets of layers, as the plan for this profile has them."""
+
+    def run(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
+        sets = sets_of(plan, profile_in(world[0].case, nodes))
+        partial_sync(world, T, sets=sets, average="before_update", **settings)
+
+    return run
+
+
+def late_sets(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
+    sets = sets_of(plan, profile_in(world[0].case, nodes), "average")
+    delayed_sync(world, T, sets=sets, delay=1, average="before_update")
+
+
+def clipped(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
+    profile = profile_in(world[0].case, nodes)
+    clip = Clipping(0.3, [bucket.tensors for bucket in profile.buckets], early=False)
+    sets = sets_of(plan, profile)
+    partial_sync(world, T, sets=sets, average="before_update", clip=clip)
+
+
+def drawn(world: list[Replica], _: Any, nodes: Sequence[Sequence[int]]) -> None:
+    def weights(done: int) -> list[float]:
+        by_replica = draw_samples((3.0, 1.0), 0.5, 0, done)
+        return [by_replica[i] for i, node in enumerate(nodes) for _ in node]
+
+    federated(world, T, local_steps=[3] * len(world), weights=weights)
+
+
+def selected(lag: int) -> Equations:
+    def run(world: list[Replica], plan: Any, _: Any) -> None:
+        [vote] = plan.votes
+        changes = Changes("norm", 25, vote.arg("weight"))
+        everything = Piece(tuple(profile_names(world[0].case)))
+        selective(
+            world, T, pieces=[everything], forced=[()], change=changes.change, delta=0.15, lag=lag,
+            aggregate="parameters",
+        )  # fmt: skip
+
+    return run
+
+
+def profile_names(case: Case) -> list[str]:
+    return [name for bucket in profile_of(case, 2).buckets for name in bucket.tensors]
+
+
+def windows(world: list[Replica], plan: Any, _: Any) -> None:
+    merged(world, T, closing(plan))
+
+
+DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
+    "wfbp": (WFBP(), gradients_everywhere),
+    "bsp": (BSP(), gradients_everywhere),
+    "halves": (DeAR(), gradients_everywhere),
+    "deft": (DeFT(forward=1, backward=1), windows),
+    "dreamddp": (DreamDDP(period=3), sets_average()),
+    "dreamddp whole layers": (
+        DreamDDP(period=3, average="before_update", fill=False, split=False),
+        sets_average(),
+    ),
+    "dreamddp clipped": (DreamDDP(period=3, clip=0.3), clipped),
+    "dreamddp delayed": (DreamDDP(period=3, due="delayed", average="before_update"), late_sets),
+    "partial": (
+        PartialSync(period=2, average="before_update", state="averaged"),
+        sets_average(state="averaged"),
+    ),
+    "local sgd": (LocalSGD(period=3), lambda world, *_: local_sgd(world, T, period=3)),
+    "local sgd reset": (
+        LocalSGD(period=3, state="reset"),
+        lambda world, *_: local_sgd(world, T, period=3, state="reset"),
+    ),
+    "post-local sgd": (
+        LocalSGD(period=3, warmup=2),
+        lambda world, *_: local_sgd(world, T, period=3, warmup=2),
+    ),
+    "diloco": (
+        DiLoCo(period=3, fragments=1),
+        lambda world, *_: local_sgd(
+            world, T, period=3, outer=Outer(OuterSGD().lr, OuterSGD().momentum, OuterSGD().nesterov)
+        ),
+    ),
+    "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
+    "selsync": (SelSync(delta=0.15), selected(0)),
+    "selsync late": (SelSync(delta=0.15, vote_lag=1), selected(1)),
+}
+DRAWN = {"fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn)}
+STRATEGIES = DIFFERENT | DRAWN
+
+
+def train(case: Case, name: str, nodes: Sequence[Sequence[int]]) -> tuple[Trained, Any, str]:
+    strategy, _ = STRATEGIES[name]
+    trained = workers.train(
+        case, strategy, T, profile=profile_in(case, nodes), nodes=nodes, compare_every=2
+    )
+    model = {n: t for n, t in trained.model.items() if "running" not in n and "num_" not in n}
+    return trained, trained.plan, workers.bits_of(model.values(), "".join(model))
+
+
+def check(case: Case, name: str, nodes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    calls = tuple((case, one, nodes) for one in names)
+    world = members(case, nodes)
+    ranks = one_of(train, len(world), calls, list(names).index(name))
+    STRATEGIES[name][1](world, ranks[0][1], nodes)
+    for (trained, _, _), replica in zip(ranks, world, strict=True):
+        assert_same(trained, replica, f"rank {replica.rank}")
+    for node in nodes:
+        assert len({ranks[rank][2] for rank in node}) == 1, f"bits of {node} differ"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_nodes_of_two_ranks(name: str) -> None:
+    check(ADAM, name, PAIRS, tuple(STRATEGIES))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_nodes_of_two_and_three_ranks(name: str) -> None:
+    check(ADAM, name, UNEVEN, tuple(DIFFERENT))
+
+
+# ---- what is refused, on every rank ---------------------------------------------------------
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a strategy without a plan": (
+        lambda: {"strategy": ADPSGD()},
+        "strategy (ad-psgd) must be one with a plan where replicas have several ranks (nodes (2): "
+        "2 nodes of 2 ranks)",
+    ),
+    "sends between single ranks": (
+        lambda: {"strategy": Cyclic()},
+        "strategy (cyclic) uses gradients in backward",
+    ),
+    "a vote on averaged gradients": (
+        lambda: {"strategy": SelSync(aggregate="gradients")},
+        "aggregate ('gradients') must be 'parameters' where replicas have several ranks",
+    ),
+    "weights of replicas that count by their ranks": (
+        lambda: {
+            "strategy": FedAvg(local_steps=2, samples=(3, 1)),
+            "nodes": [[0], [1, 2, 3]],
+            "profile": profile_in(ADAM, [[0], [1, 2, 3]]),
+        },
+        "strategy (fedavg(local_steps=2, samples=(3.0, 1.0))) must treat all replicas alike where "
+        "they have 1, 3 ranks",
+    ),
+    "a profile of single ranks": (
+        lambda: {"profile": profile_of(ADAM, 2)},
+        "the profile does not match: the numbers of ranks of its replicas (()) must be (2, 2)",
+    ),
+    "a profile of other nodes": (
+        lambda: {"profile": profile_in(ADAM, [[0], [1, 2, 3]])},
+        "the numbers of ranks of its replicas ((1, 3)) must be (2, 2)",
+    ),
+    "a profile of nodes for single ranks": (
+        lambda: {"nodes": None, "profile": profile_in(ADAM, [[0], [1], [2], [3]])},
+        "the numbers of ranks of its replicas ((1, 1, 1, 1)) must be ()",
+    ),
+    "ranks that are left out": (
+        lambda: {"nodes": [[0, 1], [2]]},
+        "must hold each of the ranks 0..3 in one node, not 0, 1; 2",
+    ),
+    "different nodes": (
+        lambda: {"nodes": 2 if workers.rank() else [[0, 2], [1, 3]]},
+        "the nodes must be the same on all ranks: rank 0 states nodes ([[0, 2], [1, 3]]): 0, 2; "
+        "1, 3, rank 1 nodes (2): 0, 1; 2, 3",
+    ),
+    "nodes on some ranks": (
+        lambda: {"nodes": 2 if workers.rank() else None},
+        "rank 0 states no nodes, rank 1 nodes (2)",
+    ),
+    "an unknown size by the launcher": (
+        lambda: {"nodes": "auto"},
+        "nodes ('auto') needs LOCAL_RANK",
+    ),
+    "one dimension of whole models": (
+        lambda: {"nodes": None, "mesh": mesh()["between"]},
+        "must have two dimensions where every rank holds the whole model",
+    ),
+    "a mesh and nodes": (
+        lambda: {"mesh": mesh()},
+        "nodes (2) must be left out where mesh is given",
+    ),
+    "a mesh of another kind": (
+        lambda: {"nodes": None, "mesh": [[0, 1], [2, 3]]},
+        "mesh (list) must be a torch.distributed.device_mesh.DeviceMesh",
+    ),
+    "only the link inside": (
+        lambda: {"links": ["inside=gloo:lo"]},
+        "links must hold one between nodes beside 'inside'",
+    ),
+}
+
+
+def refuse_all() -> dict[str, str]:
+    """The error of each case on this rank."""
+    os.environ["LOCAL_WORLD_SIZE"] = ""
+    dist.init_process_group("gloo")
+    found = {}
+    for name, (options, _) in REFUSED.items():
+        model = build_model(ADAM)
+        given = {"strategy": LocalSGD(), "nodes": 2, "profile": profile_in(ADAM, PAIRS)} | options()
+        try:
+            offbeat.prepare(model, build_optimizer(ADAM, model), timeout_s=20.0, **given)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@cache
+def refusals() -> list[dict[str, str]]:
+    return run_world(refuse_all, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank(name: str) -> None:
+    for found in refusals():
+        assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
+
+
+# ---- a job that measures its profile --------------------------------------------------------
+
+
+def measure(nodes: Any) -> dict[str, Any]:
+    """Train by a measured profile and say what was printed, planned, counted and found."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(workers.rank() % 2)}
+    dist.init_process_group("gloo")
+    given = {"mesh": mesh()} if nodes == "mesh" else {"nodes": nodes}
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        trained = workers.train(
+            NORMED, PartialSync(period=2), range(6), observe=2, compare_every=1,
+            min_bucket_bytes=64, **given,
+        )  # fmt: skip
+    return {"said": " ".join(said.getvalue().split()), "trained": trained}
+
+
+@pytest.mark.parametrize("nodes", ["auto", "mesh"])
+def test_a_job_measures_both_levels(nodes: str) -> None:
+    ranks = run_world(measure, 4, nodes)
+    said = ranks[0]["said"]
+    source = {"auto": "LOCAL_WORLD_SIZE", "mesh": "mesh (2 x 2 ranks)"}[nodes]
+    assert f"2 nodes of 2 ranks ({source}): every rank holds the whole model" in said
+    assert "so partial-sync(period=2, average=before_update) runs instead of" in said
+    assert "nodes are not known to the planner" not in said
+    profile, plan = ranks[0]["trained"].profile, ranks[0]["trained"].plan
+    assert (profile.world_size, profile.topology, profile.sharded) == (2, (2, 2), False)
+    assert [link.name for link in profile.all_links] == ["net", "inside"]
+    assert profile.inside.bytes_per_s > 0
+    assert plan.groups == {"inside": ((0,), (1,))}
+    assert len({rank["trained"].plan.digest for rank in ranks}) == 1
+    assert len({rank["trained"].united for rank in ranks}) == 1
+    assert Profile.from_dict(profile.to_dict()) == profile
+
+
+# ---- guards and codecs ----------------------------------------------------------------------
+
+
+def diverge(inside: bool) -> str:
+    """One rank changes its weights: within a node this is an error, between nodes none."""
+    dist.init_process_group("gloo")
+    model = build_model(ADAM)
+    optimizer = build_optimizer(ADAM, model)
+    profile = profile_in(ADAM, PAIRS)
+    options = {"profile": profile, "nodes": 2, "timeout_s": 20.0, "compare_every": 1}
+    model, optimizer = offbeat.prepare(model, optimizer, LocalSGD(period=3), **options)
+    try:
+        for t in range(6):
+            workers.User(ADAM, model, optimizer, Loop()).iterate(t)
+            if t == 1 and (workers.rank() in (2, 3) if not inside else workers.rank() == 3):
+                with torch.no_grad():
+                    model[-1].weight *= 1.5
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        model.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a node", "between nodes"])
+def test_weights_are_compared_inside_nodes(inside: bool) -> None:
+    found = run_world(diverge, 4, inside)
+    if inside:
+        words = "ranks that share a replica have diverged, although they apply the same gradients"
+        assert all(words in one and "rank 3 and of rank 2" in one for one in found), found
+    else:
+        assert found == ["nothing"] * 4
+
+
+def spoil(policy: str, strategy: Strategy) -> tuple[str, list[Any]]:
+    """Rank 2 has NaN in iteration 1."""
+    dist.init_process_group("gloo")
+    model = build_model(ADAM)
+    optimizer = build_optimizer(ADAM, model)
+    options = {"profile": profile_in(ADAM, PAIRS), "nodes": 2, "timeout_s": 20.0}
+    model, optimizer = offbeat.prepare(
+        model, optimizer, strategy, on_nonfinite=policy, compare_every=1, **options
+    )
+    error = "nothing"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for t in range(4):
+                optimizer.zero_grad()
+                x, y = batch(ADAM, workers.rank(), t)
+                loss = loss_of(model, x, y)
+                (loss * (math.nan if (t, workers.rank()) == (1, 2) else 1)).backward()
+                optimizer.step()
+        except RuntimeError as failure:
+            error = str(failure)
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    model.close()
+    return error, [finite, [str(w.message) for w in caught if "left out" in str(w.message)]]
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+@pytest.mark.parametrize("kind", [WFBP, LocalSGD], ids=lambda kind: kind.name)
+def test_values_that_are_not_finite(kind: type[Strategy], wire: str) -> None:
+    """The rank is named, or left out of the average of its node or of all."""
+    strategy = kind(wire=wire)  # type: ignore[call-arg]
+    named = [error for error, _ in run_world(spoil, 4, "raise", strategy)]
+    # Averages inside a node do not reach the other node before the next average between them.
+    for error in named if kind is WFBP else named[2:]:
+        assert "rank 2 sent values that are not finite" in error
+    left_out = run_world(spoil, 4, "skip", strategy)
+    assert [error for error, _ in left_out] == ["nothing"] * 4
+    assert all(finite for _, (finite, _) in left_out)
+    warned = [text for _, (_, texts) in left_out for text in texts]
+    assert any("rank 2 left out of the gradient" in text for text in warned) == (kind is WFBP)
+
+
+def send_coded(nodes: Sequence[Sequence[int]]) -> list[Any]:
+    """Average encoded gradients of three iterations, with error feedback."""
+    trained = workers.train(
+        Case("mlp", "sgd"), WFBP(fusion="none", wire="int8"), range(3),
+        profile=profile_in(Case("mlp", "sgd"), nodes), nodes=nodes,
+    )  # fmt: skip
+    return [{name: t.numpy() for name, t in trained.model.items()}, trained.bytes_sent["net"]]
+
+
+def coded_reference(nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Each rank of a node encodes its shard of the node's average."""
+    case, used = Case("mlp", "sgd"), codec("int8", {})
+    world = members(case, nodes)
+    profile, owners = profile_in(case, nodes), min(map(len, nodes))
+    total = sum(map(len, nodes))
+    errors: dict[tuple[int, int, int], Any] = {}
+    for t in range(3):
+        for replica in world:
+            replica.gradients(t)
+        for b, bucket in enumerate(profile.buckets):
+            names = [name for name in bucket.tensors if world[0].tensors[name].requires_grad]
+            flats = [
+                np.concatenate([world[node[0]].tensors[n].grad.numpy().ravel() for n in names])
+                for node in nodes
+            ]
+            size, mean = len(flats[0]), np.empty(len(flats[0]))
+            each = -(-size // owners)
+            for k in range(owners):
+                shard = slice(min(size, k * each), min(size, (k + 1) * each))
+                given = [
+                    flat[shard] * (len(node) * len(nodes) / total) + errors.get((b, k, m), 0.0)
+                    for m, (flat, node) in enumerate(zip(flats, nodes, strict=True))
+                ]
+                mean[shard], lost = used.average(given, way("int8", {}))
+                errors |= {(b, k, m): error for m, error in enumerate(lost)}
+            for replica in world:
+                at = 0
+                for n in names:
+                    p = replica.tensors[n]
+                    p.grad = torch.from_numpy(mean[at : at + p.numel()]).view_as(p).clone()
+                    at += p.numel()
+        for replica in world:
+            replica.step()
+    return {name: t.detach().numpy() for name, t in world[0].model.state_dict().items()}
+
+
+@pytest.mark.parametrize("nodes", [PAIRS, UNEVEN], ids=str)
+def test_each_rank_encodes_its_shard(nodes: Sequence[Sequence[int]]) -> None:
+    ranks = run_world(send_coded, sum(map(len, nodes)), nodes)
+    expected = coded_reference(nodes)
+    for model, _ in ranks:
+        for name, array in expected.items():
+            np.testing.assert_allclose(model[name], array, rtol=0, atol=1e-6, err_msg=name)
+    for name in expected:
+        assert len({model[name].tobytes() for model, _ in ranks}) == 1

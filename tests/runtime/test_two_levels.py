@@ -1,0 +1,139 @@
+"""Collectives of two levels: averages over all ranks, each node's bytes once between nodes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.worlds import run_world
+from torch import Tensor
+
+from offbeat.core.transport.cluster import Cluster, connect
+from offbeat.core.transport.collectives import Native
+from offbeat.core.transport.control import new_group
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.interfaces import LinkSpec
+from offbeat.core.transport.topology import NodeClaim, Topology
+from offbeat.plan import INSIDE, vote_channel
+
+HOST = torch.device("cpu")
+RANKS = 6
+TOPOLOGIES = (
+    ((0, 1), (2, 3), (4, 5)),
+    ((0, 1, 2), (3, 4, 5)),
+    ((1, 3, 5), (0, 2, 4)),
+    ((0,), (1, 2), (3, 4, 5)),
+    ((0, 1), (2, 3, 4, 5)),
+)
+# Fewer elements than shards, uneven shards, and shards that pass the ring.
+SIZES = (1, 2, 7, 30_001)
+
+
+def values(rank: int, size: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng((rank, size)).normal(size=size))
+
+
+def use_links() -> list[dict[str, Any]]:
+    """By topology: results of all verbs on this rank, and the bytes that they count."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    for nodes in TOPOLOGIES:
+        claim = NodeClaim("test", nodes=nodes)
+        specs = [LinkSpec("net", None, "gloo"), LinkSpec(INSIDE, "lo", "gloo")]
+        cluster = connect(specs, HOST, CPU(), 30.0, claim)
+        cluster.open([vote_channel("net"), INSIDE])
+        found.append(results(cluster, rank))
+        cluster.close()
+    return found
+
+
+def results(cluster: Cluster, rank: int) -> dict[str, Any]:
+    act, inside = cluster.links["net"].collectives, cluster.links[INSIDE].collectives
+    done: dict[str, Any] = {"averages": [], "halves": [], "copies": [], "inside": [], "bytes": []}
+    for size in SIZES:
+        whole, halves, copied, own = (values(rank, size) for _ in range(4))
+        act.by_verb["all_reduce"](whole)
+        act.by_verb["reduce_scatter"](halves)
+        act.by_verb["all_gather"](halves)
+        act.by_verb["broadcast"](copied)
+        inside.by_verb["all_reduce"](own)
+        for name, result in zip(done, (whole, halves, copied, own), strict=False):
+            done[name].append(result.numpy())
+        done["bytes"].append(act.sent_bytes("all_reduce", 8 * size))
+    done["voters"] = cluster.groups[vote_channel("net")].size()
+    done["everyone"] = cluster.everyone.size()
+    done["place"] = cluster.replica, cluster.member, act.size
+    return done
+
+
+@cache
+def found() -> list[list[dict[str, Any]]]:
+    return run_world(use_links, RANKS)
+
+
+@pytest.mark.parametrize("i", range(len(TOPOLOGIES)), ids=lambda i: str(TOPOLOGIES[i]))
+def test_every_verb(i: int) -> None:
+    nodes, ranks = TOPOLOGIES[i], [by_topology[i] for by_topology in found()]
+    for n, size in enumerate(SIZES):
+        given = [values(rank, size).numpy() for rank in range(RANKS)]
+        mean = np.mean(given, axis=0)
+        for node in nodes:
+            here = np.mean([given[rank] for rank in node], axis=0)
+            for rank in node:
+                one = ranks[rank]
+                np.testing.assert_allclose(one["averages"][n], mean, rtol=0, atol=1e-12)
+                np.testing.assert_allclose(one["halves"][n], mean, rtol=0, atol=1e-12)
+                np.testing.assert_array_equal(one["copies"][n], given[0])
+                np.testing.assert_allclose(one["inside"][n], here, rtol=0, atol=1e-12)
+                first = ranks[node[0]]["averages"][n]
+                np.testing.assert_array_equal(one["averages"][n], first)  # equal bits in a node
+
+
+@pytest.mark.parametrize("i", range(len(TOPOLOGIES)), ids=lambda i: str(TOPOLOGIES[i]))
+def test_a_node_counts_a_message_once(i: int) -> None:
+    """Up to one element, because shards have whole elements and bytes are divided evenly."""
+    ranks = [by_topology[i] for by_topology in found()]
+    for n, size in enumerate(SIZES):
+        for node in TOPOLOGIES[i]:
+            counted = sum(ranks[rank]["bytes"][n] for rank in node)
+            assert counted == 8 * size
+
+
+@pytest.mark.parametrize("i", range(len(TOPOLOGIES)), ids=lambda i: str(TOPOLOGIES[i]))
+def test_groups(i: int) -> None:
+    topology = Topology(tuple(tuple(sorted(node)) for node in TOPOLOGIES[i]))
+    for rank, by_topology in enumerate(found()):
+        one = by_topology[i]
+        assert (one["voters"], one["everyone"]) == (RANKS, RANKS)
+        *place, column = one["place"]
+        assert place == [topology.replica_of(rank), topology.member_of(rank)]
+        if topology.column_of(rank) is not None:
+            assert column == topology.replicas
+
+
+def use_native_halves() -> list[tuple[bytes, bytes]]:
+    """Halves for NCCL with fewer owners than ranks, on gloo."""
+    dist.init_process_group("gloo")
+    halves, done = Native(new_group("gloo", 30.0), owners=2), []
+    for size in SIZES:
+        x = values(dist.get_rank(), size)
+        halves.reduce_scatter(x)
+        own = x[: -(-size // 2)] if dist.get_rank() == 0 else x[-(-size // 2) :]
+        kept = own.numpy().tobytes() if dist.get_rank() < 2 else b""
+        halves.all_gather(x)
+        done.append((kept, x.numpy().tobytes()))
+    return done
+
+
+def test_native_halves_with_fewer_owners() -> None:
+    ranks = run_world(use_native_halves, 3)
+    for n, size in enumerate(SIZES):
+        mean = np.mean([values(rank, size).numpy() for rank in range(3)], axis=0)
+        whole = np.frombuffer(ranks[0][n][1])
+        np.testing.assert_allclose(whole, mean, rtol=0, atol=1e-12)
+        assert [rank[n][1] for rank in ranks] == [ranks[0][n][1]] * 3
+        assert ranks[0][n][0] + ranks[1][n][0] == ranks[0][n][1]
