@@ -269,8 +269,8 @@ def test_a_full_disk_is_reported_once_and_written_later(
             now[0] += record_lines.RETRY_S / 2
     assert [str(warning.message) for warning in caught] == [
         f"record ({rank_file(tmp_path, 0)}) cannot be written: {os.strerror(errno.ENOSPC)}; "
-        "training goes on, and the write is repeated every 600 s. Make room there, or set "
-        "OFFBEAT_RECORD to another folder"
+        "training goes on, and the write is repeated every 600 s. Make room there, or "
+        "record in another folder"
     ]
     assert rank_file(tmp_path, 0).read_bytes() == b""
     full[0] = False

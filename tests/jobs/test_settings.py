@@ -32,7 +32,8 @@ UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
 
 
 def test_defaults() -> None:
-    assert read_settings({}, ["train.py"]) == JobSettings(None, (), "text", "train")
+    names = {"record_name": "record", "metrics_name": "metrics"}
+    assert read_settings({}, ["train.py"]) == JobSettings(None, (), "text", "train", **names)
 
 
 def test_all_variables() -> None:
@@ -169,8 +170,10 @@ def errors_of_settings(folder: str) -> list[str]:
         {"OFFBEAT_METRICS": ("textfile:a", "textfile:b")[control.rank]},
         {"OFFBEAT_JOB_NAME": ("a", "b")[control.rank]},
         {"OFFBEAT_RECORD": "file"},
+        {"record": "file"},
     ):
-        own = read_settings(environment, [f"script{control.rank}.py"])
+        record = environment.get("record")
+        own = read_settings(environment, [f"script{control.rank}.py"], record=record)
         try:
             require_same_settings(own, environment, control)
             errors.append("")
@@ -187,17 +190,18 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     assert first[:3] == ["", "", ""]
     for text, name, a, b in zip(
         first[3:6],
-        ("OFFBEAT_RECORD", "OFFBEAT_METRICS", "OFFBEAT_JOB_NAME"),
+        ("record", "metrics", "job name"),
         ("runs", "textfile:a", "a"),
         ("off", "textfile:b", "b"),
         strict=True,
     ):
-        pattern = f"must be the same on all ranks: rank 0 has .*{name}='{a}'.* rank 1 has .*{name}="
-        assert re.search(f"{pattern}'{b}'.*; set them alike on every host", text)
-    assert first[6] == (
-        "OFFBEAT_RECORD ('file') must be a folder that every rank may write; "
-        f"rank 1 ({socket.gethostname()}): File exists. Give another, or off"
-    )
+        pattern = f"must be the same on all ranks: rank 0 has .*{name} '{a}'.* rank 1 has .*{name} "
+        assert re.search(f"{pattern}'{b}'.*; set OFFBEAT_RECORD, .* alike on every host", text)
+    for text, name in zip(first[6:], ("OFFBEAT_RECORD", "record"), strict=True):
+        assert text == (
+            f"{name} ('file') must be a folder that every rank may write; "
+            f"rank 1 ({socket.gethostname()}): File exists. Give another, or off"
+        )
 
 
 def test_a_folder_is_tried_and_left_empty(tmp_path: Path) -> None:
@@ -208,9 +212,9 @@ def test_a_folder_is_tried_and_left_empty(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(settings.PACKAGES, "tensorboard", "no_such_package")
-    error = "OFFBEAT_METRICS ('tensorboard:tb') needs no_such_package; pip install it"
-    assert find_missing_package(parse_sinks("", "textfile:a,tensorboard:tb")) == error
-    assert find_missing_package(parse_sinks("", "textfile:a")) is None
+    error = "metrics ('tensorboard:tb') needs no_such_package; pip install it"
+    assert find_missing_package(parse_sinks("", "textfile:a,tensorboard:tb"), "metrics") == error
+    assert find_missing_package(parse_sinks("", "textfile:a"), "metrics") is None
 
 
 # ---- launcher and name ----------------------------------------------------------------------

@@ -216,7 +216,8 @@ def test_a_port_that_is_taken_causes_one_warning(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with opened(f"prometheus:{port},textfile:{tmp_path}/x.prom") as (opened_sinks, warnings):
             assert warnings == [
-                f"port {port} is taken (OFFBEAT_METRICS); training goes on without metrics"
+                f"metrics ('prometheus:{port}') cannot be opened: port {port} is taken; training "
+                "goes on without metrics"
             ]
             (file,) = opened_sinks
             file.update(TWO)
@@ -227,7 +228,7 @@ def test_a_sink_that_cannot_be_opened_causes_a_warning() -> None:
     with opened("prometheus:192.0.2.1:9400") as (opened_sinks, (warning,)):  # an address of no host
         assert opened_sinks == []
     assert warning == (
-        "OFFBEAT_METRICS ('prometheus:192.0.2.1:9400') cannot be opened: Cannot assign requested "
+        "metrics ('prometheus:192.0.2.1:9400') cannot be opened: Cannot assign requested "
         "address; training goes on without metrics"
     )
 
@@ -272,7 +273,7 @@ def test_later_failures_cause_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
             sink.update(TWO)
     (warning,) = warnings
     assert re.fullmatch(
-        rf"OFFBEAT_METRICS \('{re.escape(text)}'\) cannot be written: .+; training goes on\. Make "
+        rf"metrics \('{re.escape(text)}'\) cannot be written: .+; training goes on\. Make "
         "room there, or set another target",
         warning,
     )

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +18,14 @@ import torch
 import torch.distributed as dist
 from support.worlds import run_world, watch_world
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
+import offbeat
 from offbeat.cli import commands as cli
 from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.runtime.prepare import _link_specs
-from offbeat.core.transport import interfaces
+from offbeat.core.transport import agreement, interfaces
+from offbeat.core.transport.agreement import StoreAgreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
     ASKED_BYTES,
@@ -392,6 +396,71 @@ def test_who_cannot_be_reached() -> None:
         others = {1: server.getsockname(), 2: silent.getsockname()}
         assert unreachable("127.0.0.1", others, 5.0) == {2: "Connection refused"}
         assert unreachable("127.0.0.1", {1: others[1]}, 5.0) == {}
+
+
+# ---- groups that belong to no link ----------------------------------------------------------
+
+
+def interfaces_of_groups(variable: str) -> list[str | None]:
+    """The interface of the default group, of that for control messages and of that for saving."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    if variable:
+        os.environ["GLOO_SOCKET_IFNAME"] = variable
+    found: list[str | None] = []
+
+    def note(create: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            found.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+            return create(*args, **options)
+
+        return call
+
+    dist.init_process_group, dist.new_group = note(dist.init_process_group), note(dist.new_group)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = offbeat.prepare(model, optimizer, "bsp", links=["lo"], timeout_s=20.0)
+    found.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+    model._session.cluster.control.create_group()
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("variable", ["", "lo,lo"])
+def test_all_groups_are_on_the_first_link_unless_the_variable_names_another_interface(
+    variable: str,
+) -> None:
+    named = variable or "lo"
+    expected = [named, named, "lo", variable or None, named]
+    assert run_world(interfaces_of_groups, 2, variable) == [expected] * 2
+
+
+def agreement_of(store: Any, rank: int, version: str, limit_s: float = 10.0) -> str:
+    try:
+        with StoreAgreement(store, rank, 2, limit_s) as ranks:
+            ranks.compare_versions(version)
+            return str(ranks.gather([rank, ranks.hosts == [socket.gethostname()] * 2]))
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("1", "[[0, True], [1, True]]"),
+        ("2", f"rank 1 ({socket.gethostname()}) has offbeat 2, rank 0 has 1; install one version"),
+    ],
+)
+def test_ranks_agree_by_the_store(version: str, expected: str) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(agreement_of, [store] * 2, range(2), ["1", version])
+        assert list(found) == [expected] * 2
+
+
+def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "STAYS_S", 0.0)
+    text = agreement_of(HashStore(), 0, "1", 0.1)
+    assert text.startswith("rank 1 has not answered within 0.1 s: it has failed, or has an earlier")
 
 
 # ---- links that are not alike ---------------------------------------------------------------

@@ -103,10 +103,8 @@ class JobMonitor:
         for sink in self._sinks:
             sink.close()
         lines = self._describe_end(how, text, total, iterations)
-        fields: dict[str, Any] = {"how": how} | (
-            {"iterations": iterations} if total is not None else {}
-        )
-        console.print("end", "\n".join(lines), "info" if how == "ended" else "warning", **fields)
+        level = "info" if how == "ended" else "warning"
+        console.print("end", "\n".join(lines), level, how=how, iterations=iterations)
 
     # ---- called by the board's thread -------------------------------------------------------
 

@@ -141,8 +141,8 @@ class LineWriter:
             self._has_warned = True
             warnings.warn(
                 f"record ({self._path}) cannot be written: {error.strerror or error}; training "
-                f"goes on, and the write is repeated every {RETRY_S:g} s. Make room there, or set "
-                "OFFBEAT_RECORD to another folder",
+                f"goes on, and the write is repeated every {RETRY_S:g} s. Make room there, or "
+                "record in another folder",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -58,6 +58,8 @@ class JobSettings:
         notices: messages about settings that another source overrides.
         record_limit: largest size in bytes of all runs in `record`; None: no limit.
         verdict: file with a verdict of `offbeat advise`, which rank 0 reads; None: no verdict.
+        record_name: variable or argument that names `record`, for errors.
+        metrics_name: variable or argument that names `sinks`, for errors.
     """
 
     record: str | None
@@ -67,6 +69,8 @@ class JobSettings:
     notices: tuple[str, ...] = ()
     record_limit: int | None = None
     verdict: str | None = None
+    record_name: str = RECORD_VARIABLE
+    metrics_name: str = METRICS_VARIABLE
 
 
 def read_settings(
@@ -98,14 +102,17 @@ def read_settings(
             f"{RECORD_VARIABLE}=runs",
         )
         verdict = None
+    metrics_name = METRICS_VARIABLE if variable else "metrics"
     return JobSettings(
         folder,
-        parse_sinks(METRICS_VARIABLE, variable) if variable else parse_sinks("metrics", metrics),
+        parse_sinks(metrics_name, variable or metrics),
         parse_log(environment.get(LOG_VARIABLE)),
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
         parse_limit(environment.get(LIMIT_VARIABLE)),
         verdict,
+        RECORD_VARIABLE if environment.get(RECORD_VARIABLE) else "record",
+        metrics_name,
     )
 
 
@@ -201,12 +208,14 @@ def require_same_settings(
     """
     sinks = ",".join(f"{sink.kind}:{sink.target}" for sink in settings.sinks)
     values = {
-        RECORD_VARIABLE: settings.record or OFF,
-        METRICS_VARIABLE: sinks,
-        NAME_VARIABLE: environment.get(NAME_VARIABLE, ""),
+        "record": settings.record or OFF,
+        "metrics": sinks,
+        "job name": environment.get(NAME_VARIABLE, ""),
     }
-    text = " ".join(f"{variable}={value!r}" for variable, value in values.items())
-    control.agree("the settings of the job", text, "set them alike on every host")
+    text = ", ".join(f"{name} {value!r}" for name, value in values.items())
+    variables = f"{RECORD_VARIABLE}, {METRICS_VARIABLE} and {NAME_VARIABLE}"
+    remedy = f"set {variables}, or record and metrics of prepare, alike on every host"
+    control.agree("the settings of the job", text, remedy)
     if settings.record is None and not settings.sinks:
         return
     denied = None if settings.record is None else find_write_error(settings.record)
@@ -223,14 +232,15 @@ def require_same_settings(
         more = len(problems) - PROBES
         named = ", ".join(problems[:PROBES]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
-            f"{RECORD_VARIABLE} ({settings.record!r}) must be a folder that every rank may write; "
-            f"{named}. Give another, or {OFF}"
+            f"{settings.record_name} ({settings.record!r}) must be a folder that every rank may "
+            f"write; {named}. Give another, or {OFF}"
         )
 
 
 def _find_error_of_rank_0(settings: JobSettings) -> str | None:
     """Return an error about a missing package or a verdict, which only rank 0 needs."""
-    if (missing := find_missing_package(settings.sinks)) is not None or settings.verdict is None:
+    missing = find_missing_package(settings.sinks, settings.metrics_name)
+    if missing is not None or settings.verdict is None:
         return missing
     try:
         read_verdict(settings.verdict)
@@ -252,14 +262,13 @@ def find_write_error(folder: str) -> str | None:
     return None
 
 
-def find_missing_package(sinks: Sequence[SinkSetting]) -> str | None:
-    """Return an error about the first sink that needs a package that is not installed."""
+def find_missing_package(sinks: Sequence[SinkSetting], name: str) -> str | None:
+    """Return an error about the first sink that needs a package that is not installed. `name` is
+    the variable or argument with the sinks."""
     for sink in sinks:
         package = PACKAGES.get(sink.kind)
         if package is not None and find_spec(package) is None:
-            return (
-                f"{METRICS_VARIABLE} ('{sink.kind}:{sink.target}') needs {package}; pip install it"
-            )
+            return f"{name} ('{sink.kind}:{sink.target}') needs {package}; pip install it"
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from offbeat.core.files import replace_text
 from offbeat.jobs.interval import CAUSES, Interval
-from offbeat.jobs.settings import METRICS_VARIABLE, SinkSetting
+from offbeat.jobs.settings import SinkSetting
 
 LOOPBACK = "127.0.0.1"  # interface of the Prometheus target if the setting names no host
 FILE_PERIOD_S = 10.0  # shortest time between two versions of a text file; scrapes are 15 s apart
@@ -131,7 +131,7 @@ class Sink(ABC):
     """Destination of the metrics of a job.
 
     Args:
-        setting: its text in OFFBEAT_METRICS.
+        setting: kind and target, as in OFFBEAT_METRICS.
         warn: called with the text of the first error.
     """
 
@@ -157,8 +157,8 @@ class Sink(ABC):
                 self._has_warned = True
                 reason = error.strerror if isinstance(error, OSError) else None
                 self._warn(
-                    f"{METRICS_VARIABLE} ({self.setting!r}) cannot be written: {reason or error}; "
-                    "training goes on. Make room there, or set another target"
+                    f"metrics ({self.setting!r}) cannot be written: {reason or error}; training "
+                    "goes on. Make room there, or set another target"
                 )
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Sink(ABC):
 def open_sinks(
     settings: Sequence[SinkSetting], labels: SinkLabels, warn: Callable[[str], object]
 ) -> list[Sink]:
-    """Return the sinks of OFFBEAT_METRICS, opened by rank 0.
+    """Return the sinks of a job, opened by rank 0.
 
     Args:
         settings: kind and target of each sink; the packages are installed.
@@ -189,9 +189,9 @@ def open_sinks(
             sinks.append(kinds[kind](target, labels, warn))
         except OSError as error:
             reason = error.strerror or error
-            problem = f"{METRICS_VARIABLE} ('{kind}:{target}') cannot be opened: {reason}"
             if error.errno == errno.EADDRINUSE:
-                problem = f"port {target.rpartition(':')[2]} is taken ({METRICS_VARIABLE})"
+                reason = f"port {target.rpartition(':')[2]} is taken"
+            problem = f"metrics ('{kind}:{target}') cannot be opened: {reason}"
             warn(f"{problem}; training goes on without metrics")
     return sinks
 

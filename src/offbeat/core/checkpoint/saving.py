@@ -15,7 +15,7 @@ from offbeat.core.checkpoint.frozen import Frozen
 from offbeat.core.checkpoint.shard import Manifest
 from offbeat.core.console import console
 from offbeat.core.transport import packed
-from offbeat.core.transport.control import Control, new_group
+from offbeat.core.transport.control import Control
 
 
 class SaveGroup:
@@ -64,7 +64,7 @@ def _create_group(control: Control) -> dist.ProcessGroup:
     """Return a process group of all ranks. Raise RuntimeError with the ranks that are missing."""
     try:
         with control.waiting("in offbeat.save or offbeat.load"):
-            return new_group("gloo", control.timeout_s)
+            return control.create_group()
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {control.rank} waited {control.timeout_s:g} s in offbeat.save or offbeat.load "

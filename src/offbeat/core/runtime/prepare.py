@@ -10,7 +10,8 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +27,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 
+import offbeat
 from offbeat.core.buckets.flat import ALIGNED_BYTES, require_supported
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
@@ -72,13 +75,27 @@ from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport import addresses, rendezvous
+from offbeat.core.transport.agreement import StoreAgreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.heartbeat import publish_uncaught_exception, run_at_process_exit
-from offbeat.core.transport.interfaces import NCCL_INTERFACE, LinkSpec, parse_link
+from offbeat.core.transport.interfaces import (
+    NCCL_INTERFACE,
+    LinkSpec,
+    agree_on_links,
+    control_interface,
+    group_environment,
+    parse_link,
+)
 from offbeat.core.transport.link import THREAD_PREFIX
-from offbeat.core.transport.topology import DIMENSIONS, Nodes, Topology, claim_topology
+from offbeat.core.transport.topology import (
+    DIMENSIONS,
+    Nodes,
+    Topology,
+    agree_on_topology,
+    claim_topology,
+)
 
 if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest
@@ -663,17 +680,15 @@ def _connect(
     if where.type == "cuda":  # DLPack and NCCL use the current device of the process
         torch.cuda.set_device(where)
     specs = _link_specs(links, where)
-    joined_here = not dist.is_initialized()
+    joined_here, topology = not dist.is_initialized(), None
     if not joined_here:
         _warn_of_earlier_nccl(specs)
     if joined_here:
-        _join_process_group(
-            "nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo", timeout_s
-        )
+        specs, topology = _join_process_group(specs, nodes, timeout_s)
     _register_exit(joined_here)
     rank, size = dist.get_rank(), dist.get_world_size()
     claim = claim_topology(mesh, nodes, shard_ranks(model), rank, size, os.environ)
-    return connect(specs, where, device, timeout_s, claim)
+    return connect(specs, where, device, timeout_s, claim, topology)
 
 
 def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
@@ -731,18 +746,40 @@ def _has_used_nccl() -> bool:
     return False
 
 
-def _join_process_group(backend: str, timeout_s: float) -> None:
+def _join_process_group(
+    specs: list[LinkSpec], nodes: Nodes | None, timeout_s: float
+) -> tuple[list[LinkSpec], Topology | None]:
     """Join the default process group by torchrun's rendezvous; a process without RANK is a group of
-    its own."""
+    its own. Return the links and nodes on which all ranks have agreed; None for a single process.
+
+    The group is on the interface of the first link, so the ranks check the links before. gloo would
+    report a host that cannot be reached only after its timeout.
+    """
+    backend = "nccl" if any(spec.backend == "nccl" for spec in specs) else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+        return specs, None
     rank, size = current_place()
     addresses.require_address(rank, os.environ, hosts_store=addresses.is_store_host(rank))
-    try:
+    with _naming_address(rank, size, timeout_s):
         store = rendezvous.connect_store(rank, size, timeout_s)
+    with StoreAgreement(PrefixStore("agreement", store), rank, size, timeout_s) as ranks:
+        ranks.compare_versions(offbeat.__version__)
+        claim = claim_topology(None, nodes, None, rank, size, os.environ)
+        topology = agree_on_topology(claim, ranks)
+        specs = agree_on_links(specs, ranks, topology)
+    spec = LinkSpec("", control_interface(specs, topology))
+    with _naming_address(rank, size, timeout_s), group_environment(spec):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return specs, topology
+
+
+@contextmanager
+def _naming_address(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+    """Name the address of the job in errors of the block."""
+    try:
+        yield
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise RuntimeError(
             f"rank {rank} could not connect to all {size} "

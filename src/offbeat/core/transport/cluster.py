@@ -21,7 +21,12 @@ from offbeat.core.transport.collectives import (
 )
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import Device
-from offbeat.core.transport.interfaces import LinkSpec, agree_on_links, group_environment
+from offbeat.core.transport.interfaces import (
+    LinkSpec,
+    agree_on_links,
+    control_interface,
+    group_environment,
+)
 from offbeat.core.transport.link import LinkThread, MessageLink
 from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
@@ -241,6 +246,7 @@ def connect(
     device: Device,
     timeout_s: float,
     claim: NodeClaim | None = None,
+    topology: Topology | None = None,
 ) -> Cluster:
     """Return a cluster with control and all links.
 
@@ -251,17 +257,22 @@ def connect(
         device: interface to the device.
         timeout_s: timeout of waits in seconds.
         claim: what this rank states of the nodes; None: every rank holds a replica of its own.
+        topology: the nodes, if all ranks have agreed on nodes and links before.
 
     Raises:
         ValueError: on every rank, if links or nodes differ between ranks, or if a link does not
             connect all ranks that use it.
     """
-    control = Control(timeout_s)
+    control = Control(timeout_s, topology and control_interface(specs, topology))
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:
-        claim = claim or NodeClaim("", node=(control.rank,))
-        topology = cluster.topology = agree_on_topology(claim, control)
-        own = {spec.name: spec for spec in agree_on_links(specs, control, topology)}
+        links = specs
+        if topology is None:
+            claim = claim or NodeClaim("", node=(control.rank,))
+            topology = agree_on_topology(claim, control)
+            links = agree_on_links(specs, control, topology)
+        cluster.topology = topology
+        own = {spec.name: spec for spec in links}
         inside = None if topology.is_flat else own.pop(INSIDE, None)
         if not own:
             raise ValueError(f"links must hold one between nodes beside {INSIDE!r}, as in eth0")

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import offbeat
 from offbeat.core.transport import packed
+from offbeat.core.transport.agreement import require_equal
 from offbeat.core.transport.heartbeat import (
     ABORTED,
     ACTIVE,
@@ -32,6 +33,7 @@ from offbeat.core.transport.heartbeat import (
     mark_peer_error,
     process_heartbeat,
 )
+from offbeat.core.transport.interfaces import LinkSpec, group_environment
 from offbeat.core.transport.versions import compare_versions, publish_versions
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
@@ -57,6 +59,10 @@ class Control:
 
     The group is separate from those of links, so that large messages do not delay it.
 
+    Args:
+        timeout_s: timeout of waits in seconds.
+        interface: network interface of the group; None lets gloo choose.
+
     Attributes:
         timeout_s: timeout of waits in seconds.
         rank: rank of this process.
@@ -69,9 +75,9 @@ class Control:
 
     fails_on_silence = False
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, interface: str | None = None):
         global _met
-        self.timeout_s = timeout_s
+        self.timeout_s, self._interface = timeout_s, interface
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.group: dist.ProcessGroup
@@ -86,7 +92,7 @@ class Control:
                 self.meet(f"prepare/{_met}")
                 _met += 1
                 compare_versions(versions, self.rank, self.world_size, timeout_s)
-                self.group = new_group("gloo", timeout_s)
+                self.group = self.create_group()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
@@ -100,6 +106,11 @@ class Control:
             self._heartbeat.add_user(self.met)
         self._joint_calls: dict[str, int] = {}
         self.hosts: list[str] = self.gather(host)
+
+    def create_group(self) -> dist.ProcessGroup:
+        """Return a new gloo group of all ranks on the interface for control messages."""
+        with group_environment(LinkSpec("", self._interface)):
+            return new_group("gloo", self.timeout_s)
 
     def meet(self, what: str) -> None:
         """Wait in the store until all ranks have called it. It may be repeated after a failure.
@@ -168,16 +179,7 @@ class Control:
         Raises:
             ValueError: on every rank, if values differ; names the ranks that differ.
         """
-        values = self.gather(value)
-        if all(v == values[0] for v in values):
-            return
-        odd = next(rank for rank, v in enumerate(values) if v != values[0])
-        same = [rank for rank, v in enumerate(values) if v == values[odd]]
-        raise ValueError(
-            f"{what} must be the same on all ranks: rank 0 has {values[0]}, "
-            f"rank {', '.join(map(str, same))} {'has' if len(same) == 1 else 'have'} "
-            f"{values[odd]}; {remedy}"
-        )
+        require_equal(what, self.gather(value), remedy)
 
     def store(self, name: str) -> Store:
         """Return a part of the job's store, for keys with the prefix `name`."""

@@ -13,13 +13,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING
 
 from offbeat.core.plan import CHANNEL, INSIDE
-
-if TYPE_CHECKING:  # imports torch, which the launcher of ranks must not import
-    from offbeat.core.transport.control import Control
-    from offbeat.core.transport.topology import Topology
+from offbeat.core.transport.addresses import GLOO_INTERFACE
+from offbeat.core.transport.agreement import Agreement
+from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
 NCCL_INTERFACE, NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -100,7 +98,7 @@ def group_environment(spec: LinkSpec):
     wanted = {}
     if spec.interface is not None:
         names = ",".join([spec.interface] * spec.connections)
-        wanted = {"GLOO_SOCKET_IFNAME": names, NCCL_INTERFACE: f"={spec.interface}"}
+        wanted = {GLOO_INTERFACE: names, NCCL_INTERFACE: f"={spec.interface}"}
     if spec.backend == "nccl":
         wanted[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS, "0")
     before = {name: os.environ.get(name) for name in wanted}
@@ -113,6 +111,15 @@ def group_environment(spec: LinkSpec):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def control_interface(specs: Sequence[LinkSpec], topology: Topology) -> str | None:
+    """Return the interface for process groups that belong to no link; None lets gloo choose.
+
+    It is the interface of the first link, unless `GLOO_SOCKET_IFNAME` is set, or the link does not
+    connect all ranks because replicas have several ranks.
+    """
+    return None if os.environ.get(GLOO_INTERFACE) or not topology.is_flat else specs[0].interface
 
 
 def ipv4_of(interface: str) -> ipaddress.IPv4Interface | None:
@@ -147,9 +154,11 @@ class _Host:
 
 
 def agree_on_links(
-    specs: Sequence[LinkSpec], control: Control, topology: Topology
-) -> tuple[LinkSpec, ...]:
+    specs: Sequence[LinkSpec], control: Agreement, topology: Topology
+) -> list[LinkSpec]:
     """Return the links with the names of rank 0, after checks that all ranks have the same links.
+
+    Every rank must call it.
 
     Raises:
         ValueError: on every rank, if an interface does not exist on a host, if hosts list links in
@@ -170,9 +179,9 @@ def agree_on_links(
     problem = _missing_interface(hosts, control) or _order_mismatch(hosts, control)
     if problem:
         raise ValueError(problem)
-    agreed = tuple(
+    agreed = [
         replace(spec, name=first.name) for spec, first in zip(specs, hosts[0].links, strict=True)
-    )
+    ]
     for spec, address in zip(agreed, addresses, strict=True):
         peers = _peers(spec, control.rank, topology)
         _require_reach(spec, str(address.ip) if address else None, peers, control)
@@ -186,11 +195,11 @@ def _peers(spec: LinkSpec, rank: int, topology: Topology) -> Sequence[int]:
     return topology.node_of(rank) if spec.name == INSIDE else topology.column_of(rank) or ()
 
 
-def _rank_at(rank: int, control: Control) -> str:
+def _rank_at(rank: int, control: Agreement) -> str:
     return f"rank {rank} (host {control.hosts[rank]})"
 
 
-def _missing_interface(hosts: Sequence[_Host], control: Control) -> str | None:
+def _missing_interface(hosts: Sequence[_Host], control: Agreement) -> str | None:
     for rank, host in enumerate(hosts):
         for spec in host.links:
             if spec.interface is not None and spec.interface not in host.interfaces:
@@ -201,7 +210,7 @@ def _missing_interface(hosts: Sequence[_Host], control: Control) -> str | None:
     return None
 
 
-def _order_mismatch(hosts: Sequence[_Host], control: Control) -> str | None:
+def _order_mismatch(hosts: Sequence[_Host], control: Agreement) -> str | None:
     """Return a description of the first rank with another order of links than rank 0, or None."""
     first = hosts[0]
     for rank, host in enumerate(hosts):
@@ -236,7 +245,9 @@ def _link_text(host: _Host, i: int) -> str:
 # ---- reach ----------------------------------------------------------------------------------
 
 
-def _require_reach(spec: LinkSpec, own: str | None, peers: Sequence[int], control: Control) -> None:
+def _require_reach(
+    spec: LinkSpec, own: str | None, peers: Sequence[int], control: Agreement
+) -> None:
     """Require that each rank can connect to the ranks `peers` over the link's interface.
 
     A process group that cannot be created would raise after the whole timeout only.
@@ -255,7 +266,7 @@ def _require_reach(spec: LinkSpec, own: str | None, peers: Sequence[int], contro
             address = (own, stack.enter_context(listening).getsockname()[1])
         everyone: list[tuple[str, int] | None] = control.gather(address)
         others = {
-            rank: address
+            rank: (address[0], address[1])  # JSON has made it a list
             for rank, address in enumerate(everyone)
             if rank != control.rank and rank in peers and address is not None
         }

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from offbeat.core.plan import Groups
-
-if TYPE_CHECKING:  # imports torch
-    from offbeat.core.transport.control import Control
+from offbeat.core.transport.agreement import Agreement
 
 AUTO = "auto"
 DIMENSIONS = (
@@ -245,7 +243,7 @@ def _is_ranks(node: Any) -> bool:
     return listed and all(isinstance(one, int) and not isinstance(one, bool) for one in node)
 
 
-def agree_on_topology(claim: NodeClaim, control: Control) -> Topology:
+def agree_on_topology(claim: NodeClaim, control: Agreement) -> Topology:
     """Return the topology that the ranks' claims state together.
 
     Raises:
