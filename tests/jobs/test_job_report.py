@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -100,17 +101,24 @@ def test_signal(tmp_path: Path) -> None:
         text = f"Rank {rank} received SIGTERM. Stopped after 36 iterations"
         add_end(job, rank, 1e9 - rank, how="signal", text=text)
     found = report_of(job)
-    assert (found.state, found.ending) == (
+    assert (found.state, found.ending) == (  # as rank 0 has printed it
         "signal",
-        "Rank 1 received SIGTERM. Stopped after 36 iterations",
+        "Rank 0 received SIGTERM. Stopped after 36 iterations",
     )
+
+
+def test_signal_of_one_rank_and_errors_of_waiting_ranks(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "a", 2, intervals=3)
+    add_end(job, 0, 1e9, how="raised", text="RuntimeError: Rank 1 has failed", waited=True)
+    add_end(job, 1, 2e9, how="signal", text="Rank 1 received SIGINT (Ctrl-C)")
+    assert report_of(job).ending == "Rank 1 received SIGINT (Ctrl-C)"
 
 
 def test_a_job_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_job(tmp_path / "runs" / "a", 4, intervals=3, silent=1)
     assert cli.main(["report", str(tmp_path / "runs")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "runs/a: dreamddp(period=8), 4 ranks, 15.0 s, running" in text
+    assert re.search(r"/a: dreamddp\(period=8\), 4 ranks, started .{15}, 15.0 s, running", text)
     assert "running at iteration 39; rank 1 (host-1) silent for 47.0 s" in text
     assert cli.main(["report", "--json", str(tmp_path / "runs" / "a")]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
@@ -122,6 +130,9 @@ def test_measured_iterations_do_not_count(tmp_path: Path) -> None:
         LineWriter(job, rank).line("start", iteration=ITERATIONS)
     found = report_of(job)
     assert (found.counted, found.iterations) == (24, 36)
+    text = " ".join(as_text(found, 80).split())
+    assert "per iteration of the last 24 (95 % within" in text
+    assert "50.4 MB per rank in these iterations" in text
 
 
 def test_folders_of_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

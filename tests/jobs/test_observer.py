@@ -84,6 +84,17 @@ def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
     assert found[1] == found[0]
 
 
+def test_ctrl_c_and_a_record_from_the_beginning_of_prepare(tmp_path: Path) -> None:
+    ((files, printed),) = run_world(observed_jobs.interrupt_recorded, 1, str(tmp_path))
+    assert {"run.json", "rank0.jsonl"} <= set(files)
+    assert "FutureWarning" not in printed, "of torch's DDP"
+    (folder,) = tmp_path.iterdir()
+    end = load([folder]).ranks[0].end
+    assert end is not None
+    assert [end["how"], end["text"]] == ["signal", "Rank 0 received SIGINT (Ctrl-C)"]
+    assert "Rank 0 received SIGINT (Ctrl-C)" in " ".join(printed.split())
+
+
 def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run_world(observed_jobs.train_twice, 2, str(runs), str(tmp_path / "checkpoints"))

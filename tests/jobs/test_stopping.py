@@ -53,6 +53,7 @@ def test_all_ranks_stop_after_the_same_iteration(
     text = f"Stopped after {count} iterations; the checkpoint is {tmp_path}/kept/{name}"
     found = ends(tmp_path)
     assert len(found) == 2
+    assert len(set(found)) == 1, "all ranks name the same rank"
     for end in found:
         assert re.fullmatch(f"signal: Rank {sender} received SIGTERM. {re.escape(text)}", end)
 
@@ -65,6 +66,24 @@ def test_ranks_that_do_not_wait_for_each_other_stop_separately(tmp_path: Path) -
         [name] = Folder(tmp_path / "kept" / f"worker-{rank}").names()
         assert end.startswith(f"signal: Rank {rank} received SIGTERM. Stopped after ")
         assert end.endswith(f"/worker-{rank}/{name}")
+
+
+def test_workers_of_a_loader_end_after_their_rank(tmp_path: Path) -> None:
+    """Otherwise torch would raise in the rank, which could not save the checkpoint."""
+    outcomes = watch_world(jobs.train_with_loader, 2, str(tmp_path))
+    assert [one.exitcode for one in outcomes] == [TERMINATED] * 2, outcomes[0].error
+    assert len(Folder(tmp_path / "kept").names()) == 1
+    worker, until = (tmp_path / "worker").read_text(), time.monotonic() + 20
+    while is_running(worker) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not is_running(worker)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_torchrun_and_resume(tmp_path: Path) -> None:

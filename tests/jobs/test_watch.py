@@ -27,7 +27,8 @@ from offbeat.jobs import job_view
 from offbeat.jobs.interval import Interval, LinkSums
 from offbeat.jobs.job_view import JobFollower, delaying_ranks, find_run, view
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, rank_file
-from offbeat.jobs.watch import line, screen
+from offbeat.jobs.watch import line, screen, state_text
+from offbeat.jobs.words import local_time
 
 NOTICE = {
     "iteration": 1092,
@@ -250,6 +251,8 @@ def test_rank_0_is_silent_if_the_reader_sees_no_change(tmp_path: Path) -> None:
     now += 99.0
     job.read()
     assert (view(job).state, view(job).has_failed) == ("ended", False)
+    assert job.end is not None
+    assert state_text(view(job)) == f"ended {local_time(job.end['t'])}"
 
 
 @pytest.mark.parametrize("offset_s", [-4000.0, 4000.0])

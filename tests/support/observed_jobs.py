@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import offbeat
+from offbeat.core.runtime import prepare
 from support.models import Case, build_model, build_optimizer
 from support.workers import batch, loss_of, rank
 
@@ -86,6 +87,33 @@ def train_until_signal(folder: str, strategy: str, signal_at: int) -> None:
         loss_of(model, *batch(CASE, rank(), t)).backward()
         optimizer.step()
     model.close()
+
+
+def interrupt_recorded(folder: str) -> tuple[list[str], str]:
+    """The files of the record before the parameters are broadcast, and what is printed at Ctrl-C
+    after two iterations."""
+    os.environ |= {"OFFBEAT_RECORD": folder}
+    files = list[str]()
+    broadcast = prepare.broadcast_model
+
+    def note_files(*args: Any) -> None:
+        files.extend(path.name for path in Path(folder).glob("*/*"))
+        broadcast(*args)
+
+    prepare.broadcast_model = note_files
+    model = build_model(CASE)
+    text = io.StringIO()
+    with redirect_stderr(text):
+        model, optimizer = offbeat.prepare(model, build_optimizer(CASE, model), "ddp")
+        for t in range(2):
+            optimizer.zero_grad()
+            loss_of(model, *batch(CASE, rank(), t)).backward()
+            optimizer.step()
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            model.close()
+    return files, text.getvalue()
 
 
 def observers(log: str) -> list[Any]:

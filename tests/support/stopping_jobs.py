@@ -6,12 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.data import DataLoader
 
 import offbeat
 from offbeat import DDP, LocalSGD
@@ -37,6 +39,18 @@ def open_job(folder: str | None, strategy: offbeat.Strategy) -> Job:
     request.on_end = lambda how, text: path.write_text(f"{how}: {text}")
     Path(folder, f"process{rank()}").write_text(str(os.getpid()))
     return made
+
+
+def train_with_loader(folder: str) -> None:
+    """The worker of a DataLoader receives SIGTERM, then its rank does, as from torchrun."""
+    made = open_job(folder, PERIODIC)
+    for t, _ in enumerate(DataLoader(range(1_000_000), num_workers=1)):
+        if t == AT:
+            (worker,) = multiprocessing.active_children()
+            Path(folder, "worker").write_text(str(worker.pid))
+            for target in (worker.pid, os.getpid()):  # sent by another process than the rank
+                subprocess.run(["kill", "-TERM", str(target)], check=True)
+        made.iterate(t)
 
 
 def send_signal(target: int | None = None) -> None:

@@ -189,17 +189,18 @@ class JobMonitor:
         self._line_every_s = min(2 * self._line_every_s, RAREST_LINE_S)
         self._line_due_s = now_s + self._line_every_s
         predicted_s = self._outlook.iteration_s
-        parts = [f"{own.stop:,} iterations", f"{seconds(own.mean_s)} each"]
+        done = count_text(own.stop, "iteration")
+        pace = f"{seconds(own.mean_s)} each"
         if predicted_s is not None:
-            parts[-1] += (
-                f" (predicted {seconds(predicted_s)}, {deviation(own.mean_s / predicted_s - 1)})"
-            )
+            error = deviation(own.mean_s / predicted_s - 1)
+            pace += f" (predicted {seconds(predicted_s)}, {error})"
+        parts = [f"{done}; the last {own.n:,}: {pace}"] if own.n < own.stop else [done, pace]
         parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")
-        if own.loss is not None and own.loss.n:
-            parts.append(f"loss {own.loss.mean:.4g}")
-        console.print(
-            "progress", ", ".join(parts), iterations=own.stop, s=own.mean_s, predicted_s=predicted_s
-        )
+        loss = own.loss.mean if own.loss is not None and own.loss.n else None
+        if loss is not None:
+            parts.append(f"mean loss {loss:.4g}")
+        numbers = {"iterations": own.stop, "n": own.n, "s": own.mean_s, "predicted_s": predicted_s}
+        console.print("progress", ", ".join(parts), **numbers, wait_s=own.wait_s / own.n, loss=loss)
 
     def _describe_end(
         self, how: str, text: str, total: Interval | None, iterations: int
@@ -215,7 +216,7 @@ class JobMonitor:
         if predicted_s is not None:
             first += f", predicted {seconds(predicted_s)}"
         sent = sum(link.bytes for link in total.links.values())
-        second = f"{percent(total.wait_s / total.s_sum)} waiting; {size(sent)} sent per rank"
+        second = f"{percent(total.wait_s / total.s_sum)} waiting; {size(sent)} sent by rank 0"
         if self._outlook is not None and (baseline := self._outlook.baseline) is not None:
             whole_s = baseline.iteration_s * total.n
             second += f"; {BASELINE}: {duration(whole_s)} (predicted)"

@@ -34,7 +34,7 @@ from offbeat.core.runtime.recording import Recorder
 from offbeat.core.sim.trace import spans_to_dict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.heartbeat import run_at_process_exit
+from offbeat.core.transport.heartbeat import describe_exception, run_at_process_exit
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
@@ -231,8 +231,10 @@ class JobObserver(Recorder):
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("ended")
+        elif isinstance(error, KeyboardInterrupt):
+            self.end("signal", f"Rank {self._rank} received SIGINT (Ctrl-C)")
         else:
-            text = f"{type(error).__name__}: {error}"[:MOST_TEXT]
+            text = describe_exception(error)[:MOST_TEXT]
             self.end("raised", text, waited=self._blames_peers(error))
 
     # ---- end --------------------------------------------------------------------------------

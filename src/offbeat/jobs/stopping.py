@@ -26,6 +26,8 @@ from offbeat.core.console import console
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.heartbeat import ACTIVE, STORE_TIMEOUT_S
+from offbeat.jobs.loader_workers import protect_workers, unprotect_workers
+from offbeat.jobs.words import count_text
 
 STOP_S = 20.0  # longest time from the signal to the end; launchers kill 30 s after SIGTERM
 SECOND_S = 2.0  # an earlier second signal counts as the first one, sent by another launcher
@@ -136,6 +138,7 @@ class StopRequest:
         is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if not is_default or threading.current_thread() is not threading.main_thread():
             return
+        protect_workers()
         signal.signal(signal.SIGTERM, self._handle)
         signal.siginterrupt(signal.SIGTERM, False)
         number = self._wakeup.fileno()
@@ -153,6 +156,8 @@ class StopRequest:
             if previous not in (-1, self._wakeup.fileno()):
                 signal.set_wakeup_fd(previous)
             _installed[:] = [request for request in _installed if request is not self]
+        if not _installed:
+            unprotect_workers()
 
     @property
     def _is_installed(self) -> bool:
@@ -177,7 +182,8 @@ class StopRequest:
             with suppress(TimeoutError):
                 self._read_signals(self._signals.recv(4096))
             if self._requester is not None and (why := self._reason_to_end_now()) is not None:
-                self._end(self._outcome or f"Ended after {self._ended} iterations: {why}")
+                ended = f"Ended after {count_text(self._ended, 'iteration')}: {why}"
+                self._end(self._outcome or ended)
                 return
 
     def _read_signals(self, numbers: bytes) -> None:
@@ -216,7 +222,7 @@ class StopRequest:
             store.set(REQUESTED, str(self._requester))
             last = max(self._collect(store, "last", self._last))
             with self._lock:
-                self._last = last
+                self._last, self._requester = last, int(store.get(REQUESTED))  # of all ranks
             self._agreed.set()
             self._saved.wait()
             self._collect(store, "saved", last)
@@ -270,7 +276,8 @@ class StopRequest:
         if iteration < self._last:
             return
         self._is_last_ended = True
-        self._outcome = f"Stopped after {iteration} iterations{self._save_checkpoint()}"
+        stopped = f"Stopped after {count_text(iteration, 'iteration')}"
+        self._outcome = stopped + self._save_checkpoint()
         self._saved.set()
         self._all_saved.wait()
         with suppress(Exception):  # an exit by a signal does not flush

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
-from offbeat.jobs.words import NONE, percent, seconds, size
+from offbeat.jobs.words import NONE, local_time, percent, seconds, size
 from offbeat.jobs.words import error as relative_error
 
 WIDE = 72  # characters of a line from which less important facts are shown
@@ -152,15 +152,15 @@ def line(shown: JobView) -> str:
 def state_text(shown: JobView) -> str:
     """Return how the job runs or has ended, with the ranks that are the reason."""
     if shown.state in STATES:
-        return STATES[shown.state]
+        ended_t = None if shown.end is None else shown.end.get("t")
+        return STATES[shown.state] + (f" {local_time(ended_t)}" if ended_t is not None else "")
     if shown.state == "failed":
         return _rank_list([r for r in shown.ranks if r.state in FAILED], "failed")
     if shown.rank_0_silent_s is None:
         return _rank_list([rank for rank in shown.ranks if rank.silent], "silent")
     if shown.last_sign_t is None:
         return f"rank 0 silent for {shown.rank_0_silent_s:.0f} s"
-    last_sign = time.localtime(shown.last_sign_t)
-    return f"rank 0 silent since {time.strftime('%b %d %H:%M:%S', last_sign)}"
+    return f"rank 0 silent since {local_time(shown.last_sign_t)}"
 
 
 def event_text(event: Mapping[str, Any]) -> str:
@@ -201,7 +201,7 @@ def _pace(shown: JobView) -> list[Text]:
     if shown.script_share is not None and shown.script_share >= SCRIPT_SHARE:
         parts.append(Text(f"{percent(shown.script_share)} between iterations"))
     if shown.loss is not None:
-        parts.append(Text(f"loss {shown.loss:.4g}"))
+        parts.append(Text(f"mean loss {shown.loss:.4g}"))
     if shown.nonfinite_losses:
         parts.append(Text(f"{shown.nonfinite_losses:,} losses not finite", "bold red"))
     return parts

@@ -1,8 +1,9 @@
-"""Numbers as texts: seconds, bytes, shares and durations."""
+"""Numbers as texts: seconds, bytes, shares, durations and times."""
 
 from __future__ import annotations
 
 import math
+import time
 from itertools import pairwise
 
 NONE = "–"
@@ -62,6 +63,11 @@ def duration(value: float) -> str:
             rest = int(value % scale // next_scale)
             return f"{int(value // scale)} {name}" + (f" {rest} {next_name}" if rest else "")
     return seconds(value)
+
+
+def local_time(t: float) -> str:
+    """Return a time in seconds since 1970 as local time: 'Nov 25 15:39:21'."""
+    return time.strftime("%b %d %H:%M:%S", time.localtime(t))
 
 
 def count_text(count: int, noun: str) -> str:

@@ -286,13 +286,13 @@ def prepare(
             for text in (*settings.notices, *_notices(notice, cluster, gpus)):
                 console.print("notice", text, "warning")
             console.print("start", _startup_message(strategy, cluster, known, observe))
-        broadcast_model(model, cluster)
         recorder = _create_recorder(model, job, cluster)
         if recorder is None:
             recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster)
+        stop_request = _create_stop_request(job, cluster, recorder)
+        broadcast_model(model, cluster)  # may take minutes, in which the record shows the job
         if recorder is not None and difference is not None:
             recorder.warnings.append(difference)
-        stop_request = _create_stop_request(job, cluster, recorder)
         training = TrainingJob(model, whole, cluster, known, how, watch, job, ranks, recorder)
         session = strategy.open(training)
     except BaseException:

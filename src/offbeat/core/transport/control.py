@@ -29,6 +29,7 @@ from offbeat.core.transport.heartbeat import (
     LazyText,
     RankStatus,
     as_text,
+    describe_exception,
     is_peer_error,
     mark_peer_error,
     process_heartbeat,
@@ -143,7 +144,7 @@ class Control:
     def close(self, failure: BaseException | None = None) -> None:
         """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""
         if self._heartbeat is not None:
-            reason = None if failure is None else f"failed with {type(failure).__name__}: {failure}"
+            reason = None if failure is None else f"failed with {describe_exception(failure)}"
             self._heartbeat.remove_user(reason)
 
     def gather(self, value: Any) -> list[Any]:

@@ -18,11 +18,11 @@ from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, delaying_ranks
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
 from offbeat.jobs.verdict_file import VERDICT_FILE, find_verdict
-from offbeat.jobs.words import count_text, duration
+from offbeat.jobs.words import count_text, duration, local_time
 
 INDENT = 13  # characters before the texts of the printed report
 MOST_EVENTS = 6  # newest events that are printed
-MOST_TEXT = 300  # characters of an error that are printed
+MOST_TEXT = 600  # characters of an error that are printed
 SILENT_S = 2.0  # a rank whose last heartbeat is older than this at the first error failed before it
 
 TITLES = {
@@ -62,6 +62,7 @@ class JobReport:
         world_size: number of ranks.
         state: a key of `TITLES`.
         ending: how the job ended, or what it does.
+        started_t: start in seconds since 1970.
         duration_s: seconds from the start to the last line.
         iterations: iterations of the job, with those before a checkpoint.
         counted: iterations of the record after the measurement of a profile.
@@ -75,7 +76,7 @@ class JobReport:
             lines.
         script_s: between iterations.
         late_ranks: ranks that begin their messages late.
-        sent_bytes: bytes that a rank has sent.
+        sent_bytes: bytes that a rank has sent in these iterations.
         baseline_share: these bytes divided by those of DDP; None without a profile.
         verdict: what the verdict that is kept with the run predicts; None without one.
         losses: mean loss of the first and of the last interval.
@@ -91,6 +92,7 @@ class JobReport:
     world_size: int
     state: str
     ending: str
+    started_t: float
     duration_s: float
     iterations: int
     counted: int
@@ -161,11 +163,12 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         world_size=record.world_size,
         state=state,
         ending=ending,
+        started_t=started,
         duration_s=max(0.0, max(_times(record), default=started) - started),
         iterations=_stop(record),
         counted=0 if own is None else own.n,
         iteration_s=None if own is None else own.mean_s,
-        range_s=None if own is None else (quantile(own.hist, 0.025), quantile(own.hist, 0.975)),
+        range_s=None if own is None else _range_s(own),
         predicted_s=alive.get("predicted_s"),
         bound_s=alive.get("bound_s"),
         compute_s=_mean(counted, lambda i: i.own_s),
@@ -214,11 +217,12 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     hows = {end.get("how") for end in ends.values()}
     if silent and "ended" not in hows:
         return "silent", _silent_text(record, silent, ends)
+    if "signal" in hows:
+        # Ranks of gossip and servers stop separately, so the text is that of rank 0 if possible.
+        _, rank = min((r != 0, r) for r, end in ends.items() if end.get("how") == "signal")
+        return "signal", _stop_text(record, rank, ends[rank])
     if raised:
         return "raised", _stop_text(record, raised[0][1], ends[raised[0][1]])
-    if "signal" in hows:
-        _, rank = min((end["t"], rank) for rank, end in ends.items() if end.get("how") == "signal")
-        return "signal", _stop_text(record, rank, ends[rank])
     if "ended" in hows:
         return "ended", f"after {count_text(_stop(record), 'iteration')}"
     return "silent", "the record has no line about the end"
@@ -316,6 +320,12 @@ def _total(lines: RankLines) -> Interval | None:
     """Return the sums after the measurement of a profile, or of all iterations if none follow."""
     counted = [i for i in lines.intervals if i.first >= lines.first] or lines.intervals
     return combine(counted) if counted else None
+
+
+def _range_s(total: Interval) -> tuple[float, float]:
+    """Return the quantiles at 2.5 % and 97.5 %, which the bins of the histogram round."""
+    low, high = (quantile(total.hist, share) for share in (0.025, 0.975))
+    return max(low, total.s_min), min(high, total.s_max)
 
 
 def _mean(totals: Mapping[int, Interval], part: Callable[[Interval], float]) -> float | None:
@@ -443,7 +453,8 @@ def as_text(report: JobReport, width: int) -> str:
     """Return the printed report; no line is wider than `width`, except for long words."""
     title = (
         f"{report.folder}: {report.strategy}, {count_text(report.world_size, 'rank')}, "
-        f"{duration(report.duration_s)}, {TITLES[report.state]}"
+        f"started {local_time(report.started_t)}, {duration(report.duration_s)}, "
+        f"{TITLES[report.state]}"
     )
     lines = wrap(title, width, "  ")
     for name, text in _rows(report):
@@ -453,9 +464,12 @@ def as_text(report: JobReport, width: int) -> str:
 
 def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
     yield "ended" if report.state != "running" else "running", report.ending
+    is_part = report.counted < report.iterations  # the others have measured the profile
     if report.iteration_s is not None and report.range_s is not None:
         low, high = map(words.seconds, report.range_s)
-        text = f"{words.seconds(report.iteration_s)} per iteration (95 % within {low} to {high})"
+        text = f"{words.seconds(report.iteration_s)} per iteration"
+        text += f" of the last {report.counted:,}" * is_part
+        text += f" (95 % within {low} to {high})"
         if report.predicted_s is not None:
             difference = words.error(report.iteration_s / report.predicted_s - 1)
             text += f"; predicted {words.seconds(report.predicted_s)} ({difference})"
@@ -464,7 +478,7 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
     if report.verdict is not None:
         yield "verdict", report.verdict
     if report.sent_bytes is not None:
-        text = f"{words.size(report.sent_bytes)} per rank"
+        text = f"{words.size(report.sent_bytes)} per rank{' in these iterations' * is_part}"
         if report.baseline_share is not None:
             text += f", {words.percent(report.baseline_share)} of what {BASELINE} would have sent"
         yield "bytes", text
@@ -491,7 +505,7 @@ def _split_text(report: JobReport) -> str:
     parts = {
         "compute": report.compute_s,
         "waiting for messages": report.messages_s,
-        f"for late ranks ({late})" if late else "for late ranks": report.late_s,
+        f"for late ranks ({late})" if late else "for late ranks": report.late_s or None,
         "script between iterations": report.script_s,
     }
     text = words.column_of(parts.values())

@@ -71,8 +71,10 @@ def rate(rate_bps: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Return a loss with four significant digits."""
-    return NONE if value is None else digits(value, 4)
+    """Return a loss with four significant digits; with an exponent from 1e7 on."""
+    if value is None or abs(value) < 1e7:
+        return NONE if value is None else digits(value, 4)
+    return f"{value:.3e}"
 
 
 def count(number: int, noun: str) -> str:
