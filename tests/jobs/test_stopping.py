@@ -18,6 +18,7 @@ from support.worlds import TESTS, run_world, watch_world
 
 from offbeat import A2CiD2, LocalSGD
 from offbeat.core.checkpoint.folder import Folder
+from offbeat.jobs.record_lines import load
 
 TERMINATED = -signal.SIGTERM
 SCRIPT = """
@@ -66,6 +67,17 @@ def test_ranks_that_do_not_wait_for_each_other_stop_separately(tmp_path: Path) -
         [name] = Folder(tmp_path / "kept" / f"worker-{rank}").names()
         assert end.startswith(f"signal: Rank {rank} received SIGTERM. Stopped after ")
         assert end.endswith(f"/worker-{rank}/{name}")
+
+
+def test_a_server_ends_after_its_workers(tmp_path: Path) -> None:
+    """Otherwise the workers would end by an error, as the launcher stops all ranks at once."""
+    outcomes = watch_world(jobs.serve_and_train, 3, str(tmp_path))
+    assert [one.exitcode for one in outcomes] == [TERMINATED] * 3, outcomes[0].error
+    (folder,) = (tmp_path / "runs").iterdir()
+    texts = [lines.end and lines.end["text"] for _, lines in sorted(load([folder]).ranks.items())]
+    assert re.fullmatch(r"Rank 0 received SIGTERM\. Stopped after \d+ iterations", str(texts[0]))
+    assert re.fullmatch(r"Rank 1 received SIGTERM\. Stopped after \d+ iterations", str(texts[1]))
+    assert texts[2] == "Rank 2 received SIGTERM. Ended after 0 iterations: no worker is connected"
 
 
 def test_workers_of_a_loader_end_after_their_rank(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat import DDP, LocalSGD
+from offbeat import DDP, SSP, LocalSGD
 from offbeat.jobs import stopping
 from support.checkpoint_jobs import Job
 from support.models import Case
@@ -50,6 +50,19 @@ def train_with_loader(folder: str) -> None:
             Path(folder, "worker").write_text(str(worker.pid))
             for target in (worker.pid, os.getpid()):  # sent by another process than the rank
                 subprocess.run(["kill", "-TERM", str(target)], check=True)
+        made.iterate(t)
+
+
+def serve_and_train(folder: str) -> None:
+    """The last rank serves. All ranks receive SIGTERM in an iteration, the server first."""
+    os.environ |= {"OFFBEAT_RECORD": f"{folder}/runs", "OFFBEAT_SERVERS": "1"}
+    Path(folder, f"process{rank()}").write_text(str(os.getpid()))
+    made = Job(SSP(), CASE)
+    for t in range(1_000_000):
+        if t == AT and rank() == 0:
+            for other in (2, 1, 0):
+                send_signal(int(Path(folder, f"process{other}").read_text()))
+                time.sleep(0.5)
         made.iterate(t)
 
 

@@ -323,8 +323,13 @@ class JobObserver(Recorder):
         now_s = time.monotonic()
         if self._writer is None or now_s < self._window_due_s or done.planned < period:
             return
+        if done.split is not None and not done.split.measured:
+            return
+        if not self._window and done.planned % period:  # so that windows of ranks are alike
+            return
         self._window.append(done)
-        if len(self._window) < max(2, SPANS_PERIODS * period) + 1:
+        # torch's DDP measures single iterations.
+        if len(self._window) <= (1 if done.split is not None else max(2, SPANS_PERIODS * period)):
             return
         self._window_due_s = now_s + SPANS_EVERY_S
         whole, self._window = self._window[:-1], []  # the device has reached all but the last

@@ -59,6 +59,7 @@ class StopRequest:
         self.on_end: Callable[..., Any] = on_end or self._print_end
         self._session: Session | None = None
         self._save: Callable[[], Saving] | None = None
+        self._has_workers: Callable[[], bool] | None = None  # of a server
         self._is_common = False  # whether the ranks stop after the same iteration
         self._lock = threading.Lock()  # of `_ended` and `_last`
         self._ended = 0  # number of finished iterations
@@ -105,6 +106,14 @@ class StopRequest:
                 target=self._exchange, args=(store,), name=THREAD_NAME, daemon=True
             )
             self._exchanging.start()
+
+    def attach_server(self, is_connected: Callable[[], bool]) -> None:
+        """Serve on after a signal, so that the workers can end their iterations.
+
+        Args:
+            is_connected: whether a worker is connected.
+        """
+        self._has_workers = is_connected
 
     def on_iteration_end(self, iteration: int) -> None:
         """Save, write the end and pass the signal on, if this iteration is the last one.
@@ -245,8 +254,10 @@ class StopRequest:
 
     def _reason_to_end_now(self) -> str | None:
         """Return why this rank ends without the end of the iteration; None if it does not."""
-        if self._session is None:
+        if self._session is None and self._has_workers is None:
             return "training has not begun"
+        if self._has_workers is not None and not self._has_workers():
+            return "no worker is connected"
         if self._has_second_signal:
             return "a second SIGTERM has arrived"
         if time.monotonic() - self._requested_s > STOP_S:

@@ -258,7 +258,7 @@ def _activity(rank: RankView, width: int) -> str:
     if rank.silent:
         return f"SILENT {rank.age_s:.0f} s, {text}"
     if rank.state in FAILED:
-        return f"FAILED: {text}"
+        return f"FAILED: {text.removeprefix('failed with ')}"
     return f"delays others: {text}" if rank.delays_others else text
 
 

@@ -78,6 +78,11 @@ class Service(ConnectionLoop[_Peer]):
             Kind.BYE: self._bye,
         }
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection is open. Any thread may read it."""
+        return len(self._peers) > 0
+
     def serve(self) -> None:
         """Serve until no worker is left. RuntimeError if all workers were removed as silent."""
         try:

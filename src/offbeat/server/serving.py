@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offbeat.core.console import console
-from offbeat.core.runtime.training_job import RankRoles
+from offbeat.core.runtime.training_job import RankRoles, TrainingJob
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.frames.job_secret import common_secret, own_address
@@ -24,14 +24,9 @@ from offbeat.server.strategies import SSP
 BEATS = 4  # heartbeats of a worker per `silent_s`
 
 
-def serve(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: SSP,
-    ranks: RankRoles,
-    cluster: Cluster,
-) -> None:
+def serve(strategy: SSP, job: TrainingJob) -> None:
     """Serve this rank's shards until every worker has left. The model loses its memory."""
+    model, optimizer, ranks, cluster = job.model, job.optimizer, job.ranks, job.cluster
     layout = layout_of(optimizer, strategy, ranks)
     number = cluster.control.rank - ranks.servers.start
     store = Store(layout, number, optimizer, strategy.apply, ranks.workers)
@@ -44,7 +39,10 @@ def serve(
     _free_model(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
-    Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots).serve()
+    service = Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots)
+    if job.stop_request is not None:
+        job.stop_request.attach_server(lambda: service.is_connected)
+    service.serve()
 
 
 def client_of(

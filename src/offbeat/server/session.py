@@ -269,7 +269,7 @@ def open_served_session(strategy: SSP, job: TrainingJob) -> SSPSession:
     On a rank of a server, serve until all workers have left, then raise SystemExit(0).
     """
     if job.cluster.control.rank in job.ranks.servers:
-        serve(job.model, job.optimizer, strategy, job.ranks, job.cluster)
+        serve(strategy, job)
         raise SystemExit(0)
     pace = job.requested_pace()
     if job.recorder:

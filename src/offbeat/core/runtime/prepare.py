@@ -293,7 +293,9 @@ def prepare(
         broadcast_model(model, cluster)  # may take minutes, in which the record shows the job
         if recorder is not None and difference is not None:
             recorder.warnings.append(difference)
-        training = TrainingJob(model, whole, cluster, known, how, watch, job, ranks, recorder)
+        training = TrainingJob(
+            model, whole, cluster, known, how, watch, job, ranks, recorder, stop_request
+        )
         session = strategy.open(training)
     except BaseException:
         if recorder is not None:

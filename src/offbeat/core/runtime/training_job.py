@@ -18,6 +18,7 @@ from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
 if TYPE_CHECKING:
+    from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
 
 # Named as text, because the runtime must not import these modules.
@@ -90,6 +91,7 @@ class TrainingJob:
         request: options of the launcher.
         ranks: the ranks that train, and the ranks that serve.
         recorder: writes this rank's record; None if none is requested.
+        stop_request: handler of SIGTERM; None if there is nothing to save or to record.
     """
 
     model: nn.Module
@@ -101,6 +103,7 @@ class TrainingJob:
     request: LaunchRequest
     ranks: RankRoles
     recorder: Recorder | None
+    stop_request: StopRequest | None = None
 
     def open_connections(self) -> None:
         """Open all connections before a run whose iterations are compared with a prediction."""

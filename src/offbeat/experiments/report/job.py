@@ -518,8 +518,8 @@ def _restart_text(restart: Restart) -> str:
         return f"{after} from a checkpoint of a job without a record"
     if restart.folder is None:
         return f"{after} from {restart.run}, whose record is not beside this one"
-    twice = count_text(restart.repeated or 0, "iteration")
-    return f"{after} from {restart.folder}; {twice} done twice"
+    twice = f"; {count_text(restart.repeated or 0, 'iteration')} done twice"
+    return f"{after} from {restart.folder}{twice * bool(restart.repeated)}"
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
