@@ -24,8 +24,7 @@ import offbeat
 from offbeat.cli import commands as cli
 from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.runtime.prepare import _link_specs
-from offbeat.core.transport import agreement, interfaces
-from offbeat.core.transport.agreement import StoreAgreement
+from offbeat.core.transport import interfaces, store_agreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
     ASKED_BYTES,
@@ -38,6 +37,7 @@ from offbeat.core.transport.collectives import (
 from offbeat.core.transport.control import new_group
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
+from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.plan import Moment, Verb, transfer
 
 HOST = torch.device("cpu")
@@ -458,7 +458,7 @@ def test_ranks_agree_by_the_store(version: str, expected: str) -> None:
 
 
 def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "STAYS_S", 0.0)
+    monkeypatch.setattr(store_agreement, "STAYS_S", 0.0)
     text = agreement_of(HashStore(), 0, "1", 0.1)
     assert text.startswith("rank 1 has not answered within 0.1 s: it has failed, or has an earlier")
 

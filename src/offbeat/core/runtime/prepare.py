@@ -75,7 +75,6 @@ from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
 from offbeat.core.transport import addresses, rendezvous
-from offbeat.core.transport.agreement import StoreAgreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import device_of
@@ -89,6 +88,7 @@ from offbeat.core.transport.interfaces import (
     parse_link,
 )
 from offbeat.core.transport.link import THREAD_PREFIX
+from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.core.transport.topology import (
     DIMENSIONS,
     Nodes,

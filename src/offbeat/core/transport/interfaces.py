@@ -266,7 +266,7 @@ def _require_reach(
             address = (own, stack.enter_context(listening).getsockname()[1])
         everyone: list[tuple[str, int] | None] = control.gather(address)
         others = {
-            rank: (address[0], address[1])  # JSON has made it a list
+            rank: address
             for rank, address in enumerate(everyone)
             if rank != control.rank and rank in peers and address is not None
         }
