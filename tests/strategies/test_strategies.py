@@ -547,7 +547,7 @@ def test_a_cap_makes_torchs_groups():
 def test_registry_and_creation():
     averaging = ["dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
     others = ["cyclic", "deft", "diloco", *averaging]
-    synchronous = ["asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte", "wfbp"]
+    synchronous = ["wfbp", "asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte"]
     assert list(STRATEGIES) == ["ddp", *synchronous, *others]
     assert [name for name, cls in STRATEGIES.items() if not cls.synchronous] == others
     for name, cls in STRATEGIES.items():
