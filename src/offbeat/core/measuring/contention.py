@@ -44,7 +44,7 @@ def measure_contention(
             break
         start, sent = time.perf_counter(), 0
         cluster.open([b])
-        loads.setdefault(b, loads[a])
+        loads.setdefault(b, loads[a].clone())  # both links write to their load
         one, other = base_link(a), base_link(b)
         for name in (one, other):
             if name not in alone:
