@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.buckets.layout import BucketSpec, group_parameters, nbytes, specs_of_profile
+from offbeat.core.buckets.layout import BucketSpec, group_parameters, specs_of_profile
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
@@ -87,7 +87,7 @@ def untimed(model: nn.Module, ranks: int) -> Profile:
             spec.name,
             1e-3,
             2e-3,
-            sum(nbytes(parameters[name]) for name in spec.parameters),
+            sum(parameters[name].nbytes for name in spec.parameters),
             tensors=spec.parameters + spec.buffers,
         )
         for spec in layout(model)

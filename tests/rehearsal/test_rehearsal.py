@@ -13,6 +13,7 @@ from support.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
 from support.strategy_lists import STRATEGIES
 from support.worlds import run_world
 
+import offbeat
 from offbeat import Profile
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.interpreter import Interpreter
@@ -40,11 +41,15 @@ def test_equals_the_interpreter(name):
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
 
 
-PROCESSES = ["wfbp", "dreamddp:period=3", "diloco:period=2", "selsync:delta=.2", "cyclic"]
+# One of each kind: whole averages, halves, sums from rank to rank, later updates, outer steps,
+# delayed averages with a codec, a draw of workers, averaged optimizer state, votes.
+PROCESSES = ["wfbp", "dear", "cyclic", "deft:preserver=false", "diloco:period=2"]
+PROCESSES += ["dreamddp:period=3:due=delayed:wire=int4", "fedavg:local_steps=2"]
+PROCESSES += ["local-sgd:period=2:state=averaged", "selsync:delta=.2"]
 
 
 def test_equals_real_processes_with_the_same_seeds():
-    real = run_world(rehearsed.train_here, 2, PROCESSES, 5)
+    real = run_world(rehearsed.train_here, 2, PROCESSES, 5, timeout_s=120.0)
     for name in PROCESSES:
         models, curve = rehearsed.rehearse(name, ranks=2, seed=5)
         for rank, model in enumerate(models):
@@ -92,3 +97,21 @@ def test_random_streams_of_the_caller_stay():
             rehearsed.rehearse("bsp", profile=profile)
         found.append(draws())
     assert found[0] == found[1]
+
+
+def test_forked_processes_equal_this_one():
+    found = []
+    for processes in (1, 2):
+        curves = offbeat.rehearse(
+            rehearsed.make_model,
+            rehearsed.make_optimizer,
+            rehearsed.batches,
+            ["bsp", "local-sgd:period=2"],
+            rehearsed.profile_of(2),
+            iterations=3,
+            processes=processes,
+        )
+        found.append({label: [*curve.losses] for label, curve in curves.items()})
+    here, forked = found
+    for label, losses in here.items():
+        np.testing.assert_allclose(forked[label], losses, rtol=0, atol=1e-12)
