@@ -114,6 +114,66 @@ def test_slow_pairs_and_hosts() -> None:
         assert text.startswith("rank 1 (host-01-of-a-large-cluster) 5 Mbit/s to all other hosts")
 
 
+def test_a_slow_pair_of_a_host_with_one_pair() -> None:
+    """Nothing is known of its other pairs."""
+    facts, found = made_up(3)
+    for pair in ((1, 2), (2, 1)):
+        del found.rate_bps[pair]
+    found.rate_bps[0, 2] = found.rate_bps[2, 0] = 5e6
+    found.at_once_bps.clear()
+    ((level, text),) = level_and_text(found, facts)
+    assert level == "slow"
+    assert re.match(r"rank 0 \(.*\) <-> rank 2 \(|rank 2 \(.*\) <-> rank 0 \(", text)
+
+
+def test_a_shared_link_is_one_whose_mean_rate_falls() -> None:
+    """The first pair is measured alone, as the others of its round may share the link, too."""
+    facts, found = made_up(4)
+    found.at_once_bps = {0: 94e6, 1: 30e6, 2: 30e6, 3: 30e6}
+    ((level, text),) = level_and_text(found, facts)
+    assert (level, text[:51]) == ("slow", "at once 46 Mbit/s, alone 94: hosts share a link. of")
+    facts, found = made_up(4, 47e6)
+    assert level_and_text(found, facts) == []
+    found.alone_bps = {0: 94e6}
+    ((_, text),) = level_and_text(found, facts)
+    assert text.startswith("at once 47 Mbit/s, alone 94: hosts share a link")
+    found.rate_bps[1, 2] = 90e6  # one fast pair: the mean may not exceed the highest rate
+    assert found.single_rate_bps() == pytest.approx(94e6)
+
+
+def test_clocks_ahead_and_behind_the_median() -> None:
+    """A host may be compared only with one whose clock was found by another pair."""
+    facts, found = made_up(3)
+    found.offset_s = {(1, 2): 2.0, (0, 2): 7.0}  # clocks of 0, 5 and 7 s
+    assert found.clock_offsets() == {0: -5.0, 1: 0.0, 2: 2.0}
+    texts = [text for _, text in level_and_text(found, facts)]
+    assert ["5 s behind" in texts[0], "2 s ahead" in texts[1], len(texts)] == [True, True, 2]
+
+
+def test_pairs_that_are_cut_in_one_direction_or_both() -> None:
+    facts, found = made_up(3)
+    found.unreachable = {(0, 1): "no answer in 3 s", (1, 0): "no answer in 3 s"}
+    assert [found.is_cut(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, True, False]
+    ((_, text),) = level_and_text(found, facts)
+    assert "; rank 1 cannot reach rank 0. " in text
+    found.unreachable = {(0, 1): "no answer in 3 s"}
+    assert found.is_cut(1, 0)
+
+
+def test_links_and_loopback_addresses_of_ranks() -> None:
+    facts, _ = made_up(3)
+    facts[2] = replace(facts[2], endpoints=[])
+    assert [text for _, text in facts_verdicts(facts)] == [
+        "OFFBEAT_LINKS must name the same number of links on every rank."
+    ]
+    facts, _ = made_up(2)
+    local = [replace(facts[0].endpoints[0], gloo_address="127.0.1.1")]
+    facts = [replace(fact, endpoints=local) for fact in facts]
+    assert [level for level, _ in facts_verdicts(facts)] == ["fails", "fails"]
+    facts = [replace(fact, host_key="the same") for fact in facts]
+    assert [*facts_verdicts(facts)] == [], "ranks of one host reach each other there"
+
+
 def test_many_failures_are_counted() -> None:
     facts, found = made_up(17)
     found.unreachable = {(rank, 3): "Connection refused" for rank in range(17) if rank != 3}
@@ -266,6 +326,7 @@ def check_on_a_clock(
     If pairs fail, everything takes the longest time that it may take.
     """
     clocks, tried = Clocks(), list[frozenset[int]]()
+    ring: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
     together = Together(ranks, clocks)
     points = made_up(ranks)[1].endpoints
     ends: list[float] = [0.0] * ranks
@@ -275,6 +336,7 @@ def check_on_a_clock(
 
     def open_connection(own: int, peer: int, until_s: float) -> socket.socket:
         tried.append(frozenset((own, peer)))
+        assert until_s > clocks.now_s, "no time is left"
         take(until_s - clocks.now_s if frozenset((own, peer)) in fails else 0.0)
         if frozenset((own, peer)) in fails:
             raise TimeoutError("no connection in time")
@@ -306,6 +368,9 @@ def check_on_a_clock(
         check_.check_reach()
         check_.measure_pairs()
         check_.measure_connections()
+        accept_, connect_ = check_._accept, check_._connect
+        check_._accept = lambda peer: ring[rank].append("accept") or accept_(peer)  # type: ignore
+        check_._connect = lambda peer: ring[rank].append("connect") or connect_(peer)  # type: ignore
         check_.measure_ring()
         found[rank], ends[rank] = check_.findings, clocks.now_s
 
@@ -315,6 +380,8 @@ def check_on_a_clock(
         thread.start()
     for thread in threads:
         thread.join(30)
+    if ranks > 1 and not fails and "the ring" not in "".join(found[0].omitted):
+        assert {*ring[0][:1], *ring[1][:1]} == {"accept", "connect"}, "not all wait for each other"
     return found, max(ends), tried
 
 
@@ -340,6 +407,19 @@ def test_the_time_is_limited_whatever_fails(hosts: int, monkeypatch: pytest.Monk
     assert "the ring of all hosts (a pair of it fails)" in texts[-1]
     rounds = len(schedule(hosts))
     assert ("pairs of " in texts[-1]) == (failed != pairs), (rounds, texts)
+
+
+def test_measurements_without_time_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_check, "FIRST_S", -7.0)
+    found, seconds, _ = check_on_a_clock(3, set(), monkeypatch)
+    assert seconds <= link_limit_s(3)
+    expected = ["pairs of 2 of 3 rounds", "parallel connections", "the ring of all hosts"]
+    for one in found:
+        assert one.omitted == [f"{name} (no time left)" for name in expected]
+    assert found[0].rate_bps.keys() < made_up(3)[1].rate_bps.keys()
+    ((level, text),) = level_and_text(found[0], made_up(3)[0])
+    assert level == "beware"
+    assert text.startswith("not measured: pairs of 2 of 3 rounds (no time left), parallel conn")
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_ranks_that_are_slower_by_the_profile_are_not_late(expected: Outlook) ->
     job = Job(expected)
     job.expected = found
     assert job.run(300, compute={2: 2.0}) == []
-    (notice,) = job.run(300, compute={1: 2.4, 2: 2.0})
+    (notice,) = job.run(300, compute={1: 2.2, 2: 2.6})
     assert notice.cause is not None
     assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 1)
     job = Job(expected)
