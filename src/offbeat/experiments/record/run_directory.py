@@ -500,8 +500,8 @@ def _world_size(profile: Profile | None, cluster: Mapping[str, Any]) -> int:
     hosts = cluster.get("hosts", 0)
     count = hosts if isinstance(hosts, int) else len(hosts)
     each = int(cluster.get("ranks") or cluster.get("processes_per_host", 1))
-    others = [int(one["ranks"]) - each for one in cluster.get("overrides", ()) if one.get("ranks")]
-    return count * each + sum(others)
+    overrides = [one for one in cluster.get("overrides", ()) if isinstance(one, Mapping)]
+    return count * each + sum(int(one["ranks"]) - each for one in overrides if one.get("ranks"))
 
 
 def _has_emulated_record(contestants: list[Contestant]) -> bool:
