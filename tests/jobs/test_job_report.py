@@ -182,12 +182,6 @@ def test_chain_of_restarts(tmp_path: Path) -> None:
     assert (found.restarts[1].run, found.restarts[1].folder) == ("a", None)
 
 
-def test_export_is_of_comparisons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = make_job(tmp_path / "a", 2, intervals=1)
-    assert cli.main(["report", "--export", "csv", str(job)]) == 2
-    assert "--export must be given for a directory of offbeat compare" in capsys.readouterr().err
-
-
 def test_old_runs_are_removed_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

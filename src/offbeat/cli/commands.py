@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -537,11 +538,15 @@ def report(
     /,
     *more: Annotated[Path, Parameter(help="Folders of the same job on other hosts.")],
     export: Annotated[
-        Literal["csv", "latex", "svg"] | None,
-        option("Print numbers (csv), the table (latex) or the figures (svg) instead."),
+        Literal["csv", "json", "latex", "svg"] | None,
+        option(
+            "Print numbers (csv, json), or of a comparison the table (latex) or the figures (svg) "
+            "instead."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, option("File for the export instead of the terminal.", "--output", "-o")
+        Path | None,
+        option("File for the export, or for the page of a job.", "--output", "-o"),
     ] = None,
     prune: Annotated[
         float | None, option("Remove the jobs of the folder that ended this many days ago.")
@@ -550,7 +555,7 @@ def report(
     verbose: Verbose = False,
 ) -> int:
     """Write report.html again from the files of a run, or export its results. Report a job from its
-    record; of several jobs in a folder the newest one.
+    record, also while it runs; of several jobs in a folder the newest one.
 
     Example: offbeat report runs/20250102-030405-train
     """
@@ -569,26 +574,50 @@ def report(
         print_result(json_, {"runs": removal.runs, "freed_bytes": removal.freed_bytes}, text)
         return 0
     if (folders := jobs.find_record([run_dir, *more])) is not None:
-        if export is not None or output is not None:
-            raise ValueError("--export must be given for a directory of offbeat compare, not a job")
-        job = jobs.read_report(folders)
-        print_result(json_, job.to_dict(), jobs.as_text(job, terminal_width()))
-        return 0
+        return _report_job(folders, export, output, json_)
     if more:
         raise ValueError(f"folder ({run_dir}) must hold the record of a job; it holds none")
     if export is not None:
         if json_:
             raise ValueError("--json must not be given with --export; --export csv prints numbers")
         text = reports.export(reports.load(run_dir), export)
-        if output is None:
-            print(text, end="")
-        else:
-            write_text(output, text)
+        _print_or_write(text, output)
         return 0
     if output is not None:
         raise ValueError(f"--output ({output}) must be given with --export csv, latex or svg")
     _show_run(run_dir, reports.write(run_dir), json_, verbose)
     return 0
+
+
+def _report_job(
+    folders: Sequence[Path], export: str | None, output: Path | None, json_: bool
+) -> int:
+    """Print the report of a job and write its page, or export its intervals."""
+    from offbeat.experiments.report import job, job_export, job_page
+
+    if export is not None:
+        if export not in get_args(job_export.Form):
+            raise ValueError(f"--export ({export}) must be csv or json for a job")
+        _print_or_write(job_export.export(folders, export), output)  # type: ignore[arg-type]
+        return 0
+    report, page = job.read_report(folders), None
+    text = job.as_text(report, terminal_width())
+    try:
+        page = job_page.write(folders, time.time(), output)
+        text += f"\n{page}"
+    except OSError as error:
+        if output is not None:
+            raise
+        text += f"\nno page: {error.filename} cannot be written ({error.strerror}); give --output"
+    print_result(json_, report.to_dict() | {"report": page and str(page)}, text)
+    return 0
+
+
+def _print_or_write(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text, end="")
+    else:
+        write_text(output, text)
 
 
 @app.command

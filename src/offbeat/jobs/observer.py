@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +57,7 @@ SAMPLE_S = 60.0  # least time between two samples of the parameters, by the prof
 SAMPLE_ITERATIONS = 1000  # iterations between two samples without a profile
 SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
 SPANS_PERIODS = 3  # periods of the plan in a timeline
+SPANS_ITERATIONS = 8  # least number of iterations in a timeline
 MOST_SPANS_BYTES = 1 << 16
 FLUSH_S = 3.0  # longest wait for the record folder at the end
 MOST_TEXT = 2000  # characters of the text of an error
@@ -328,20 +330,31 @@ class JobObserver(Recorder):
         if not self._window and done.planned % period:  # so that windows of ranks are alike
             return
         self._window.append(done)
+        periods = max(SPANS_PERIODS, -(-SPANS_ITERATIONS // period))
         # torch's DDP measures single iterations.
-        if len(self._window) <= (1 if done.split is not None else max(2, SPANS_PERIODS * period)):
+        if len(self._window) <= (1 if done.split is not None else periods * period):
             return
         self._window_due_s = now_s + SPANS_EVERY_S
         whole, self._window = self._window[:-1], []  # the device has reached all but the last
-        spans = [
-            span
-            for one in whole
-            for span in iteration_spans(one, self.plan, self._rank, self._device, self.origin_s)
-        ]
-        fields = {"first": self._before + whole[0].number, "origin_s": self.origin_s}
-        table = spans_to_dict(spans)
-        if len(str(table)) <= MOST_SPANS_BYTES:
-            self._writer.detail("spans", **fields, spans=table)
+        self._write_spans(self._writer, whole, period)
+
+    def _write_spans(self, writer: BackgroundWriter, whole: list[Iteration], period: int) -> None:
+        """Write the spans of as many whole periods as `MOST_SPANS_BYTES` hold."""
+        while whole:
+            spans = (
+                span
+                for one in whole
+                for span in iteration_spans(one, self.plan, self._rank, self._device, self.origin_s)
+            )
+            table = spans_to_dict(
+                replace(span, start_s=round(span.start_s, 7), end_s=round(span.end_s, 7))
+                for span in spans
+            )
+            if len(str(table)) <= MOST_SPANS_BYTES:
+                first = self._before + whole[0].number
+                writer.detail("spans", first=first, origin_s=self.origin_s, spans=table)
+                return
+            whole = whole[:-period]
 
 
 def open_observer(

@@ -17,6 +17,7 @@ from offbeat.jobs.words import count_text, size
 
 IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time
 TAIL_BYTES = 1 << 17  # more than the longest line of a rank
+PAGE_FILE = "report.html"
 OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a run
     "run.json",
     "alive.json",
@@ -25,7 +26,7 @@ OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a 
     "predicted.json",
     "verdict.json",
     "rank*.jsonl",
-    "report.html",
+    PAGE_FILE,
 )
 
 
@@ -145,7 +146,8 @@ def _may_run(run: Path) -> bool:
     changed = 0.0
     for path in _own_files(run):
         with suppress(FileNotFoundError):
-            changed = max(changed, path.lstat().st_mtime)
+            if path.name != PAGE_FILE:  # written by `offbeat report`, not by the job
+                changed = max(changed, path.lstat().st_mtime)
     return time.time() - changed < IDLE_S
 
 

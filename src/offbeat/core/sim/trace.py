@@ -166,10 +166,7 @@ class Trace:
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema ({data.get('schema')!r}) of the trace must be {SCHEMA}")
         values = {key: value for key, value in data.items() if key != "schema"}
-        names = values["spans"]["fields"]
-        values["spans"] = tuple(
-            _span(dict(zip(names, row, strict=True))) for row in values["spans"]["rows"]
-        )
+        values["spans"] = spans_from_dict(values["spans"])
         values["ends_s"] = tuple(tuple(ends) for ends in values["ends_s"])
         values["starts_s"] = tuple(values["starts_s"])
         return cls(**values)
@@ -222,6 +219,11 @@ def spans_to_dict(spans: Iterable[Span]) -> dict[str, Any]:
     """Return spans as a JSON-compatible dict: the field names, and one row of values per span."""
     names = [f.name for f in fields(Span)]
     return {"fields": names, "rows": [[getattr(span, name) for name in names] for span in spans]}
+
+
+def spans_from_dict(data: Mapping[str, Any]) -> tuple[Span, ...]:
+    """Return the spans that a result of `spans_to_dict` describes."""
+    return tuple(_span(dict(zip(data["fields"], row, strict=True))) for row in data["rows"])
 
 
 def _gaps(start: float, ends: list[float]) -> list[float]:

@@ -13,6 +13,7 @@ from offbeat.experiments.report.boxes import ticks
 
 SIZE = 10_000  # coordinates of a chart in HTML: [0, SIZE] in both directions
 NEAR = 0.075  # share of the height from which names at the ends of lines do not overlap
+NEXT = 0.02  # share of the width from which numbers of marks do not overlap
 
 Values = Sequence[float | None]
 Point = tuple[float, float]  # shares of the width from the left and of the height from the top
@@ -75,6 +76,7 @@ class Chart:
         unit: unit of the horizontal axis.
         lines: lines with at least one point; the last one is in front.
         target: value of a horizontal line with its text.
+        marks: values of vertical lines with their texts.
         reach: vertical range: "fall" from the lowest value to where the lines begin (lines that
             rise are clipped), "zero" from zero to the highest value, "all" for all values.
     """
@@ -84,6 +86,7 @@ class Chart:
     lines: Sequence[Line]
     target: tuple[float, str] | None = None
     reach: Literal["fall", "zero", "all"] = "fall"
+    marks: Sequence[tuple[float, str]] = ()
 
     @cached_property
     def right(self) -> float:
@@ -94,9 +97,10 @@ class Chart:
     def range(self) -> tuple[float, float]:
         """Lowest and highest value of the vertical axis."""
         known = [y for line in self.lines for _, y in line.known_points]
+        aims = [] if self.target is None else [self.target[0]]
         if self.reach == "zero":
-            return 0.0, 1.05 * max(1e-9, *known)
-        lows = known + ([] if self.target is None else [self.target[0]])
+            return 0.0, 1.05 * max(1e-9, *known, *aims)
+        lows = known + aims
         tops = [line.known_points[0][1] for line in self.lines] if self.reach == "fall" else [*lows]
         for line in self.lines:
             lows += [y for y in line.low if y is not None]
@@ -115,9 +119,11 @@ class Chart:
         return x / self.right, max(-1.0, min(2.0, (high - y) / (high - low)))
 
     def paths(self) -> Iterator[Path]:
-        """Yield the grid, bands, lines and the target, from back to front."""
+        """Yield the grid, marks, bands, lines and the target, from back to front."""
         for value in ticks(*self.range, 5):
             yield self._across("grid", value)
+        for x, _ in self.marks:
+            yield Path("mark", [[(x / self.right, 0.0), (x / self.right, 1.0)]])
         for line in self.lines:
             if line.low:
                 yield Path("band", [self._band(line)])
@@ -141,6 +147,11 @@ class Chart:
             yield Label("across" + " first" * first, text, (value / self.right, 1.0))
         if self.target is not None:
             yield Label("aim", self.target[1], self.place(0.0, self.target[0]))
+        free = 0.0  # end of the last text above a mark
+        for x, text in self.marks:
+            if x / self.right >= free:
+                yield Label("flag", text, (x / self.right, 0.0))
+                free = x / self.right + NEXT
         for line in self.lines:
             if line.hit is not None:
                 yield Label(f"hit {line.look}", "", self.place(*line.hit))

@@ -40,19 +40,19 @@ TEX = {
 
 
 def export(run: Run, form: str) -> str:
-    """Return the results of a run as "csv", "latex" or "svg"."""
-    if form == "csv":
-        return _csv(run)
+    """Return the results of a run as "csv", "json", "latex" or "svg"."""
+    if form in ("csv", "json"):
+        records = [_record(index, row) for index, row in repetition_rows(run)]
+        return as_csv(records) if form == "csv" else words.dumps(records) + "\n"
     rows = summarize(run)
     return _latex(run, rows) if form == "latex" else _svg(run, rows)
 
 
-# --- CSV -----------------------------------------------------------------------------------------
+# --- numbers -------------------------------------------------------------------------------------
 
 
-def _csv(run: Run) -> str:
-    """Return a line per strategy and repetition; unknown numbers are empty."""
-    records = [_record(index, row) for index, row in repetition_rows(run)]
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line per record after a title line; unknown numbers are empty."""
     columns = dict.fromkeys(name for record in records for name in record)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

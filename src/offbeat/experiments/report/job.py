@@ -144,7 +144,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
     counted = {
         rank: total
         for rank, lines in sorted(record.ranks.items())
-        if (total := _total(lines)) is not None
+        if (total := total_of(lines)) is not None
     }
     state, ending = _ending(record, now)
     everything = [interval for lines in record.ranks.values() for interval in lines.intervals]
@@ -158,7 +158,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
     first, last = _losses(record, 0), _losses(record, -1)
     return JobReport(
         folder=str(record.folders[0]),
-        id=_id(record),
+        id=run_name(record),
         strategy=str(record.run.get("strategy") or alive.get("strategy") or "unknown strategy"),
         world_size=record.world_size,
         state=state,
@@ -181,7 +181,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         verdict=_verdict(record, None if own is None else own.mean_s),
         losses=(first, last) if first is not None and last is not None else None,
         nonfinite_losses=sum(i.loss.nonfinite for i in everything if i.loss is not None),
-        events=tuple(_events(record)),
+        events=tuple(events_of(record)),
         restarts=tuple(_restarts(record)),
         problems=tuple(_problems(record, state)),
     )
@@ -316,7 +316,7 @@ def _name(record: JobRecord, rank: int, *, host: bool = True) -> str:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _total(lines: RankLines) -> Interval | None:
+def total_of(lines: RankLines) -> Interval | None:
     """Return the sums after the measurement of a profile, or of all iterations if none follow."""
     counted = [i for i in lines.intervals if i.first >= lines.first] or lines.intervals
     return combine(counted) if counted else None
@@ -390,7 +390,7 @@ def _times(record: JobRecord) -> Iterator[float]:
         yield record.alive["t"]
 
 
-def _id(record: JobRecord) -> str:
+def run_name(record: JobRecord) -> str:
     heads = (lines.head.get("id") for lines in record.ranks.values())
     return str(record.run.get("id") or next(filter(None, heads), record.folders[0].resolve().name))
 
@@ -398,7 +398,7 @@ def _id(record: JobRecord) -> str:
 # --- events, restarts, problems ------------------------------------------------------------------
 
 
-def _events(record: JobRecord) -> Iterator[Mapping[str, Any]]:
+def events_of(record: JobRecord) -> Iterator[Mapping[str, Any]]:
     """Yield the events of all ranks in order of iterations, each text of an iteration once."""
     found = {}
     for rank, lines in sorted(record.ranks.items()):
@@ -410,17 +410,33 @@ def _events(record: JobRecord) -> Iterator[Mapping[str, Any]]:
 
 def _restarts(record: JobRecord) -> Iterator[Restart]:
     """Yield the earlier runs of the job by the checkpoints that were loaded, newest first."""
-    seen = {_id(record)}
-    while (event := _continuation(record)) is not None:
+    for event, earlier in _continuations(record):
         run, iteration = event["continues"], event["iteration"]
-        folder = record.folders[0].resolve().parent / str(run)
-        shown = record.folders[0].parent / str(run)
-        if run is None or run in seen or not is_run(folder):
+        if earlier is None:
             yield Restart(run, None, iteration, None)
+        else:
+            repeated = max(0, _stop(earlier) - iteration)
+            yield Restart(run, str(earlier.folders[0]), iteration, repeated)
+
+
+def earlier_records(record: JobRecord) -> Iterator[JobRecord]:
+    """Yield the records of the earlier runs of the job that are beside this one, newest first."""
+    yield from (earlier for _, earlier in _continuations(record) if earlier is not None)
+
+
+def _continuations(record: JobRecord) -> Iterator[tuple[Mapping[str, Any], JobRecord | None]]:
+    """Yield each load of a checkpoint, newest first, and the record of the run that saved it; None
+    if it is not beside this one."""
+    seen = {run_name(record)}
+    while (event := _continuation(record)) is not None:
+        run = event["continues"]
+        folder = record.folders[0].resolve().parent / str(run)
+        if run is None or run in seen or not is_run(folder):
+            yield event, None
             return
-        record = load([shown])
+        record = load([record.folders[0].parent / str(run)])
         seen.add(run)
-        yield Restart(run, str(shown), iteration, max(0, _stop(record) - iteration))
+        yield event, record
 
 
 def _continuation(record: JobRecord) -> Mapping[str, Any] | None:
@@ -474,7 +490,7 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
             difference = words.error(report.iteration_s / report.predicted_s - 1)
             text += f"; predicted {words.seconds(report.predicted_s)} ({difference})"
         yield "measured", text
-        yield "went to", _split_text(report)
+        yield "went to", split_text(report)
     if report.verdict is not None:
         yield "verdict", report.verdict
     if report.sent_bytes is not None:
@@ -499,7 +515,7 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
         yield "problem", problem
 
 
-def _split_text(report: JobReport) -> str:
+def split_text(report: JobReport) -> str:
     """Return the parts of an iteration in one unit."""
     late = _join([f"rank {rank}" for rank in report.late_ranks])
     parts = {

@@ -7,6 +7,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
@@ -44,8 +45,36 @@ METRIC_NOTE = (
 ORDINALS = {2: "2nd", 3: "3rd"}
 
 
+@dataclass(frozen=True)
+class Plot:
+    """Section with the charts of a quantity.
+
+    Attributes:
+        name: name of the quantity.
+        seconds: chart against time.
+        iterations: chart against iterations; None for none.
+        notes: sentences above the chart.
+        votes: votes below the chart.
+        events: numbered events, whose numbers are marks of the chart.
+        missing: sentence in place of a chart without lines.
+    """
+
+    name: str
+    seconds: Chart
+    iterations: Chart | None
+    notes: Sequence[str]
+    votes: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    missing: str = "No losses were recorded."
+
+
 def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the page as HTML. `traces[label][source]` are names of linked trace files."""
+    """Return the page of a comparison. `traces[label][source]` are names of linked trace files."""
+    return render_view(view(run, rows, traces))
+
+
+def render_view(variables: Mapping[str, Any]) -> str:
+    """Return a page as HTML. `variables` are those of `view`."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -59,7 +88,8 @@ def render(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]
     environment.filters["chart"] = lambda chart: Markup(as_html(chart))
     script = asset("page.js")
     return environment.from_string(asset("page.html")).render(
-        **view(run, rows, traces),
+        **variables,
+        no_chart=Chart("", "s", ()),
         count=words.count,
         css=Markup(asset("boxes.css") + asset("page.css")),
         script=Markup(script),
@@ -72,40 +102,63 @@ def asset(name: str) -> str:
 
 
 def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return the variables of the template."""
+    """Return the variables of the template for a comparison."""
     found, order = headline(run, rows), curves.rank_contestants(run, rows)
-    table = _table(run, order, found.best)
+    shared = shared_view(run, order, bars_of(run, order), traces, found.best)
     reservations = list(found.reservations)
-    if table["ddp"] is not None:
-        reservations.append(f"DDP would take {words.seconds(table['ddp'].total_s)} (predicted).")
-    timelines, length_s = _timelines(run, order)
+    if (ddp := shared["table"]["ddp"]) is not None:
+        reservations.append(f"DDP would take {words.seconds(ddp.total_s)} (predicted).")
     return {
-        "run": run,
+        **shared,
+        "kind": "comparison" if len(run.contestants) > 1 else "run",
         "sentence": found.sentence,
         "reservations": " ".join(reservations),
         "eyebrow": _eyebrow(run, rows),
-        "command": shlex.join(run.command_line),
         "banners": _banners(run),
-        "table": table,
-        "goal": next((row.goal for row in rows if row.goal is not None), None),
+        "early_plots": [],
+        "plots": _plots(run, order, curves.losses_of(order)),
+        "distance": curves.distance_chart(order),
+        "conditions": conditions(run, rows),
+        "reassurance": describe_pace(run),
+        "measured": _measured_text(run),
+        "facts": _facts(run),
+        "tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
+        "failed": _failed_repetitions(run),
+    }
+
+
+def shared_view(
+    run: Run,
+    order: Ordered,
+    drawn: Sequence[tuple[Bar | None, Bar | None]],
+    traces: Mapping[str, Mapping[str, str]],
+    best: Row | None = None,
+) -> dict[str, Any]:
+    """Return the variables that the pages of a comparison and of a job have in common.
+
+    Args:
+        run: the comparison, or a job as a comparison of one strategy.
+        order: rows with contestants and names, best first.
+        drawn: measured and predicted bar of each row.
+        traces: names of linked trace files by label and source.
+        best: row of the winner.
+    """
+    timelines, length_s = _timelines(run, order)
+    return {
+        "run": run,
+        "command": shlex.join(run.command_line),
+        "table": _table(run, order, drawn, best),
+        "goal": next((row.goal for row, *_ in order if row.goal is not None), None),
         "timelines": timelines,
         "length_s": length_s,
         "other_hosts": drawing.pack_lanes(timelines),
         "legend": Markup(boxes.legend("".join(one.html for one in timelines))),
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
-        "plots": _plots(run, order, curves.losses_of(order)),
-        "distance": curves.distance_chart(order),
-        "conditions": conditions(run, rows),
-        "reassurance": describe_pace(run),
-        "measured": _measured_text(run),
         "strategies": [_strategy(c, row, name, traces) for row, c, name in order],
         "profile": run.profile,
         "every_gradient": Payload("grad", range(len(run.profile.buckets) if run.profile else 0)),
-        "cluster": {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))},
-        "cluster_tables": _cluster_tables({**run.cluster, **_link_facts(run)}),
         "started": _start_text(run),
-        "failed": _failed_repetitions(run),
         "problems": run.failures(),
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
         "checks": group_by_text(run.records(), lambda record: record.checks),
@@ -150,9 +203,13 @@ def _start_text(run: Run) -> str:
 # --- comparison ----------------------------------------------------------------------------------
 
 
-def _table(run: Run, order: Ordered, best: Row | None) -> dict[str, Any]:
+def _table(
+    run: Run,
+    order: Ordered,
+    drawn: Sequence[tuple[Bar | None, Bar | None]],
+    best: Row | None,
+) -> dict[str, Any]:
     """Return the rows of the comparison with their bars, on one scale."""
-    drawn = bars_of(run, order)
     ddp = _predicted_ddp(run) if len(order) == 1 else None
     ends = [bar.total_s for pair in [*drawn, (ddp,)] for bar in pair if bar is not None]
     measured = [bar for bar, _ in drawn if bar is not None]
@@ -302,23 +359,26 @@ def _causes(run: Run, row: Row, contestant: Contestant) -> Iterator[str]:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def _plots(run: Run, order: Ordered, losses: Mapping[str, curves.Losses]) -> list[dict[str, Any]]:
+def _plots(run: Run, order: Ordered, losses: Mapping[str, curves.Losses]) -> list[Plot]:
     """Return the charts of the loss and of each metric, against seconds and iterations."""
-    loss = {
-        "name": "Loss",
-        "seconds": curves.loss_chart(order, losses, "seconds"),
-        "iterations": curves.loss_chart(order, losses, "iterations"),
-        "notes": curves.loss_notes(run, [row for row, *_ in order], losses),
-    }
-    metrics = [
-        {"name": name, "seconds": chart, "iterations": other, "notes": [METRIC_NOTE], "votes": []}
-        for (name, chart), other in zip(
-            curves.metric_charts(run, order, "seconds").items(),
-            curves.metric_charts(run, order, "iterations").values(),
-            strict=True,
-        )
+    loss = curves.loss_chart(order, losses, "seconds")
+    return [
+        Plot(
+            "Loss",
+            loss,
+            curves.loss_chart(order, losses, "iterations"),
+            curves.loss_notes(run, [row for row, *_ in order], losses),
+            list(_votes(order, loss)),
+        ),
+        *(
+            Plot(name, chart, other, [METRIC_NOTE])
+            for (name, chart), other in zip(
+                curves.metric_charts(run, order, "seconds").items(),
+                curves.metric_charts(run, order, "iterations").values(),
+                strict=True,
+            )
+        ),
     ]
-    return [{**loss, "votes": list(_votes(order, loss["seconds"]))}, *metrics]
 
 
 def _votes(order: Ordered, losses: Chart) -> Iterator[dict[str, Any]]:
@@ -337,6 +397,14 @@ def _votes(order: Ordered, losses: Chart) -> Iterator[dict[str, Any]]:
 
 
 # --- how it was run ------------------------------------------------------------------------------
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """Return the conditions of a comparison by name."""
+    facts = {"repetitions": run.repetitions, "seed": run.seed, "lab": run.lab}
+    facts |= {} if run.cpus is None else {"CPU cores of the machine": run.cpus}
+    facts |= {k: v for k, v in run.cluster.items() if not isinstance(v, (list, dict))}
+    return facts | dict(run.versions)
 
 
 def _measured_text(run: Run) -> str:
