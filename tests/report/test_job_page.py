@@ -61,7 +61,7 @@ def test_page_of_an_ended_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     page = job / "report.html"
     assert capsys.readouterr().out.splitlines()[-1] == str(page)
     text = text_of(page)
-    predicted = f"{1000 * PREDICTED_S:.0f} ms predicted (+"
+    predicted = f"{1000 * PREDICTED_S:.0f} ms predicted."
     assert "dreamddp(period=8) took 4" in text
     assert predicted in text.replace("\u00a0", " ")
     for name in ("Milliseconds per iteration", "Loss", "accuracy"):

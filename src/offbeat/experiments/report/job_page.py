@@ -255,8 +255,7 @@ def _sentence(report: JobReport) -> str:
     text = f"{report.strategy} {verb} {words.seconds(report.iteration_s)} per iteration"
     if report.predicted_s is None:
         return f"{text}."
-    error = words.error(report.iteration_s / report.predicted_s - 1)
-    return f"{text}, {words.seconds(report.predicted_s)} predicted ({error})."
+    return f"{text}, {words.seconds(report.predicted_s)} predicted."
 
 
 def _reservations(report: JobReport) -> str:
