@@ -51,8 +51,8 @@ class Device(ABC):
 
     @abstractmethod
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of tensors until the work that the calling thread has enqueued so far has
-        ended, also if all references to them are dropped before.
+        """Let the memory of tensors outlive their last reference until the device has completed the
+        work that the calling thread has enqueued by then.
 
         Needed for tensors that another thread has allocated.
         """

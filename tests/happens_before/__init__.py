@@ -1,0 +1,1 @@
+"""A checker of the order of a GPU's work, that needs no GPU."""

@@ -1,0 +1,521 @@
+"""Happens-before checker: finds unordered accesses of a GPU's streams, on a host without a GPU.
+
+`Streams` replaces offbeat's `CUDA` device. All operations run at once on the CPU, and each is noted
+as if it were launched on a stream: main and autograd threads on one, each thread of a link on its
+own, a thread of gossip on its own. A vector clock per stream follows events (`mark`, `run`,
+`follow`), a clock per host thread follows waits of the host. The result does not depend on timing.
+
+Found are
+
+- two accesses to the same bytes, one of them a write, of which none is ordered before the other;
+- memory that returns to its stream's pool while another stream uses it, when that stream allocates
+  again before it has waited for the use;
+- host memory that the host reads or writes before copies to or from it have ended.
+
+Knowledge that passes between host threads by Python's locks is not an order of the device here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offbeat.core.transport.device import Device
+
+COMPUTE = "compute"
+PAGE_BITS = 10
+FRAMES = 14  # of the stack, in which the place of an operation is searched
+SYNCHRONIZES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"}
+COPIES = {"copy_", "_foreach_copy_"}
+UNSEEN = {"_unsafe_view", "_reshape_alias", "set_", "resize_", "lift_fresh"}
+"""Operations that access no elements, although their schemas do not say so."""
+LIKE = {"new_zeros", "new_empty", "new_full", "zeros_like", "empty_like", "ones_like", "full_like"}
+"""Operations that access no elements of their arguments."""
+
+Clock = dict[str, int]  # by stream: number of the last operation that has happened before
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for stream, count in other.items():
+        if into.get(stream, 0) < count:
+            into[stream] = count
+
+
+@dataclass(slots=True)
+class Access:
+    low: int
+    high: int
+    stream: str
+    count: int
+    writes: bool
+    where: str
+    allocation: Allocation
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory of one storage.
+
+    `stream` is the pool to which it returns, None if unknown. `owns` is whether the memory is free
+    when the storage is: other storages may share the memory of a storage that was not seen when it
+    was created.
+    """
+
+    ref: StorageWeakRef
+    stream: str | None
+    where: str
+    is_host: bool = False
+    owns: bool = True
+    uses: Clock = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)  # streams of which the allocator has been told
+
+    @property
+    def is_free(self) -> bool:
+        return self.owns and self.ref.expired()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A mark: what has happened before on the device, what the host knew, and the time."""
+
+    order: Clock
+    host: Clock
+    at_s: float
+
+
+class Checker:
+    """Clocks, accesses and allocations of one process, and the races found so far."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.threads = threading.local()
+        self.reset()
+
+    def reset(self) -> None:
+        with self.lock:
+            self.races: Counter[str] = Counter()
+            self.waits: Counter[str] = Counter()  # of the host for compute, by place
+            self.operations: Counter[str] = Counter()  # by stream
+            self._clocks: dict[str, Clock] = {}
+            self._hosts: dict[int, Clock] = {}
+            self._pages: dict[int, list[Access]] = {}
+            self._known: dict[int, Allocation] = {}
+            self._shared: dict[int, Allocation] = {}  # used by a stream other than their own
+            self._freed: dict[str, list[tuple[Clock, str]]] = {}
+
+    # ---- streams and hosts ----------------------------------------------------------------------
+
+    @property
+    def stream(self) -> str:
+        return getattr(self.threads, "stream", COMPUTE)
+
+    def clock(self) -> Clock:
+        return self._clocks.setdefault(self.stream, {})
+
+    def host(self) -> Clock:
+        return self._hosts.setdefault(threading.get_ident(), {})
+
+    def mark(self) -> Moment:
+        with self.lock:
+            order, host = dict(self.clock()), dict(self.host())
+            merge(order, host)
+            return Moment(order, host, time.perf_counter())
+
+    def follow(self, moment: Moment) -> None:
+        with self.lock:
+            merge(self.clock(), moment.order)
+            merge(self.host(), moment.host)
+
+    def synchronize(self, where: str) -> None:
+        """Let the host wait for the current stream."""
+        with self.lock:
+            merge(self.host(), self.clock())
+            if self.stream == COMPUTE:
+                self.waits[where] += 1
+
+    def finish(self) -> None:
+        """Let the host wait for all streams."""
+        with self.lock:
+            for clock in self._clocks.values():
+                merge(self.host(), clock)
+            self.waits[place_of("finish")] += 1
+
+    def _is_seen(self, stream: str, count: int) -> bool:
+        """Return whether any host thread has seen the end of an operation."""
+        return any(host.get(stream, 0) >= count for host in self._hosts.values())
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def allocation(self, tensor: Tensor) -> Allocation | None:
+        """Return the allocation of a tensor; None if it is not known."""
+        key = tensor.untyped_storage()._cdata
+        found = self._known.get(key)
+        if found is not None and found.ref.expired():  # its address has a new storage
+            self._forget(key)
+            return None
+        return found
+
+    def _forget(self, key: int) -> None:
+        gone = self._known.pop(key)
+        self._shared.pop(key, None)
+        uses = {s: c for s, c in gone.uses.items() if s not in (gone.stream, *gone.kept)}
+        if gone.stream is not None and uses:
+            self._freed.setdefault(gone.stream, []).append((uses, gone.where))
+
+    def add(self, tensor: Tensor, where: str, *, is_host: bool = False) -> Allocation:
+        """Note new memory of the current stream, or of the host."""
+        low, high = span_of(tensor)
+        self._pages_without(low, high)
+        storage = tensor.untyped_storage()
+        made = Allocation(StorageWeakRef(storage), None if is_host else self.stream, where, is_host)
+        self._known[storage._cdata] = made
+        if not is_host:
+            self._check_reuse(where)
+        return made
+
+    def _check_reuse(self, where: str) -> None:
+        for key in [key for key, shared in self._shared.items() if shared.ref.expired()]:
+            self._forget(key)
+        now = self.clock()
+        for uses, owner in self._freed.pop(self.stream, ()):
+            for stream, count in uses.items():
+                if now.get(stream, 0) < count and not self._is_seen(stream, count):
+                    self.races[
+                        f"memory of {owner} was freed on {self.stream} while {stream} uses it, and "
+                        f"is allocated again by {where}"
+                    ] += 1
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Tell the allocator that the current stream uses tensors."""
+        with self.lock:
+            for tensor in tensors:
+                if (found := self.allocation(tensor)) is not None:
+                    found.kept.add(self.stream)
+
+    def is_host(self, tensor: Tensor) -> bool:
+        found = self.allocation(tensor)
+        return found is not None and found.is_host
+
+    # ---- accesses -------------------------------------------------------------------------------
+
+    def _accesses(self, low: int, high: int) -> Iterator[Access]:
+        for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):
+            yield from self._pages.get(page, ())
+
+    def _pages_without(self, low: int, high: int) -> None:
+        """Forget the accesses to memory that has a new owner."""
+        for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):
+            if page in self._pages:
+                self._pages[page] = [a for a in self._pages[page] if a.high <= low or high <= a.low]
+
+    def touch(self, tensor: Tensor, writes: bool, where: str) -> None:
+        """Note an access of the current operation on the current stream."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return
+        stream, now = self.stream, self.clock()
+        found = self.allocation(tensor)
+        if found is None:
+            found = self.add_unknown(tensor, where)
+        found.uses[stream] = now[stream]
+        if found.stream not in (None, stream):
+            self._shared[tensor.untyped_storage()._cdata] = found
+        low, high = span_of(tensor)
+        mine = Access(low, high, stream, now[stream], writes, where, found)
+        for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):
+            kept = []
+            for a in self._pages.get(page, ()):
+                if a.high <= low or high <= a.low:
+                    kept.append(a)
+                    continue
+                before = a.stream == stream or now.get(a.stream, 0) >= a.count
+                if not before and a.allocation.is_free:  # the memory has a new owner
+                    continue
+                if not before and (writes or a.writes):
+                    self.races[f"{_words(a)} and {_words(mine)}"] += 1
+                if not before or a.low < low or high < a.high or (a.writes and not writes):
+                    kept.append(a)
+            self._pages[page] = [*kept, mine]
+
+    def add_unknown(self, tensor: Tensor, where: str) -> Allocation:
+        storage = tensor.untyped_storage()
+        made = Allocation(StorageWeakRef(storage), None, where, owns=False)
+        self._known[storage._cdata] = made
+        return made
+
+    def touch_by_host(self, tensor: Tensor, where: str) -> None:
+        """Note an access of the host, which may read or write."""
+        if not tensor.numel():
+            return
+        with self.lock:
+            low, high = span_of(tensor)
+            for a in self._accesses(low, high):
+                overlaps = a.low < high and low < a.high
+                if overlaps and not (self._is_seen(a.stream, a.count) or a.allocation.is_free):
+                    self.races[f"{_words(a)} and access by the host [{where}]"] += 1
+
+
+def _words(access: Access) -> str:
+    return f"{'write' if access.writes else 'read'} on {access.stream} [{access.where}]"
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    size = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + max(size, 0) * tensor.element_size()
+
+
+def place_of(operation: str) -> str:
+    """Return an operation and the first places of offbeat on the stack."""
+    frame, found = sys._getframe(1), []
+    for _ in range(FRAMES):
+        if frame is None or len(found) == 2:
+            break
+        name = frame.f_code.co_filename
+        if "/offbeat/" in name:
+            found.append(f"{name.rsplit('/offbeat/', 1)[1]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return f"{operation} at {', from '.join(found) or 'script or autograd'}"
+
+
+CHECKER = Checker()
+
+
+class _Schema:
+    """What an operation does to its arguments: (position, name, whether it writes).
+
+    `non_blocking` is the position of the argument of that name, or a position after all.
+    """
+
+    __slots__ = ("arguments", "communicates", "name", "non_blocking", "unseen")
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name = schema.name.rpartition("::")[2]
+        self.communicates = func.namespace == "c10d"
+        aliases = [r.alias_info for r in schema.returns]
+        views = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        self.unseen = views or self.name in UNSEEN
+        self.arguments = [
+            (i, a.name, a.alias_info is not None and a.alias_info.is_write)
+            for i, a in enumerate(schema.arguments)
+        ]
+        places = [i for i, a in enumerate(schema.arguments) if a.name == "non_blocking"]
+        self.non_blocking = places[0] if places else len(schema.arguments)
+
+    def blocks(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a copy between host and device waits for its end."""
+        at = self.non_blocking
+        return not (args[at] if at < len(args) else kwargs.get("non_blocking", False))
+
+
+_schemas: dict[Any, _Schema] = {}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operation of this thread."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (schema := _schemas.get(func)) is None:
+            schema = _schemas[func] = _Schema(func)
+        if schema.unseen:
+            return func(*args, **kwargs)
+        given = []
+        for i, name, writes in () if schema.name in LIKE else schema.arguments:
+            value = args[i] if i < len(args) else kwargs.get(name)
+            given += [(tensor, writes) for tensor in _tensors(value)]
+        with CHECKER.lock:
+            hosts = [CHECKER.is_host(tensor) for tensor, _ in given]
+            if schema.communicates:  # gloo orders its copies of device memory on the current stream
+                given = [(tensor, True) for tensor, _ in given]
+                hosts = [any(hosts)] * len(hosts)
+                for tensor, _ in given if any(hosts) else ():
+                    CHECKER.touch_by_host(tensor, place_of(schema.name))
+        result = func(*args, **kwargs)
+        with CHECKER.lock:
+            self._note(schema, given, hosts, result, blocks=schema.blocks(args, kwargs))
+        return result
+
+    def _note(
+        self,
+        schema: _Schema,
+        given: list[tuple[Tensor, bool]],
+        hosts: list[bool],
+        result: Any,
+        *,
+        blocks: bool,
+    ) -> None:
+        where = place_of(schema.name)
+        if hosts and all(hosts):  # the host computes at once
+            for tensor in _tensors(result):
+                if CHECKER.allocation(tensor) is None:
+                    CHECKER.add(tensor, where, is_host=True)
+            return
+        stream, now = CHECKER.stream, CHECKER.clock()
+        merge(now, CHECKER.host())
+        now[stream] = now.get(stream, 0) + 1
+        CHECKER.operations[stream] += 1
+        for tensor in _tensors(result):
+            if CHECKER.allocation(tensor) is None:
+                CHECKER.add(tensor, where)
+                given = [*given, (tensor, True)]
+        for tensor, writes in given:
+            CHECKER.touch(tensor, writes, where)
+        crosses = any(hosts) and schema.name in COPIES
+        if schema.name in SYNCHRONIZES or (crosses and blocks):
+            CHECKER.synchronize(where)
+
+
+def host_copy(given: Tensor, result: Tensor, *, blocks: bool) -> Tensor:
+    """Return the result of a copy to the host, which may be the given tensor itself, as host memory
+    with the accesses of the copy noted."""
+    if CHECKER.is_host(given):
+        return result
+    result = given.detach().clone() if result is given else result
+    with CHECKER.lock:
+        found = CHECKER.allocation(result)
+        assert found is not None
+        found.is_host, found.stream = True, None
+        if blocks:
+            CHECKER.synchronize(place_of("copy to the host"))
+    return result
+
+
+class Streams(Device):
+    """offbeat's interface to a device, on the checker."""
+
+    def mark(self) -> Moment:
+        return CHECKER.mark()
+
+    def run(self, after: Moment, work: Callable[..., None], *args: Any) -> tuple[Moment, Moment]:
+        _name_stream()
+        with CHECKER.lock:
+            merge(CHECKER.clock(), after.order)
+        start = self.mark()
+        with Watch():
+            work(*args)
+        return start, self.mark()
+
+    def follow(self, mark: Moment) -> None:
+        watch_thread()
+        CHECKER.follow(mark)
+
+    def seconds(self, mark: Moment) -> float:
+        self.await_mark(mark)
+        return mark.at_s
+
+    def has_reached(self, mark: Moment) -> bool:
+        return True
+
+    def await_mark(self, mark: Moment) -> None:
+        with CHECKER.lock:
+            merge(CHECKER.host(), mark.order)
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        CHECKER.keep(tensors)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def finish(self) -> None:
+        CHECKER.finish()
+
+
+def _name_stream() -> None:
+    thread = threading.current_thread()
+    CHECKER.threads.stream = f"{thread.name}/{thread.ident}"
+
+
+def watch_thread() -> None:
+    """Note the operations of a thread that is neither the main one nor that of a link from now on,
+    on a stream of its own."""
+    if threading.current_thread() is threading.main_thread():
+        return
+    if not hasattr(CHECKER.threads, "stream"):
+        _name_stream()
+        CHECKER.threads.watch = Watch()
+        CHECKER.threads.watch.__enter__()
+
+
+def _read_elements(self: Tensor) -> Any:
+    """Return `tolist` of a tensor, for which the host waits."""
+    with CHECKER.lock:
+        where = place_of("tolist")
+        if CHECKER.is_host(self):
+            CHECKER.touch_by_host(self, where)
+        else:
+            stream, now = CHECKER.stream, CHECKER.clock()
+            merge(now, CHECKER.host())
+            now[stream] = now.get(stream, 0) + 1
+            CHECKER.touch(self, False, where)
+            CHECKER.synchronize(where)
+    return _tolist(self)
+
+
+def _read_memory(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    CHECKER.touch_by_host(self, place_of("numpy"))
+    return _numpy(self, *args, **kwargs)
+
+
+def _copy_to_host(self: Tensor) -> Tensor:
+    return host_copy(self, self, blocks=True)
+
+
+def _move(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result = _to(self, *args, **kwargs)
+    if "cpu" not in (*args[:1], kwargs.get("device")):
+        return result
+    return host_copy(self, result, blocks=not kwargs.get("non_blocking"))
+
+
+def _created(make: Callable[..., Tensor], *, always: bool) -> Callable[..., Tensor]:
+    """Return a function that notes the tensors that it creates on the host.
+
+    offbeat names the host as "cpu", and the device of other tensors by `torch.device`.
+    """
+
+    def create(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        if always or kwargs.get("device") == "cpu":
+            with CHECKER.lock:
+                CHECKER.add(made, place_of("host memory"), is_host=True)
+        return made
+
+    return create
+
+
+_tolist, _numpy, _to = Tensor.tolist, Tensor.numpy, Tensor.to
+
+
+@contextmanager
+def host_memory_noted() -> Iterator[None]:
+    """Note the memory of the host, and accesses to tensors by the host, in the body."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "tolist", _read_elements)
+        patch.setattr(Tensor, "numpy", _read_memory)
+        patch.setattr(Tensor, "cpu", _copy_to_host)
+        patch.setattr(Tensor, "to", _move)
+        for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"):
+            patch.setattr(torch, name, _created(getattr(torch, name), always=False))
+        for name in ("frombuffer", "from_numpy"):
+            patch.setattr(torch, name, _created(getattr(torch, name), always=True))
+        yield

@@ -1,0 +1,218 @@
+"""Order of a GPU's work, checked without a GPU: under all strategies and codecs, and while a script
+saves, loads, evaluates and accumulates. Every wait that is removed on purpose is found missing.
+
+The ranks are processes, with the links, servers and gossip threads of a real job. One world of
+processes runs all jobs of its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.strategy_lists import ALL, GOSSIP, SERVED, STRATEGIES
+from support.worlds import run_world
+from torch import Tensor
+
+from happens_before import jobs
+from happens_before.checker import CHECKER, COMPUTE, Streams, Watch
+from offbeat.core.codecs import WIRES
+
+Call = tuple[str, ...]
+
+STRATEGY_CALLS: list[Call] = [
+    ("train", text)
+    for text in (
+        "asc-wfbp", "bsp", "bytescheduler", "cyclic", "ddp", "dear", "deft", "diloco:period=2",
+        "dreamddp:period=2", "fedavg:local_steps=2", "local-sgd:period=2", "p3:slice_elements=40",
+        "partial-sync:period=2", "selsync:delta=0.1", "us-byte", "wfbp",
+    )
+]  # fmt: skip
+CODEC_CALLS: list[Call] = [
+    ("train", text)
+    for text in (
+        "wfbp:wire=bf16", "selsync:delta=0.1:aggregate=gradients:wire=fp16", "wfbp:wire=int8",
+        "local-sgd:period=2:wire=int4", "partial-sync:period=2:wire=sign", "wfbp:wire=topk:0.3",
+        "wfbp:wire=randomk:0.3", "wfbp:wire=powersgd:1", "cyclic:wire=int4",
+    )
+]  # fmt: skip
+SPECIAL_CALLS: list[Call] = [
+    ("train", "local-sgd:period=2:state=averaged"),
+    ("train", "dreamddp:period=3:due=delayed", "", "save"),
+    ("train", "diloco:period=3:fragments=2:delay=1", "", "evaluate"),
+    ("train", "cyclic:wire=int4", "", "load"),
+    ("train", "wfbp", "", "observe"),
+    ("train", "wfbp:fusion=none", "", "accumulate"),
+    ("train", "p3:slice_elements=40", "", "evaluate"),
+]
+GOSSIP_CALLS: list[Call] = [
+    ("gossip", "a2cid2"),
+    ("gossip", "a2cid2:wire=int8"),
+    ("gossip", "ad-psgd:topology=complete"),
+]
+SERVED_CALLS: list[Call] = [("serve", "ps-bsp"), ("serve", "ssp:s=1:accumulate=2")]
+PLANTED_CALLS: list[Call] = [
+    ("train", "bsp", "no_follow"),
+    ("train", "bsp", "no_release"),
+    ("train", "bsp", "early_end"),
+    ("train", "bsp", "early_release"),
+    ("train", "bsp", "no_host_wait"),
+    ("train", "dear", "no_follow"),
+    ("train", "deft", "complete"),
+    ("train", "wfbp:wire=int8", "complete"),
+    ("train", "local-sgd:period=2:wire=int4", "no_release"),
+    ("train", "cyclic", "no_copy"),
+    ("train", "cyclic", "complete"),
+    ("train", "cyclic:wire=int4", "wait_for_sends", "load"),
+    ("train", "dreamddp:period=3:due=delayed", "capture", "save"),
+    ("gossip", "a2cid2", "no_gossip_order"),
+    ("gossip", "a2cid2", "stale_gossip_order"),
+]
+PLANTED_AMONG_3: list[Call] = [
+    ("train", "cyclic:wire=int4", "forgotten_sends", "save"),
+    ("serve", "ssp:s=1", "collect"),
+    ("serve", "ssp:s=1", "load_pulled"),
+]
+# Weights change during a forward on purpose, so this is what a missing order looks like.
+LIVE: Call = ("gossip", "ad-psgd:topology=complete:weights=live")
+
+CLEAN_CALLS = [*STRATEGY_CALLS, *CODEC_CALLS, *SPECIAL_CALLS, *GOSSIP_CALLS]
+CALLS = {
+    2: [*CLEAN_CALLS, *PLANTED_CALLS, LIVE],
+    3: [*SERVED_CALLS, *PLANTED_AMONG_3],
+}
+
+
+@cache
+def outcomes(ranks: int) -> dict[Call, list[dict[str, Any]]]:
+    """Findings of each rank, by call."""
+    everyone = run_world(jobs.each, ranks, CALLS[ranks], timeout_s=110.0)
+    return dict(zip(CALLS[ranks], map(list, zip(*everyone, strict=True)), strict=True))
+
+
+def findings(call: Call) -> list[dict[str, Any]]:
+    found = outcomes(2 if call in CALLS[2] else 3)[call]
+    for rank in found:
+        assert "error" not in rank, rank["error"]
+    return found
+
+
+def test_all_strategies_and_codecs_are_checked() -> None:
+    trained = {text.partition(":")[0] for _, text in (*STRATEGY_CALLS, *GOSSIP_CALLS[:1])}
+    served = {"ssp", "ps-bsp"}
+    gossiping = {text.partition(":")[0] for _, text in GOSSIP_CALLS}
+    assert trained | served | gossiping == {*ALL}
+    assert served == {*SERVED}
+    assert gossiping == {*GOSSIP}
+    assert {*STRATEGIES} <= trained
+    wires = {text.partition("wire=")[2].partition(":")[0] for _, text in CODEC_CALLS}
+    assert wires == {*WIRES}
+    assert {call[2] for call in (*PLANTED_CALLS, *PLANTED_AMONG_3)} == {*jobs.PLANTS}
+
+
+@pytest.mark.parametrize("call", [*CLEAN_CALLS, *SERVED_CALLS], ids="-".join)
+def test_every_access_is_ordered(call: Call) -> None:
+    found = findings(call)
+    for rank in found:
+        assert rank["races"] == {}
+    assert any(rank["operations"].get(COMPUTE, 0) > 100 for rank in found)
+
+
+@pytest.mark.parametrize("call", [*PLANTED_CALLS, *PLANTED_AMONG_3, LIVE], ids="-".join)
+def test_every_missing_wait_is_found(call: Call) -> None:
+    assert any(rank["races"] for rank in findings(call))
+
+
+@pytest.mark.parametrize("call", STRATEGY_CALLS, ids="-".join)
+def test_the_host_waits_for_decisions_alone(call: Call) -> None:
+    """A wait in each iteration would let a GPU run out of work."""
+    for rank in findings(call):
+        places = {place.partition(", from")[0] for place in rank["waits"]}
+        allowed = {
+            # The norm of the gradients decides.
+            "selsync:delta=0.1": "rules/changed.py",
+            # A sum that passes from rank to rank is checked before it is used.
+            "cyclic": "guards/finite.py",
+        }.get(call[1], "no place")
+        assert all(allowed in place for place in places), places
+
+
+# ---- the checker itself -------------------------------------------------------------------------
+
+
+def on_link(work: Any, after: Any, name: str = "link") -> Any:
+    """Run work as the thread of a link does, and return its end."""
+    ends: list[Any] = []
+    thread = threading.Thread(target=lambda: ends.append(Streams().run(after, work)[1]), name=name)
+    thread.start()
+    thread.join()
+    return ends[0]
+
+
+@pytest.fixture
+def device() -> Streams:
+    CHECKER.reset()
+    return Streams()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_of_another_stream_is_kept_for_its_reader(device: Streams, kept: bool) -> None:
+    """Memory that a link has allocated and compute reads, let go, and allocated by the link anew.
+
+    This is what `Device.keep` is for. Without it, only waits of the host hide the error.
+    """
+    held: list[Tensor] = []
+    with Watch():
+        x = torch.ones(1000)
+
+        def decode() -> None:
+            held.append(x + 1)
+
+        begin = device.mark()
+        end = on_link(decode, begin)
+        link = CHECKER.stream
+        assert link == COMPUTE
+        device.follow(end)
+        if kept:
+            device.keep(held)
+        held.pop().mul(2.0)
+    # The same link allocates again, after a release from before the product.
+    CHECKER.threads.stream = next(name for name in CHECKER.operations if name != COMPUTE)
+    with Watch():
+        torch.zeros(1000)
+    del CHECKER.threads.stream
+    assert bool(CHECKER.races) == (not kept)
+
+
+def test_reads_do_not_race(device: Streams) -> None:
+    with Watch():
+        x = torch.ones(10)
+        begin = device.mark()
+        on_link(lambda: x.sum(), begin)
+        x.mean()
+        assert CHECKER.races == {}
+        x.add_(1)
+    assert len(CHECKER.races) == 1
+
+
+def test_parts_of_a_tensor_are_separate(device: Streams) -> None:
+    with Watch():
+        x = torch.ones(10)
+        begin = device.mark()
+        on_link(lambda: x[:5].add_(1), begin)
+        x[5:].add_(1)
+        assert CHECKER.races == {}
+        x[4:6].add_(1)
+    assert len(CHECKER.races) == 1
+
+
+def test_a_wait_of_the_host_orders_what_it_launches_later(device: Streams) -> None:
+    with Watch():
+        x = torch.ones(10)
+        end = on_link(lambda: x.add_(1), device.mark())
+        device.await_mark(end)
+        x.mean()
+    assert CHECKER.races == {}
