@@ -1,13 +1,19 @@
-"""The same numbers on a GPU: streams, events and NCCL in place of threads, clocks and gloo."""
+"""The same numbers on a GPU: streams, events and NCCL in place of threads, clocks and gloo.
+
+Two ranks share a GPU if there is only one.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support import oddities
+from support import gpu_jobs, oddities
 from support.comparing import assert_close
-from support.worlds import run_world
+from support.worlds import run_world, watch_world
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
 from offbeat.core.buckets.flat import Flat
@@ -127,3 +133,83 @@ def test_gloo_through_pinned_memory() -> None:
     """Two processes may share one GPU, which NCCL refuses."""
     for same in run_world(send_over_gloo, 2, timeout_s=100):
         assert same == [True] * 15
+
+
+# ---- two ranks --------------------------------------------------------------------------------
+
+STRATEGIES = ["wfbp", "selsync:delta=0.0", "p3", "dear", "local-sgd:period=2", "wfbp:wire=int8"]
+
+
+def assert_alike(ranks: list[list[dict[str, Any]]], expected: list[dict[str, Any]]) -> None:
+    """All ranks have the same bits, and weights close to those of a job on CPUs."""
+    for strategy, own, other, plain in zip(STRATEGIES, *ranks, expected, strict=True):
+        assert own["bits"] == other["bits"], strategy
+        if "wire" not in strategy:  # codecs see other blocks, because of gaps
+            assert_close(own["weights"], plain["weights"], strategy, 1e-3)
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[dict[str, Any]]:
+    return run_world(gpu_jobs.train, 2, STRATEGIES, ["lo"], "cpu", timeout_s=100)[0]
+
+
+@pytest.mark.parametrize("links", [["lo"], ["nccl:lo"]], ids=lambda links: links[0])
+def test_two_ranks_compute_what_cpus_compute(
+    links: list[str], on_cpu: list[dict[str, Any]]
+) -> None:
+    assert_alike(run_world(gpu_jobs.train, 2, STRATEGIES, links, timeout_s=110), on_cpu)
+
+
+def test_links_of_nccl_beside_each_other() -> None:
+    """NCCL requires one order of launches over all groups of a process, and each link has a thread
+    of its own. A deadlock would end in the timeout of the world."""
+    one, other = run_world(gpu_jobs.train_beside, 2, timeout_s=110)
+    assert [found["bits"] for found in one] == [found["bits"] for found in other]
+
+
+def test_blocks_that_were_compiled_before_their_buckets_changed() -> None:
+    """The parameters move twice. Compiled kernels load 16 bytes at a time."""
+    [(compiled,)] = run_world(compiled_blocks, 1, True, timeout_s=110)
+    [(plain,)] = run_world(compiled_blocks, 1, False, timeout_s=110)
+    assert_close(compiled["weights"], {k: plain["weights"][k] for k in plain["weights"]}, "", 1e-3)
+
+
+def compiled_blocks(compiled: bool) -> list[dict[str, Any]]:
+    found = gpu_jobs.train(["wfbp"], ["lo"], compiled=compiled)
+    for one in found:
+        one["weights"] = {k.replace("_orig_mod.", ""): v for k, v in one["weights"].items()}
+    return found
+
+
+def test_a_checkpoint_of_a_codec_with_memory(tmp_path: Path) -> None:
+    for saved, resumed in run_world(gpu_jobs.resume, 2, str(tmp_path), timeout_s=110):
+        assert saved == resumed
+
+
+def test_workers_of_a_server_accumulate() -> None:
+    *workers, server = run_world(gpu_jobs.serve, 3, timeout_s=110)
+    assert server is None
+    assert all(loss is not None and loss < 10 for loss in workers)
+
+
+# ---- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["is killed", "is stopped", "raises"])
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+@pytest.mark.parametrize("link", ["lo", "nccl:lo"])
+def test_survivors_name_the_lost_rank(link: str, nonfinite: str, how: str) -> None:
+    """With NCCL neither torch's watchdog nor a communicator that the lost rank has destroyed ends
+    them before, and a message that never arrives has a timeout."""
+    arguments = ([link], how, 1, "cuda", nonfinite)
+    outcomes = watch_world(fail, 2, *arguments, timeout_s=90.0, doomed=[1])
+    survivor = outcomes[0]
+    assert survivor.kind == "", survivor.traceback
+    words, seconds = survivor.result
+    assert "rank 1" in " ".join(words.split())
+    assert seconds < gpu_jobs.TIMEOUT_S
+    assert survivor.exitcode == 0, "not aborted"
+
+
+def fail(links: list[str], how: str, who: int, device: str, nonfinite: str) -> tuple[str, float]:
+    return gpu_jobs.fail(links, how, who, device, on_nonfinite=nonfinite)
