@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from support import gpu_jobs
 from support.scripts import ROOT, benchmark
+from support.worlds import run_world
 
 checklist = benchmark("gpu_checklist")
 
@@ -76,3 +78,12 @@ def test_overlap_in_a_trace() -> None:
     events = [{"ph": "X", "cat": cat, "ts": ts, "dur": dur} for cat, ts, dur in spans]
     expected = {"kernels_ms": 0.015, "copies_ms": 0.008, "overlap_ms": 0.003}
     assert checklist.busy_times(events) == pytest.approx(expected)
+
+
+# ---- the tests on a GPU -----------------------------------------------------------------------
+
+
+def test_what_ranks_do_on_a_gpu_runs_on_cpus() -> None:
+    one, other = run_world(gpu_jobs.train, 2, ["wfbp", "dear"], ["lo"], "cpu", timeout_s=60.0)
+    assert [found["bits"] for found in one] == [found["bits"] for found in other]
+    assert all(found["losses"][-1] < 10 for found in one)
