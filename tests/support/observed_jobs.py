@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -187,6 +188,9 @@ def train_with_forks(folder: str) -> list[int]:
         process.start()
         process.join(20)
         codes.append(process.exitcode)
-    assert rank() or Path(folder, "x.prom").exists()
+    end = time.monotonic() + 20.0
+    while not (rank() or Path(folder, "x.prom").exists()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
     model.close()
     return codes

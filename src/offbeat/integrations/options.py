@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.metrics import Log, Metrics
+from offbeat.core.transport.topology import Nodes
 
 
 class Options(TypedDict, total=False):
@@ -24,3 +27,5 @@ class Options(TypedDict, total=False):
     broadcast_buffers: bool
     metrics: Metrics | Log | str | None
     record: str | Path | None
+    mesh: DeviceMesh | None
+    nodes: Nodes | None

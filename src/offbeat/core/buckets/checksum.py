@@ -47,7 +47,7 @@ def _fold_chunks(pieces: list[Tensor], batch: int | None = None) -> int:
     columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=device)
     growth = torch.tensor([_power(n) for n in reversed(range(batch))], device=device)
     for words in _chunks(pieces, batch):
-        count = max(1, words.nbytes // _CHUNK)
+        count = max(1, 8 * words.numel() // _CHUNK)
         sums = words.view(count, -1, _COLUMNS).sum(1)  # [chunks, columns]
         added = sums[0] if count == 1 else (sums * growth[-count:, None]).sum(0)
         columns = columns * _power(count) + added
