@@ -289,7 +289,14 @@ def test_trainable_parameters_are_on_one_device() -> None:
         offbeat.prepare(model, optimizer)
 
 
-def test_ssp_accumulates_gradients_of_a_gpu_on_the_host() -> None:
+def test_ssp_accumulates_gradients_of_a_gpu_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch adds tensors of one device only. Fake tensors are of a GPU without one."""
+    added: list[list[str]] = []
+
+    def add(*lists: list[Tensor]) -> None:
+        added.append([tensor.device.type for tensors in lists for tensor in tensors])
+
+    monkeypatch.setattr(torch, "_foreach_add_", add)
     with FakeTensorMode():
         held = [SimpleNamespace(grad=torch.empty(3, device=GPU))]
         outgoing = [torch.zeros(3)]
@@ -303,6 +310,7 @@ def test_ssp_accumulates_gradients_of_a_gpu_on_the_host() -> None:
         )
         SSPSession._collect(session)
     assert session._collected == 2
+    assert added == [["cpu", "cpu"]]
 
 
 def test_values_of_rules_and_codecs_return_to_the_device() -> None:
