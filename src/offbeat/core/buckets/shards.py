@@ -33,17 +33,13 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def shard_elements(p: Tensor) -> int:
-    """Return the elements that each rank stores of a parameter, with padding."""
-    if not is_sharded(p):
-        return p.numel()
-    dim, ranks = p.placements[0].dim, p.device_mesh.size()  # type: ignore[attr-defined]
-    return -(-p.size(dim) // ranks) * (p.numel() // max(p.size(dim), 1))
-
-
 def shard_bytes(p: Tensor) -> int:
     """Return the bytes that each rank stores of a parameter, with padding."""
-    return shard_elements(p) * p.element_size()
+    if not is_sharded(p):
+        return p.numel() * p.element_size()
+    dim, ranks = p.placements[0].dim, p.device_mesh.size()  # type: ignore[attr-defined]
+    rows = -(-p.size(dim) // ranks)
+    return rows * (p.numel() // max(p.size(dim), 1)) * p.element_size()
 
 
 class Shards:
@@ -54,6 +50,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module):
+        self._where = next(model.parameters()).device
         self._group: dist.ProcessGroup | None = None  # of the ranks that share the replica
         self._stored: dict[int, Any] = {}  # torch's FSDPParam by id of the parameter
         for module in sharded_modules(model):
@@ -72,7 +69,9 @@ class Shards:
         All ranks of the node must call it at the same place.
         """
         squares = [torch.linalg.vector_norm(t).double().square() for t in tensors if t.numel()]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        # A rank without elements takes part, too, with a tensor where the backend expects it.
+        nothing = torch.zeros((), dtype=torch.float64, device=self._where)
+        total = torch.stack([nothing, *squares]).sum()
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         return float(total)
