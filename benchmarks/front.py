@@ -32,7 +32,6 @@ from front_worker import ADVISED, PERIOD, TASKS, TORCH, text_in
 from threads import layout, remembered
 
 from offbeat import sim
-from offbeat.core.buckets.layout import nbytes
 from offbeat.core.strategy.parsing import parse
 from offbeat.lab import Cluster, Lab, launch
 from offbeat.lab.lab import NoLab
@@ -66,7 +65,7 @@ def buckets_of(task: str) -> tuple[Bucket, ...]:
     model = TASKS[task].model()
     parameters = dict(model.named_parameters())
     specs = layout(model)
-    sizes = [sum(nbytes(parameters[name]) for name in spec.parameters) for spec in specs]
+    sizes = [sum(parameters[name].nbytes for name in spec.parameters) for spec in specs]
     return tuple(
         Bucket(
             spec.name,

@@ -1,5 +1,6 @@
 """Results of benchmarks: the page, the index and the scripts agree with the files."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -178,3 +179,10 @@ def test_a_table_selects_rows_and_columns() -> None:
     assert tables.table_text(result, table, selected=False) == caption + whole
     part = "| strategy | s |\n|---|---|\n| ddp | 2 [1, 3] |\n"
     assert tables.table_text(result, table, selected=True) == caption + part
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_script_imports_names_that_exist(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offbeat"):
+            exec(ast.unparse(node))

@@ -11,8 +11,10 @@ from support import observed_jobs
 from support.worlds import run_world, watch_world
 
 from offbeat import Plan, Profile
+from offbeat.experiments.report.job import as_text, job_report
 from offbeat.jobs.interval import Interval, combine
-from offbeat.jobs.record_lines import load
+from offbeat.jobs.record_folder import find_runs
+from offbeat.jobs.record_lines import RUN_FILE, load
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,35 @@ def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:
     whole = combine(second.ranks[1].intervals)
     assert [whole.first, whole.n] == [8, 8]
     assert not [e for e in first.ranks[1].events if e["event"] == "checkpoint"]
+
+
+@pytest.mark.parametrize("job", ["night", "none"])
+def test_attempts_of_torchrun_are_linked(job: str, tmp_path: Path) -> None:
+    """Without a checkpoint an attempt continues the one before it, and a run of another job never
+    does."""
+    runs = tmp_path / "runs"
+    earlier = runs / "other"
+    earlier.mkdir(parents=True)
+    other = {"job": "other", "agent": "other:1", "restarts": 0}
+    (earlier / RUN_FILE).write_text(json.dumps({"id": "other", "started": 1.0, "torchrun": other}))
+    act = (str(runs), job, str(tmp_path / "kept"))
+    run_world(observed_jobs.train_at_every_attempt, 1, *act)
+    records = [load([folder]) for folder in find_runs(runs)][1:]
+    found = [
+        [(e["event"], e["continues"]) for e in record.ranks[0].events if "continues" in e]
+        for record in records
+    ]
+    ids = [record.run["id"] for record in records]
+    assert found == [
+        [],
+        [("restart", ids[0])],
+        [("restart", ids[1])],
+        [("restart", ids[2]), ("checkpoint", ids[2])],
+    ]
+    last = job_report(records[-1], 0.0)
+    chain = [(one.run, one.iteration) for one in last.restarts]
+    assert chain == [(ids[2], 8), (ids[1], 0), (ids[0], 0)]
+    assert "began again at iteration 0" in " ".join(as_text(last, 80).split())
 
 
 def test_forks_write_close_and_end_nothing(tmp_path: Path) -> None:

@@ -130,6 +130,17 @@ def test_another_cause_is_reported_after_ten_minutes(expected: Outlook) -> None:
     assert [n.cause.name for n in later if n.cause] == ["slow_script"]
 
 
+def test_the_cause_explains_the_intervals_that_it_is_derived_from(
+    expected: Outlook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link recovers while the window still has the slow iterations."""
+    monkeypatch.setattr(outlook, "QUIET_S", 1.0)
+    job = Job(expected)
+    notices = [*job.run(300, link=20.0), *job.run(120, link=1.8), *job.run(120)]
+    assert {n.cause.name for n in notices if n.cause} == {"slow_link"}
+    assert notices[-1].event == "recovered"
+
+
 def test_a_departure_that_grows_by_half_is_reported_again(expected: Outlook) -> None:
     job = Job(expected)
     assert [n.event for n in job.run(300, compute={2: 2.1})] == ["notice"]

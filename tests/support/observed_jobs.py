@@ -72,6 +72,16 @@ def train_twice(folder: str, checkpoint: str) -> list[str]:
     return [train("wfbp", checkpoint) for _ in range(2)]
 
 
+def train_at_every_attempt(folder: str, job: str, checkpoint: str) -> list[str]:
+    """Train in four attempts of a job of torchrun. Only the last one loads a checkpoint."""
+    os.environ |= {"OFFBEAT_RECORD": folder, "TORCHELASTIC_RUN_ID": job}
+    printed = list[str]()
+    for restarts, saved in ((0, None), (1, None), (2, checkpoint), (3, checkpoint)):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        printed.append(train("wfbp", saved))
+    return printed
+
+
 def train_until_signal(folder: str, strategy: str, signal_at: int) -> None:
     """Train with a record, checkpoints and messages as JSON, all of stderr in a file. Before
     iteration `signal_at`, this rank receives SIGTERM."""

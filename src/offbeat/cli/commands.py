@@ -311,7 +311,7 @@ def demo(
     chosen = texts.contestants(DEMO_STRATEGIES, [])
     if not json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
-        print("this takes two to three minutes on two free processors", flush=True)
+        print("this takes three to four minutes on two free processors", flush=True)
     return _compare(Comparison(setup, chosen), out, json_, verbose, name="demo", sentence_last=True)
 
 

@@ -39,7 +39,7 @@ from offbeat.core.transport.heartbeat import describe_exception, run_at_process_
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
-from offbeat.jobs.record_folder import describe_removal, remove_above
+from offbeat.jobs.record_folder import describe_removal, previous_attempt, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
 from offbeat.jobs.settings import (
     OFF,
@@ -47,6 +47,7 @@ from offbeat.jobs.settings import (
     launcher_name,
     mask_secrets,
     require_same_settings,
+    torchrun_attempt,
 )
 from offbeat.jobs.tally import Tally
 from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
@@ -127,6 +128,9 @@ class JobObserver(Recorder):
             if removal.runs:
                 console.print("record", describe_removal(removal))
         if control.rank == 0:
+            attempt = torchrun_attempt(os.environ)
+            if self._writer is not None and attempt is not None and attempt["restarts"]:
+                self._link_attempt(previous_attempt(Path(settings.record or ""), attempt))
             facts = {
                 "id": self.id,
                 "job_name": settings.job_name,
@@ -138,6 +142,7 @@ class JobObserver(Recorder):
                 "versions": {name: own[name] for name in versions()},
                 "links": {name: str(spec) for name, spec in cluster.specs.items()},
                 "launcher": launcher_name(os.environ),
+                "torchrun": attempt,
                 "started": clock(),
             }
             if self._writer is not None:
@@ -228,6 +233,13 @@ class JobObserver(Recorder):
     def on_load(self, record: str | None, iteration: int) -> None:
         self._line("event", iteration=iteration, event="checkpoint", continues=record,
                    text=f"continued from a checkpoint after {iteration:,} iterations")  # fmt: skip
+
+    def _link_attempt(self, earlier: str | None) -> None:
+        """Record that torchrun has restarted a job. Where a checkpoint is loaded later, that event
+        takes the place of this one."""
+        if earlier is not None:
+            self._line("event", iteration=0, event="restart", continues=earlier,
+                       text="restarted by torchrun")  # fmt: skip
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)

@@ -144,7 +144,7 @@ class Outlook:
             return self._recover(measured_s, threshold, predicted_s)
         if not (was_suspected and self._suspected):
             return None
-        cause = self._cause(newest, measured_s - predicted_s)
+        cause = self._cause(newest, own.mean_s - predicted_s)
         if not self._is_news(cause, measured_s, now_s):
             return None
         since = self._first_slow(threshold, predicted_s)
@@ -200,7 +200,12 @@ class Outlook:
     # ---- causes -----------------------------------------------------------------------------
 
     def _cause(self, newest: Mapping[int, Interval], excess_s: float) -> Cause:
-        """Return the cause with the largest excess over the profile."""
+        """Return the cause with the largest excess over the profile.
+
+        Args:
+            newest: newest interval of each rank.
+            excess_s: seconds per iteration of the same intervals above the prediction.
+        """
         causes = [self._slow_compute(newest), self._slow_script(newest), self._slow_link(newest)]
         largest = max(causes, key=lambda cause: cause.excess_s)
         if largest.excess_s < 0.25 * excess_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,26 @@ def start_s(folder: Path) -> float:
         return started
     heads = [_first_line(path).get("t") for path in folder.glob("rank*.jsonl")]
     return min((t for t in heads if isinstance(t, int | float)), default=0.0)
+
+
+def previous_attempt(folder: Path, attempt: Mapping[str, Any]) -> str | None:
+    """Return the name of the newest run in a folder that torchrun has restarted as this one.
+
+    A static rendezvous has the job "none", so its attempts are those of one agent.
+
+    Args:
+        folder: folder of runs.
+        attempt: `settings.torchrun_attempt` of the process that starts.
+    """
+    same = [key for key in ("job", "agent") if attempt[key] != "none"][:1]
+    for run in reversed(find_runs(folder)):
+        earlier = _read_object(run / RUN_FILE).get("torchrun")
+        if not isinstance(earlier, dict) or any(earlier.get(k) != attempt[k] for k in same):
+            continue
+        restarts = earlier.get("restarts")
+        if isinstance(restarts, int) and restarts < attempt["restarts"]:
+            return run.name
+    return None
 
 
 def is_alive(folder: Path, now: float) -> bool:

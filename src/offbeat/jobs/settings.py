@@ -6,6 +6,7 @@ variable, then the argument of `offbeat.prepare`.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from offbeat.core.runtime.launch_request import VARIABLE as JOB_VARIABLE
 from offbeat.core.runtime.launchers import LAUNCHERS
@@ -289,6 +290,19 @@ def launcher_name(environment: Mapping[str, str]) -> str:
         if names.rank in environment:
             return names.launcher
     return "none"
+
+
+def torchrun_attempt(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the attempt of torchrun that this process belongs to, for run.json: id of the job,
+    process of the agent, and number of restarts; None without torchrun."""
+    if launcher_name(environment) not in ("torchrun", "TrainJob"):
+        return None
+    restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {
+        "job": environment["TORCHELASTIC_RUN_ID"],
+        "agent": f"{socket.gethostname()}:{os.getppid()}",
+        "restarts": int(restarts) if restarts.isdecimal() else 0,
+    }
 
 
 def default_name(environment: Mapping[str, str], argv: Sequence[str]) -> str:

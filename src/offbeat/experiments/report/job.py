@@ -409,7 +409,7 @@ def events_of(record: JobRecord) -> Iterator[Mapping[str, Any]]:
 
 
 def _restarts(record: JobRecord) -> Iterator[Restart]:
-    """Yield the earlier runs of the job by the checkpoints that were loaded, newest first."""
+    """Yield the earlier runs of the job by loaded checkpoints and restarts, newest first."""
     for event, earlier in _continuations(record):
         run, iteration = event["continues"], event["iteration"]
         if earlier is None:
@@ -440,9 +440,9 @@ def _continuations(record: JobRecord) -> Iterator[tuple[Mapping[str, Any], JobRe
 
 
 def _continuation(record: JobRecord) -> Mapping[str, Any] | None:
-    """Return the event about the checkpoint that a job has loaded."""
-    events = (e for lines in record.ranks.values() for e in lines.events if "continues" in e)
-    return next(events, None)
+    """Return the event about the checkpoint that a job has loaded, or else about its restart."""
+    events = [e for lines in record.ranks.values() for e in lines.events if "continues" in e]
+    return next((e for e in events if e["event"] != "restart"), next(iter(events), None))
 
 
 def _problems(record: JobRecord, state: str) -> Iterator[str]:
@@ -529,7 +529,8 @@ def split_text(report: JobReport) -> str:
 
 
 def _restart_text(restart: Restart) -> str:
-    after = f"continued at iteration {restart.iteration:,}"
+    verb = "continued" if restart.iteration else "began again"
+    after = f"{verb} at iteration {restart.iteration:,}"
     if restart.run is None:
         return f"{after} from a checkpoint of a job without a record"
     if restart.folder is None:
