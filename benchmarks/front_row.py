@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,7 @@ Run = Mapping[str, Any]  # seconds, bytes and prediction of one launch, as `fron
 
 def spread(values: Sequence[float], digits: int) -> Any:
     """Return a cell: the median, with the least and the greatest of several values."""
-    shown = [round(f(values), digits) or 0.0 for f in (median, min, max)]
+    shown = [Decimal(f"{f(values):.{digits}f}") for f in (median, min, max)]
     shown = [int(value) for value in shown] if digits == 0 else shown
     return shown if len(values) > 1 else shown[0]
 
