@@ -70,7 +70,7 @@ def require_like(known: Mapping[str, Any], measured: Sequence[Any], columns: lis
     for rate in RATES:
         name = f"ms at {rate} Mbit/s"
         was, now = map(hero.middle, (known[name], measured[columns.index(name)]))
-        if abs(now / float(was) - 1) > ALIKE:
+        if abs(float(now) / float(was) - 1) > ALIKE:
             sys.exit(
                 f"DDP takes {now} ms per iteration at {rate} Mbit/s, and {was} ms in the result; "
                 "measure on a quiet machine, or the whole table again with front.py"
