@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from support.worlds import run_world
 from torch import nn
 
+import offbeat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs import WIRES
 from offbeat.core.measuring import links as measuring_links
+from offbeat.core.measuring import observe as observe_module
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.contention import COUNT, RUNS, _rate, load_bytes
 from offbeat.core.measuring.jitter import are_alike
@@ -30,6 +32,7 @@ from offbeat.core.measuring.links import (
     LAYOUT,
     MOST_S,
     TOGETHER,
+    at_observed_rate,
     explore,
     fit_link,
     least_times,
@@ -38,7 +41,9 @@ from offbeat.core.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
+from offbeat.core.measuring.observe import usual_message_s
 from offbeat.core.measuring.timing import Budget, Probe
+from offbeat.core.runtime import plan_session
 from offbeat.core.runtime.iteration import Timestamps
 from offbeat.core.runtime.plan_session import Observer, build_flat
 from offbeat.core.transport.cluster import Cluster, connect
@@ -353,3 +358,64 @@ def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
     observer._ready = [("a", 1.0)]
     observer._record_times(replace(marks, backward_end=1.0))
     assert len(observer._times) == 1  # no time of a backward is known
+
+
+# --- messages of observed iterations -------------------------------------------------------------
+
+
+def test_the_usual_message_has_no_waiting_and_no_outliers() -> None:
+    rank_0, rank_1 = [9.0, 1.0, 1.2, 5.0, 1.4], [9.5, 4.0, 1.2, 5.0, 4.4]
+    messages = [list(enumerate(rank_0)), list(enumerate(rank_1))]
+    assert usual_message_s(messages) == pytest.approx((1.0 + 1.2 + 1.4) / 3)
+    assert usual_message_s([messages[0], messages[1][2:]]) is None, "three messages are too few"
+    assert usual_message_s([[], []]) is None
+
+
+def test_an_observed_message_corrects_the_rate_where_it_takes_longer() -> None:
+    link = Link("eth0", 0.1, 1e6, halves={"reduce_scatter": (0.05, 2e6)})
+    for seconds in (0.05, 1.0, 2.1, 2.15):
+        assert at_observed_rate(link, 2_000_000, seconds) is link
+    slower = at_observed_rate(link, 2_000_000, 2.6)
+    assert slower.latency_s == link.latency_s
+    assert slower.latency_s + 2e6 / slower.bytes_per_s == pytest.approx(2.6)
+    assert slower.halves == {"reduce_scatter": (0.05, pytest.approx(2e6 / 1.25))}
+
+
+def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
+    """Seconds of a message of the model by the profile of a job whose link was measured as too
+    fast, and the usual seconds of its observed messages."""
+    usual: list[float | None] = []
+    profiles: list[Profile] = []
+    build = Observer.profile
+
+    def fast(cluster: Cluster, *_: Any, **__: Any) -> tuple[tuple[Link, ...], tuple[()]]:
+        return (Link(next(iter(cluster.specs)), 0.0, 1e15),), ()
+
+    def remember(messages: Any) -> float | None:
+        usual.append(usual_message_s(messages))
+        return usual[-1]
+
+    def profile(*args: Any) -> Profile:
+        profiles.append(build(*args))
+        return profiles[-1]
+
+    plan_session.measure_cluster, observe_module.usual_message_s = fast, remember
+    Observer.profile = profile
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, "wfbp", observe=observe)
+    for _ in range(observe + 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    model.close()
+    total = sum(bucket.size_bytes for bucket in profiles[0].buckets)
+    return total / profiles[0].links[0].bytes_per_s, usual[0]
+
+
+def test_a_job_plans_with_the_rate_of_its_own_messages() -> None:
+    for seconds, usual_s in run_world(profile_of_a_fast_link, 2, 6):
+        assert seconds == pytest.approx(usual_s)
+    for seconds, usual_s in run_world(profile_of_a_fast_link, 2, 2):
+        assert usual_s is None
+        assert seconds < 1e-9

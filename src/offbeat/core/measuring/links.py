@@ -44,6 +44,7 @@ TELLING = 2  # messages of this time determine the rate together
 COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
 LARGER = 16  # factor in bytes from a message that does not determine the rate to the next one
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+SLOWER = 0.03  # share of the predicted seconds from which an observed message corrects the rate
 FREE_PARTS = 4  # a message takes at most this part of a GPU's free memory
 Timer = Callable[[Sequence[int], Budget], list[float]]  # `measure_messages` of one collective
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
@@ -61,6 +62,26 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
         slope = max(float(((seconds - latency) / sizes).mean()), 1e-15)
     error = float(np.mean(np.abs(latency + slope * sizes - seconds) / seconds))
     return Link(name, float(latency), float(1 / slope), error)
+
+
+def at_observed_rate(link: Link, size_bytes: int, observed_s: float) -> Link:
+    """Return the link with the rate of an observed message, if that is `SLOWER` than predicted.
+
+    The messages of a measurement are smaller than the observed one where the budget does not allow
+    larger ones. A large message can take longer per byte, because it overflows the queues of the
+    network. Halves get the same factor.
+
+    Args:
+        link: measured link.
+        size_bytes: payload of the observed message.
+        observed_s: its seconds.
+    """
+    rest_s = observed_s - link.latency_s
+    slower = rest_s * link.bytes_per_s / size_bytes
+    if slower <= 1 + SLOWER:
+        return link
+    halves = {verb: (s, rate / slower) for verb, (s, rate) in link.halves.items()}
+    return replace(link, bytes_per_s=link.bytes_per_s / slower, halves=halves)
 
 
 def measure_cluster(

@@ -19,6 +19,7 @@ from offbeat.core.buckets.shards import reshard
 from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.forward_memory import ForwardMemory
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of
+from offbeat.core.measuring.links import at_observed_rate
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
@@ -86,6 +87,7 @@ class Observer:
         self._tap = LossTap(device.mark)
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
+        self._messages: list[tuple[int, float]] = []  # iteration and seconds of its message
         self._meter = NoiseMeter(dist.get_world_size())
         if not engine.flat.is_sharded:  # the meter needs whole gradients
             engine.set_noise_meter(self._meter)
@@ -112,6 +114,10 @@ class Observer:
         """Record one finished iteration."""
         if self.memory.is_complete:
             self.memory.close()
+        message = done.messages[0]
+        if message.end is not None and not message.passed:
+            s = self._device.seconds(message.end) - self._device.seconds(message.start)
+            self._messages.append((done.number, s))
         partly, self._partly = self._partly, done.abandoned
         again = partly and done.marks.forward is None  # second backward of the same forward
         if any(self._engine.hooks.seen) and not (again or (done.skipped and not self._ready)):
@@ -216,6 +222,13 @@ class Observer:
         each other in every iteration, and their mean jitter.
         """
         control, topology = cluster.control, cluster.topology
+        observed_s = usual_message_s(control.gather(self._messages))
+        links = [
+            at_observed_rate(link, sum(flat.sizes_bytes), observed_s)
+            if link.name == next(iter(cluster.specs)) and observed_s is not None
+            else link
+            for link in links
+        ]
         jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
         spread = jitter_of([times.compute for times in self._times[1:]])
         self._turns.on_step_begin()
@@ -309,6 +322,22 @@ class Observer:
                 backward[home[name]] += seconds / len(kept)
         update, other = median(t.update for t in times), median(t.other for t in times)
         return [max(0.0, s) for s in (*forward, *backward, update, other)]
+
+
+def usual_message_s(messages: Sequence[Sequence[tuple[int, float]]]) -> float | None:
+    """Return the usual seconds of the observed messages without the waiting for late ranks.
+
+    The rank that arrives last waits for no other, so the least time of all ranks counts. The first
+    message, which a new connection sends, and the longest one are left out. None if fewer than
+    three messages remain.
+
+    Args:
+        messages: by rank, iteration and seconds of each message.
+    """
+    by_rank = [dict(one) for one in messages]
+    common = sorted(set.intersection(*map(set, by_rank)))[1:]
+    least_s = sorted(min(seconds[t] for seconds in by_rank) for t in common)
+    return fmean(least_s[:-1]) if len(least_s) > 3 else None
 
 
 def _bucket_indices(specs: Sequence[BucketSpec]) -> tuple[dict[str, int], dict[str, int]]:
