@@ -11,7 +11,8 @@ import torch
 from support.worlds import run_world
 
 import offbeat
-from offbeat.core.runtime.launch_request import current_place, parse_address
+from offbeat.core.runtime.launch_request import current_place
+from offbeat.core.transport.addresses import parse_address
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
 
 SRUN = {

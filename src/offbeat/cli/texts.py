@@ -314,10 +314,15 @@ def set_secret(path: Path | None) -> None:
         raise ValueError(f"--secret ({path}) must not be an empty file; put a secret into it")
     if os.environ.get(VARIABLE, text) != text:
         raise ValueError(f"--secret ({path}) and {VARIABLE} are two secrets; unset the variable")
+    warn_if_readable(path)
+    os.environ[VARIABLE] = text
+
+
+def warn_if_readable(path: Path) -> None:
+    """Print a warning to stderr if other users can read a file with a secret."""
     if path.stat().st_mode & _READABLE_BY_OTHERS:
         print(
             f"offbeat: {path} can be read by other users; chmod 600 {path}",
             file=sys.stderr,
             flush=True,
         )
-    os.environ[VARIABLE] = text

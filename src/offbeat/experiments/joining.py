@@ -19,10 +19,10 @@ from offbeat.core.runtime.launch_request import (
     VARIABLE,
     WORKER_VARIABLE,
     WORLD_SIZE_VARIABLE,
-    parse_address,
 )
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import reference_of
+from offbeat.core.transport.addresses import parse_address
 from offbeat.experiments.script import require_runnable
 from offbeat.frames.secret import VARIABLE as SECRET_VARIABLE
 

@@ -6,7 +6,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic
 
 from offbeat.frames.frames import Frame, Header, K, Reader
@@ -31,7 +31,8 @@ class Connection(Generic[K]):
         sock: connected socket, or a socket that is still connecting.
         kinds: kinds of frames.
         room: see `Reader`.
-        secret: secret of the job.
+        secret: secret of the job; or all secrets that the end accepts that has not opened the
+            connection.
         connects: whether this end has opened the connection.
 
     Attributes:
@@ -41,7 +42,13 @@ class Connection(Generic[K]):
     """
 
     def __init__(
-        self, sock: socket.socket, kinds: type[K], room: Room[K], secret: bytes, *, connects: bool
+        self,
+        sock: socket.socket,
+        kinds: type[K],
+        room: Room[K],
+        secret: bytes | Sequence[bytes],
+        *,
+        connects: bool,
     ):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from offbeat.frames import secret as secrets
 
 
@@ -16,12 +18,14 @@ class Greeting:
     them to `feed`.
 
     Args:
-        secret: secret of the job.
+        secret: secret of the job; or all secrets that the end accepts that has not opened the
+            connection.
         connects: whether this end has opened the connection.
     """
 
-    def __init__(self, secret: bytes, *, connects: bool):
-        self._secret, self._connects = secret, connects
+    def __init__(self, secret: bytes | Sequence[bytes], *, connects: bool):
+        self._accepted = (secret,) if isinstance(secret, bytes) else tuple(secret)
+        self._secret, self._connects = self._accepted[0], connects
         self._own_nonce, self._peer_nonce = secrets.nonce(), b""
         self._got = bytearray()
         self.outgoing = b"" if connects else self._own_nonce
@@ -57,10 +61,12 @@ class Greeting:
         if self._connects:
             known = secrets.is_server_proof(self._secret, self._own_nonce, self._peer_nonce, given)
         else:
-            theirs = secrets.verified_nonce(self._secret, self._own_nonce, given)
-            known = theirs is not None
-            if theirs is not None:
-                self.outgoing = secrets.proof(self._secret, b"server", theirs, self._own_nonce)
+            known = False
+            for secret in self._accepted:
+                theirs = secrets.verified_nonce(secret, self._own_nonce, given)
+                if theirs is not None and not known:
+                    known = True
+                    self.outgoing = secrets.proof(secret, b"server", theirs, self._own_nonce)
         if not known:
             raise GreetingError(f"the other end does not know the secret; {secrets.REMEDY}")
         self._due = 0

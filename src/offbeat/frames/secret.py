@@ -14,8 +14,11 @@ import hashlib
 import hmac
 import os
 import secrets
+from pathlib import Path
 
 VARIABLE = "OFFBEAT_SECRET"
+FILE_VARIABLE = "OFFBEAT_SECRET_FILE"
+MOST_SECRETS = 2  # valid at the same time, while a new secret replaces an old one
 NONCE_BYTES = 32
 MAC_BYTES = 32
 ANSWER_BYTES = NONCE_BYTES + MAC_BYTES
@@ -30,6 +33,36 @@ def own_secret() -> bytes | None:
     if not text:
         raise ValueError(f"{VARIABLE} ('') must not be empty; unset it, or give a secret")
     return text.encode()
+
+
+def read_secrets(path: Path | None = None) -> tuple[bytes, ...]:
+    """Return the valid secrets of the membership service, one for each line of a file.
+
+    Args:
+        path: the file. None reads the file that `OFFBEAT_SECRET_FILE` names, or else the secret in
+            `OFFBEAT_SECRET`.
+
+    Raises:
+        ValueError: there is no secret, or the file has more than two.
+        OSError: the file cannot be read.
+    """
+    named = os.environ.get(FILE_VARIABLE)
+    if path is None and not named:
+        own = own_secret()
+        if own is None:
+            raise ValueError(
+                f"{FILE_VARIABLE} must name a file with the secret, or {VARIABLE} hold it; the "
+                "membership service and all members need the same"
+            )
+        return (own,)
+    path = Path(named or "") if path is None else path
+    found = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
+    if not 1 <= len(found) <= MOST_SECRETS:
+        raise ValueError(
+            f"secrets in {path} ({len(found)}) must be 1 to {MOST_SECRETS} lines; the second one "
+            "is for the time in which a new secret replaces an old one"
+        )
+    return found
 
 
 def new_secret() -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import LinkSpec, parse_link
 
 VARIABLE = "OFFBEAT_JOB"
@@ -139,11 +140,3 @@ def current_join_request() -> tuple[tuple[str, int], int | None] | None:
     if worker is not None and not worker.isdecimal():
         raise ValueError(f"{WORKER_VARIABLE} ({worker!r}) must be the id of a worker, as 3")
     return parse_address(text), None if worker is None else int(worker)
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Return (host, port) of the text `HOST:PORT`. Raise ValueError for other texts."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"address ({text!r}) must be HOST:PORT of a worker, as 10.0.0.1:40123")
-    return host.removeprefix("[").removesuffix("]"), int(port)  # brackets enclose IPv6 addresses

@@ -50,6 +50,19 @@ def require_address(rank: int, environ: Mapping[str, str], *, hosts_store: bool)
         )
 
 
+def parse_address(text: str, server: str = "a worker") -> tuple[str, int]:
+    """Return (host, port) of the text `HOST:PORT`. Raise ValueError for other texts.
+
+    Args:
+        text: the text. Brackets enclose an IPv6 address.
+        server: noun for the program at the address.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"address ({text!r}) must be HOST:PORT of {server}, as 10.0.0.1:40123")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def require_interfaces(option: str, names: Iterable[str]) -> None:
     """Raise ValueError unless all network interfaces exist on this host."""
     present = [name for _, name in socket.if_nameindex()]

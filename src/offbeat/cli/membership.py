@@ -1,0 +1,45 @@
+"""`offbeat membership`: the service through which members join, leave and meet."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from offbeat.cli import texts
+from offbeat.cli.commands import app, number, option
+
+DEFAULT_PORT = 29600
+
+
+@app.command
+def membership(
+    *,
+    journal: Annotated[Path, option("File that restores the state after a restart.")],
+    port: Annotated[int, number("Port of the service; 0 for a free one.")] = DEFAULT_PORT,
+    host: Annotated[str, option("Address of the service.  [default: all interfaces]")] = "0.0.0.0",
+    secret: Annotated[
+        Path | None,
+        option("File with a secret per line, at most 2; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET."),
+    ] = None,
+) -> int:
+    """Run the membership service of one job until it is interrupted.
+
+    Example: offbeat membership --journal job.journal --secret secret.txt
+    """
+    from offbeat.frames.secret import read_secrets
+    from offbeat.membership.service import open_service
+
+    texts.require_range("--port", port, 0, f"leave it out for {DEFAULT_PORT}", 65535)
+    if secret is not None:
+        texts.warn_if_readable(secret)
+    service = open_service(journal, host, port, partial(read_secrets, secret), report=_report)
+    _report(f"membership service at {service.address}, {service.summary}")
+    with suppress(KeyboardInterrupt):  # the journal holds all answered requests
+        service.serve()
+    return 0
+
+
+def _report(text: str) -> None:
+    print(f"offbeat: {text}", flush=True)
