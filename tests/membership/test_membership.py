@@ -86,7 +86,11 @@ def test_an_epoch_fulfils_requests_and_reports(membership: Membership) -> None:
     membership.report_death(dead)
     membership.report_death(DeathReport("c", "b", "second report"))
     state = membership.state()
-    assert (state.joining, state.leaving, state.dead) == ((join, JoinRequest("e")), (leave,), (dead,))
+    assert (state.joining, state.leaving, state.dead) == (
+        (join, JoinRequest("e")),
+        (leave,),
+        (dead,),
+    )
     membership.propose(Epoch(1, ("a", "b", "d")))
     state = membership.state()
     assert (state.joining, state.leaving, state.dead) == ((JoinRequest("e"),), (leave,), ())
@@ -133,7 +137,7 @@ def test_old_epochs_are_not_kept(membership: Membership) -> None:
     assert membership.epoch(2) == Epoch(2, ("a",))
     with pytest.raises(RequestRefusedError, match=r"epoch \(1\) must be one of the newest 16"):
         membership.epoch(1)
-    with pytest.raises(EpochReplacedError, match="epoch .15. has been replaced by epoch 17"):
+    with pytest.raises(EpochReplacedError, match=r"epoch \(15\) has been replaced by epoch 17"):
         membership.rendezvous(15).set("k", b"v")
 
 
@@ -212,8 +216,8 @@ def test_threads_count_and_compare(membership: Membership) -> None:
 def test_a_key_is_awaited(membership: Membership) -> None:
     begin(membership, "a")
     keys = membership.rendezvous(0)
-    with pytest.raises(TimeoutError, match="key b, c of epoch 0 was not set within 0.01 s"):
-        keys.set("a", b"1")
+    keys.set("a", b"1")
+    with pytest.raises(TimeoutError, match=r"key b, c of epoch 0 was not set within 0\.01 s"):
         keys.wait(["a", "b", "c"], 0.01)
     timer = threading.Timer(0.05, keys.set, ["b", b"\x00\xff"])
     timer.start()
@@ -274,9 +278,10 @@ def test_sizes_are_limited(membership: Membership, monkeypatch: pytest.MonkeyPat
 def test_requests_are_limited(membership: Membership) -> None:
     begin(membership, "a")
     details = {"text": "x" * 60_000}
+    for n in range(10):
+        membership.request_join(JoinRequest(f"m{n}", details=details))
     with pytest.raises(RequestRefusedError, match="must have at most 655360 bytes"):
-        for n in range(20):
-            membership.request_join(JoinRequest(f"m{n}", details=details))
+        membership.request_join(JoinRequest("m10", details=details))
     assert len(membership.state().joining) == 10
 
 

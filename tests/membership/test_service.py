@@ -39,7 +39,7 @@ def test_a_restart_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> No
     """Eight threads add, propose and wait while the service restarts four times."""
     with hosted(tmp_path / "j") as host:
         begin(host.client(), "a")
-        done, most = threading.Event(), 60
+        done, most = threading.Event(), 25
 
         def act(number: int) -> None:
             if number == 8:
@@ -58,7 +58,9 @@ def test_a_restart_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> No
         client = host.client()
         assert client.rendezvous(0).add("sum", 0) == 8 * most
         joining = [request.member for request in client.state().joining]
-        assert sorted(joining) == sorted(f"m{number}.{n}" for number in range(8) for n in range(most))
+        assert sorted(joining) == sorted(
+            f"m{number}.{n}" for number in range(8) for n in range(most)
+        )
 
 
 def test_a_wait_lasts_over_a_restart(tmp_path: Path) -> None:
@@ -135,6 +137,7 @@ def test_another_program_at_the_address_is_named() -> None:
             for _ in range(20):
                 with listener.accept()[0] as sock:
                     sock.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 20)
+                    sock.recv(64)
 
         thread = threading.Thread(target=talk, daemon=True)
         thread.start()
@@ -142,7 +145,7 @@ def test_another_program_at_the_address_is_named() -> None:
             MembershipClient(address, secrets, timeout_s=5).state()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ServiceUnreachableError, match="has not answered for 0.2 s"):
+        with pytest.raises(ServiceUnreachableError, match=r"has not answered for 0\.2 s"):
             MembershipClient(address, secrets, timeout_s=0.2).state()
 
 
@@ -204,14 +207,14 @@ def test_a_secret_is_replaced_while_members_train(tmp_path: Path) -> None:
     file, old, new = tmp_path / "secret", b"old secret", b"new secret"
     file.write_bytes(old + b"\n")
     with hosted(tmp_path / "j", read=lambda: read_secrets(file)) as host:
+        texts = list[str]()
         follower = MembershipClient(host.address, lambda: read_secrets(file), 20)
 
         def works(secret: bytes) -> bool:
             try:
                 host.client(secret, timeout_s=5).state()
             except SecretRefusedError as error:
-                assert VARIABLE in str(error)
-                assert secret.decode() not in str(error)
+                texts.append(str(error))
                 return False
             return True
 
@@ -229,6 +232,8 @@ def test_a_secret_is_replaced_while_members_train(tmp_path: Path) -> None:
         follower.close()
         follower.state()
         follower.close()
+        assert all(VARIABLE in text for text in texts)
+        assert not any(one.decode() in text for one in (old, new) for text in texts)
 
 
 def test_secrets_are_read_from_a_file_or_a_variable(
@@ -319,7 +324,9 @@ def test_wrong_use_of_the_command(
     assert "must name a file with the secret" in refused("--journal", journal)
     assert not Path(journal).exists()
     monkeypatch.setenv(VARIABLE, "s")
-    assert "--port (70000) must be from 0 to 65535" in refused("--journal", journal, "--port", "70000")
+    assert "--port (70000) must be from 0 to 65535" in refused(
+        "--journal", journal, "--port", "70000"
+    )
     missing = str(tmp_path / "no" / "j")
     assert missing in refused("--journal", missing, "--port", "0")
     assert missing in refused("--journal", journal, "--secret", missing)

@@ -12,8 +12,8 @@ from support.worlds import run_world
 
 import offbeat
 from offbeat.core.runtime.launch_request import current_place
-from offbeat.core.transport.addresses import parse_address
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
+from offbeat.core.transport.addresses import parse_address
 
 SRUN = {
     "SLURM_PROCID": "5",

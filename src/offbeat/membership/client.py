@@ -176,9 +176,7 @@ class Rendezvous:
         A key that is not set counts as empty. If it is not set and `expected` is not empty, the
         call returns `expected`, as stores of torch do.
         """
-        reply = self._change(
-            "compare_set", key, expected=encode(expected), desired=encode(desired)
-        )
+        reply = self._change("compare_set", key, expected=encode(expected), desired=encode(desired))
         return decode(reply["value"])
 
     def delete(self, key: str) -> bool:

@@ -29,7 +29,11 @@ class Ledger:
     def __init__(self, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic):
         self.registry, self._journal, self._clock = Registry(), journal, clock
         if journal is not None:
-            replay(journal, self.registry.restore, self._apply)
+            try:
+                replay(journal, self.registry.restore, self._apply)
+            except BaseException:
+                journal.close()
+                raise
             self._shorten(journal)
         self._renewed_s: dict[str, float] = {}
 
@@ -55,7 +59,7 @@ class Ledger:
     def withdraw_expired(self) -> None:
         """Withdraw the join requests that were not renewed for `RENEWAL_S` seconds.
 
-        The process that wants to join has ended, or cannot reach the service.
+        The joining process has ended, or cannot reach the service.
 
         Raises:
             JournalError: the journal cannot be written.

@@ -127,7 +127,7 @@ class JoinRequest(Record):
             raise RequestRefusedError("rank_scale must be a number")
         if not 0 < scale <= MOST_SCALE:
             raise RequestRefusedError(
-                f"rank_scale ({scale:.3g}) must be above 0 and at most {MOST_SCALE:g}"
+                f"rank_scale ({str(scale)[:20]}) must be above 0 and at most {MOST_SCALE:g}"
             )
         require_count("ranks", self.ranks)
         if self.ranks < 1:

@@ -77,12 +77,12 @@ class Space:
     def growth_bytes(self, key: str, value: bytes) -> int:
         """Return the growth of the counted size if a key is set."""
         known = self.values.get(key)
-        return len(value) - len(known) if known is not None else _counted_bytes(key, value)
+        return len(value) - len(known) if known is not None else _entry_bytes(key, value)
 
     def remove(self, key: str) -> None:
         """Remove a key, if it exists."""
         if key in self.values:
-            self.size_bytes -= _counted_bytes(key, self.values.pop(key))
+            self.size_bytes -= _entry_bytes(key, self.values.pop(key))
 
     def remember(self, token: str, reply: Reply) -> None:
         """Keep the reply to a command with a token."""
@@ -91,7 +91,7 @@ class Space:
             self.tokens.popitem(last=False)
 
 
-def _counted_bytes(key: str, value: bytes) -> int:
+def _entry_bytes(key: str, value: bytes) -> int:
     return KEY_BYTES + len(key) + len(value)
 
 
@@ -149,9 +149,9 @@ class Registry:
         answer = operation(command)
         if answer.commit is None:
             return answer
-        return Answer(answer.reply, answer.is_ready, self._counted(answer.commit))
+        return Answer(answer.reply, answer.is_ready, self._with_count(answer.commit))
 
-    def _counted(self, commit: Callable[[], None]) -> Callable[[], None]:
+    def _with_count(self, commit: Callable[[], None]) -> Callable[[], None]:
         def apply() -> None:
             commit()
             self.changes += 1

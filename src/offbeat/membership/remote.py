@@ -30,7 +30,7 @@ from offbeat.membership.registry import Command, Reply
 ANSWER_S = 5.0  # longest time for a connection, and for an answer beyond the wait of a request
 IDLE_S = 20.0  # a connection without a request for this time is not used again
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between two attempts; each pause is longer than the last
-REFUSED_PROOFS = 3  # attempts for each secret; a service that ends may close a connection, too
+REFUSED_PROOFS = 2  # attempts for each secret; a service that ends may close a connection, too
 
 _jitter = random.SystemRandom()  # not the generator of the script
 
@@ -158,7 +158,11 @@ class MembershipClient(Membership):
     def _connect(self, limit_s: float, secret: bytes) -> Connection[Kind]:
         """Return a connection after the proof of the secret and the comparison of versions."""
         connection: Connection[Kind] = Connection(
-            socket.create_connection(self._host, timeout=limit_s), Kind, _room, secret, connects=True
+            socket.create_connection(self._host, timeout=limit_s),
+            Kind,
+            _room,
+            secret,
+            connects=True,
         )
         try:
             own = {"protocol": PROTOCOL_VERSION, "offbeat": __version__}
@@ -185,5 +189,5 @@ class MembershipClient(Membership):
         return RequestRefusedError(why)
 
 
-def _room(header: Header[Kind]) -> tuple[None, memoryview]:
+def _room(_: Header[Kind]) -> tuple[None, memoryview]:
     return None, NOTHING

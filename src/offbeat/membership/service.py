@@ -78,7 +78,7 @@ class MembershipService(ConnectionLoop[_Peer]):
         ledger: Ledger,
         listener: socket.socket,
         secrets: Callable[[], Sequence[bytes]] = read_secrets,
-        report: Callable[[str], object] = lambda text: None,
+        report: Callable[[str], object] | None = None,
     ):
         super().__init__(0, listener)
         self._ledger, self._read_secrets, self._secrets = ledger, secrets, tuple(secrets())
@@ -86,7 +86,8 @@ class MembershipService(ConnectionLoop[_Peer]):
         self._most_connections = max(1, min(MOST_CONNECTIONS, _open_files() - OTHER_DESCRIPTORS))
         self._answered_changes = 0
         self._closing = False
-        self._report, self._reported, self._warning = report, self.summary, ""
+        self._report = report or (lambda _: None)
+        self._reported, self._warning = self.summary, ""
         host, port, *_ = listener.getsockname()
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -165,7 +166,7 @@ class MembershipService(ConnectionLoop[_Peer]):
         """Close the oldest connections above a limit. Members connect again when they need it."""
         strangers = [peer for peer in self._peers if not peer.is_known]
         if len(strangers) > MOST_STRANGERS:
-            # Those of one host are closed first, so that it cannot exclude the members of others.
+            # Connections of this host are closed first, so that it cannot exclude other hosts.
             counts = Counter(peer.host for peer in strangers)
             most = max(counts.values())
             self._reset(_oldest(peer for peer in strangers if counts[peer.host] == most))
@@ -293,7 +294,7 @@ def open_service(
     host: str,
     port: int,
     secrets: Callable[[], Sequence[bytes]] = read_secrets,
-    report: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] | None = None,
 ) -> MembershipService:
     """Return the service of a journal, which listens at an address.
 
@@ -305,15 +306,19 @@ def open_service(
         report: see `MembershipService`.
 
     Raises:
-        ValueError: there is no secret, or the journal is damaged or open in another service.
-        OSError: the journal cannot be opened, or the address cannot be used.
+        ValueError: there is no secret, the journal is damaged or open in another service, or the
+            address cannot be used.
+        OSError: the journal cannot be opened.
     """
     secrets()
     ledger = Ledger(Journal(journal))
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except BaseException:
+    except OSError as error:
         ledger.close()
-        raise
+        raise ValueError(
+            f"address ({host}:{port}) must be one of this host with a free port: "
+            f"{error.strerror or error}; give another --host or --port"
+        ) from None
     return MembershipService(ledger, listener, secrets, report)

@@ -35,7 +35,7 @@ class RendezvousStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._rendezvous.set(key, _as_bytes(value))
+        self._rendezvous.set(key, _to_bytes(value))
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, as soon as it is set.
@@ -45,7 +45,7 @@ class RendezvousStore(dist.Store):
             EpochReplacedError: the key is not set, and a later epoch has been written.
         """
         try:
-            return self._rendezvous.get(key, self.timeout.total_seconds())
+            return self._rendezvous.get(key, self._timeout_s())
         except TimeoutError as error:
             raise dist.DistStoreError(str(error)) from error
 
@@ -56,11 +56,15 @@ class RendezvousStore(dist.Store):
             torch.distributed.DistStoreError: a key was not set within the timeout.
             EpochReplacedError: a key is not set, and a later epoch has been written.
         """
-        limit = self.timeout if timeout is None else timeout
+        limit_s = self._timeout_s() if timeout is None else timeout.total_seconds()
         try:
-            self._rendezvous.wait(keys, limit.total_seconds())
+            self._rendezvous.wait(keys, limit_s)
         except TimeoutError as error:
             raise dist.DistStoreError(str(error)) from error
+
+    def _timeout_s(self) -> float:
+        limit: timedelta = self.timeout  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+        return limit.total_seconds()
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys are set."""
@@ -74,7 +78,7 @@ class RendezvousStore(dist.Store):
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         """Set a key if it has the expected value, and return its value."""
-        expected, desired = _as_bytes(expected_value), _as_bytes(desired_value)
+        expected, desired = _to_bytes(expected_value), _to_bytes(desired_value)
         return self._rendezvous.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
@@ -90,5 +94,5 @@ class RendezvousStore(dist.Store):
         return False
 
 
-def _as_bytes(value: str | bytes) -> bytes:
+def _to_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
