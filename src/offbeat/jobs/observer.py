@@ -187,7 +187,8 @@ class JobObserver(Recorder):
         if self.monitor is not None:
             self.monitor.on_plan(plan, profile, self._next)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
+        self._profile = self._profile if profile is None else profile
         if self.plan is not None and plan is not self.plan:
             self._close_interval(write=True)
             self._set_window(plan)
@@ -229,6 +230,12 @@ class JobObserver(Recorder):
         if self.monitor is not None and warning is None:
             self.monitor.decisions += 1
         self._line("event", iteration=self._before + iteration, event=kind, text=what)
+
+    def on_replanning(self, iteration: int, what: str, numbers: Mapping[str, Any]) -> None:
+        if self.monitor is not None:
+            self.monitor.decisions += 1
+        self._line("event", iteration=self._before + iteration, event="replan", text=what,
+                   **numbers)  # fmt: skip
 
     def on_load(self, record: str | None, iteration: int) -> None:
         self._line("event", iteration=iteration, event="checkpoint", continues=record,

@@ -129,8 +129,8 @@ class ReplicaRecorder(Recorder):
         if not self.courses:  # a strategy without a plan
             self.courses.append(Course(0, strategy, plan))
 
-    def set_plan(self, plan: Plan) -> None:
-        super().set_plan(plan)
+    def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
+        super().set_plan(plan, profile)
         done = len(self.log.losses)
         self.courses = [course for course in self.courses if course.first < done]
         self.courses.append(Course(done, plan.strategy, plan))

@@ -209,12 +209,16 @@ class Flat:
 
     # ---- named buffers ----------------------------------------------------------------------
 
-    def adopt(self, buffers: Mapping[str, Buffer]) -> None:
+    def adopt(self, buffers: Mapping[str, Buffer], *, continues: bool = False) -> None:
         """Allocate the buffers of a plan and delete all other buffers.
 
         Existing parameters, gradients, and buffers that start as a copy of the parameters keep
         their contents. Such copies may differ between ranks by now. All other buffers begin at
         their start value.
+
+        Args:
+            buffers: buffers by name.
+            continues: all existing buffers keep their contents, such as a velocity.
         """
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
@@ -223,7 +227,7 @@ class Flat:
                 continue
             kept: list[Store] = []
             if name in self._stores and (
-                name in BUILT_IN or buffer.start == "param"
+                continues or name in BUILT_IN or buffer.start == "param"
             ):  # keep existing copies, the newest first
                 first = self._newest[name]
                 kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]

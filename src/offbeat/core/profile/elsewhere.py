@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from statistics import fmean
 from typing import TypeVar
 
 from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
@@ -172,29 +173,58 @@ def with_device_speed(profile: Profile, speed: float) -> Profile:
     return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
 
 
-def with_slower_links(profile: Profile, times: float) -> Profile:
+def with_slower_links(profile: Profile, times: float | Mapping[str, float]) -> Profile:
     """Return the profile with message times multiplied by `times`. Coding keeps its measured
-    times."""
+    times.
 
-    def slow_down(small: Points) -> Points:
-        return tuple((size, seconds * times) for size, seconds in small)
-
-    links = tuple(
-        replace(
-            link,
-            latency_s=link.latency_s * times,
-            bytes_per_s=link.bytes_per_s / times,
-            small=slow_down(link.small),
-            halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
-            small_halves={verb: slow_down(small) for verb, small in link.small_halves.items()},
-        )
-        for link in profile.links
+    Args:
+        profile: measured profile.
+        times: factor of all links, or of some links by name.
+    """
+    factors = (
+        dict(times) if isinstance(times, Mapping) else {link.name: times for link in profile.links}
     )
     buckets = tuple(
-        replace(b, communication_s={name: s * times for name, s in b.communication_s.items()})
-        for b in profile.buckets
+        replace(
+            bucket,
+            communication_s={
+                name: s * factors.get(name, 1.0) for name, s in bucket.communication_s.items()
+            },
+        )
+        for bucket in profile.buckets
     )
+    links = tuple(_slow_down(link, factors.get(link.name, 1.0)) for link in profile.links)
     return replace(profile, links=links, buckets=buckets)
+
+
+def _slow_down(link: Link, times: float) -> Link:
+    def slower(small: Points) -> Points:
+        return tuple((size, seconds * times) for size, seconds in small)
+
+    return replace(
+        link,
+        latency_s=link.latency_s * times,
+        bytes_per_s=link.bytes_per_s / times,
+        small=slower(link.small),
+        halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
+        small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
+    )
+
+
+def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
+    """Return the profile with the compute times of each replica multiplied by a factor.
+
+    Args:
+        profile: measured profile.
+        times: one factor per replica.
+    """
+    before = profile.rank_scale or (1.0,) * profile.world_size
+    scale = [one * factor for one, factor in zip(before, times, strict=True)]
+    mean = fmean(scale)
+    if all(factor == times[0] for factor in times):
+        return replace(profile, **scaled_compute(profile, times[0]))
+    relative = tuple(one / mean for one in scale)
+    return replace(profile, rank_scale=relative, **scaled_compute(profile, mean))
 
 
 def with_smaller_messages(profile: Profile, share: float) -> Profile:

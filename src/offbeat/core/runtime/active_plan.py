@@ -28,22 +28,34 @@ if TYPE_CHECKING:
 
 
 class ActivePlan:
-    """Run-time objects of one plan on one engine."""
+    """Run-time objects of one plan on one engine.
 
-    def __init__(self, plan: Plan, engine: Engine, planned: int = 0) -> None:
+    Args:
+        plan: plan to run.
+        engine: engine of this rank.
+        planned: number of the next iteration in the plan.
+        former: plan of the same strategy that ran before; buffers of equal names and values that
+            rules have kept continue. None: they begin anew.
+    """
+
+    def __init__(
+        self, plan: Plan, engine: Engine, planned: int = 0, former: ActivePlan | None = None
+    ) -> None:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
         self._engine = engine
         self.program = Program(plan, engine.replica)
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.reloaded = False  # whether weights were loaded since the buffers were computed
-        self.flat.adopt(plan.all_buffers)
+        self.flat.adopt(plan.all_buffers, continues=former is not None)
         self.gradients.begin_plan()
         self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
         self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
         self.context = StorageContext(
             engine.replica, self.flat, self.gradients, engine.state, self.updates
         )
+        if former is not None:
+            self.context.memory.update(former.context.memory)
         self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
         self.actions = self._create_actions(self.program, note_later=self.updates.remedy is None)

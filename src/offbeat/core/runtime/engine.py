@@ -120,17 +120,20 @@ class Engine:
         self._attached.close()
         self._adopted.close()
 
-    def adopt(self, plan: Plan, planned: int = 0) -> None:
+    def adopt(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
         """Run a plan from the next iteration on.
 
         Args:
             plan: plan to run.
             planned: number of the next iteration in the plan. The next iteration must not depend on
                 earlier iterations of the plan.
+            continues: whether the plan replaces another one of the same strategy, whose buffers and
+                memory of rules it takes over.
         """
+        former = self.run if continues else None
         self._adopted.close()
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
-        self.run = ActivePlan(plan, self, planned)
+        self.run = ActivePlan(plan, self, planned, former)
         self._adopted.callback(self.run.close)
         self.plan, self.cursor = plan, self.run.cursor
         self.metering = Metering(None, self.run)

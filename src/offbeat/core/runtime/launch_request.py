@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import LinkSpec, parse_link
@@ -23,6 +23,10 @@ WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
 CHECKPOINT_VARIABLE = "OFFBEAT_CHECKPOINT"  # directory of checkpoints, in a job without a launcher
 JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a gossip worker
 WORKER_VARIABLE = "OFFBEAT_WORKER"  # former id of a returning worker
+REPLAN_VARIABLE = "OFFBEAT_REPLAN"  # "never", "exact" or "always"
+Replan = Literal["never", "exact", "always"]
+"""Changes that measured times of links and ranks may make to a running job: none, only other plans
+whose results have the same bits, or all plans of the strategy."""
 SCHEMA = 1
 
 
@@ -110,6 +114,17 @@ def current_nodes() -> Literal["auto"] | int | None:
             "least 1"
         )
     return int(text)
+
+
+def current_replan(argument: str | None) -> Replan:
+    """Return OFFBEAT_REPLAN, otherwise the argument of `prepare`, otherwise "exact". Raise
+    ValueError for other values."""
+    text, name = os.environ.get(REPLAN_VARIABLE), REPLAN_VARIABLE
+    if not text:
+        text, name = "exact" if argument is None else argument, "replan"
+    if text not in get_args(Replan):
+        raise ValueError(f"{name} ({text!r}) must be 'never', 'exact' or 'always'")
+    return text  # type: ignore[return-value]
 
 
 def current_servers() -> int:

@@ -53,6 +53,7 @@ from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.replanning import Replanner
 from offbeat.core.runtime.training_job import (
     Observation,
     TrainingJob,
@@ -94,6 +95,7 @@ class FlatSession(Session):
         self._model, self._strategy, self._cluster = model, strategy, cluster
         self._recorder = recorder
         self._guard: ConvergenceGuard | None = None
+        self._replanner: Replanner | None = None
         self._pace: Pace | None = None
         self._trying = False  # whether the first iteration runs all updates at the step
         self._varied = False  # whether a variant replaces the strategy, because the script needs it
@@ -211,6 +213,8 @@ class FlatSession(Session):
 
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
+        self._replanner = Replanner(self._watch.replan, self.profile, self._cluster, self._plan_for)
+        self.engine.reports.meter = self._replanner.add
         self._adopt(self._strategy, plan, trial)
         reports = self.engine.reports
         reports.listener, reports.needs_ready_times = None, False
@@ -227,12 +231,15 @@ class FlatSession(Session):
             self.engine.set_noise_meter(self._guard.meter)
 
     def _checked_plan(self, strategy: Strategy) -> Plan:
-        plan = strategy.plan(self.profile)
+        return self._plan_for(strategy, self.profile)
+
+    def _plan_for(self, strategy: Strategy, profile: Profile) -> Plan:
+        plan = strategy.plan(profile)
         if self._broadcasts(strategy):
-            plan = with_broadcast(plan, self.profile.default_link.name)
+            plan = with_broadcast(plan, profile.default_link.name)
         else:
             plan = without_broadcast(plan)
-        raise_if_wrong(plan, self.profile)
+        raise_if_wrong(plan, profile)
         return plan
 
     def _plan_of_shards(self, plan: Plan) -> Plan:
@@ -354,9 +361,20 @@ class FlatSession(Session):
             self._adopt(self._strategy, plan)
         self._set_held_passes(habits)
 
-    def _adopt(self, strategy: Strategy, plan: Plan, trial: Plan | None = None) -> None:
-        """Agree on a plan with all ranks, open its links and run it, or first run its `trial`."""
+    def _adopt(
+        self, strategy: Strategy, plan: Plan, trial: Plan | None = None, *, continues: bool = False
+    ) -> None:
+        """Agree on a plan with all ranks, open its links and run it, or first run its `trial`.
+
+        Args:
+            strategy: strategy of the plan.
+            plan: the plan.
+            trial: plan of the first iteration; None for `plan`.
+            continues: whether buffers and memory of the plan that ran before continue.
+        """
         control = self._cluster.control
+        if self._replanner is not None:
+            plan = self._replanner.with_boundaries(plan, strategy)
         control.agree("the plan", plan.digest, "start all ranks with the same offbeat version")
         remedy = early_remedy(plan)
         coupled = find_coupling(self.engine.optimizer) if remedy is not None else None
@@ -369,8 +387,8 @@ class FlatSession(Session):
         self._guard_links()
         self.plan = plan
         if self._recorder:
-            self._recorder.set_plan(plan)
-        self._start_plan(plan if trial is None else trial, 0)
+            self._recorder.set_plan(plan, self.profile)
+        self._start_plan(plan if trial is None else trial, 0, continues=continues)
         if self._pace is None and self.profile.pace:
             self._pace = open_pace(self.profile, self._cluster.replica)
             assert self._pace is not None
@@ -396,9 +414,11 @@ class FlatSession(Session):
         transfers = self.engine.run.program.transfers(self.engine.cursor.planned)
         return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
 
-    def _start_plan(self, plan: Plan, planned: int) -> None:
+    def _start_plan(self, plan: Plan, planned: int, *, continues: bool = False) -> None:
         self.scaler_remedy = _scaler_remedy(plan)
-        self.engine.adopt(plan, planned)
+        self.engine.adopt(plan, planned, continues=continues)
+        if self._replanner is not None:
+            self._replanner.begin(plan)
 
     def _apply_finding(self, finding: Finding) -> None:
         """Change to the fallback strategy if the loss is not finite, rises or stalls. Plan again if
@@ -430,6 +450,30 @@ class FlatSession(Session):
                 )
                 self.engine.pauses.drain()
                 self._adopt(self._strategy, plan)
+
+    def _plan_again(self, replanner: Replanner) -> None:
+        """At a boundary, plan for the measured times of links and ranks if they have changed.
+
+        All ranks have the same measured times and make the same change.
+        """
+        with warnings.catch_warnings():  # the report contains decisions during training
+            warnings.simplefilter("ignore")
+            proposal = replanner.propose(self.engine.cursor.planned, self.profile.noise)
+        if proposal is None:
+            return
+        self.profile = proposal.profile
+        if self._recorder:
+            self._recorder.on_replanning(self.engine.iteration, proposal.text, proposal.numbers)
+        if proposal.plan is not None:
+            self.engine.pauses.drain()
+            self._adopt(replanner.strategy, proposal.plan, continues=True)
+        if self._cluster.control.rank == 0:
+            iteration, numbers = self.engine.iteration, proposal.numbers
+            console.print("replan", proposal.text, iteration=iteration, **numbers)
+            if notice := replanner.better_period(self.profile):
+                console.print("notice", notice, "notice", iteration=iteration)
+                if self._recorder:
+                    self._recorder.decide(iteration, notice, None)
 
     def _report_line(self, what: str) -> None:
         """Print one line on rank 0 and add it to the report."""
@@ -550,6 +594,7 @@ class FlatSession(Session):
             "profile": self.profile.to_dict(),
             "plan": self.plan.to_dict(),
             "guard": self._guard.capture() if self._guard is not None else None,
+            "drift": self._replanner.capture() if self._replanner is not None else None,
             "engine": capture(self.engine),
             "trying": self._trying,
             "varied": self._varied,
@@ -606,6 +651,9 @@ class FlatSession(Session):
         elif self._guard is not None:
             self._guard.resume(state["guard"])
             self.engine.set_noise_meter(self._guard.meter)
+        if self._replanner is not None and state.get("drift") is not None:
+            self._replanner.resume(state["drift"])
+            self._replanner.begin(self.plan)
         restore(self.engine, state["engine"])
 
     # ---- what the user calls ----------------------------------------------------------------
@@ -693,6 +741,8 @@ class FlatSession(Session):
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._apply_finding(finding)
+        if self._replanner is not None:
+            self._plan_again(self._replanner)
 
     def _report_missing_step(self) -> None:
         """Warn once that the script runs backward without a step of the prepared optimizer."""

@@ -47,11 +47,13 @@ from offbeat.core.runtime.launch_request import (
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
     LaunchRequest,
+    Replan,
     current_job,
     current_join_request,
     current_links,
     current_nodes,
     current_place,
+    current_replan,
     current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
@@ -130,6 +132,7 @@ def prepare(
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
     broadcast_buffers: bool = True,
+    replan: Replan | None = None,
     metrics: Metrics | Log | str | None = None,
     record: str | Path | None = None,
     mesh: DeviceMesh | None = None,
@@ -172,6 +175,11 @@ def prepare(
         broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
             before the next forward, as under torch's DDP. Applies to synchronous strategies; under
             other strategies, every rank keeps its own buffers.
+        replan: whether the job is planned again if messages of a link, or the compute of a rank,
+            take at least 1.4 times or at most .7 times as long as in the profile. "exact", the
+            default: only if the result has the same bits, that is, if only order and moments of
+            messages change. "always": also if sums or sets of layers change; `period` never
+            changes. "never": nothing is measured. The variable OFFBEAT_REPLAN takes precedence.
         metrics: log of training metrics, see `offbeat.metrics`, which may differ between ranks; or
             sinks as in the variable OFFBEAT_METRICS, such as "prometheus:9400".
         record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
@@ -222,6 +230,7 @@ def prepare(
         require_count("min_bucket_bytes", min_bucket_bytes, remedy=remedy)
     require_count("compare_every", compare_every, least=0, remedy="0 turns comparisons off")
     require_policy(on_nonfinite)
+    measured = current_replan(replan)
     sinks = metrics if isinstance(metrics, str) else None
     settings = load_object(READ_SETTINGS)(
         os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
@@ -250,6 +259,7 @@ def prepare(
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
             f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
             f"on_nonfinite={on_nonfinite}, broadcast_buffers={broadcast_buffers}, "
+            f"replan={measured}, "
             f"servers={servers}, "
             f"{CHECKPOINT_VARIABLE} {'unset' if job.checkpoint is None else 'set'}"
         )
@@ -277,7 +287,7 @@ def prepare(
             job.turns,
             job.least_buckets,
         )
-        watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
+        watch = Watch(compare_every, on_nonfinite, broadcast_buffers, measured)
         sampled = metrics.divergence_every if metrics else None
         samples, gpus = zip(*cluster.control.gather((sampled, _gpu_of(cluster.where))), strict=True)
         if any(gpu is not None for gpu in gpus):

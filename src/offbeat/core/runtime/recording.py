@@ -48,8 +48,9 @@ class Recorder:
     ) -> None:
         """Begin the iterations of the strategy, after `observed` profiled iterations."""
 
-    def set_plan(self, plan: Plan) -> None:
-        """Handle the plan that runs from now on."""
+    def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
+        """Handle the plan that runs from now on, and the profile from which it was made; None: that
+        of `start`."""
         self.plan = plan
 
     def on_load(self, record: str | None, iteration: int) -> None:
@@ -70,6 +71,17 @@ class Recorder:
 
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
         """Record a decision of the runtime, such as a new plan or a fallback."""
+
+    def on_replanning(self, iteration: int, what: str, numbers: Mapping[str, Any]) -> None:
+        """Record the result of planning again for measured times.
+
+        Args:
+            iteration: iteration from which the result counts.
+            what: description.
+            numbers: factors of links and ranks by name, and the predicted seconds per iteration of
+                the former plan (`from_s`) and of the plan that runs from now on (`to_s`).
+        """
+        self.decide(iteration, what, None)
 
     def attach(self, session: Session) -> None:
         """Handle the session that has been opened."""

@@ -11,7 +11,7 @@ from torch import nn
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest
+from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest, Replan
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
@@ -62,11 +62,13 @@ class Watch:
         compare_every: iterations between two comparisons of replicas; 0: none.
         on_nonfinite: policy for non-finite values.
         broadcast_buffers: whether all ranks receive rank 0's buffers.
+        replan: whether plans are made again for measured times.
     """
 
     compare_every: int
     on_nonfinite: OnNonfinite
     broadcast_buffers: bool = True
+    replan: Replan = "never"
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,18 @@ class Control:
         # The maximum and the negated maximum of negations (the minimum) are equal on all ranks.
         return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
 
+    def minimum(self, values: Sequence[float]) -> list[float]:
+        """Return the least value over ranks of each of these numbers, by one small collective. The
+        result has the same bits on all ranks.
+
+        Args:
+            values: numbers of this rank, equally many on all ranks; none may be NaN.
+        """
+        least = torch.tensor(values, dtype=torch.float64, device="cpu")
+        with self.collective("comparing measured times"):
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
+        return least.tolist()
+
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """Require equal values on all ranks.
 

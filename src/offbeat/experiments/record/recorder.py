@@ -149,9 +149,9 @@ class RunRecorder(Recorder):
             path = self._blocks.path.with_name("plan.json")
             write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
         self._record_pending()
-        super().set_plan(plan)
+        super().set_plan(plan, profile)
 
     def on_step_begin(self, iteration: int) -> None:
         self._reached = iteration
