@@ -14,6 +14,7 @@ import offbeat
 
 ADAM = Case("conv", "adam", "step")
 MLP = Case("mlp", "nesterov", "cosine")
+DEEP = Case("deep", "adam", "step")
 
 # Two periods and more of each.
 TRIALS: dict[str, list[jobs.Trial]] = {
@@ -59,6 +60,10 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.SelSync(delta=0.2, scope="layer"), MLP, 5),
     ],
     "late": [jobs.Trial(offbeat.DeFT(), jobs.CASE, 7)],
+    "many buckets": [
+        jobs.Trial(offbeat.DeFT(), DEEP, 5),
+        jobs.Trial(offbeat.DreamDDP(period=4, due="forward"), DEEP, 5),
+    ],
     "cyclic": [
         jobs.Trial(offbeat.Cyclic(), jobs.CASE, 4),
         jobs.Trial(offbeat.Cyclic(rule="v1"), MLP, 4),

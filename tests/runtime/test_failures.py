@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from support import failing
-from support.worlds import Outcome, free_port, variables, watch_world
+from support.worlds import Outcome, free_port, run_world, variables, watch_world
 
-from offbeat import DDP, WFBP, DreamDDP, LocalSGD, PartialSync, Strategy
+from offbeat import DDP, WFBP, DeFT, DreamDDP, LocalSGD, PartialSync, Strategy
 
 EAGER = WFBP(fusion="none")
 AFTER = PartialSync(period=2)
@@ -93,6 +93,13 @@ def test_silent_peer() -> None:
         assert re.search(r"rank 1 \(\S+\): .*, [3-9] s ago", outcome.error)
         assert named(outcome) == [1], outcome.error
         assert outcome.seconds > TIMEOUT_S - 1
+
+
+@pytest.mark.parametrize("strategy", [DreamDDP(period=2, due="forward"), DeFT()], ids=str)
+def test_a_rank_that_is_stopped_for_a_moment(strategy: Strategy) -> None:
+    """Shorter than any timeout: the others wait, and no bit changes."""
+    found = run_world(failing.train_with_a_stop, 2, strategy, 0.3)
+    assert len({bits for of_rank in found for bits in of_rank}) == 1
 
 
 def test_stopped_rank_0() -> None:

@@ -20,6 +20,7 @@ from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.protocol import Kind
 from offbeat.server.serving import common_secret
+from offbeat.server.snapshots import Snapshots
 from offbeat.server.upstream import RefusedError
 
 
@@ -358,6 +359,44 @@ def test_a_resumed_server_removes_the_snapshots_of_lost_clocks(tmp_path: Path) -
         assert snapshots.clocks() == [4, 6]
         snapshots.restore(j.services[0].store, 4)  # another server has no snapshot of clock 6
         assert snapshots.clocks() == [4]
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "empty"])
+def test_a_damaged_snapshot_is_named_and_left_out(tmp_path: Path, how: str) -> None:
+    with job(20, 1, 1, directory=tmp_path) as j:
+        client = j.client(0)
+        for _ in range(6):
+            j.push(client, 1.0)
+        client.close()
+        j.end()
+    newest = tmp_path / "server0-6.pt"
+    data = bytearray(newest.read_bytes())
+    place = data.index(b"\0\0\0\0\0\0\x18\xc0")  # -6.0, a parameter
+    data[place + 6] ^= 1
+    newest.write_bytes({"torn": data[:-100], "flipped": data, "empty": b""}[how])
+    snapshots = Snapshots(tmp_path, 0, 2)
+    with pytest.warns(RuntimeWarning, match=f"{newest} is damaged") as caught:
+        assert snapshots.readable_clocks() == [4]
+    assert len(caught) == 1
+
+
+def test_a_snapshot_holds_all_pushes_of_its_clock(tmp_path: Path) -> None:
+    """Those of the slower worker exactly, and of the faster one also those ahead of the clock."""
+    with job(2, 1, 2, rule="push", lr=2.0, directory=tmp_path) as j:
+        fast, slow = j.client(0), j.client(1)
+        for _ in range(4):
+            j.push(fast, torch.tensor([-1.0, 0.0], dtype=torch.float64))
+        assert list(tmp_path.iterdir()) == []
+        for _ in range(2):
+            j.push(slow, torch.tensor([0.0, -1.0], dtype=torch.float64))
+        fast.close()
+        slow.close()
+        j.end()
+    with job(2, 1, 2, rule="push", directory=tmp_path) as again:
+        (service,) = again.services
+        assert service._snapshots is not None
+        service._snapshots.restore(service.store, 2)
+        assert again.held().tolist() == [4.0, 2.0]
 
 
 @pytest.mark.parametrize("failed", ["file", "disk"])

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import threading
 import warnings
 import weakref
@@ -80,6 +81,23 @@ def happen(how: str) -> None:
     elif how == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     assert how == "has less data"
+
+
+def train_with_a_stop(strategy: Strategy, seconds: float) -> list[str]:
+    """Bits after six iterations, without and with a stop of rank 1 in the third one."""
+    found = []
+    for stops in (False, True):
+        module, plain = build(CASE)
+        profile = profile_of(CASE, world_size())
+        with prepared(module, plain, strategy, profile=profile) as (model, optimizer):
+            for t in range(6):
+                if stops and t == 3 and rank() == 1:
+                    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                iterate(model, optimizer, t)
+            model.consolidate()
+            found.append(bits(model))
+    return found
 
 
 def train_on_after_failure() -> list[str]:

@@ -99,6 +99,12 @@ def conv() -> nn.Module:
     )  # fmt: skip
 
 
+def deep() -> nn.Module:
+    """Sixteen buckets."""
+    layers = [layer for _ in range(15) for layer in (nn.Linear(5, 5), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(5, 3))
+
+
 class Backwards(nn.Module):
     """Registered in the reverse of the order in which it runs; a wide last layer."""
 
@@ -174,7 +180,7 @@ class Mixed(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp, "conv": conv, "backwards": Backwards, "tied": Tied, "branches": Branches,
+    "mlp": mlp, "conv": conv, "deep": deep, "backwards": Backwards, "tied": Tied, "branches": Branches,
     "checkpointed": Checkpointed, "compiled": Compiled, "mixed": Mixed,
 }  # fmt: skip
 

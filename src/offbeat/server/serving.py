@@ -99,8 +99,8 @@ def _exchange_addresses(
 
 
 def _common_snapshot(snapshots: Snapshots | None, ranks: RankRoles, control: Control) -> int | None:
-    """Return the newest clock of which every server has a snapshot, or None."""
-    everyone = control.gather(snapshots.clocks() if snapshots is not None else [])
+    """Return the newest clock of which every server has a readable snapshot, or None."""
+    everyone = control.gather(snapshots.readable_clocks() if snapshots is not None else [])
     common = set.intersection(*(set(everyone[rank]) for rank in ranks.servers))
     return max(common, default=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,26 @@ class Snapshots:
         pattern = re.compile(rf"server{self._server}-(\d+)\.pt")
         names = os.listdir(self._directory) if self._directory.is_dir() else []  # noqa: PTH208
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    def readable_clocks(self) -> list[int]:
+        """Return the clocks of this server's snapshot files whose contents are as they were
+        written. A damaged file is a warning.
+
+        Reads all files, so call it once, before the job starts.
+        """
+        found = []
+        for clock in self.clocks():
+            problem = _find_damage(self._path(clock))
+            if problem is None:
+                found.append(clock)
+                continue
+            warnings.warn(
+                f"server {self._server}: snapshot {self._path(clock)} is damaged ({problem}), so "
+                "the job resumes from an earlier one; check the disk",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found
 
     def restore(self, store: Store, clock: int) -> None:
         """Load the snapshot of a clock, and remove newer ones, whose iterations are lost.
@@ -92,6 +113,16 @@ class Snapshots:
 
     def _path(self, clock: int) -> Path:
         return self._directory / f"server{self._server}-{clock}.pt"
+
+
+def _find_damage(path: Path) -> str | None:
+    """Return how a file differs from the one that was written; None if it does not."""
+    try:
+        with zipfile.ZipFile(path) as file:  # compares checksums of all contents
+            damaged = file.testzip()
+    except (OSError, zipfile.BadZipFile, ValueError) as error:
+        return str(error)
+    return None if damaged is None else f"the checksum of {damaged} differs"
 
 
 def _draft_of(path: Path) -> Path:
