@@ -85,17 +85,12 @@ class BoundaryMeter:
         keys = defaultdict[str, list[Key]](list)
         for planned in range(start, start + self.every):
             for index, t in enumerate(self._program.transfers(planned)):
-                if base_link(t.link) != INSIDE and self._costs.message_s(t) > 0:
+                # The first rank of a broadcast does not wait until the others have received it.
+                if t.verb == "broadcast" or base_link(t.link) == INSIDE:
+                    continue
+                if self._costs.message_s(t) > 0:
                     keys[base_link(t.link)].append((planned, index))
-        self._samples = {
-            link.name: [
-                keys[link.name][i * len(keys[link.name]) // MOST_SAMPLES]
-                for i in range(MOST_SAMPLES)
-            ]
-            if len(keys[link.name]) > MOST_SAMPLES
-            else keys[link.name]
-            for link in self._profile.links
-        }
+        self._samples = {link.name: _evenly_spaced(keys[link.name]) for link in self._profile.links}
         self._sampled = {key for samples in self._samples.values() for key in samples}
         self._measured: dict[Key, float] = {}
         self._computed: list[float] = []
@@ -137,7 +132,8 @@ class BoundaryMeter:
         """
         for key in self._overlapping_messages():
             del self._measured[key]
-        own = median(self._computed) / self._compute_s if self._computed else math.inf
+        is_known = self._computed and self._compute_s
+        own = median(self._computed) / self._compute_s if is_known else math.inf
         ranks = self._control.world_size
         values = [
             self._measured.get(key, math.inf) for keys in self._samples.values() for key in keys
@@ -168,6 +164,12 @@ class BoundaryMeter:
             others = (spans for name, spans in ordered.items() if name != link)
             if any(_overlaps(spans, start, end) for spans in others):
                 yield key
+
+
+def _evenly_spaced(keys: list[Key]) -> list[Key]:
+    """Return at most `MOST_SAMPLES` of the keys."""
+    count = min(len(keys), MOST_SAMPLES)
+    return [keys[i * len(keys) // count] for i in range(count)]
 
 
 def _overlaps(spans: Sequence[tuple[float, float]], start: float, end: float) -> bool:
