@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference.training import partial_sync, replicas
@@ -167,7 +168,7 @@ PERIOD, BOUNDARY = 3, 3
 
 
 def drifted(
-    strategy: Strategy, iterations: int, times: Times, ranks: int = 2, **options: object
+    strategy: Strategy, iterations: int, times: Times, ranks: int = 2, **options: Any
 ) -> list[Drifted]:
     profile = profile_of(CASE, ranks)
     args = (CASE, strategy, profile, iterations, times, BOUNDARY)
