@@ -180,8 +180,8 @@ class Mixed(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp, "conv": conv, "deep": deep, "backwards": Backwards, "tied": Tied, "branches": Branches,
-    "checkpointed": Checkpointed, "compiled": Compiled, "mixed": Mixed,
+    "mlp": mlp, "conv": conv, "deep": deep, "backwards": Backwards, "tied": Tied,
+    "branches": Branches, "checkpointed": Checkpointed, "compiled": Compiled, "mixed": Mixed,
 }  # fmt: skip
 
 
