@@ -250,6 +250,7 @@ def test_meanings_of_settings():
 def test_pages_show_what_is_run(example):
     kind = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}[example.suffix]
     page = "jobs.md" if example.parent == LAUNCH else "frameworks.md"
+    page = "nodes.md" if example.stem.endswith("_nodes") else page
     assert f"```{kind}\n{example.read_text()}```" in (DOCS / page).read_text()
 
 

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
+from offbeat.cli.commands import main
+from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate, with_nodes
+from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 
 LINK = Link(
@@ -90,3 +92,77 @@ def test_a_ring_has_two_ranks(hosts):
         extrapolate(PROFILE, hosts=hosts)
     with pytest.raises(ValueError, match=r"world_size of the profile \(1\) must be at least 2"):
         extrapolate(replace(PROFILE, world_size=1, rank_scale=(), rank_jitter=()), hosts=4)
+
+
+# ---- nodes of several ranks -----------------------------------------------------------------
+
+INSIDE = Link("inside", 0.001, 1e8)
+NODES = replace(
+    PROFILE,
+    buckets=(Bucket("a", 0.01, 0.02, 10**6), Bucket("b", 0.01, 0.02, 10**6)),
+    topology=(2, 2, 2, 2),
+    inside=INSIDE,
+)
+
+
+def test_more_ranks_inside_send_no_more_between_nodes():
+    there = with_nodes(NODES, 4)
+    assert (there.topology, there.ranks, there.world_size) == ((4,) * 4, 16, 4)
+    inside, link = there.inside, there.links[0]
+    assert inside.bytes_per_s == pytest.approx(1e8 * (2 * 1 / 2) / (2 * 3 / 4))
+    assert inside.latency_s == pytest.approx(0.003)
+    # A message takes as long as before and what an all-reduce inside takes longer.
+    longer_s = inside.latency_s - 0.001 + 1e6 * (1 / inside.bytes_per_s - 1e-8)
+    before_s = LINK.latency_s + 1e6 / LINK.bytes_per_s
+    assert link.latency_s + 1e6 / link.bytes_per_s == pytest.approx(before_s + longer_s)
+    assert link.small[0][1] == pytest.approx(0.004 + 0.002 + 1000 * (1 / inside.bytes_per_s - 1e-8))
+    assert there.noise.noise_sq == pytest.approx(4.0)
+
+
+def test_single_ranks_become_nodes_and_nodes_single_ranks_again():
+    there = with_nodes(PROFILE, 8, 1e9)
+    assert there.topology == (8,) * 4
+    assert there.inside.bytes_per_s == pytest.approx(PAYLOAD * 1e9 / 8 / (2 * 7 / 8))
+    assert there.links[0].bytes_per_s < LINK.bytes_per_s
+    again = with_nodes(there, 1)
+    assert (again.topology, again.inside) == ((), None)
+    assert again.links[0].bytes_per_s == pytest.approx(LINK.bytes_per_s)
+    assert again.links[0].latency_s == pytest.approx(LINK.latency_s)
+    assert again.buckets[0].communication_s["net"] == pytest.approx(0.203)
+    assert with_nodes(PROFILE, 1) is PROFILE
+
+
+def test_more_shards_are_smaller_and_share_the_link():
+    sharded = replace(NODES, inside=None, sharded=True)
+    there = with_nodes(sharded, 4)
+    assert (there.topology, there.sharded) == ((4,) * 4, True)
+    assert there.buckets[0].size_bytes == 500_000
+    for verb in ("all_reduce", "all_gather"):
+        payload = Payload("param", range(1))
+        times = [p.message_s(payload, "net", verb) for p in (sharded, there)]
+        assert times[0] == pytest.approx(times[1])
+
+
+@pytest.mark.parametrize(
+    ("profile", "per_node", "words"),
+    [
+        (PROFILE, 2, "--inside 10gbit"),
+        (replace(NODES, topology=(2, 2, 2, 3)), 4, "must be equal numbers of ranks"),
+        (replace(NODES, inside=None, sharded=True), 1, "must be at least 2"),
+    ],
+)
+def test_what_cannot_be_computed_of_nodes(profile, per_node, words):
+    with pytest.raises(ValueError, match=words):
+        with_nodes(profile, per_node)
+
+
+def test_a_sweep_over_ranks_per_node(tmp_path, capsys):
+    PROFILE.save(tmp_path / "profile.json")
+    argv = ["simulate", "--profile", str(tmp_path / "profile.json"), "--strategy", "dreamddp"]
+    nodes = ["--per-node", "1,2,4", "--inside", "1gbit", "--csv"]
+    assert main([*argv, *nodes]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("strategy,period,hosts,per_node,rate")
+    assert [row.split(",")[-6] for row in rows] == ["1", "2", "4"]
+    assert main([*argv, "--inside", "1gbit"]) == 2
+    assert "needs --per-node" in " ".join(capsys.readouterr().err.split())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import frameworks_workers
+from support.frameworks_nodes import CLIPPED, both_worlds
 from support.worlds import run_world
 
 import offbeat
@@ -25,16 +26,28 @@ FRAMEWORKS = [
     *("accelerate", "transformers.trainer", "lightning.fabric"),
     *("lightning_fabric", "pytorch_lightning"),
 ]
+LOSSES = "reference_losses"
 LIMIT_S = 180  # importing the frameworks takes long on a busy machine
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+    """What each rank has seen, of two ranks and of two nodes of two."""
+    where, limit_s = str(tmp_path_factory.mktemp("frameworks")), LIMIT_S - 20
+    [found] = run_world(both_worlds, 1, where, limit_s, timeout_s=LIMIT_S - 10, imports=FRAMEWORKS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(worlds: tuple[list[Any], list[Any]]) -> list[dict[str, Any]]:
     """What each rank has seen."""
-    where = str(tmp_path_factory.mktemp("frameworks"))
-    return run_world(
-        frameworks_workers.everything, 2, where, timeout_s=LIMIT_S - 20, imports=FRAMEWORKS
-    )
+    return worlds[0]
+
+
+@pytest.fixture(scope="module")
+def nodes(worlds: tuple[list[Any], list[Any]]) -> list[dict[str, Any]]:
+    """What each rank of two nodes has seen."""
+    return worlds[1]
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -84,6 +97,26 @@ def test_mixed_precision_is_accelerates_own(ranks: list[dict[str, Any]]) -> None
     half = ranks[0]["accelerate_half"]
     assert half["inside"] == [torch.bfloat16]
     assert half["outside"] == torch.float32
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("script", CLIPPED)
+def test_shards_inside_nodes_train_as_with_torch_alone(
+    nodes: list[dict[str, Any]], script: str
+) -> None:
+    """Frameworks train shards of a replica per node, and offbeat averages between the nodes."""
+    for rank in nodes:
+        found = rank[script]
+        assert found["weights"].keys() == found["reference"].keys()
+        for name, weight in found["weights"].items():
+            torch.testing.assert_close(weight, found["reference"][name], rtol=1e-4, atol=1e-5)
+    losses, expected = ([rank[script][of] for rank in nodes] for of in ("losses", LOSSES))
+    if "trainer" in script:  # rank 0 logs the mean
+        losses, expected = losses[:1], [[sum(each) / 4 for each in zip(*expected, strict=True)]]
+    for found, wanted in zip(losses, expected, strict=True):
+        assert len(found) == 12
+        assert found == pytest.approx(wanted, abs=1e-4)
+        assert found[-1] < 0.9 * found[0]
 
 
 @pytest.mark.parametrize("script", sorted(Path(frameworks_workers.SCRIPTS).glob("with_*.py")))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offbeat.cli.commands import Where, _cluster
+from offbeat.cli.commands import Where, _cluster, main
 from offbeat.experiments.compare import Setup, given_profile
 from offbeat.experiments.record.run_directory import _world_size
+from offbeat.experiments.report import load, summarize
 from offbeat.lab import Cluster, HostOverride, Lab, Link, NoLab, launch
 from offbeat.lab.launch import rank_environment
 from offbeat.profile import Bucket, Profile
@@ -169,3 +170,67 @@ def test_ranks_of_a_host_send_at_the_rate_inside(program: Any, tmp_path: Path) -
     assert took >= 0.8 * 8e6 / 20e6  # the first burst passes at once
     assert inside.sent_bytes >= 1_000_000
     assert between.sent_bytes < 100_000
+
+
+# ---- a comparison ---------------------------------------------------------------------------
+
+SCRIPT = """
+import os, torch, torch.distributed as dist, offbeat
+from offbeat.core.measuring import codec_speed, links
+
+links.BUDGET_S, codec_speed.MANY = 0.3, 1 << 14
+codec_speed.REPEATS = {codec_speed.FEW: 1, codec_speed.MANY: 1}
+
+def counters():
+    rows = [line.split(":") for line in open("/proc/self/net/dev").read().splitlines()[2:]]
+    sent = {name.strip(): int(rest.split()[8]) for name, rest in rows}
+    return sum(sent.values()) - sent["lo"], sent["lo"]
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(99, 2000), torch.nn.ReLU(), torch.nn.Linear(2000, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+model, optimizer = offbeat.prepare(model, optimizer, min_bucket_bytes=1)
+inputs = torch.full((8, 99), 1.0 + int(os.environ["RANK"]))
+for iteration in range(16):
+    if iteration == 8:
+        dist.barrier()
+        before = counters()
+        dist.barrier()
+    loss = model(inputs).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+model.consolidate()
+dist.barrier()
+for name, first, last in zip(("between", "inside"), before, counters()):
+    offbeat.report_metric(name, (last - first) / 8)
+dist.barrier()
+"""
+MODEL_BYTES = 4 * (100 * 2000 + 2001 * 3)
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.timeout(110)
+def test_compare_on_hosts_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the kernel's counters, a host sends `2 (M - 1) / M` models per average to other hosts, as
+    with one rank. Its ranks send `2 (K - 1)` models to each other for gradients, and for an
+    average."""
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    argv = ["compare", "--hosts", "2", "--per-node", "2", "--inside", "10gbit", "--rate", "400mbit"]
+    argv += ["--strategies", "local-sgd:period=2", "--repeat", "1", "--pace", "none"]
+    assert main([*argv, "--keep-disturbed", "--out", str(run_dir), str(script)]) == 0
+    text = " ".join(capsys.readouterr().out.replace("\u00a0", " ").split())
+    assert "2 hosts of 2 ranks on this machine, 400 Mbit/s, 10 Gbit/s inside" in text
+    run = load(run_dir)
+    [row] = summarize(run)
+    assert run.profile is not None
+    assert (run.profile.topology, run.profile.links[0].asked_rate_bps) == ((2, 2), 4e8)
+    assert len(run.contestants[0].repetitions[0].ranks) == 4
+    assert row.predicted_s is not None
+    assert row.sent_bytes == pytest.approx(MODEL_BYTES / 2)
+    assert row.metrics["between"] == pytest.approx(MODEL_BYTES / 2, rel=0.03)
+    assert row.metrics["inside"] == pytest.approx(2 * MODEL_BYTES * 1.5, rel=0.05)
+    page = (run_dir / "report.html").read_text()
+    assert 'data-n="between"' in page
+    assert 'data-n="inside"' in page

@@ -13,6 +13,7 @@ from support.worlds import run_world
 import offbeat
 from offbeat.core.runtime.launch_request import current_place
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
+from offbeat.core.runtime.prepare import _nodes_notice
 from offbeat.core.transport.addresses import parse_address
 
 SRUN = {
@@ -191,3 +192,11 @@ def test_rank_0_says_once_that_nodes_are_not_known() -> None:
     assert [len(lines) for lines in first] == [2, 1, 1, 1]
     assert "LOCAL_WORLD_SIZE (2)" in first[0][0]
     assert others == [[[]] * 4] * 2
+
+
+def test_remedy_for_ranks_without_nodes() -> None:
+    local = {"LOCAL_WORLD_SIZE": "2"}
+    assert "give nodes='auto'" in (_nodes_notice(local, offbeat.DreamDDP(), 4) or "")
+    gossip = _nodes_notice(local, offbeat.ADPSGD(), 4)
+    assert "start one rank per node, or use a strategy such as dreamddp" in (gossip or "")
+    assert _nodes_notice(local, offbeat.DreamDDP(), 2) is None

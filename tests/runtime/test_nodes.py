@@ -359,7 +359,7 @@ def test_a_job_measures_both_levels(nodes: str) -> None:
     source = {"auto": "LOCAL_WORLD_SIZE", "mesh": "mesh (2 x 2 ranks)"}[nodes]
     assert f"2 nodes of 2 ranks ({source}): every rank holds the whole model" in said
     assert "so partial-sync(period=2, average=before_update) runs instead of" in said
-    assert "nodes are not known to the planner" not in said
+    assert "as if it were a node of its own" not in said
     profile, plan = ranks[0]["trained"].profile, ranks[0]["trained"].plan
     assert (profile.world_size, profile.topology, profile.sharded) == (2, (2, 2), False)
     assert [link.name for link in profile.all_links] == ["net", "inside"]

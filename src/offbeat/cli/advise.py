@@ -67,7 +67,7 @@ class Question:
     work: Work
     hosts: int | None = None
     rate: str | None = None
-    devices: int = 1
+    devices: int | None = None
     cluster: Path | None = None
     max_staleness: int = MAX_STALENESS
     device: DeviceSpeed | None = None
@@ -82,15 +82,24 @@ class Question:
 
         if self.device is not None:
             profile = self.device.apply(profile)
-        texts.require_range("--per-host", self.devices, 1, "it is the number of devices")
+        if self.devices is not None:
+            texts.require_range("--per-host", self.devices, 1, "it is the number of devices")
+        if profile.sharded:
+            raise ValueError(
+                "the profile must be of whole replicas, as sizes of shards do not state the memory "
+                "of a model; measure it on one device with `offbeat advise train.py`"
+            )
+        # The legs of messages inside a machine are part of the profile's message times.
+        devices = self.devices or max(profile.topology, default=1)
+        profile = profile.of_replicas()
         if self.cluster is None:
-            return place_of(profile, self.hosts, parse_rate_bps(self.rate, "--rate"), self.devices)
+            return place_of(profile, self.hosts, parse_rate_bps(self.rate, "--rate"), devices)
         if self.hosts is not None or self.rate is not None:
             raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
         from offbeat.lab import Cluster
 
         texts.require_file(self.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
-        return place_on_cluster(profile, Cluster.load(self.cluster), self.devices)
+        return place_on_cluster(profile, Cluster.load(self.cluster), devices)
 
 
 @dataclass(frozen=True)
@@ -450,19 +459,23 @@ def _command_lines(command: str, width: int) -> list[str]:
 def compare_command(
     verdict: Verdict, question: Question, profile: Profile, file: Path | None
 ) -> str | None:
-    """Return the command that compares the advised options on these machines; None if several
-    devices share a replica.
+    """Return the command that compares the advised options on these machines; None if they have
+    several devices and a cluster file does not state these.
 
     It reuses the profile in `file`, if `compare` can convert it. `--hosts` and `--rate` can
     describe one link without delay; other clusters need a cluster file.
     """
     place, options = verdict.place, verdict.advice.compared
-    if place.devices > 1:
+    plain = _place(place.profile)
+    if place.devices > 1 and (plain is None or question.cluster is not None):
         return None
-    where = _place(place.profile) or ["--cluster", "cluster.toml"]
+    where = plain or ["--cluster", "cluster.toml"]
+    if place.devices > 1:
+        where += ["--per-node", str(place.devices)]
     if question.cluster is not None:
         where = ["--cluster", str(question.cluster)]
-    if file is not None and profile.world_size > 1:
+    same_nodes = max(profile.topology, default=1) == place.devices
+    if file is not None and profile.world_size > 1 and same_nodes:
         where += ["--profile", str(file)]
     where += ["--device-speed", question.device_text] if question.device_text else []
     names = ",".join(text_of(option.strategy) for option in options)

@@ -379,7 +379,13 @@ def simulate(
     rate: Annotated[
         str | None, option("Rates of the links instead of the measured ones: 10mbit,100mbit.")
     ] = None,
-    hosts: Annotated[str | None, option("Numbers of ranks instead of the profile's: 4,32.")] = None,
+    hosts: Annotated[
+        str | None, option("Numbers of replicas instead of the profile's: 4,32.")
+    ] = None,
+    per_node: Annotated[str | None, option("Numbers of ranks that share a replica: 1,4,8.")] = None,
+    inside: Annotated[
+        str | None, option("Rate between the ranks of a node, instead of the measured one.")
+    ] = None,
     jitter: Annotated[
         str | None, option("Relative deviations of compute instead of the measured one: 0,.1.")
     ] = None,
@@ -436,7 +442,10 @@ def simulate(
                 sim.predict, chosen, iterations=iterations, servers=servers, votes=outcomes
             )
             contestants.append((columns, predict))
-    results = sweep.rows(sweep.Axes.of(rate, hosts, jitter), facts, contestants)
+    if inside is not None and per_node is None:
+        raise ValueError(f"--inside ({inside}) needs --per-node, the number of ranks of a node")
+    axes = sweep.Axes.of(rate, hosts, jitter, per_node, inside)
+    results = sweep.rows(axes, facts, contestants)
     added = {"compute": compute.record()}
     if csv:
         print(sweep.csv_text(results))
@@ -461,7 +470,14 @@ def advise(
     profile: Annotated[Path | None, option("Measured profile (JSON) instead of a script.")] = None,
     hosts: Annotated[int | None, number("Number of machines.  [default: the profile's]")] = None,
     rate: Annotated[str | None, option("Rate of the network.  [default: as measured]")] = None,
-    per_host: Annotated[int, number("Devices of each machine, which share a replica.")] = 1,
+    per_host: Annotated[
+        int | None,
+        number(
+            "Devices of each machine, which share a replica.  [default: the profile's, or 1]",
+            "--per-host",
+            "--per-node",
+        ),
+    ] = None,
     cluster: Annotated[
         Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
     ] = None,

@@ -5,47 +5,65 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import extrapolate
+from offbeat.core.profile.elsewhere import extrapolate, with_nodes
 
 if TYPE_CHECKING:
     from offbeat.core.sim import Prediction
     from offbeat.strategies import Strategy
 
 COLUMNS = ("strategy", "period", "hosts", "rate", "jitter", "iteration_s", "bound_s", "exposed_s")
+PER_NODE = "per_node"  # column after "hosts" if the option is given
 NONE = "-"
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Values of rate, hosts and jitter. The value None stands for the profile's."""
+    """Values of rate, hosts, jitter and ranks per node, and the rate inside nodes. The value None
+    stands for the profile's."""
 
     rates: Sequence[str | None]
     hosts: Sequence[int | None]
     jitters: Sequence[float | None]
+    per_node: Sequence[int | None] = (None,)
+    inside: str | None = None
 
     @classmethod
-    def of(cls, rate: str | None, hosts: str | None, jitter: str | None) -> Axes:
+    def of(
+        cls,
+        rate: str | None,
+        hosts: str | None,
+        jitter: str | None,
+        per_node: str | None = None,
+        inside: str | None = None,
+    ) -> Axes:
         """Parse the options, values separated by commas. ValueError names the wrong option."""
         return cls(
             _parse_list("rate", rate, _parse_rate),
             _parse_list("hosts", hosts, _parse_hosts),
             _parse_list("jitter", jitter, _parse_jitter),
+            _parse_list("per_node", per_node, _parse_per_node),
+            None if inside is None else _parse_rate("inside", inside),
         )
 
     def profiles(self, measured: Profile) -> Iterator[tuple[dict[str, Any], Profile]]:
         """Yield for each combination its columns of the table, and the profile for it."""
         from offbeat.lab.units import parse_rate_bps
 
-        for hosts, rate, jitter in product(self.hosts, self.rates, self.jitters):
+        axes = self.hosts, self.per_node, self.rates, self.jitters
+        for hosts, per_node, rate, jitter in product(*axes):
             rate_bps = None if rate is None else parse_rate_bps(rate)
             there = extrapolate(measured, hosts=hosts, rate_bps=rate_bps, jitter=jitter)
-            yield {"hosts": there.world_size, "rate": rate, "jitter": there.jitter}, there
+            place = {"hosts": there.world_size, "rate": rate, "jitter": there.jitter}
+            if per_node is not None:
+                there = with_nodes(there, per_node, parse_rate_bps(self.inside))
+                place[PER_NODE] = per_node
+            yield place, there
 
 
 Predict = Callable[[Profile], "Prediction"]
@@ -82,16 +100,24 @@ def with_periods(strategies: Sequence[Strategy], period: str | None) -> list[Str
     return combined
 
 
+def columns_of(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the names of the columns of the rows."""
+    names: list[str] = [*COLUMNS]
+    if any(PER_NODE in row for row in found):
+        names.insert(names.index("hosts") + 1, PER_NODE)
+    return names
+
+
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row as text, in the order of `COLUMNS`."""
+    """Return the cells of a row as text, in the order of `columns_of`."""
     prediction = row["prediction"]
     values = {**row, **{name: getattr(prediction, name) for name in COLUMNS[-3:]}}
-    return [_cell(values[name]) for name in COLUMNS]
+    return [_cell(values[name]) for name in columns_of([row])]
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Return a table of the rows with aligned columns."""
-    return align_columns([list(COLUMNS), *map(cells, found)])
+    return align_columns([columns_of(found), *map(cells, found)])
 
 
 def align_columns(lines: Sequence[Sequence[str]]) -> str:
@@ -100,11 +126,11 @@ def align_columns(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(_align_line(line, widths) for line in lines)
 
 
-def csv_text(found: Iterable[dict[str, Any]]) -> str:
+def csv_text(found: Sequence[dict[str, Any]]) -> str:
     """Return the rows as CSV. Unknown and unset cells are empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(columns_of(found))
     writer.writerows([["" if cell == NONE else cell for cell in cells(row)] for row in found])
     return out.getvalue().rstrip("\n")
 
@@ -139,6 +165,12 @@ def _parse_rate(_name: str, text: str) -> str:
 def _parse_hosts(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 2:
         raise ValueError(f"{name} ({text!r}) must be integers of at least 2, as in 4,32")
+    return int(text)
+
+
+def _parse_per_node(_name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"per_node ({text!r}) must be integers of at least 1, as in 2,4")
     return int(text)
 
 

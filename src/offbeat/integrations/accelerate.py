@@ -58,7 +58,8 @@ def prepare(
         raise ValueError(
             f"the accelerator's distributed_type ({accelerator.distributed_type.value}) must be "
             "that of one process per device (NO, MULTI_CPU, MULTI_GPU, ...), as offbeat takes the "
-            "place of DDP; leave its plugin out"
+            "place of DDP; leave its plugin out. Shard a large model inside nodes by fully_shard, "
+            "and give the mesh between them as mesh="
         )
     if accelerator.device_placement:
         models[0].to(accelerator.device)

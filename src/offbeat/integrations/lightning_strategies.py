@@ -97,6 +97,29 @@ class TrainerStrategy(_Configured):
             self.model, self._between_iterations = self.lightning_module, True
 
 
+class ShardedTrainerStrategy(TrainerStrategy):
+    """Mixin for the Trainer's ModelParallelStrategy, placed before it, where the ranks of a node
+    share a replica by `fully_shard`. Accepts its arguments as well."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._options = Options(mesh=self.device_mesh["data_parallel"]) | self._options
+        super().setup_optimizers(trainer)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of the sampler, by which every rank has its own batches."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        prepared = self.model
+        try:
+            self._consolidate()
+            self.model = self.lightning_module  # torch collects shards by the names of its modules
+            return super(TrainerStrategy, self).lightning_module_state_dict()
+        finally:
+            self.model = prepared
+
+
 class FabricStrategy(_Configured):
     """Mixin for Fabric's DDPStrategy, placed before it. Accepts its arguments as well."""
 

@@ -141,6 +141,7 @@ class JobObserver(Recorder):
                 "pids": [one["pid"] for one in everyone],
                 "versions": {name: own[name] for name in versions()},
                 "links": {name: str(spec) for name, spec in cluster.specs.items()},
+                **cluster.topology.record(),
                 "launcher": launcher_name(os.environ),
                 "torchrun": attempt,
                 "started": clock(),

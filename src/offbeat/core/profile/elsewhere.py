@@ -15,6 +15,7 @@ from itertools import cycle, islice
 from statistics import fmean
 from typing import TypeVar
 
+from offbeat.core.plan import INSIDE
 from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
 
 T = TypeVar("T")
@@ -70,6 +71,136 @@ def extrapolate(
         rank_scale=_repeat(profile.rank_scale, count),
         rank_jitter=_repeat(profile.rank_jitter, count),
         noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
+    )
+
+
+def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None) -> Profile:
+    """Return the profile of replicas of another number of ranks, and of the same number of nodes.
+
+    A message of all ranks takes one all_reduce inside a node beside its way between nodes, whose
+    bytes do not depend on the ranks of a node. Shards have the bytes and the share of the link of
+    fewer or more ranks. Compute times are those of a rank, so they stay.
+
+    Args:
+        profile: measured profile.
+        per_node: number of ranks of each replica.
+        inside_bps: rate between the ranks of a node in bit/s; None keeps the measured one.
+
+    Raises:
+        ValueError: replicas have unequal numbers of ranks, the rate inside is unknown, or sharded
+            replicas would be whole.
+    """
+    sizes = {*profile.topology} or {1}
+    [before] = sizes if len(sizes) == 1 else [0]
+    if before == per_node and (inside_bps is None or per_node == 1):
+        return profile
+    if not before:
+        raise ValueError(
+            f"topology ({profile.topology}) of the profile must be equal numbers of ranks where "
+            "other ones are computed"
+        )
+    if profile.sharded:
+        return _with_more_shards(profile, before, per_node)
+    if profile.inside is not None and per_node > 1:
+        inside = _scale_link(profile.inside, before, per_node, inside_bps)
+    elif per_node == 1:
+        inside = None
+    elif inside_bps is not None:
+        rate = PAYLOAD * inside_bps / 8 / ring_passes(per_node)
+        inside = Link(INSIDE, (per_node - 1) * STEP_S, rate, asked_rate_bps=inside_bps)
+    else:
+        raise ValueError(
+            "inside (None) must be the rate between the ranks of a node where the profile is of "
+            "single ranks; add --inside 10gbit"
+        )
+    legs = _legs(profile.inside, inside)
+    noise = profile.noise
+    return replace(
+        profile,
+        topology=(per_node,) * profile.world_size if per_node > 1 else (),
+        inside=inside,
+        links=tuple(_with_legs(link, *legs) for link in profile.links),
+        buckets=tuple(
+            replace(
+                bucket,
+                communication_s={
+                    name: max(0.0, seconds + legs[0] + legs[1] * bucket.size_bytes)
+                    for name, seconds in bucket.communication_s.items()
+                    if name != INSIDE
+                },
+            )
+            for bucket in profile.buckets
+        ),
+        contention=tuple(c for c in profile.contention if INSIDE not in c.links),
+        noise=noise and replace(noise, noise_sq=noise.noise_sq * before / per_node),
+    )
+
+
+def _legs(before: Link | None, after: Link | None) -> tuple[float, float]:
+    """Return what the legs inside add to a message: seconds, and seconds per byte."""
+    was, will = (
+        (0.0, 0.0) if link is None else (link.latency_s, 1 / link.bytes_per_s)
+        for link in (before, after)
+    )
+    return will[0] - was[0], will[1] - was[1]
+
+
+def _with_legs(link: Link, seconds: float, byte_s: float) -> Link:
+    """Return a link between nodes with other legs inside. A half of an all_reduce has one leg."""
+
+    def add_legs(points: Points, part: float) -> Points:
+        return tuple((size, max(0.0, s + part * (seconds + byte_s * size))) for size, s in points)
+
+    def line(latency_s: float, rate: float, part: float) -> tuple[float, float]:
+        slope = max(1 / rate + part * byte_s, 1e-15)
+        return max(0.0, latency_s + part * seconds), 1 / slope
+
+    latency_s, rate = line(link.latency_s, link.bytes_per_s, 1.0)
+    return replace(
+        link,
+        latency_s=latency_s,
+        bytes_per_s=rate,
+        small=add_legs(link.small, 1.0),
+        halves={verb: line(*pair, 0.5) for verb, pair in link.halves.items()},
+        small_halves={verb: add_legs(points, 0.5) for verb, points in link.small_halves.items()},
+    )
+
+
+def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
+    if per_node < 2:
+        raise ValueError(
+            f"per_node ({per_node}) must be at least 2 for a profile of sharded replicas, because "
+            "the compute of whole ones was not measured"
+        )
+    share, noise = before / per_node, profile.noise
+
+    def shrink(points: Points) -> Points:
+        return tuple((round(size * share), seconds) for size, seconds in points)
+
+    links = tuple(
+        replace(
+            link,
+            bytes_per_s=link.bytes_per_s * share,
+            small=shrink(link.small),
+            halves={verb: (s, rate * share) for verb, (s, rate) in link.halves.items()},
+            small_halves={verb: shrink(points) for verb, points in link.small_halves.items()},
+        )
+        for link in profile.links
+    )
+    buckets = tuple(
+        replace(
+            bucket,
+            size_bytes=round(bucket.size_bytes * share),
+            state_bytes=round(bucket.state_bytes * share),
+        )
+        for bucket in profile.buckets
+    )
+    return replace(
+        profile,
+        topology=(per_node,) * profile.world_size,
+        links=links,
+        buckets=buckets,
+        noise=noise and replace(noise, noise_sq=noise.noise_sq * share),
     )
 
 
@@ -150,11 +281,23 @@ def with_replica_per_rank(profile: Profile) -> Profile:
     """Return the profile of the same job if every rank holds a replica of its own.
 
     A ring of all ranks in order passes each link between nodes once in each step, so that its
-    messages take as long as those of a cluster with as many hosts.
+    messages take as long as those of a cluster with as many hosts. The ranks of a single node use
+    the link inside it.
     """
     if not profile.topology:
         return profile
-    return extrapolate(profile.of_replicas(), hosts=profile.ranks)
+    flat = profile.of_replicas()
+    if profile.world_size == 1 and profile.inside is not None:
+        return replace(
+            flat,
+            world_size=profile.ranks,
+            links=tuple(replace(profile.inside, name=link.name) for link in profile.links),
+            buckets=tuple(replace(bucket, communication_s={}) for bucket in profile.buckets),
+            rank_scale=_repeat(profile.rank_scale, profile.ranks),
+            rank_jitter=_repeat(profile.rank_jitter, profile.ranks),
+            contention=(),
+        )
+    return extrapolate(flat, hosts=profile.ranks)
 
 
 def with_device_speed(profile: Profile, speed: float) -> Profile:

@@ -71,7 +71,8 @@ class DDPSession(LoopSession):
     def __init__(self, job: TrainingJob, bucket_cap_mb: float | None):
         profile, replica, model = job.profile, job.cluster.replica, job.model
         trained = [p for p in model.parameters() if p.requires_grad]
-        self._bytes_per_iteration = sum(p.nbytes for p in trained)
+        share = job.cluster.topology.ring_share(job.cluster.control.rank)
+        self._bytes_per_iteration = round(share * sum(p.nbytes for p in trained))
         super().__init__(job, open_pace(profile, replica))
         self.module = DistributedDataParallel(
             model,

@@ -510,11 +510,9 @@ class FlatSession(Session):
         self._cluster.open(plan.links)
         self._guard_links()
         self.engine.adopt(plan)
-        turns = (
-            load_object(TURNS)(how.turns)
-            if how.turns and not self._is_emulated
-            else ComputeObserver()
-        )
+        # Ranks of a sharded replica wait for each other within forward.
+        in_turns = how.turns and not (self._is_emulated or flat.is_sharded)
+        turns = load_object(TURNS)(how.turns) if in_turns else ComputeObserver()
         self.engine.set_compute(turns)
         self._observer = observer = Observer(self._model, self.engine, self._cluster.device, turns)
         self._around_forward = observer.memory.forward

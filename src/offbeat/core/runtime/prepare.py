@@ -254,7 +254,8 @@ def prepare(
         nodes = current_nodes()
     cluster, recorder = _connect(model, links, timeout_s, mesh, nodes), None
     try:
-        _require_plan(strategy, cluster.topology)
+        if not job.stop_after_profile:  # a measurement runs a plan of its own
+            _require_plan(strategy, cluster.topology)
         options = (
             f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
             f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
@@ -293,7 +294,7 @@ def prepare(
         if any(gpu is not None for gpu in gpus):
             cluster.alignment_bytes = ALIGNED_BYTES
         if cluster.control.rank == 0:
-            for text in (*settings.notices, *_notices(notice, cluster, gpus)):
+            for text in (*settings.notices, *_notices(notice, strategy, cluster, gpus)):
                 console.print("notice", text, "warning")
             console.print("start", _startup_message(strategy, cluster, known, observe))
         recorder = _create_recorder(model, job, cluster)
@@ -412,6 +413,7 @@ def _create_recorder(model: nn.Module, job: LaunchRequest, cluster: Cluster) -> 
         return None
     recorder = load_object(RUN_RECORDER)(job.record_dir, cluster.control.rank, cluster.device)
     recorder.notes["emulated"] = bool(getattr(model, "emulated", False))
+    recorder.notes.update(cluster.topology.record())
     return recorder
 
 
@@ -476,11 +478,13 @@ def _startup_message(
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
 
 
-def _notices(notice: str | None, cluster: Cluster, gpus: Sequence[_GPU | None]) -> list[str]:
+def _notices(
+    notice: str | None, strategy: Strategy, cluster: Cluster, gpus: Sequence[_GPU | None]
+) -> list[str]:
     """Return the notices about settings, nodes and GPUs, for the start of a run."""
     topology = cluster.topology
     if topology.is_flat:
-        nodes = _nodes_notice(os.environ, cluster.control.world_size)
+        nodes = None if topology.source else _nodes_notice(os.environ, strategy, topology.ranks)
     else:
         nodes = f"{topology} ({topology.source}): {_describe_nodes(topology)}"
     shared = _shared_gpu_notice(cluster.control.hosts, gpus)
@@ -521,22 +525,33 @@ def _describe_nodes(topology: Topology) -> str:
     """Return what the ranks of a node share."""
     if topology.sharded:
         return "each node holds one replica in shards, which average between nodes"
+    if topology.replicas == 1:
+        return (
+            "every rank holds the whole model; gradients are averaged inside the node in every "
+            "iteration, and there is no other node to average with"
+        )
     return (
         "every rank holds the whole model; gradients are averaged inside a node in every "
         f"iteration, and the strategy averages {topology.replicas} replicas between nodes"
     )
 
 
-def _nodes_notice(environ: Mapping[str, str], ranks: int) -> str | None:
+def _nodes_notice(environ: Mapping[str, str], strategy: Strategy, ranks: int) -> str | None:
     """Return a notice if several ranks share a node and the job has several nodes; otherwise
     None."""
     local = environ.get("LOCAL_WORLD_SIZE", "")
     if not local.isdigit() or not 1 < int(local) < ranks:
         return None
+    remedy = "start one rank per node, or use a strategy such as dreamddp with nodes='auto'"
+    if type(strategy).open is Strategy.open:
+        remedy = (
+            "give nodes='auto': the ranks of a node then share a replica, and each message crosses "
+            "that network once per node"
+        )
     return (
-        f"LOCAL_WORLD_SIZE ({local}) is above 1 and below the number of ranks ({ranks}): nodes are "
-        "not known to the planner, so every rank communicates as if it were a node of its own. "
-        "Where the network between nodes is slow, start one rank per node"
+        f"LOCAL_WORLD_SIZE ({local}) is above 1 and below the number of ranks ({ranks}), and every "
+        "rank communicates as if it were a node of its own. Where the network between nodes is "
+        f"slow, {remedy}"
     )
 
 

@@ -110,7 +110,7 @@ class Strategy(ABC):
         facts = self.costed(profile)
         plan = dataclasses.replace(self.schedule(facts), bound_s=self.bound_s(facts))
         plan = self.encoded(plan, profile)
-        if self.synchronous and profile.broadcast_bytes and profile.world_size > 1:
+        if self.synchronous and profile.broadcast_bytes and profile.ranks > 1:
             plan = with_broadcast(plan, profile.default_link.name)
         return plan
 

@@ -46,6 +46,17 @@ class Topology:
         """Return the topology of a job in which every rank holds a replica of its own."""
         return cls(tuple((rank,) for rank in range(ranks)))
 
+    @classmethod
+    def from_record(cls, data: Mapping[str, Any]) -> Topology | None:
+        """Return the nodes in data of `record`; None if every rank holds a replica of its own."""
+        if not data.get("nodes"):
+            return None
+        return cls(tuple(map(tuple, data["nodes"])), bool(data.get("sharded")))
+
+    def record(self) -> dict[str, Any]:
+        """Return the nodes as JSON types; nothing if every rank holds a replica of its own."""
+        return {} if self.is_flat else {"nodes": self.nodes, "sharded": self.sharded}
+
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
@@ -103,6 +114,20 @@ class Topology:
         """Return the ranks of a rank's column; None if it is in none."""
         return next((column for column in self.columns if rank in column), None)
 
+    def ring_share(self, rank: int) -> float:
+        """Return the bytes that a rank sends between nodes in an all-reduce over all ranks in a
+        ring, relative to what one rank per replica would send.
+
+        In a ring of N ranks each of them sends `2 (N - 1) / N` of a message to the next one, and
+        only a rank whose next one is in another node sends between nodes.
+        """
+        following = (rank + 1) % self.ranks
+        if self.is_flat:
+            return 1.0
+        if following in self.node_of(rank):
+            return 0.0
+        return (1 - 1 / self.ranks) / (1 - 1 / self.replicas)
+
     def weight_of(self, replica: int) -> float:
         """Return the weight of a replica in averages, relative to equal weights: its share of the
         ranks times the number of replicas."""
@@ -111,7 +136,8 @@ class Topology:
     def __str__(self) -> str:
         sizes = [str(size) for size in self.sizes]
         each = sizes[0] if self.is_even else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
-        return f"{self.replicas} nodes of {each} ranks"
+        plural = "s" if self.replicas > 1 else ""
+        return f"{self.replicas} node{plural} of {each} ranks"
 
 
 @dataclass(frozen=True)

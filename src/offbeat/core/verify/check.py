@@ -306,15 +306,15 @@ def _has_pending_rules(plan: Plan) -> bool:
 
 
 def _worker_count(plan: Plan, profile: Profile | None) -> int:
-    """Return the number of workers to execute: 2 if all ranks have the same rules, otherwise
-    every rank that the plan or the profile names."""
+    """Return the number of workers to execute: 2 if all ranks have the same rules, or 1 if a plan
+    of replicas has only one; otherwise every rank that the plan or the profile names."""
     weighted = [
         len(value) - 1 for apply in plan.applies for value in effects.per_rank_settings(apply)
     ]
-    if plan.uniform and not weighted:
-        return 2
-    named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
     grouped = [rank for groups in plan.groups.values() for group in groups for rank in group]
+    if plan.uniform and not weighted:
+        return min(2, 1 + max(grouped, default=1))
+    named = [rank for rule in (*plan.transfers, *plan.applies) for rank in rule.ranks or ()]
     least = 1 + max([1, *named, *grouped, *weighted])
     return max(least, profile.world_size) if profile is not None else least
 

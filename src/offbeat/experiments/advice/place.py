@@ -137,7 +137,7 @@ def place_on_cluster(
     Args:
         profile: measured profile of the model.
         cluster: description of the machines.
-        devices: number of devices of each machine, in place of the file's processes per host.
+        devices: number of devices of each machine, if it is above the file's number of ranks.
         connections: TCP connections between two machines.
 
     Raises:
@@ -166,7 +166,7 @@ def place_on_cluster(
         made = replace(made, rank_scale=scale, **scaled_compute(made, mean))
     if any(jitters):
         made = replace(made, rank_jitter=tuple(jitters))
-    devices = max(devices, cluster.processes_per_host)
+    devices = max(devices, *map(cluster.ranks_of, hosts))
     return Place(made, devices, estimated=True, networks=tuple(networks))
 
 

@@ -18,7 +18,7 @@ from offbeat.core.files import write_or_warn, write_text
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.measuring.reported import set_receiver
-from offbeat.core.plan import Plan
+from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
@@ -66,7 +66,8 @@ class SplitSums:
 
 
 class VoteLog:
-    """One entry per iteration with a vote. Bytes exclude the messages of the votes."""
+    """One entry per iteration with a vote. Bytes exclude the messages of the votes and those inside
+    replicas."""
 
     def __init__(self) -> None:
         self._keys: dict[str, list[str]] = {}  # columns of each vote, as in its first entry
@@ -81,7 +82,7 @@ class VoteLog:
     def add_iteration(self, done: Iteration, votes: Sequence[str]) -> None:
         """Add a finished iteration with these votes."""
         self._iterations.append(done.number)
-        sent = [m for m in done.messages if not m.passed]
+        sent = [m for m in done.messages if not m.passed and base_link(m.transfer.link) != INSIDE]
         self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
         self._spared.append(done.spared_bytes)
         for name in votes:

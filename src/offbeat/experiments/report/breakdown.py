@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
 
-from offbeat.core.sim.trace import COMPUTE, Span
+from offbeat.core.sim.trace import COMPUTE, Trace
+from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import words
 from offbeat.experiments.report.timeline import (
@@ -123,7 +124,7 @@ def measured_parts(run: Run, contestant: Contestant) -> tuple[Parts, bool] | Non
 def parts_of(window: Window) -> Parts:
     """Return the parts of a window, as means over the ranks with spans."""
     offsets = clock_offsets(window.trace)
-    ways = _transfers(window.trace.spans, offsets)
+    ways = _transfers(window.trace, offsets)
     every = [rank_parts(window, rank, ways[rank]) for rank in window.shown]
     count = len(window.iterations)
     return Parts(*(fmean(values) / count for values in zip(*every, strict=True)))
@@ -187,13 +188,13 @@ def rank_parts(window: Window, rank: int, ways: Sequence[Interval]) -> tuple[flo
     return compute_s, either_s - compute_s, within[1] - within[0] - either_s, _union_length(sent)
 
 
-def _transfers(spans: Iterable[Span], offsets: Sequence[float]) -> dict[int, list[Interval]]:
+def _transfers(trace: Trace, offsets: Sequence[float]) -> dict[int, list[Interval]]:
     """Return the transfer intervals of each rank, in seconds of the rank's own clock.
 
     A transfer begins when the last of its ranks has reached the message.
     """
     transfers: dict[int, list[Interval]] = defaultdict(list)
-    for ends in group_by_message(spans):
+    for ends in group_by_message(trace.spans, Topology.from_record(trace.notes)):
         begin_s = max(span.start_s - offsets[span.rank] for span in ends)
         for span in ends:
             begun_s = min(begin_s + offsets[span.rank], span.end_s)

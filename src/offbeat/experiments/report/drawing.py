@@ -13,6 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.experiments.record.run_directory import Contestant, Run
 from offbeat.experiments.report import words
@@ -96,13 +97,9 @@ def draw(
     if measured is None and predicted is None:
         return None
     names = [bucket.name for bucket in run.profile.buckets] if run.profile else []
-    links = [link.name for link in run.profile.links] if run.profile else []
     expected_s = {} if predicted is None else _expected_seconds(predicted)
-    order = {
-        lane: lane_name(lane) for lane in lanes_of((measured, predicted), links) if lane != COMPUTE
-    }
-    if len(order) == 1 and len(links) < 2:
-        order = dict.fromkeys(order, "network")
+    order = _lane_names(run.profile, (measured, predicted))
+    place = "rank" if run.profile and run.profile.topology else "host"
     hosts = [] if measured is None else _host_parts(measured)
     ranks = [] if measured is None else _shown_ranks(measured, hosts)
 
@@ -119,7 +116,7 @@ def draw(
 
     lanes = [lane for rank, host in ranks for lane in measured_lanes(rank, host)]
     others = {
-        rank: lanes_html(measured_lanes(rank, f"host {rank}"), length_s)
+        rank: lanes_html(measured_lanes(rank, f"{place} {rank}"), length_s)
         for rank, *_ in (hosts if len(ranks) > 1 else ())
     }
     replaced = len(lanes) if others else 0
@@ -139,6 +136,17 @@ def draw(
     label = f"{name}: {count} {text}"
     html = figure(Picture(label, lanes, length_s, numbers, replaced=replaced), zoom)
     return Drawn(name, Markup(html), count, text, hosts if len(ranks) > 1 else (), others)
+
+
+def _lane_names(profile: Profile | None, windows: Sequence[Window | None]) -> Mapping[str, str]:
+    """Return the displayed names of the lanes of links, in order."""
+    links = [link.name for link in profile.all_links] if profile else []
+    lanes = [lane for lane in lanes_of(windows, links) if lane != COMPUTE]
+    if profile is not None and profile.topology and len(profile.links) == 1:
+        return {lane: lane_name(lane, {links[0]: "between"}) for lane in lanes}
+    if len(lanes) == 1 and len(links) < 2:
+        return dict.fromkeys(lanes, "network")
+    return {lane: lane_name(lane) for lane in lanes}
 
 
 def pack_lanes(drawn: Sequence[Drawn]) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offbeat.core.profile import Profile
 from offbeat.experiments.record.disturbed import describe_disturbances
 from offbeat.experiments.record.run_directory import Run
 from offbeat.experiments.report import words
@@ -225,7 +226,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     elif isinstance(hosts, int):
         how = ", as layers sleep" if run.emulated else " (compute emulated)" if pace else ""
         rate = f", {shaped}" if (shaped := shaped_rate(run)) else ""
-        texts.append(f"{words.count(hosts, 'host')} on this machine{how}{rate}")
+        texts.append(f"{host_text(run)} on this machine{how}{rate}")
     if pace and not run.emulated:
         texts.append("messages and losses are real")
     counts = sorted({row.repetitions for row in rows if row.iteration_s is not None})
@@ -241,10 +242,33 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
 
 
 def shaped_rate(run: Run) -> str:
-    """Return the rate of all links of the lab, such as '25 Mbit/s'; empty if they differ."""
+    """Return the rate of all links of the lab, such as '25 Mbit/s', and the one inside hosts; empty
+    if they differ."""
     rates = {link.get("rate") for link in run.cluster.get("links", ())}
-    shaped = len(rates) == 1 and run.lab != "none"
-    return words.rate(parse_rate_bps(rates.pop())) if shaped else ""
+    if len(rates) != 1 or run.lab == "none":
+        return ""
+    text, inside = words.rate(parse_rate_bps(rates.pop())), run.cluster.get("inside")
+    return text if inside is None else f"{text}, {words.rate(parse_rate_bps(inside))} inside"
+
+
+def host_text(run: Run) -> str:
+    """Return the number of hosts, and of their ranks if they have several, such as '2 hosts of 2
+    ranks'."""
+    text = words.count(int(run.cluster["hosts"]), "host")
+    return text if run.profile is None else text + _rank_text(run.profile.topology)
+
+
+def replica_text(profile: Profile) -> str:
+    """Return the number of ranks, and of nodes if replicas have several ranks, such as '2 nodes of
+    2 ranks'."""
+    sizes = profile.topology
+    if not sizes:
+        return words.count(profile.world_size, "rank")
+    return words.count(len(sizes), "node") + _rank_text(sizes)
+
+
+def _rank_text(sizes: Sequence[int]) -> str:
+    return f" of {' or '.join(map(str, sorted({*sizes})))} ranks" if sizes else ""
 
 
 def _estimate_sign(row: Row) -> str:

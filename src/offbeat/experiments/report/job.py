@@ -9,8 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.registry import BASELINE
+from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile
@@ -60,6 +62,7 @@ class JobReport:
         id: id of the run.
         strategy: strategy with its settings.
         world_size: number of ranks.
+        nodes: number of ranks of each replica; empty if every rank holds a replica of its own.
         state: a key of `TITLES`.
         ending: how the job ended, or what it does.
         started_t: start in seconds since 1970.
@@ -76,7 +79,8 @@ class JobReport:
             lines.
         script_s: between iterations.
         late_ranks: ranks that begin their messages late.
-        sent_bytes: bytes that a rank has sent in these iterations.
+        sent_bytes: bytes that a rank has sent in these iterations, between nodes if replicas have
+            several ranks.
         baseline_share: these bytes divided by those of DDP; None without a profile.
         verdict: what the verdict that is kept with the run predicts; None without one.
         losses: mean loss of the first and of the last interval.
@@ -90,6 +94,7 @@ class JobReport:
     id: str
     strategy: str
     world_size: int
+    nodes: tuple[int, ...]
     state: str
     ending: str
     started_t: float
@@ -153,7 +158,8 @@ def job_report(record: JobRecord, now: float) -> JobReport:
     message_s = _message_seconds(counted)
     profile = _profile(record)
     sent = _mean(counted, _payload_bytes)
-    baseline = sum(b.size_bytes for b in profile.buckets) if profile is not None else 0
+    nodes = Topology.from_record(record.run)
+    baseline = 0.0 if profile is None else _baseline_bytes(profile, nodes)
     started = record.run.get("started") or min(_times(record), default=0.0)
     first, last = _losses(record, 0), _losses(record, -1)
     return JobReport(
@@ -161,6 +167,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         id=run_name(record),
         strategy=str(record.run.get("strategy") or alive.get("strategy") or "unknown strategy"),
         world_size=record.world_size,
+        nodes=() if nodes is None else nodes.sizes,
         state=state,
         ending=ending,
         started_t=started,
@@ -350,7 +357,17 @@ def _message_seconds(totals: Mapping[int, Interval]) -> tuple[float, float | Non
 
 
 def _payload_bytes(total: Interval) -> int:
-    return sum(link.bytes for link in total.links.values())
+    return sum(sums.bytes for name, sums in total.links.items() if base_link(name) != INSIDE)
+
+
+def _baseline_bytes(profile: Profile, nodes: Topology | None) -> float:
+    """Return the bytes that a rank sends per iteration of DDP, as a mean over the ranks; between
+    nodes if replicas have several ranks."""
+    held = sum(bucket.size_bytes for bucket in profile.buckets)
+    if nodes is None:
+        return held
+    whole = held * nodes.sizes[0] if nodes.sharded else held
+    return whole * fmean(nodes.ring_share(rank) for rank in range(nodes.ranks))
 
 
 def _losses(record: JobRecord, place: int) -> float | None:
@@ -468,7 +485,7 @@ def _problems(record: JobRecord, state: str) -> Iterator[str]:
 def as_text(report: JobReport, width: int) -> str:
     """Return the printed report; no line is wider than `width`, except for long words."""
     title = (
-        f"{report.folder}: {report.strategy}, {count_text(report.world_size, 'rank')}, "
+        f"{report.folder}: {report.strategy}, {rank_text(report)}, "
         f"started {local_time(report.started_t)}, {duration(report.duration_s)}, "
         f"{TITLES[report.state]}"
     )
@@ -476,6 +493,12 @@ def as_text(report: JobReport, width: int) -> str:
     for name, text in _rows(report):
         lines += wrap(f"  {name:<{INDENT - 2}}{text}", width, " " * INDENT)
     return "\n".join(lines)
+
+
+def rank_text(report: JobReport) -> str:
+    """Return the number of ranks, and of nodes if replicas have several ranks."""
+    ranks = count_text(report.world_size, "rank")
+    return f"{ranks} in {count_text(len(report.nodes), 'node')}" if report.nodes else ranks
 
 
 def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
@@ -494,7 +517,8 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
     if report.verdict is not None:
         yield "verdict", report.verdict
     if report.sent_bytes is not None:
-        text = f"{words.size(report.sent_bytes)} per rank{' in these iterations' * is_part}"
+        text = f"{words.size(report.sent_bytes)} per rank"
+        text += " between nodes" * bool(report.nodes) + " in these iterations" * is_part
         if report.baseline_share is not None:
             text += f", {words.percent(report.baseline_share)} of what {BASELINE} would have sent"
         yield "bytes", text

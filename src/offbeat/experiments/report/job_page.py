@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from offbeat.core.files import replace_text
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import COMPUTE, Trace, spans_from_dict
+from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
 from offbeat.experiments.report import words
 from offbeat.experiments.report.bars import Bar
@@ -24,6 +26,7 @@ from offbeat.experiments.report.job import (
     earlier_records,
     events_of,
     job_report,
+    rank_text,
     run_name,
     split_text,
     total_of,
@@ -150,16 +153,22 @@ def _recorded_ranks(record: JobRecord, strategy: str, plan: Plan | None) -> Iter
         if not own or (windows and not own.keys() & windows[0].keys()):
             break
         windows.append(own)
+    nodes = Topology.from_record(record.run)
+    notes = {} if nodes is None else nodes.record()
     common = set.intersection(*(set(own) for own in windows)) if windows else set()
     for rank, own in enumerate(windows if common else windows[:1]):
         first = max(common or own)
-        trace = _trace_of(own[first], first, strategy, plan)
+        trace = _trace_of(own[first], first, strategy, plan, notes)
         if trace is not None:
             yield RankRecord(rank, strategy, trace)
 
 
 def _trace_of(
-    line: Mapping[str, Any], first: int, strategy: str, plan: Plan | None
+    line: Mapping[str, Any],
+    first: int,
+    strategy: str,
+    plan: Plan | None,
+    notes: Mapping[str, Any],
 ) -> Trace | None:
     """Return the trace of a line with spans; None if they cannot be read."""
     try:
@@ -185,9 +194,8 @@ def _trace_of(
     ]
     start_s = min(s.start_s for s in own if s.iteration + shift == first)
     period = 1 if plan is None else plan.period
-    return Trace(
-        "measured", strategy, (tuple(ends_s),), (start_s,), spans, first, min(period, count)
-    )
+    ends, starts = (tuple(ends_s),), (start_s,)
+    return Trace("measured", strategy, ends, starts, spans, first, min(period, count), notes)
 
 
 def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
@@ -203,7 +211,7 @@ def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
             _message_s(record),
         )
         split = Split(expected, parts, measured_s - predicted_s)
-    counted = max(report.counted, 1)
+    counted, sent = max(report.counted, 1), report.sent_bytes
     return Row(
         LABEL,
         report.strategy,
@@ -214,7 +222,7 @@ def _row(record: JobRecord, report: JobReport, run: Run) -> Row:
         predicted_error=predicted_s / measured_s - 1 if predicted_s and measured_s else None,
         bound_s=report.bound_s,
         exposed_s=None if expected is None else expected.messages_s + expected.waiting_s,
-        sent_bytes=None if report.sent_bytes is None else report.sent_bytes / counted,
+        sent_bytes=None if sent is None else sent * fmean(report.nodes or [1]) / counted,
         final_loss=None if report.losses is None else report.losses[1],
         split=split,
         iterations=report.iterations,
@@ -267,7 +275,7 @@ def _reservations(report: JobReport) -> str:
 
 def _eyebrow(report: JobReport) -> list[str]:
     done = count_text(report.iterations, "iteration")
-    return [count_text(report.world_size, "rank"), f"{done} in {duration(report.duration_s)}"]
+    return [rank_text(report), f"{done} in {duration(report.duration_s)}"]
 
 
 def _banners(report: JobReport) -> list[str]:

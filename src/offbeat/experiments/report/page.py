@@ -29,6 +29,8 @@ from offbeat.experiments.report.headline import (
     REHEARSED,
     conditions,
     headline,
+    host_text,
+    replica_text,
     shaped_rate,
     typed_text,
 )
@@ -144,7 +146,11 @@ def shared_view(
         best: row of the winner.
     """
     timelines, length_s = _timelines(run, order)
+    profile = run.profile
     return {
+        "place": "rank" if profile and profile.topology else "host",
+        "legs": profile is not None and profile.inside is not None,
+        "replicas": "" if profile is None else replica_text(profile),
         "run": run,
         "command": shlex.join(run.command_line),
         "table": _table(run, order, drawn, best),
@@ -156,8 +162,8 @@ def shared_view(
         "axis": Markup(boxes.axis(length_s)) if timelines else "",
         "errors": _errors(run, order),
         "strategies": [_strategy(c, row, name, traces) for row, c, name in order],
-        "profile": run.profile,
-        "every_gradient": Payload("grad", range(len(run.profile.buckets) if run.profile else 0)),
+        "profile": profile,
+        "every_gradient": Payload("grad", range(len(profile.buckets) if profile else 0)),
         "started": _start_text(run),
         "problems": run.failures(),
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
@@ -167,8 +173,7 @@ def shared_view(
 
 def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
     """Return the conditions above the headline."""
-    hosts = run.cluster.get("hosts")
-    count = words.count(hosts, "host") if isinstance(hosts, int) else ""
+    count = host_text(run) if isinstance(run.cluster.get("hosts"), int) else ""
     count = count or words.count(run.world_size, "rank")
     texts = [", ".join(filter(None, [count, shaped_rate(run)]))]
     if run.rehearsed:
@@ -344,7 +349,7 @@ def _errors(run: Run, order: Ordered) -> dict[str, Any]:
 
 def _causes(run: Run, row: Row, contestant: Contestant) -> Iterator[str]:
     """Yield known causes of an error: another rate of the link, and late hosts."""
-    split, links = row.split, run.profile.links if run.profile else ()
+    split, links = row.split, run.profile.all_links if run.profile else ()
     if split is not None and len(links) == 1 and split.measured.links_s and split.predicted.links_s:
         share = split.predicted.links_s / split.measured.links_s
         if abs(share - 1) > 0.1:

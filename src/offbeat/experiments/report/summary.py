@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median, quantiles
 from typing import Literal
 
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.trace import COMPUTE
+from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.disturbed import Disturbance
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 from offbeat.experiments.report import words
@@ -51,8 +53,8 @@ class Row:
         predicted_error: predicted / measured - 1.
         bound_s: lower bound of the seconds per iteration.
         exposed_s: predicted seconds of communication per iteration that compute does not hide.
-        sent_bytes: measured payload bytes per iteration and rank, median over repetitions, as are
-            the next three.
+        sent_bytes: measured payload bytes per iteration and replica on links between replicas,
+            median over repetitions, as are the next three.
         unevenness: most bytes that a rank sends over a link in 1/2N of an iteration, over the mean.
         lssr: share of synchronizations that votes omitted: local / (local + synchronous).
         spared_bytes: bytes per rank that votes omitted over the whole run.
@@ -242,19 +244,25 @@ def paces(run: Run, rep: Repetition) -> tuple[float, float] | None:
 
 
 def sent_bytes(run: Run, rep: Repetition) -> float | None:
-    """Return payload bytes per iteration and rank.
+    """Return payload bytes per iteration and replica on links between replicas.
 
     With votes, the mean is over all iterations with votes. Otherwise it is over the recorded whole
     periods after the skipped iterations, or over the whole run if no messages were recorded.
     """
+    nodes = Topology.from_record(rep.trace.notes)
+    per_replica = 1.0 if nodes is None else nodes.ranks / nodes.replicas
     voted = votes_of(rep)
     if voted is not None:
-        return voted.sent_bytes / len(voted.iterations)
-    steady = _bytes_of_periods(run, rep)
-    if steady is not None:
-        return steady
-    totals = [sum(record.sent_bytes.values()) for record in rep.ranks if record.sent_bytes]
-    return fmean(totals) / rep.trace.iterations if totals and rep.trace.iterations else None
+        parts = per_replica if nodes is not None and nodes.sharded else 1
+        return parts * voted.sent_bytes / len(voted.iterations)
+    by_rank = _bytes_of_periods(run, rep)
+    if by_rank is None:
+        known = [record.sent_bytes for record in rep.ranks if record.sent_bytes]
+        if not known or not rep.trace.iterations:
+            return None
+        totals = [sum(n for name, n in sent.items() if base_link(name) != INSIDE) for sent in known]
+        by_rank = fmean(totals) / rep.trace.iterations
+    return per_replica * by_rank
 
 
 def unevenness(run: Run, rep: Repetition) -> float | None:
@@ -375,12 +383,15 @@ def _with_target_times(row: Row, found: Sequence[tuple[int, float] | None]) -> R
 
 
 def _bytes_of_periods(run: Run, rep: Repetition) -> float | None:
-    """Return bytes per iteration and rank from the recorded spans; None without a whole period."""
+    """Return bytes per iteration and rank on links between replicas, from the recorded spans; None
+    without a whole period."""
     trace, after = rep.trace, count_skipped(run, rep) + rep.trace.first
     seen = {span.iteration for span in trace.spans if span.iteration >= after}
     whole = len(seen) // trace.period * trace.period
     counted = set(sorted(seen)[:whole])
-    total = sum(s.bytes for s in trace.spans if s.lane != COMPUTE and s.iteration in counted)
+    lanes = {span.lane for span in trace.spans} - {COMPUTE}
+    lanes = {lane for lane in lanes if base_link(lane) != INSIDE}
+    total = sum(s.bytes for s in trace.spans if s.lane in lanes and s.iteration in counted)
     return total / whole / len(rep.ranks) if total else None
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from offbeat.core.plan import CHANNEL, base_link
+from offbeat.core.plan import CHANNEL, INSIDE, base_link
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 
 GRADIENTS = ("grad", "reduce_scatter", "all_gather")  # kinds of messages that hold gradients
@@ -177,10 +178,12 @@ def lanes_of(windows: Iterable[Window | None], links: Iterable[str]) -> list[str
     return sorted(used | {COMPUTE}, key=place)
 
 
-def lane_name(lane: str) -> str:
-    """Return the display name of a lane: 'net', 'net, channel 2'."""
-    base, _, index = lane.partition(CHANNEL)
-    return f"{base}, channel {int(index) + 1}" if index.isdecimal() else lane
+def lane_name(lane: str, names: Mapping[str, str] | None = None) -> str:
+    """Return the display name of a lane: 'net', 'net, channel 2'. `names` are displayed instead of
+    those of links."""
+    base, mark, index = lane.partition(CHANNEL)
+    base = (names or {}).get(base, base)
+    return f"{base}, channel {int(index) + 1}" if index.isdecimal() else base + mark + index
 
 
 def _typical_start(
@@ -286,13 +289,15 @@ def clock_offsets(trace: Trace) -> tuple[float, ...]:
     """Return the offset of each rank's clock from rank 0's, in seconds.
 
     A collective ends on all ranks at about the same time, so the offset is the median difference of
-    these ends. Without messages, ends of iterations are used.
+    these ends. Without messages, ends of iterations are used, as where replicas are sharded:
+    there a message has only some of the ranks, as has one inside a replica.
     """
     if trace.source == "simulated":
         return (0.0,) * trace.world_size
+    nodes = Topology.from_record(trace.notes)
     ends: list[dict[Any, float]] = [{} for _ in range(trace.world_size)]
-    for span in trace.spans:
-        if span.lane != COMPUTE:
+    for span in trace.spans if nodes is None or not nodes.sharded else ():
+        if span.lane != COMPUTE and base_link(span.lane) != INSIDE:
             ends[span.rank][span.iteration, span.lane, span.kind, span.buckets] = span.end_s
     if not all(ends):
         ends = [dict(enumerate(row)) for row in trace.ends_s]

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from offbeat.core.plan import base_link
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.core.transport.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     """Return the load of each rank's outgoing links in a trace.
 
     Recorded whole periods are averaged. A message is sent at a constant rate from the arrival of
-    its last rank until its end. An all-reduce is a ring: each rank sends 2(N-1)/N of its bytes. If
-    one simulated row represents all ranks, so does one load per link.
+    its last rank until its end. An all-reduce is a ring: each rank sends 2(N-1)/N of its bytes, for
+    the N ranks of a message, which are those of a node or of a column where replicas have several
+    ranks. If one simulated row represents all ranks, so does one load per link.
 
     Args:
         trace: measured or predicted trace.
@@ -59,15 +61,17 @@ def link_loads(trace: Trace, skip: int = 0) -> list[LinkLoad]:
     if not messages or not period_s:
         return []
     world_size = int(trace.notes.get("ranks", trace.world_size))
+    nodes = Topology.from_record(trace.notes)
     periods = len(counted) // trace.period
     steps = 2 * world_size * trace.period
     sent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0] * steps)
-    for same in group_by_message(messages):
+    for same in group_by_message(messages, nodes):
         begin_s = max(span.start_s for span in same)
         for span in same:
             if span.way is not None and span.rank != span.way[0]:
                 continue
-            share = 1.0 if span.way is not None else 2 * (world_size - 1) / world_size
+            count = world_size if nodes is None else _ring_size(span, nodes)
+            share = 1.0 if span.way is not None else 2 * (count - 1) / count
             # A send may return before the last bytes have arrived.
             end_s = max(s.end_s for s in same) if span.way is not None else span.end_s
             into = sent[span.rank, base_link(span.lane)]
@@ -99,13 +103,28 @@ def _iteration_s(trace: Trace, iterations: Iterable[int]) -> float:
     return sum(ended) / len(ended) if ended else 0.0
 
 
-def group_by_message(spans: Iterable[Span]) -> list[list[Span]]:
-    """Group the spans of messages by message, with one span for each of its ranks."""
+def _ring_size(span: Span, nodes: Topology) -> int:
+    """Return the number of ranks in the ring of a message."""
+    inside = base_link(span.lane) == INSIDE
+    return len(nodes.node_of(span.rank)) if inside else nodes.replicas
+
+
+def group_by_message(spans: Iterable[Span], nodes: Topology | None = None) -> list[list[Span]]:
+    """Group the spans of messages by message, with one span for each of its ranks.
+
+    Where replicas have several ranks, a message inside has the ranks of a node. One between
+    replicas has all ranks, or those of a column if replicas are sharded.
+    """
     found: dict[tuple, list[Span]] = defaultdict(list)
     seen: Counter[tuple] = Counter()
     messages = (span for span in spans if span.lane != COMPUTE)
     for span in sorted(messages, key=lambda span: span.start_s):
-        key = span.lane, span.iteration, span.kind, span.buckets, span.way
+        part = 0
+        if nodes is not None and base_link(span.lane) == INSIDE:
+            part = nodes.replica_of(span.rank)
+        elif nodes is not None and nodes.sharded:
+            part = nodes.member_of(span.rank)
+        key = span.lane, span.iteration, span.kind, span.buckets, span.way, part
         number = seen[span.rank, key]  # distinguishes slices of one bucket
         seen[span.rank, key] += 1
         found[*key, number].append(span)

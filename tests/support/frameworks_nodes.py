@@ -1,0 +1,116 @@
+"""What ranks of two nodes do with frameworks, models sharded inside; and both worlds of frameworks
+in one process that has imported these."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from support import frameworks_workers
+from support.frameworks_workers import BATCH, RANKS, SCRIPTS, forget_accelerate
+from support.sharded_jobs import average
+from support.worlds import run_world
+
+NODES, INSIDE = 2, 2
+OBSERVED, PERIOD = 6, 2  # iterations that all average, then one of so many
+CLIPPED = {
+    "with_accelerate_nodes.py": True,
+    "with_lightning_nodes.py": False,
+    "with_trainer_nodes.py": True,
+}
+
+
+def both_worlds(directory: str, limit_s: float) -> tuple[list[Any], list[Any]]:
+    """What each rank has seen: of two ranks, and of two nodes of two."""
+    flat = run_world(frameworks_workers.everything, RANKS, directory, timeout_s=limit_s)
+    return flat, run_world(in_nodes, NODES * INSIDE, directory, timeout_s=limit_s)
+
+
+def in_nodes(directory: str) -> dict[str, dict[str, Any]]:
+    """By script: its losses and whole weights, and those of a loop with torch alone."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "1",
+        "GROUP_RANK": str(rank // INSIDE),
+        "LOCAL_RANK": str(rank % INSIDE),
+        "LOCAL_WORLD_SIZE": str(INSIDE),
+        "HF_HUB_OFFLINE": "1",
+        "OFFBEAT_STRATEGY": f"local-sgd:period={PERIOD}",  # its plan does not depend on times
+    }
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(SCRIPTS))
+    return {name: _run(name, Path(directory, name)) for name in CLIPPED}
+
+
+def _run(name: str, where: Path) -> dict[str, Any]:
+    before, sys.argv = sys.argv, [name, str(where)]
+    try:
+        with _noted() as seen:
+            names = runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    finally:
+        sys.argv = before
+    model = names["model"]
+    found = {"losses": names["losses"], "weights": _whole(getattr(model, "module", model))}
+    forget_accelerate()
+    return found | _reference(seen, CLIPPED[name])
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Note the samples that a script takes."""
+    from tiny_llama import Counting
+
+    seen: list[int] = []
+    take = Counting.__getitem__
+
+    def note(data: Counting, index: int) -> dict[str, torch.Tensor]:
+        seen.append(index)
+        return take(data, index)
+
+    Counting.__getitem__ = note
+    try:
+        yield seen
+    finally:
+        Counting.__getitem__ = take
+
+
+def _reference(seen: list[int], clipped: bool) -> dict[str, Any]:
+    """The same training with averages of this function between the nodes."""
+    from tiny_llama import Counting, build
+
+    data, model = Counting(), build()
+    mesh = init_device_mesh("cpu", (NODES, INSIDE), mesh_dim_names=("between", "inside"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["inside"])
+    fully_shard(model, mesh=mesh["inside"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for iteration in range(len(seen) // BATCH):
+        rows = [data[i] for i in seen[iteration * BATCH :][:BATCH]]
+        loss = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+        loss.backward()
+        losses.append(loss.item())
+        if clipped:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if iteration < OBSERVED or (iteration - OBSERVED) % PERIOD == PERIOD - 1:
+            for p in model.parameters():
+                average(p.to_local().detach(), mesh["between"])
+    return {"reference_losses": losses, "reference": _whole(model)}
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    parameters = {name.removeprefix("model.model."): p for name, p in model.named_parameters()}
+    whole = {name: p.full_tensor().detach().clone() for name, p in parameters.items()}  # type: ignore[attr-defined]
+    return {name.removeprefix("model."): weight for name, weight in whole.items()}
