@@ -2,7 +2,7 @@
 and links with and without delay.
 
     python benchmarks/predictions.py draw                      draws the cells, before any launch
-    python benchmarks/predictions.py measure --out DIR [--cells 1-20]
+    python benchmarks/predictions.py measure --out DIR [--minutes 15] [--cells 1-20] [--launches 3]
     python benchmarks/predictions.py tables --out DIR          writes results/predictions.json
 
 A cell is one strategy, model (`zoo.py`), rate, number of hosts and delay. `draw` writes
@@ -11,22 +11,29 @@ factors is in at least one cell, except for strategy and model: there are 189 su
 cells contain 150 of them. `draw --cells 189` contains all. With a given count the draw is the same
 on each machine.
 
-`measure` runs the cells in their order: one profile and three launches of a cell, predicted before
-the first launch. A launch that the record marks as disturbed (other programs on the processors, or
-hosts behind their pace) is repeated once; both are kept. A second start continues: complete
-launches are not repeated. Hosts have an emulated pace, the smallest that this machine can emulate.
-The rates are those of the kernel. A delay is made by netem, or by the lab's switch in user space if
-the kernel has no netem, which takes processor time. Needs the lab and an otherwise idle machine;
-about 5 minutes per cell.
+`measure` runs the cells in their order, which is random, so that the cells of any prefix are a fair
+sample of all. A cell is one profile, its prediction and `--launches` launches. A launch that its
+record marks as disturbed (other programs on the processors, or hosts behind their pace) is repeated
+once; both are kept. A further start continues: complete cells and launches are kept, and cells that
+have failed are left out. With `--minutes N` it stops N minutes after its start, within a launch if
+need be; that launch is repeated by the next start. At the end it prints the table of errors.
+
+    python benchmarks/predictions.py measure --minutes 15
+
+Hosts have an emulated pace, the smallest that this machine can emulate. The rates are those of the
+kernel. A delay is made by netem, or by the lab's switch in user space if the kernel has no netem,
+which takes processor time. Needs the lab and an otherwise idle machine; about 2 minutes per cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
@@ -38,7 +45,12 @@ import tables
 
 HERE = Path(__file__).parent
 PLANNED, RESULT = "predictions_planned", "predictions"
-SEED, CELLS, LAUNCHES, STEPS, TRIED = 42, 150, 3, 32, 300
+SEED, CELLS, LAUNCHES, TRIED = 42, 150, 3, 300
+STEPS = (
+    22  # iterations of a launch: periods are at most 5 iterations, of which the first is left out
+)
+LAUNCH_S = 900.0  # a launch that takes longer has failed
+FAILED = "failures.txt"  # in the directory of a cell
 MODELS = ("gpt", "resnet", "cnn", "mobilenet", "convnext", "vit", "lstm", "dlrm", "llama")
 STRATEGIES = (
     "ddp",
@@ -70,6 +82,14 @@ NEEDED = {"llama": "transformers"}  # packages of models
 LIMITS, HARD_LIMITS = (2, 5), (3, 7)
 
 
+WHAT = (
+    "The cells of `predictions_planned`, in random order, of which {measured} are measured without "
+    "disturbance: seconds per iteration of the launches beside the prediction from the profile "
+    "that was measured before them. Hosts compute at an emulated pace; messages, losses and links "
+    "are real. A disturbed launch was repeated once."
+)
+
+
 class Cell(NamedTuple):
     """One measured combination."""
 
@@ -91,6 +111,15 @@ class Cell(NamedTuple):
         return f"{number:03d}-{strategy}-{self.model}-{network}"
 
 
+COLUMNS = [
+    *("strategy", "model", "Mbit/s", "hosts", "delay, ms"),
+    *("measured", "predicted", "error, %", "launches", "undisturbed launches", "remarks"),
+]
+ERROR, LAUNCHED, UNDISTURBED = 7, 8, 9  # places of columns
+ERRORS = [
+    *("cells", "measured", "median error, %", "largest, %"),
+    *("within the first limit, % of cells", "within the second", "limits, %"),
+]
 FACTORS = (STRATEGIES, MODELS, RATES, HOSTS, DELAYS)
 Pair = tuple[int, Any, int, Any]  # factor and value, twice
 
@@ -203,12 +232,15 @@ def missing_package(model: str) -> str | None:
     return package if package and find_spec(package) is None else None
 
 
-def measure(cell: Cell, directory: Path, steps: int = STEPS) -> list[str]:
-    """Measure one cell, or continue its measurement; return the failures.
+def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> bool:
+    """Measure one cell, or continue its measurement; return whether it was not interrupted.
+
+    Failures are written to `FAILED` in the directory.
 
     Args:
         cell: combination to measure.
         directory: run directory of the cell.
+        launches: number of launches.
         steps: iterations of a launch.
     """
     from offbeat.core.strategy.parsing import parse
@@ -220,24 +252,71 @@ def measure(cell: Cell, directory: Path, steps: int = STEPS) -> list[str]:
     delay = f"{cell.delay_ms}ms" if cell.delay_ms else None
     cluster = Cluster.simple(cell.hosts + servers, f"{cell.rate_mbps}mbit", latency=delay)
     script = (str(HERE / "zoo.py"), "--model", cell.model, "--steps", str(steps))
-    setup = Setup(script, cluster, pace="auto", servers=servers)
+    setup = Setup(script, cluster, pace="auto", servers=servers, timeout_s=LAUNCH_S)
     contestant = Contestant(strategy.name, strategy)
-    comparison = Comparison(setup, (contestant,), LAUNCHES, repeat_disturbed=True)
-    return compare(comparison, directory, resume=(directory / "run.json").exists()).failures
+    comparison = Comparison(setup, (contestant,), launches, repeat_disturbed=True)
+    try:
+        ended = compare(comparison, directory, resume=(directory / "run.json").exists())
+    except ValueError as error:  # settings that differ from those of the first start, for example
+        print(f"{cell}: {error}", flush=True)
+        return True
+    if ended.failures:
+        (directory / FAILED).write_text("\n".join(ended.failures) + "\n")
+    return not ended.interrupted
+
+
+def measure_all(out: Path, numbers: Iterable[int], launches: int, steps: int) -> None:
+    """Measure cells in order until all are measured or the process is interrupted."""
+    cells = planned_cells()
+    for number in numbers:
+        cell = cells[number - 1]
+        directory = out / cell.name(number)
+        row = row_of(cell, directory)
+        if (
+            missing_package(cell.model)
+            or (directory / FAILED).exists()
+            or row[LAUNCHED] >= launches
+        ):
+            print(number, *row, "(kept)", flush=True)
+            continue
+        if not measure(cell, directory, launches, steps):
+            print("interrupted; the next start continues", flush=True)
+            return
+        print(number, *row_of(cell, directory), flush=True)
+
+
+@contextmanager
+def time_limit(minutes: float | None) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the body after some minutes, as Ctrl-C does; None for no limit."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes if minutes else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def row_of(cell: Cell, directory: Path) -> list[Any]:
-    """Return the row of a cell: measured and predicted ms, error in %, and remarks."""
+    """Return the row of a cell; its columns are `COLUMNS`."""
     from offbeat.experiments.report import load, summarize
 
-    head = list(cell)
+    failures = directory / FAILED
+    nothing = [*cell, None, None, None, 0, 0]
     if package := missing_package(cell.model):
-        return [*head, None, None, None, 0, f"{package} is not installed"]
+        return [*nothing, f"{package} is not installed"]
+    if failures.exists():
+        return [*nothing, "; ".join(failures.read_text().splitlines())]
     if not (directory / "run.json").exists():
-        return [*head, None, None, None, 0, "not measured"]
-    [row] = summarize(load(directory))
-    if row.iteration_s is None or row.predicted_s is None:
-        return [*head, None, None, None, 0, row.problem or "not measured"]
+        return [*nothing, "not measured"]
+    found = summarize(load(directory))
+    if len(found) != 1 or found[0].iteration_s is None or found[0].predicted_s is None:
+        return [*nothing, "not measured"]
+    [row] = found
     spread_s = (row.iteration_s, *(row.spread_s or (row.iteration_s,) * 2))
     error = 100 * (row.predicted_s / row.iteration_s - 1)
     remarks = [disturbance.text for disturbance in row.disturbed]
@@ -245,37 +324,54 @@ def row_of(cell: Cell, directory: Path) -> list[Any]:
         remarks.append(f"{row.repeated} repeated")
     measured_ms = [round(1e3 * seconds, 1) for seconds in spread_s]
     predicted_ms = round(1e3 * row.predicted_s, 1)
-    counted = row.repetitions - len(row.disturbed)
-    return [*head, measured_ms, predicted_ms, round(error, 1), counted, "; ".join(remarks)]
+    counts = row.repetitions, row.repetitions - len(row.disturbed)
+    return [*cell, measured_ms, predicted_ms, round(error, 1), *counts, "; ".join(remarks)]
 
 
 def summary_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
-    """Yield for each class of cells their number, the median and largest error, and the limits.
+    """Yield the row of `ERRORS` for both classes of cells and for all.
 
-    Cells with a disturbed launch do not count.
+    Cells with a disturbed launch do not count as measured.
     """
-    for name, hard, limits in (
-        ("4 hosts without delay", False, LIMITS),
-        ("others", True, HARD_LIMITS),
-    ):
-        errors = [
-            abs(row[7])
-            for row in rows
-            if Cell(*row[:5]).is_hard is hard and row[7] is not None and row[8] == LAUNCHES
-        ]
-        if errors:
-            within = sum(error <= limits[1] for error in errors)
-            found = round(median(errors), 1), max(errors)
-            yield [name, len(errors), *found, within, f"{limits[0]} and {limits[1]}"]
+    classes = {False: ("4 hosts without delay", LIMITS), True: ("others", HARD_LIMITS)}
+    total = [0, 0, 0, 0]
+    every: list[float] = []
+    for hard, (name, limits) in classes.items():
+        cells = [row for row in rows if Cell(*row[:5]).is_hard is hard]
+        errors = [abs(row[ERROR]) for row in cells if 0 < row[LAUNCHED] == row[UNDISTURBED]]
+        within = [sum(error <= limit for error in errors) for limit in limits]
+        counts = [len(errors), len(cells), *within]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        every += errors
+        yield summary_row(name, counts, errors, f"{limits[0]} and {limits[1]}")
+    yield summary_row("all", total, every, "2 and 5, or 3 and 7")
+
+
+def summary_row(
+    name: str, counts: Sequence[int], errors: Sequence[float], limits: str
+) -> list[Any]:
+    """Return a row of `ERRORS`.
+
+    Args:
+        name: class of cells.
+        counts: measured cells, all cells, and measured cells within each limit.
+        errors: absolute errors of the measured cells in %.
+        limits: the limits in words.
+    """
+    measured, cells, *within = counts
+    found = (round(median(errors), 1), max(errors)) if errors else (None, None)
+    shares = [round(100 * count / measured) if measured else None for count in within]
+    return [name, f"{measured} of {cells}", *found, *shares, limits]
 
 
 def result(out: Path) -> dict[str, Any]:
     """Return the result of all cells measured so far."""
     cells = planned_cells()
     rows = [row_of(cell, out / cell.name(number)) for number, cell in enumerate(cells, 1)]
+    summary = [*summary_rows(rows)]
     return {
         "title": "Predictions against measurements over strategies, models and networks",
-        "what": "The cells of `predictions_planned`: seconds per iteration of three launches beside the prediction from the profile that was measured before them. Hosts compute at an emulated pace; messages, losses and links are real. A disturbed launch was repeated once.",  # noqa: E501
+        "what": WHAT.format(measured=summary[-1][1]),
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
@@ -283,25 +379,15 @@ def result(out: Path) -> dict[str, Any]:
         "tables": [
             {
                 "name": "errors",
-                "title": "Errors of predictions; only cells with three undisturbed launches count",
-                "columns": [
-                    "cells",
-                    "number",
-                    "median error, %",
-                    "largest, %",
-                    "within the limit",
-                    "limits, %",
-                ],
-                "rows": [*summary_rows(rows)],
+                "title": "Errors of predictions; cells with a disturbed launch do not count",
+                "columns": ERRORS,
+                "rows": summary,
             },
             {
                 "name": "cells",
                 "title": "All cells, ms per iteration",
-                "spread": "median [least, greatest] of three launches",
-                "columns": [
-                    *("strategy", "model", "Mbit/s", "hosts", "delay, ms"),
-                    *("measured", "predicted", "error, %", "undisturbed launches", "remarks"),
-                ],
+                "spread": "median [least, greatest] of the launches, of one launch its quartiles",
+                "columns": COLUMNS,
                 "rows": rows,
             },
         ],
@@ -346,6 +432,8 @@ def main() -> None:
         if name == "measure":
             more.add_argument("--cells", default="", help="numbers, such as 1-20; default: all")
             more.add_argument("--steps", type=int, default=STEPS)
+            more.add_argument("--launches", type=int, default=1, help="launches of each cell")
+            more.add_argument("--minutes", type=float, help="stop after this time")
     options = parser.parse_args()
     if options.command == "draw":
         if (tables.RESULTS / f"{RESULT}.json").exists():
@@ -356,15 +444,15 @@ def main() -> None:
     elif options.command == "tables":
         tables.save(RESULT, result(options.out))
     else:
-        cells = planned_cells()
-        for number in numbers_of(options.cells or f"1-{len(cells)}", len(cells)):
-            cell = cells[number - 1]
-            if package := missing_package(cell.model):
-                print(f"{cell}: {package} is not installed", flush=True)
-                continue
-            directory = options.out / cell.name(number)
-            failures = measure(cell, directory, options.steps)
-            print(number, *(failures or row_of(cell, directory)), flush=True)
+        count = len(planned_cells())
+        numbers = numbers_of(options.cells or f"1-{count}", count)
+        try:
+            with time_limit(options.minutes):
+                measure_all(options.out, numbers, options.launches, options.steps)
+        except KeyboardInterrupt:
+            print("interrupted between two launches; the next start continues", flush=True)
+        found = result(options.out)
+        print(tables.table_text(found, found["tables"][0], selected=False))
 
 
 if __name__ == "__main__":

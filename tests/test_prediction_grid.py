@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from itertools import combinations, product
 
 import pytest
@@ -55,22 +57,77 @@ def test_folders_of_cells_are_their_own():
 
 def test_a_cell_without_a_run_is_not_measured(tmp_path):
     cell = predictions.Cell("ddp", "vit", 25, 4, 0)
-    assert predictions.row_of(cell, tmp_path) == [*cell, None, None, None, 0, "not measured"]
+    nothing = [*cell, None, None, None, 0, 0]
+    assert predictions.row_of(cell, tmp_path) == [*nothing, "not measured"]
+    (tmp_path / predictions.FAILED).write_text("rank 1 ended\nrank 2 ended\n")
+    assert predictions.row_of(cell, tmp_path) == [*nothing, "rank 1 ended; rank 2 ended"]
 
 
 def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
     easy, hard = ("ddp", "vit", 25, 4, 0), ("cyclic", "vit", 25, 4, 0)
     rows = [
-        [*easy, [1, 1, 1], 1, -1.0, 3, ""],
-        [*easy, [1, 1, 1], 1, 4.0, 3, "1 repeated"],
-        [*easy, [1, 1, 1], 1, 9.0, 2, "other programs used 40 % of the processors"],
-        [*hard, [1, 1, 1], 1, 8.0, 3, ""],
-        [*hard, None, None, None, 0, "not measured"],
+        [*easy, [1, 1, 1], 1, -1.0, 3, 3, ""],
+        [*easy, [1, 1, 1], 1, 4.0, 1, 1, "1 repeated"],
+        [*easy, [1, 1, 1], 1, 9.0, 3, 2, "other programs used 40 % of the processors"],
+        [*hard, [1, 1, 1], 1, 8.0, 3, 3, ""],
+        [*hard, None, None, None, 0, 0, "not measured"],
     ]
+    assert all(len(row) == len(predictions.COLUMNS) for row in rows)
     assert [*predictions.summary_rows(rows)] == [
-        ["4 hosts without delay", 2, 2.5, 4.0, 2, "2 and 5"],
-        ["others", 1, 8.0, 8.0, 0, "3 and 7"],
+        ["4 hosts without delay", "2 of 3", 2.5, 4.0, 50, 100, "2 and 5"],
+        ["others", "1 of 2", 8.0, 8.0, 0, 0, "3 and 7"],
+        ["all", "3 of 5", 4.0, 8.0, 33, 67, "2 and 5, or 3 and 7"],
     ]
+    nothing = [[*easy, None, None, None, 0, 0, "not measured"]]
+    assert [row[1:6] for row in predictions.summary_rows(nothing)] == [
+        [f"0 of {count}", None, None, None, None] for count in (1, 0, 1)
+    ]
+
+
+def measured_cells(tmp_path, monkeypatch, measure):
+    """Cells that a start measures, with a stand-in for the launches."""
+    tried = []
+
+    def measure_cell(cell, directory, *_):
+        tried.append(cell)
+        directory.mkdir(parents=True, exist_ok=True)
+        return measure(cell, directory)
+
+    def row_of(cell, directory):
+        launched = 1 if (directory / "done").exists() else 0
+        return [*cell, None, None, None, launched, launched, ""]
+
+    monkeypatch.setattr(predictions, "measure", measure_cell)
+    monkeypatch.setattr(predictions, "row_of", row_of)
+    monkeypatch.setattr(predictions, "missing_package", lambda _: None)
+    with predictions.time_limit(None):
+        predictions.measure_all(tmp_path, range(1, 6), 1, 22)
+    return tried
+
+
+def test_a_further_start_continues(tmp_path, monkeypatch):
+    """Complete cells and failed ones are kept; an interrupted one is continued."""
+    cells, stops = predictions.planned_cells()[:5], [False, True]
+
+    def measure(cell, directory):
+        if cell == cells[1]:
+            (directory / predictions.FAILED).write_text("rank 1 ended\n")
+            return True
+        if cell == cells[2] and not stops.pop(0):
+            return False
+        (directory / "done").touch()
+        return True
+
+    assert measured_cells(tmp_path, monkeypatch, measure) == cells[:3]
+    assert measured_cells(tmp_path, monkeypatch, measure) == cells[2:]
+    assert measured_cells(tmp_path, monkeypatch, measure) == []
+
+
+def test_the_time_limit_interrupts_as_ctrl_c_does():
+    with pytest.raises(KeyboardInterrupt), predictions.time_limit(1e-4):
+        threading.Event().wait(30)
+    with predictions.time_limit(None):
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("text", "numbers"), [("7", range(7, 8)), ("2-4", range(2, 5))])

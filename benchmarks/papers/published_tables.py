@@ -18,17 +18,20 @@ torch; half a minute.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from offbeat.core.profile.elsewhere import ring_passes
-from offbeat.core.sim.needed_rate import needed_rates_bps, rate_grid, utilization
 from offbeat.core.strategy.interface import Strategy
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import predict
+from offbeat.sim import Prediction, predict
 from offbeat.strategies import WFBP, DiLoCo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
@@ -36,10 +39,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks sh
 import tables
 
 GBIT = 1e9
-GRID_BPS = rate_grid(0.1 * GBIT, 1000 * GBIT, 50)
+GRID_BPS = np.geomspace(0.1 * GBIT, 1000 * GBIT, 50).tolist()
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 PERIOD = 100  # iterations between two averages of a layer
 FRAGMENT = 3  # layers
+ROUNDING = 1e-9  # relative error of a predicted time
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,29 @@ def bytes_per_parameter(strategy: Strategy) -> float:
     return 2 if getattr(strategy, "wire", "none") == "none" else 4
 
 
-def rates_gbps(strategy: Strategy, model: Model) -> list[float | None]:
-    """Return the least rate of the grid for each target."""
+def utilization(prediction: Prediction, profile: Profile) -> float:
+    """Return the share of an iteration in which the slowest rank computes, at most 1."""
+    return min(profile.slowest().compute_s / prediction.iteration_s, 1.0)
+
+
+def rates_gbps(
+    strategy: Strategy,
+    model: Model,
+    targets: Sequence[float] = TARGETS,
+    rates_bps: Sequence[float] = GRID_BPS,
+) -> list[float | None]:
+    """Return for each target the least of the rates at which the strategy's own plan for that rate
+    reaches it."""
     profile = model.profile(bytes_per_parameter(strategy))
-    found = needed_rates_bps(strategy, profile, TARGETS, GRID_BPS, at_rate=at_rate)
-    return [None if rate is None else rate / GBIT for rate in found]
+
+    @cache
+    def share(index: int) -> float:
+        there = at_rate(profile, rates_bps[index])
+        return utilization(predict(strategy, there), there) * (1 + ROUNDING)
+
+    indices = range(len(rates_bps))
+    found = [bisect_left(indices, target, key=share) for target in targets]
+    return [rates_bps[index] / GBIT if index < len(rates_bps) else None for index in found]
 
 
 def grid_steps(rate_gbps: float, printed: float) -> int:
@@ -179,11 +201,9 @@ def ending_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
 def exact_rate_gbps(method: str, name: str, target: float) -> float:
     """Return the rate that a cell needs, on a grid a hundred times as fine."""
     model = MODELS[name]
-    strategy = strategy_of(method, model)
-    fine = rate_grid(GRID_BPS[0], GRID_BPS[-1], 49 * 100 + 1)
-    profile = model.profile(bytes_per_parameter(strategy))
-    [rate] = needed_rates_bps(strategy, profile, [target], fine, at_rate=at_rate)
-    return rate / GBIT
+    fine = np.geomspace(GRID_BPS[0], GRID_BPS[-1], 49 * 100 + 1).tolist()
+    [rate] = rates_gbps(strategy_of(method, model), model, [target], fine)
+    return rate
 
 
 def far_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:

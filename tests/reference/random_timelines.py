@@ -45,6 +45,10 @@ def profiles(
     uneven = rank_scales and draw(st.booleans())
     more = {"halves": {"all_gather": (0.25, 6.0)}} if contention and draw(st.booleans()) else {}
     if contention and draw(st.booleans()):
+        # Pauses of another grid, so that rounding does not decide which messages follow one.
+        pause_s = draw(SECONDS) + 0.0371
+        more |= {"pause_s": pause_s, "after_pause": ((2, draw(SECONDS)), (9, draw(SECONDS)))}
+    if contention and draw(st.booleans()):
         more |= {"cpu_s_per_message": draw(SECONDS), "cpu_s_per_byte": draw(SECONDS)}
     return Profile(
         buckets=tuple(buckets),

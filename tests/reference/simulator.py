@@ -12,7 +12,7 @@ from math import inf
 
 from offbeat.core.codecs import way
 from offbeat.plan import Apply, Moment, Plan, Transfer, Vote, base_link
-from offbeat.profile import Profile
+from offbeat.profile import Link, Profile
 
 Event = tuple[str, int, int]  # point, bucket, iteration
 Key = tuple[int, int, str, int]  # rank, iteration, link, position
@@ -40,6 +40,9 @@ class Message:
     passed: bool = False
     sent: bool = False  # from the first rank to the second, else both ways
     sending_s: float = 0.0  # what it takes from the compute of who sends it
+    transfer_s: float = 0.0  # what it uses the rate of its link for
+    additional_s: float = 0.0  # what it takes longer after a pause of its link
+    seconds: float = 0.0  # all of its work
     released_s: dict[int, float] = field(default_factory=dict)
     begun_s: float = inf
     end_s: float = inf
@@ -109,6 +112,10 @@ class World:
         alone = len(ranks) == 1 and ranks in self.plan.groups.get(base_link(t.link), ())
         free = passed or alone
         message = Message(ranks, 0.0 if free else seconds, passed, t.ranks is not None)
+        if not free and seconds:
+            message.transfer_s, message.additional_s = stages(t, self.plan, self.profile)
+            message.transfer_s /= self.rate(t.link, ranks)
+            message.seconds = seconds
         message.sending_s = 0.0 if free else sending_s(t, self.plan, self.profile)
         for r in ranks:
             line = self.ranks[r].lines[t.link]
@@ -166,6 +173,11 @@ class World:
             while sum(self.step(*pair) for pair in zip(self.ranks, workers, strict=True)):
                 pass  # each of them, as often as any moves
             running = self.under_way()
+            for link, message in running:
+                if message.begun_s == inf and self.has_paused(link, message):
+                    message.left_s += message.additional_s
+                    message.seconds += message.additional_s
+                message.begun_s = min(message.begun_s, self.now_s)
             speeds = {id(m): self.speed(link, m, running) for link, m in running}
             for said in self.said:
                 if len(said.released_s) == len(said.ranks) and said.end_s == inf:
@@ -177,11 +189,16 @@ class World:
             if next_s == inf:
                 return
             for _, message in running:
-                message.begun_s = min(message.begun_s, self.now_s)
                 message.left_s -= (next_s - self.now_s) * speeds[id(message)]
                 if ends[id(message)] == next_s:
                     message.end_s = next_s
             self.now_s = next_s
+
+    def has_paused(self, link: str, message: Message) -> bool:
+        """Whether no rank of a message that begins has carried one for long enough."""
+        lines = [self.ranks[r].lines[link].values() for r in message.ranks]
+        ends_s = (m.end_s for line in lines for m in line if m.end_s < inf and m.seconds)
+        return self.now_s - max(ends_s, default=0.0) >= self.profile.link(link).pause_s
 
     def speed(self, link: str, m: Message, running: list[tuple[str, Message]]) -> float:
         """As at the rank, and in the direction there, where others slow it down most."""
@@ -289,11 +306,40 @@ def message_s(t: Transfer, plan: Plan, profile: Profile) -> float:
     return profile.message_s(payload, t.link, t.verb)
 
 
-def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
+def stages(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
+    """Seconds of a message's bytes, and what it takes longer after a pause of its link."""
+    link, ranks = profile.link(t.link), profile.world_size
+    if t.wire is not None:
+        _, _, transfer_s, size = wired_s(t, plan, profile)
+    else:
+        kind = plan.all_buffers[t.payload.buffer].kind
+        payload = replace(t.payload, buffer=kind)
+        share = t.payload.width / t.payload.parts
+        every = profile.transfer_s(link.name, kind)
+        transfer_s = sum(every[b] for b in t.payload.buckets) * share * of_all_reduce(t, profile)
+        size = profile.bytes_of(payload)
+    return transfer_s, link.additional_s(size, t.verb, ranks)
+
+
+def of_all_reduce(t: Transfer, profile: Profile) -> float:
+    """Share of an all-reduce's bytes, by time, that a message sends."""
+    ranks, link = profile.world_size, profile.link(t.link)
+    if t.verb == "send":
+        return max(ranks, 2) / (2 * max(ranks - 1, 1))
+    return 1.0 if t.verb == "all_reduce" else half(link, t.verb)
+
+
+def half(link: Link, verb: str) -> float:
+    return link.bytes_per_s / link.halves[verb][1] if verb in link.halves else 0.5
+
+
+def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float, float, int]:
     """Seconds of a message as its largest half, 4 bytes and a place of 4 for each number; then
-    what it takes from the compute of who sends it. Averages are gathered: every rank receives the
-    codes of all; or scattered: every rank receives those of its shard from all, and then those of
-    all shards' means. Running statistics travel as they are, behind the last parameters."""
+    what it takes from the compute of who sends it, the time of its bytes, and their number.
+
+    Averages are gathered: every rank receives the codes of all; or scattered: every rank receives
+    those of its shard from all, and then those of all shards' means. Running statistics travel as
+    they are, behind the last parameters."""
     link, kind = profile.link(t.link), plan.all_buffers[t.payload.buffer].kind
     latency_s, transfer_s, size, plain = 0.0, 0.0, 0, 0
     for b in t.payload.buckets:
@@ -314,7 +360,7 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
     numbers = size * (part + width) // parts - size * part // parts
     whole, plain = size + plain, plain if part + width == parts else 0
     if not numbers + plain:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0
     entries = -(-numbers // 4)
     codes = max(entries // 2, 1) * 8 if entries else 0
     speed = next((s for s in profile.codecs if s.name == t.wire.name), None)
@@ -337,6 +383,7 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
         sent_s = link.seconds(latency_s, transfer_s * sent / whole, sent, "send", ranks)
         cpu_s = (cpu_s + link.cpu_s_per_byte * sent) / 2 if sent else 0.0
         busy_s = cpu_s + coding_s(1, [numbers], [])
+        bytes_s = transfer_s * sent / whole * of_all_reduce(t, profile)
     else:
         if way(t.wire.name, dict(t.wire.args)) == "gather":
             rounds, coded_s = [ranks * (codes + plain)], coding_s(1, [numbers], [numbers * ranks])
@@ -346,8 +393,10 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float]:
             coded_s = coding_s(2, [numbers, shard], [numbers, numbers])
         sent, sent_s = sum(rounds) // 2, sum(map(gathered_s, rounds))
         busy_s = (cpu_s + link.cpu_s_per_byte * sent if sent else 0.0) + coded_s
+        bytes_s = transfer_s * sum(rounds) / whole * half(link, "all_gather")
     takes_time = link.cpu_s_per_message or link.cpu_s_per_byte
-    return (0.0 if free else sent_s) + coded_s, busy_s if takes_time else 0.0
+    takes_s = (0.0 if free else sent_s) + coded_s
+    return takes_s, busy_s if takes_time else 0.0, bytes_s, sent
 
 
 def sending_s(t: Transfer, plan: Plan, profile: Profile) -> float:
@@ -367,11 +416,23 @@ def closes(apply: Apply, i: int, plan: Plan) -> bool:
 
 
 def shared(profile: Profile, link: str, message: Message, others: dict[str, Message]) -> float:
-    """Sends of one link share it evenly; else it is the links that lose."""
+    """Sends of one link share it evenly; else it is the links that lose. Where a round trip takes
+    2 ms, messages of one link share only its rate, unless something else was measured."""
     same = {other for other in others if base_link(other) == base_link(link)}
-    if not message.sent or not all(others[other].sent for other in same):
+    base, facts = base_link(link), profile.link(link)
+    known = any(contention.links == (base, base) for contention in profile.contention)
+    distant = facts.latency_s / 2 / max(profile.world_size - 1, 1) >= 0.002
+    sends = message.sent and all(others[other].sent for other in same)
+    if not sends and (known or not distant):
         return speed(profile, link, {*others})
-    return speed(profile, link, {*others} - same) / (1 + len(same))
+    left = speed(profile, link, {*others} - same)
+    if not distant:
+        return left / (1 + len(same))
+    loads = [
+        m.transfer_s / m.seconds if m.seconds else 0.0
+        for m in (message, *(others[o] for o in same))
+    ]
+    return left * min(1.0, 1 / sum(loads)) if sum(loads) and same else left
 
 
 def speed(profile: Profile, link: str, others: set[str]) -> float:

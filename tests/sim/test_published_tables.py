@@ -3,7 +3,6 @@
 import pytest
 from support.scripts import benchmark
 
-from offbeat.core.sim.needed_rate import utilization
 from offbeat.sim import predict
 
 published = benchmark("papers/published_tables")
@@ -71,7 +70,7 @@ def test_no_plan_is_slower_than_the_published_schedule(method, rate_gbps):
     model = published.MODELS["1B"]
     strategy = published.strategy_of(method, model)
     profile = published.at_rate(model.profile(2), rate_gbps * 1e9)
-    here = utilization(predict(strategy, profile), profile)
+    here = published.utilization(predict(strategy, profile), profile)
     there = recurrence(method, model, rate_gbps * 1e9)
     assert here >= there * (1 - 1e-9)
     if method == "data parallel":

@@ -10,7 +10,12 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import require_count
 from offbeat.strategies.compressible import Synchronous
 from offbeat.strategies.solvers import simultaneous_fusion
-from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
+from offbeat.strategies.wfbp import (
+    channel_speeds,
+    channels_bound_s,
+    gradients_when_ready,
+    message_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -44,17 +49,4 @@ class ASCWFBP(Synchronous):
         return gradients_when_ready(self.name, profile, groups, self.groups)
 
     def bound_s(self, profile: Profile) -> float:
-        """Return `max(F + B, C / rate)`; `rate` is the highest total rate of any number of
-        channels."""
-        slowest = profile.slowest()
-        speeds = channel_speeds(slowest, self.groups)
-        rate = max(count * speed for count, speed in enumerate(speeds, start=1))
-        everything_s = message_seconds(slowest)(range(len(slowest.buckets)))
-        compute_s = slowest.forward_s + slowest.backward_s + slowest.update_s + slowest.other_s
-        return max(compute_s, everything_s / rate)
-
-
-def channel_speeds(profile: Profile, channels: int) -> list[float]:
-    """Return the speed of each channel of the default link while 1, 2, ... channels are in use."""
-    link = profile.default_link.name
-    return [profile.speed(link, [link] * others) for others in range(channels)]
+        return channels_bound_s(profile, self.groups)

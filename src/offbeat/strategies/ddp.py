@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from offbeat.core.plan import Buffer, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import with_replica_per_rank
+from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
 from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.wfbp import (
     DDP_CAP_BYTES,
     MIB,
+    channels_bound_s,
     fuse_as_ddp,
     gradients_when_ready,
     message_seconds,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
+
+SIMULTANEOUS = 2  # all_reduces that gloo executes at the same time, by default
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,14 @@ class DDP(Strategy):
             groups = fuse_as_ddp(profile)
         else:
             groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], int(cap * MIB))
-        return gradients_when_ready(self.name, profile, groups)
+        return gradients_when_ready(self.name, profile, groups, _channels(profile))
 
     def cap_mb(self, profile: Profile) -> float | None:
         """Return the bucket cap in MiB for torch; None for torch's default.
 
         With "tuned", the size of each run of buckets from the output side is a candidate. The
-        candidate with the earliest end of all messages wins.
+        candidate with the earliest end of all messages wins; on a distant link, the one with the
+        shortest simulated iteration.
 
         Args:
             profile: profile of the job.
@@ -82,9 +87,16 @@ class DDP(Strategy):
             return self.bucket_cap_mb
         slowest, message_s = profile.slowest(), message_seconds(profile)
         ready_s, sizes = slowest.ready_s, [bucket.size_bytes for bucket in profile.buckets]
+        channels = _channels(profile)
 
         def end_s(cap_bytes: int) -> float:
-            return fusion_finish(cap_fusion(sizes, cap_bytes), ready_s, message_s)
+            groups = cap_fusion(sizes, cap_bytes)
+            if channels == 1:
+                return fusion_finish(groups, ready_s, message_s)
+            plan = gradients_when_ready(self.name, profile, groups, channels)
+            return max(
+                ends_s[-1] for ends_s in simulate(plan, slowest, iterations=8, record=0).ends_s
+            )
 
         caps = {total for total in accumulate(sizes) if total} or {DDP_CAP_BYTES}
         return min(sorted(caps), key=end_s) / MIB
@@ -116,4 +128,16 @@ class DDP(Strategy):
         return synchronous()
 
     def bound_s(self, profile: Profile) -> float:
+        channels = _channels(profile)
+        if channels > 1:
+            return channels_bound_s(profile, channels)
         return synchronous_bound_s(profile, fused=True)
+
+
+def _channels(profile: Profile) -> int:
+    """Return the number of channels that represent DDP's messages.
+
+    Gloo executes two all_reduces at the same time. On a distant link, each uses the rate while the
+    other waits for a round trip; elsewhere both together take as long as one after the other.
+    """
+    return SIMULTANEOUS if profile.is_distant(profile.default_link.name) else 1

@@ -468,10 +468,11 @@ class DreamDDP(Wired):
     def _needs_simulation(self, profile: Profile) -> bool:
         """Return whether candidates are simulated instead of computed in closed form.
 
-        Simulation is used if compute varies or messages use processor time, up to `MOST_SIMULATED`.
+        Simulation is used if compute varies, messages use processor time or pauses delay messages,
+        up to `MOST_SIMULATED`.
         """
         link = profile.default_link
-        uneven = any(profile.jitters) or link.jitter
+        uneven = any(profile.jitters) or link.jitter or link.after_pause
         uneven = uneven or link.cpu_s_per_message or link.cpu_s_per_byte
         iterations = self._simulated_periods() * self.period
         return bool(uneven) and iterations * len(profile.buckets) <= MOST_SIMULATED

@@ -71,6 +71,29 @@ def gradients_when_ready(name: str, profile: Profile, groups: Fusion, channels: 
     return Plan(name, size, transfers, (local(size, Moment("step"), [0]),))
 
 
+def channel_speeds(profile: Profile, channels: int) -> list[float]:
+    """Return the speed of each channel of the default link while 1, 2, ... channels are in use."""
+    link = profile.default_link.name
+    return [profile.speed(link, [link] * others) for others in range(channels)]
+
+
+def channels_bound_s(profile: Profile, channels: int) -> float:
+    """Return a lower bound, in seconds per iteration, of plans of `gradients_when_ready`.
+
+    The bound is `max(F + B, C / rate)`; `rate` is the highest total rate of any number of channels.
+    If channels share only the time of bytes, C is the time of all bytes, at the rate of the link.
+    """
+    slowest, link = profile.slowest(), profile.default_link.name
+    if profile.shares_rate_only(link):
+        everything_s = sum(slowest.transfer_s(link))
+    else:
+        speeds = channel_speeds(slowest, channels)
+        rate = max(count * speed for count, speed in enumerate(speeds, start=1))
+        everything_s = message_seconds(slowest)(range(len(slowest.buckets))) / rate
+    compute_s = slowest.forward_s + slowest.backward_s + slowest.update_s + slowest.other_s
+    return max(compute_s, everything_s)
+
+
 def gradients_when_ready_s(profile: Profile, plan: Plan) -> float:
     """Return the seconds per iteration of a plan of `gradients_when_ready` on one link."""
     ready_s = profile.ready_s

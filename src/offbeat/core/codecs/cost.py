@@ -69,6 +69,14 @@ class Encoded:
         )
         return sent_s + self._coding_s("send" if self._verb == "send" else self._way)
 
+    def transfer_s(self, link: str) -> float:
+        """Return the part of `seconds` in which the message uses the rate of the link."""
+        verb: Verb = "all_gather" if self._gathers else self._verb
+        return sum(
+            self._profile.message_transfer_s(self._resize(size), link, verb)
+            for size in self._rounds
+        )
+
     def sending_s(self, link: str) -> float:
         """Return the processor seconds that the message takes from compute."""
         facts = self._profile.link(link)
@@ -195,6 +203,7 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         small=tuple(sorted(floor.items())),
         halves={},
         small_halves={},
+        after_pause=tuple((round(size / alike), s) for size, s in link.after_pause if alike),
         cpu_s_per_message=link.cpu_s_per_message * messages + busy_first_s * takes_time,
         cpu_s_per_byte=link.cpu_s_per_byte * alike + busy_s * takes_time,
     )

@@ -121,7 +121,7 @@ def sizes_of(link: Link, total: int, budget: Budget) -> list[int]:
     sizes: list[int] = []
     left_s = budget.seconds
     for size in reversed([size for size in SMALL_SIZES if size <= total]):
-        message_s = link.seconds(link.latency_s, size / link.bytes_per_s, size)
+        message_s = link.all_reduce_s(size)
         spent_s = 2 * ROUNDS * (MESSAGES + 1) * message_s
         fits = 4 * size <= sizes[-1] if sizes else spent_s <= LARGEST * budget.seconds
         if fits and len(sizes) < SIZES and spent_s <= left_s:

@@ -98,25 +98,12 @@ def measure_cluster(
     Halves and contention are left out if the budget is too small. Every rank must call it. It opens
     a second channel of the first link.
     """
-    like = flat.parameter_tensors()[0]
-    total = sum(flat.sizes_bytes)
-    budget, total = _budget(total), min(total, _most_bytes(cluster))
-    smallest = min(*flat.sizes_bytes, total)
     vote = None if cluster.topology.is_flat else averaging(cluster.everyone)
-    measured: list[Link] = []
-    for name in cluster.specs:
-        probe = Probe(cluster.probe_group(name), like, cluster.device)
-        verbs = cluster.links[name].collectives.by_verb
-        part = 1 / len(cluster.specs)
-        link = measure_link(name, probe, verbs, smallest, total, budget, part, vote)
-        measured.append(replace(link, connections=cluster.specs[name].connections))
+    links, budget = _measure_links(cluster, flat, [*cluster.specs], emulated, vote)
     if cluster.control.world_size == 1:
-        return tuple(replace(link, halves={}) for link in measured), ()
-    # Fits may differ between machines in the last bit, so use those of rank 0.
-    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in measured])[0]]
-    if not emulated:
-        links = measure_sending(cluster, links, like, total, budget.share(SENDING))
-    return tuple(links), measure_contention(cluster, links, like, budget.share(TOGETHER))
+        return tuple(replace(link, halves={}) for link in links), ()
+    like = flat.parameter_tensors()[0]
+    return links, measure_contention(cluster, links, like, budget.share(TOGETHER))
 
 
 def measure_inside(cluster: Cluster, flat: Flat, *, emulated: bool = False) -> tuple[Link, ...]:
@@ -128,17 +115,33 @@ def measure_inside(cluster: Cluster, flat: Flat, *, emulated: bool = False) -> t
     if cluster.inside is None:
         return ()
     cluster.open([INSIDE])
-    like = flat.parameter_tensors()[0]
-    total = sum(flat.sizes_bytes)
+    return _measure_links(cluster, flat, [INSIDE], emulated)[0]
+
+
+def _measure_links(
+    cluster: Cluster,
+    flat: Flat,
+    names: Sequence[str],
+    emulated: bool,
+    vote: Collective | None = None,
+) -> tuple[tuple[Link, ...], Budget]:
+    """Return links as measured by rank 0, and the budget of which they have used a part."""
+    like, total = flat.parameter_tensors()[0], sum(flat.sizes_bytes)
     budget, total = _budget(total), min(total, _most_bytes(cluster))
     smallest = min(*flat.sizes_bytes, total)
-    probe = Probe(cluster.probe_group(INSIDE), like, cluster.device)
-    verbs = cluster.links[INSIDE].collectives.by_verb
-    link = measure_link(INSIDE, probe, verbs, smallest, total, budget)
-    [link] = [Link(**one) for one in cluster.control.gather([asdict(link)])[0]]
-    if emulated:
-        return (link,)
-    return measure_sending(cluster, [link], like, total, budget.share(SENDING))
+    measured: list[Link] = []
+    for name in names:
+        probe = Probe(cluster.probe_group(name), like, cluster.device)
+        verbs = cluster.links[name].collectives.by_verb
+        link = measure_link(name, probe, verbs, smallest, total, budget, 1 / len(names), vote)
+        if name in cluster.specs:
+            link = replace(link, connections=cluster.specs[name].connections)
+        measured.append(link)
+    # Fits may differ between machines in the last bit, so use those of rank 0.
+    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in measured])[0]]
+    if not emulated and cluster.control.world_size > 1:
+        links = measure_sending(cluster, links, like, total, budget.share(SENDING))
+    return tuple(links), budget
 
 
 def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:

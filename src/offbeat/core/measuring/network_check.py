@@ -52,7 +52,7 @@ def compare_link(probe: Probe, collective: Collective, link: Link, profile: Prof
     total = sum(bucket.size_bytes for bucket in profile.buckets)
     size, budget = min(FIRST_BYTES, total), Budget(float("inf"), float("inf"))
     while True:
-        predicted_s = link.seconds(link.latency_s, size / link.bytes_per_s, size)
+        predicted_s = link.all_reduce_s(size)
         _, *times = measure_messages(probe, collective, [size] * (TRIES + 1), budget)
         measured_s = min(times)
         if size >= total or max(measured_s, predicted_s) >= LONG_S:

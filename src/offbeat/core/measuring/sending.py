@@ -97,7 +97,7 @@ def _is_payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:
 
     Each volley begins with a barrier, which costs as much as two small messages.
     """
-    seconds = [link.seconds(link.latency_s, size / link.bytes_per_s, size) for size in sizes]
+    seconds = [link.all_reduce_s(size) for size in sizes]
     spent_s = VOLLEYS * (COUNT * sum(seconds) + 2 * len(sizes) * seconds[0])
     return budget.times(spent_s, VOLLEYS * COUNT * sum(sizes)) > 0
 

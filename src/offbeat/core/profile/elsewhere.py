@@ -182,6 +182,7 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
             link,
             bytes_per_s=link.bytes_per_s * share,
             small=shrink(link.small),
+            after_pause=shrink(link.after_pause),
             halves={verb: (s, rate * share) for verb, (s, rate) in link.halves.items()},
             small_halves={verb: shrink(points) for verb, points in link.small_halves.items()},
         )
@@ -349,6 +350,7 @@ def _slow_down(link: Link, times: float) -> Link:
         latency_s=link.latency_s * times,
         bytes_per_s=link.bytes_per_s / times,
         small=slower(link.small),
+        after_pause=slower(link.after_pause),
         halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
         small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
     )
@@ -384,6 +386,7 @@ def with_smaller_messages(profile: Profile, share: float) -> Profile:
             link,
             bytes_per_s=link.bytes_per_s / share,
             small=shrink(link.small),
+            after_pause=shrink(link.after_pause),
             halves={verb: (s, rate / share) for verb, (s, rate) in link.halves.items()},
             small_halves={verb: shrink(small) for verb, small in link.small_halves.items()},
         )

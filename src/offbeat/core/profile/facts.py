@@ -94,6 +94,10 @@ class Link:
         asked_loss: largest packet loss between two ranks of the measured network; unknown if
             the rate is None.
         connections: number of TCP connections between two ranks in the measured network.
+        pause_s: seconds without a message after which the next one takes additional time, because
+            TCP has returned to its initial window.
+        after_pause: (bytes, additional seconds) of all_reduces after such a pause, ascending; empty
+            if there is no additional time. Gossip and servers are predicted without it.
     """
 
     name: str
@@ -111,6 +115,8 @@ class Link:
     asked_latency_s: float = 0.0
     asked_loss: float = 0.0
     connections: int = 1
+    pause_s: float = 0.0
+    after_pause: tuple[tuple[int, float], ...] = ()
 
     def seconds(
         self,
@@ -133,22 +139,66 @@ class Link:
             verb: kind of message.
             ranks: number of ranks of the collective.
         """
-        if verb == "broadcast":  # a tree of sends
+        if verb == "broadcast":
             one_s = self.seconds(latency_s, transfer_s, size_bytes, "send", ranks)
-            return one_s * (max(ranks, 2) - 1).bit_length()
+            return one_s * _tree_depth(ranks)
         least_s = _curve(self.small_halves.get(verb) or self.small, size_bytes)
         if verb == "send":
-            steps = 2 * max(ranks - 1, 1)
-            latency_s, transfer_s = self.latency_s / steps, transfer_s * (max(ranks, 2) / steps)
-            least_s = least_s / steps
+            latency_s, least_s = (s / ring_steps(ranks) for s in (self.latency_s, least_s))
         elif verb != "all_reduce":
-            half_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
-            latency_s, transfer_s = half_s, transfer_s * (self.bytes_per_s / rate)
+            latency_s, _ = self._half(verb)
             least_s = least_s if self.small_halves.get(verb) else least_s / 2
-        line_s = latency_s + transfer_s
+        line_s = latency_s + self.transfer_s(transfer_s, verb, ranks)
         return (
             np.maximum(least_s, line_s) if isinstance(line_s, np.ndarray) else max(least_s, line_s)
         )
+
+    def all_reduce_s(self, size_bytes: float) -> float:
+        """Return the seconds of an all_reduce of this size.
+
+        Args:
+            size_bytes: bytes of the payload.
+        """
+        return self.seconds(self.latency_s, size_bytes / self.bytes_per_s, size_bytes)
+
+    def transfer_s(self, transfer_s: Seconds, verb: Verb, ranks: int) -> Seconds:
+        """Return the seconds for which a message uses the rate of the link, without its latency.
+
+        Args:
+            transfer_s: these seconds of an all_reduce of the payload.
+            verb: kind of message.
+            ranks: number of ranks of the collective.
+        """
+        if verb == "broadcast":
+            return self.transfer_s(transfer_s, "send", ranks) * _tree_depth(ranks)
+        if verb == "send":
+            return transfer_s * (max(ranks, 2) / ring_steps(ranks))
+        return transfer_s if verb == "all_reduce" else transfer_s * self._half(verb)[1]
+
+    def _half(self, verb: Verb) -> tuple[float, float]:
+        """Return latency of a half of an all_reduce, and its remaining time over that of the
+        whole."""
+        latency_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
+        return latency_s, self.bytes_per_s / rate
+
+    def additional_s(self, size_bytes: float, verb: Verb = "all_reduce", ranks: int = 2) -> float:
+        """Return the additional seconds of a message after a pause of at least `pause_s`.
+
+        They are interpolated over the logarithm of the size, because TCP's window doubles in each
+        round trip, and are constant below the smallest and above the largest measured size. A send
+        counts as one step of a ring all_reduce, as in `seconds`.
+
+        Args:
+            size_bytes: bytes of the payload.
+            verb: kind of message.
+            ranks: number of ranks of the collective.
+        """
+        if not self.after_pause:
+            return 0.0
+        if verb in ("send", "broadcast"):
+            size_bytes *= max(ranks, 2)
+        sizes, seconds = zip(*self.after_pause, strict=True)
+        return float(np.interp(np.log(max(size_bytes, 1.0)), np.log(sizes), seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +261,12 @@ Seconds = Any  # a float, or an array of them: one per message
 SIMULTANEOUS_SPEED = 2 / 3
 """Relative speed of each of two channels of one link that carry messages at the same time.
 
-The link then carries 4/3 of its rate. Source: ASC-WFBP.
+The link then carries 4/3 of its rate. Source: ASC-WFBP. On distant links see
+`Profile.shares_rate_only`.
 """
+
+DISTANT_S = 2e-3
+"""Seconds of one step of a ring without bytes, a round trip, from which a link is distant."""
 
 # Fields of a profile that are lists of records, with the name of a record in messages.
 RECORDS = (
@@ -407,6 +461,34 @@ class Profile:
             speed *= max(1.0, 2 * two / channels / two ** (channels - 1))
         return speed
 
+    def is_distant(self, link: str) -> bool:
+        """Return whether a round trip on a link between replicas takes at least 2 ms.
+
+        The recorded delay of the network decides, or else the latency of an all_reduce.
+
+        Args:
+            link: name of the link or channel.
+        """
+        facts = self.link(link)
+        if facts is self.inside:
+            return False
+        if facts.asked_rate_bps is not None:
+            return 2 * facts.asked_latency_s >= DISTANT_S
+        return facts.latency_s / ring_steps(self.world_size) >= DISTANT_S
+
+    def shares_rate_only(self, link: str) -> bool:
+        """Return whether the channels of a link share only the time of bytes, not the latency.
+
+        This holds for a distant link whose contention with itself was not measured. Each message
+        uses the rate for a share of its time (`Link.transfer_s`). Simultaneous messages slow each
+        other down only as far as these shares add up to more than 1.
+
+        Args:
+            link: name of the link or channel.
+        """
+        base = base_link(link)
+        return (base, base) not in self._speeds and self.is_distant(link)
+
     @cached_property
     def _speeds(self) -> dict[tuple[str, str], float]:
         speeds: dict[tuple[str, str], float] = {}
@@ -458,19 +540,38 @@ class Profile:
         Raises:
             ValueError: the profile has no such link.
         """
+        latency_s, transfer_s, size_bytes = self._message_terms(payload, link)
+        if not latency_s and not transfer_s:
+            return 0.0
+        return self.link(link).seconds(latency_s, transfer_s, size_bytes, verb, self.world_size)
+
+    def message_transfer_s(self, payload: Payload, link: str, verb: Verb = "all_reduce") -> float:
+        """Return the part of `message_s` in which a message uses the rate of the link.
+
+        Args:
+            payload: content of the message.
+            link: name of the link or channel.
+            verb: kind of message.
+        """
+        _, transfer_s, _ = self._message_terms(payload, link)
+        return self.link(link).transfer_s(transfer_s, verb, self.world_size)
+
+    def _message_terms(self, payload: Payload, link: str) -> tuple[float, float, float]:
+        """Return latency, remaining seconds and bytes of an all_reduce of a payload; zeros if it is
+        empty."""
         if payload.buffer == BUFFERS:
-            return self._broadcast_s(link, verb)
+            size, facts = self.broadcast_bytes, self.link(link)
+            return (facts.latency_s, size / facts.bytes_per_s, size) if size else (0.0, 0.0, 0)
         parts = self._parts(link, BUILT_IN[payload.buffer].kind)
         start, stop = payload.buckets.start, payload.buckets.stop
         latency_s = max(parts.latency_s[start:stop], default=0.0)
-        transfer_s = parts.before_s[stop] - parts.before_s[start]
-        if not latency_s and not transfer_s:
-            return 0.0
+        if stop - start == 1:
+            transfer_s = parts.transfer_s[start]
+        else:
+            transfer_s = parts.before_s[stop] - parts.before_s[start]
         share = payload.width / payload.parts
         size_bytes = (parts.before_bytes[stop] - parts.before_bytes[start]) * share
-        return self.link(link).seconds(
-            latency_s, transfer_s * share, size_bytes, verb, self.world_size
-        )
+        return latency_s, transfer_s * share, size_bytes
 
     def codec_speed(self, name: str) -> CodecSpeed:
         """Return the times of a codec; zeros if it was not measured.
@@ -505,18 +606,13 @@ class Profile:
         Returns:
             Array of seconds, `[stop - first]`.
         """
-        parts = self._parts(link, kind)
-        latency_s = np.maximum.accumulate(parts.arrays[0][first:stop][::-1])[::-1]
-        transfer_s, size_bytes = (row[stop] - row[first:stop] for row in parts.arrays[1:])
-        seconds = self.link(link).seconds(latency_s, transfer_s, size_bytes)
-        return np.where(latency_s + transfer_s > 0, seconds, 0.0)
-
-    def _broadcast_s(self, link: str, verb: Verb) -> float:
-        size, facts = self.broadcast_bytes, self.link(link)
-        if not size:
-            return 0.0
-        transfer_s = size / facts.bytes_per_s
-        return facts.seconds(facts.latency_s, transfer_s, size, verb, self.world_size)
+        rows = self._parts(link, kind).arrays
+        latency_s = np.maximum.accumulate(rows.latency_s[first:stop][::-1])[::-1]
+        transfer_s, size_bytes = (
+            row[stop] - row[first:stop] for row in (rows.before_s, rows.before_bytes)
+        )
+        transfer_s[-1:] = rows.transfer_s[first:stop][-1:]
+        return self._seconds_of_each(link, latency_s, transfer_s, size_bytes)
 
     def bucket_message_s(self, link: str, kind: Kind, parts: int = 1) -> list[float]:
         """Return `message_s` of each bucket.
@@ -526,11 +622,16 @@ class Profile:
             kind: kind of the buffer.
             parts: number of equal slices; the result is the time of one slice.
         """
-        latency_s, *before = self._parts(link, kind).arrays
-        transfer_s, size_bytes = (np.diff(row) for row in before)
-        share = 1 / parts
-        seconds = self.link(link).seconds(latency_s, transfer_s * share, size_bytes * share)
-        return np.where(latency_s + transfer_s > 0, seconds, 0.0).tolist()
+        rows, share = self._parts(link, kind).arrays, 1 / parts
+        transfer_s, size_bytes = rows.transfer_s * share, np.diff(rows.before_bytes) * share
+        return self._seconds_of_each(link, rows.latency_s, transfer_s, size_bytes).tolist()
+
+    def _seconds_of_each(
+        self, link: str, latency_s: Seconds, transfer_s: Seconds, size_bytes: Seconds
+    ) -> NDArray[np.float64]:
+        """Return `message_s` of several messages, given by their terms."""
+        seconds = self.link(link).seconds(latency_s, transfer_s, size_bytes)
+        return np.where(latency_s + transfer_s > 0, seconds, 0.0)
 
     def communication_s(self, link: str, kind: Kind = "grad") -> tuple[float, ...]:
         """Return c_i for each bucket i: the seconds of a message of the bucket alone.
@@ -720,20 +821,22 @@ def scaled_compute(profile: Profile, factor: float) -> dict[str, Any]:
 class _Parts(NamedTuple):
     """Terms of the message times of one kind over one link, by the fitted line.
 
-    `latency_s` holds the latency of each bucket. `before_s` and `before_bytes` hold the remaining
-    time and the bytes of all buckets before each bucket. `arrays` holds the same three as arrays.
+    `latency_s` and `transfer_s` hold the latency and the remaining time of each bucket. `before_s`
+    and `before_bytes` hold the remaining time and the bytes of all buckets before each bucket. In
+    `_parts`, they are lists, and `arrays` holds the same terms as arrays.
     """
 
-    latency_s: list[float]
-    before_s: list[float]
-    before_bytes: list[int]
-    arrays: tuple[NDArray[np.float64], ...]
+    latency_s: Any
+    transfer_s: Any
+    before_s: Any
+    before_bytes: Any
+    arrays: Any = None
 
     @classmethod
     def of(cls, alone: Sequence[tuple[float, float, int]]) -> _Parts:
-        latency_s, transfer_s, sizes = zip(*alone, strict=True)
-        rows = list(latency_s), [0.0, *accumulate(transfer_s)], [0, *accumulate(sizes)]
-        return cls(*rows, tuple(np.array(row, dtype=np.float64) for row in rows))
+        latency_s, transfer_s, sizes = map(list, zip(*alone, strict=True))
+        rows = latency_s, transfer_s, [0.0, *accumulate(transfer_s)], [0, *accumulate(sizes)]
+        return cls(*rows, cls(*(np.array(row, dtype=np.float64) for row in rows)))
 
 
 def _bucket_terms(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float, int]:
@@ -748,6 +851,16 @@ def _bucket_terms(bucket: Bucket, link: Link, kind: Kind) -> tuple[float, float,
     latency = min(link.latency_s, given)
     share = 1.0 if size == bucket.size_bytes else size / bucket.size_bytes
     return latency, (given - latency) * share, size
+
+
+def ring_steps(ranks: int) -> int:
+    """Return the number of steps of a ring all_reduce: 2 (K - 1) for K ranks."""
+    return 2 * max(ranks - 1, 1)
+
+
+def _tree_depth(ranks: int) -> int:
+    """Return the number of successive sends of a broadcast."""
+    return (max(ranks, 2) - 1).bit_length()
 
 
 def _curve(small: tuple[tuple[int, float], ...], size_bytes: Seconds) -> Seconds:

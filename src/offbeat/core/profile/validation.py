@@ -76,6 +76,11 @@ def _validate_nodes(profile: Profile) -> None:
         raise ValueError(
             f"link {INSIDE!r} must be the one between the ranks of a replica, and no other one"
         )
+    if inside is not None and inside.after_pause:
+        raise ValueError(
+            f"after_pause ({inside.after_pause}) of link {INSIDE!r} must be empty: pauses count "
+            "only between replicas"
+        )
 
 
 def _validate_link(link: Link) -> None:
@@ -87,19 +92,25 @@ def _validate_link(link: Link) -> None:
         raise ValueError(
             f"connections of link {link.name!r} ({link.connections!r}) must be at least 1"
         )
-    for name in ("cpu_s_per_message", "cpu_s_per_byte", "jitter", "asked_latency_s", "asked_loss"):
+    for name in (
+        *("cpu_s_per_message", "cpu_s_per_byte", "jitter", "pause_s"),
+        *("asked_latency_s", "asked_loss"),
+    ):
         _require_number(f"{name} of link {link.name!r}", getattr(link, name))
     if link.asked_rate_bps is not None:
         _require_number(f"asked_rate_bps of link {link.name!r}", link.asked_rate_bps, positive=True)
     if link.vote_s is not None:
         _require_number(f"vote_s of link {link.name!r}", link.vote_s)
-    _validate_small("a small message", link.name, link.small)
+    _validate_points("a small message", link.name, link.small)
+    _validate_points("a message after a pause", link.name, link.after_pause)
+    if any(size < 1 for size, _ in link.after_pause):
+        raise ValueError(f"bytes after a pause of link {link.name!r} must be at least 1")
     for verb, small in link.small_halves.items():
         if verb not in HALVES:
             raise ValueError(
                 f"small_halves[{verb!r}] of link {link.name!r} must be {' or '.join(HALVES)}"
             )
-        _validate_small(f"a small {verb}", link.name, small)
+        _validate_points(f"a small {verb}", link.name, small)
     for verb, pair in link.halves.items():
         if verb not in HALVES or len(pair) != 2:
             raise ValueError(
@@ -110,13 +121,13 @@ def _validate_link(link: Link) -> None:
         _require_number(f"rate of {verb} of link {link.name!r}", pair[1], positive=True)
 
 
-def _validate_small(what: str, link: str, points: Sequence[tuple[int, float]]) -> None:
+def _validate_points(what: str, link: str, points: Sequence[tuple[int, float]]) -> None:
     for size, seconds in points:
         _require_number(f"bytes of {what} on link {link!r}", size)
         _require_number(f"seconds of {what} on link {link!r}", seconds)
     sizes = [size for size, _ in points]
     if sizes != sorted(set(sizes)):
-        raise ValueError(f"small messages of link {link!r} ({sizes}) must be in order of size")
+        raise ValueError(f"bytes of {what} on link {link!r} ({sizes}) must be ascending")
 
 
 def _validate_contention(contention: Contention, links: Sequence[str]) -> None:

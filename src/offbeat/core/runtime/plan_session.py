@@ -41,6 +41,7 @@ from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.observe import Observer, observing_plan
+from offbeat.core.measuring.pauses import measure_pauses
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile
@@ -556,7 +557,9 @@ class FlatSession(Session):
         if how.pace is not None and not self._is_emulated:
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
             profile = Profile.from_dict(control.gather(paced.to_dict())[0])
-            profile = measure_beside(self._cluster, flat, profile)
+        # Before `measure_beside`, because ranks do not compute while they pause.
+        profile = measure_pauses(self._cluster, flat, profile)
+        profile = measure_beside(self._cluster, flat, profile)
         with ComputeLoad(profile) if profile.pace else nullcontext():
             profile = measure_codecs(self._cluster, profile)
         # Every rank must plan from the same profile.

@@ -41,12 +41,21 @@ def apply_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None
 
 
 class _Message(NamedTuple):
-    """Costs of a message on an idle link at the profile's rate: seconds, processor seconds of
-    the sender, and bytes."""
+    """Costs of a message on an idle link at the profile's rate.
+
+    Attributes:
+        seconds: seconds of the message.
+        sending_s: processor seconds of the sender.
+        size_bytes: bytes; half of the payload for a reduce_scatter or all_gather.
+        rate_share: share of `seconds` in which the message uses the rate of the link.
+        additional_s: additional seconds after a pause of the link.
+    """
 
     seconds: float
     sending_s: float
     size_bytes: int
+    rate_share: float
+    additional_s: float
 
 
 class Costs:
@@ -101,6 +110,14 @@ class Costs:
         """Return the processor seconds that a message takes from the sending rank's compute."""
         return 0.0 if self._is_alone(t, rank) else self._message(t).sending_s
 
+    def rate_share(self, t: Transfer) -> float:
+        """Return the share of a message's time in which it uses the rate of the link."""
+        return self._message(t).rate_share
+
+    def additional_s(self, t: Transfer) -> float:
+        """Return the additional seconds of a message after a pause of the link."""
+        return self._message(t).additional_s
+
     def message_bytes(self, t: Transfer, rank: int) -> int:
         """Return the bytes of a rank's message.
 
@@ -120,15 +137,19 @@ class Costs:
             payload = replace(t.payload, buffer=self._buffers[t.payload.buffer].kind)
             if t.wire is None:
                 seconds = profile.message_s(payload, t.link, t.verb)
+                transfer_s = profile.message_transfer_s(payload, t.link, t.verb)
                 sending_s = profile.sending_s(payload, t.link, t.verb)
                 size_bytes = profile.bytes_of(payload)
             else:
                 encoded = Encoded(profile, payload, t.wire, t.verb)
                 seconds, sending_s = encoded.seconds(t.link), encoded.sending_s(t.link)
+                transfer_s = encoded.transfer_s(t.link)
                 size_bytes = encoded.bytes
+            additional_s = profile.link(t.link).additional_s(size_bytes, t.verb, profile.world_size)
             if t.verb in ("reduce_scatter", "all_gather"):
                 size_bytes //= 2
-            self._messages[id(t)] = _Message(seconds, sending_s, size_bytes)
+            share = transfer_s / seconds if seconds else 1.0
+            self._messages[id(t)] = _Message(seconds, sending_s, size_bytes, share, additional_s)
         return self._messages[id(t)]
 
     @property

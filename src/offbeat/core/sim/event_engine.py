@@ -17,7 +17,12 @@ import numpy as np
 from offbeat.core.plan import Transfer, groups_of
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run
-from offbeat.core.sim.link_queue import LinkQueue, deadlock_error, undecided_vote_error
+from offbeat.core.sim.link_queue import (
+    LinkQueue,
+    deadlock_error,
+    is_after_pause,
+    undecided_vote_error,
+)
 from offbeat.core.sim.timed_program import Leg, Slot, VoteSlot
 
 
@@ -39,8 +44,8 @@ def run(job: Job) -> Run:
 class _RankQueue(LinkQueue):
     """Messages of one rank on one link."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, pause_s: float | None) -> None:
+        super().__init__(name, pause_s)
         self.flows: list[Flow] = []
 
 
@@ -91,9 +96,13 @@ class _World:
         key = id(t), iteration, ranks[0]
         flow = self._flows.get(key)
         if flow is None:
-            seconds = self.job.costs.message_s(t, ranks) if is_on else 0.0
+            costs = self.job.costs
+            seconds = costs.message_s(t, ranks) if is_on else 0.0
             seconds *= self.job.spread.factor(t, iteration)
-            flow = self._flows[key] = Flow(t.link, ranks, seconds, sent=t.ranks is not None)
+            transfer_s = seconds * costs.rate_share(t)
+            flow = Flow(t.link, ranks, seconds, transfer_s, sent=t.ranks is not None)
+            flow.additional_s = costs.additional_s(t) if seconds else 0.0
+            self._flows[key] = flow
         flow.unseen -= 1
         if not flow.unseen:
             del self._flows[key]
@@ -108,6 +117,8 @@ class _World:
         if now_s > flow.start_s:
             flow.start_s = now_s
         if not flow.missing:
+            if flow.additional_s and is_after_pause(self.queues_of(flow), flow.start_s):
+                flow.seconds += flow.additional_s
             if flow.link in self.job.coupled:
                 self._fluid.add(flow)
             else:
@@ -118,13 +129,18 @@ class _World:
         while self._ending:
             flow, end_s = self._ending.popleft()
             flow.end_s = end_s
-            for rank in flow.ranks:
-                queue = self.workers[rank].queues[flow.link]
+            for queue in self.queues_of(flow):
                 queue.message_s[len(queue.ends_s)] = end_s - flow.start_s
                 queue.ends_s.append(end_s)
+                if flow.seconds:
+                    queue.sent_s = end_s
                 if len(queue.ends_s) < len(queue.flows):
                     self.mark_ready(queue.flows[len(queue.ends_s)], end_s)
             self.ready += flow.waiters
+
+    def queues_of(self, flow: Flow) -> list[_RankQueue]:
+        """Return the queue of each rank of a message."""
+        return [self.workers[rank].queues[flow.link] for rank in flow.ranks]
 
     # ---- votes ------------------------------------------------------------------------------
 
@@ -154,7 +170,7 @@ class _Worker:
         self.rank, self.world = rank, world
         self.job = world.job
         self.program = world.job.program(rank)
-        self.queues = {name: _RankQueue(name) for name in world.job.links}
+        self.queues = {name: _RankQueue(name, world.job.pause_s(name)) for name in world.job.links}
         self.ends_s: list[float] = []
         self.waited_s: list[float] = []
         self.blocked: Slot | VoteSlot | None = None
@@ -197,7 +213,7 @@ class _Worker:
         queues = self.program.queues(iteration)
         for link, queue in self.queues.items():
             transfers = queues.get(link, ())
-            queue.open_iteration([0.0] * len(transfers))
+            queue.open_iteration(transfers, [0.0] * len(transfers))
             for t in transfers:
                 is_on = self.program.is_on(t, iteration)
                 flow = self.world.flow(t, iteration, self.rank, is_on=is_on)
@@ -224,7 +240,6 @@ class _Worker:
             return undecided_vote_error(self.program, iteration, blocked.name)
         queue = self.queues[blocked.link]
         flow = queue.flows[queue.number(iteration, blocked)]
-        workers = [self.world.workers[rank] for rank in flow.ranks]
-        queues = [(w, w.queues[blocked.link]) for w in workers]
-        heads = [q.head(w.program) for w, q in queues if len(q.ends_s) < len(q.flows)]
+        queues = self.world.queues_of(flow)
+        heads = [queue.head() for queue in queues if len(queue.ends_s) < len(queue.flows)]
         return deadlock_error(self.program, iteration, blocked, heads)

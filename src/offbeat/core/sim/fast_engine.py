@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.sim.fluid import Flow, Fluid
 from offbeat.core.sim.job import Job, Run, Times
-from offbeat.core.sim.link_queue import LinkQueue, deadlock_error, undecided_vote_error
+from offbeat.core.sim.link_queue import (
+    LinkQueue,
+    deadlock_error,
+    is_after_pause,
+    undecided_vote_error,
+)
 from offbeat.core.sim.timed_program import Leg, Slot
 
 
@@ -34,13 +39,14 @@ class SharedQueue(LinkQueue):
     A message starts when the last rank has released it and the link is free.
 
     Attributes:
+        costs: times of messages.
         fluid: model that determines the ends of messages if the link is coupled, otherwise None.
         released_s: release of each message that has not started, by message number.
     """
 
-    def __init__(self, name: str, fluid: Fluid | None) -> None:
-        super().__init__(name)
-        self.fluid = fluid
+    def __init__(self, name: str, job: Job, fluid: Fluid | None) -> None:
+        super().__init__(name, job.pause_s(name))
+        self.costs, self.fluid = job.costs, fluid
         self.released_s: dict[int, float] = {}
 
     def end_s(self, number: int) -> float | None:
@@ -57,16 +63,32 @@ class SharedQueue(LinkQueue):
         while (start_s := released_s.pop(number, None)) is not None:
             start_s = start_s if start_s > free_s else free_s
             if self.fluid is not None:
-                self.fluid.add(Flow(self.name, (0,), message_s[number], start_s=start_s))
+                self.fluid.add(self._flow(number, start_s))
                 return
+            if self.pause_s is not None and message_s[number]:
+                message_s[number] += self._additional_s(number, start_s)
+                self.sent_s = start_s + message_s[number]
             free_s = start_s + message_s[number]
             ends_s.append(free_s)
             number += 1
+
+    def _flow(self, number: int, start_s: float) -> Flow:
+        seconds = self.message_s[number]
+        transfer_s = seconds * self.costs.rate_share(self.transfers[number])
+        if seconds:
+            seconds += self._additional_s(number, start_s)
+        return Flow(self.name, (0,), seconds, transfer_s, start_s=start_s)
+
+    def _additional_s(self, number: int, start_s: float) -> float:
+        paused = is_after_pause((self,), start_s)
+        return self.costs.additional_s(self.transfers[number]) if paused else 0.0
 
     def end_message(self, flow: Flow, end_s: float) -> None:
         """Record the end of the first message of a coupled link, and start the next one."""
         self.message_s[len(self.ends_s)] = end_s - flow.start_s
         self.ends_s.append(end_s)
+        if flow.seconds:
+            self.sent_s = end_s
         self.run_released()
 
     def rows(self) -> list[LinkQueue]:
@@ -84,9 +106,9 @@ class SeparateQueues(SharedQueue):
     Times are arrays with one value per rank.
     """
 
-    def __init__(self, name: str, ranks: int) -> None:
-        super().__init__(name, None)
-        self._ranks = ranks
+    def __init__(self, name: str, job: Job) -> None:
+        super().__init__(name, job, None)
+        self._ranks = job.profile.world_size
 
     def run_released(self) -> None:
         number = len(self.ends_s)
@@ -98,7 +120,7 @@ class SeparateQueues(SharedQueue):
         rows = []
         for rank in range(self._ranks):
             row = LinkQueue(self.name)
-            row.begins, row.message_s = self.begins, self.message_s
+            row.begins, row.transfers, row.message_s = self.begins, self.transfers, self.message_s
             row.ends_s = [float(end_s[rank]) for end_s in self.ends_s]
             rows.append(row)
         return rows
@@ -129,8 +151,8 @@ class _AllRanks:
     def _create_queue(self, name: str) -> SharedQueue:
         job = self.job
         if base_link(name) == INSIDE and job.plan.groups and not job.factors.alike:
-            return SeparateQueues(name, job.profile.world_size)
-        return SharedQueue(name, self._fluid if name in job.coupled else None)
+            return SeparateQueues(name, job)
+        return SharedQueue(name, job, self._fluid if name in job.coupled else None)
 
     def run(self) -> None:
         job, alike = self.job, self.job.factors.alike
@@ -161,9 +183,9 @@ class _AllRanks:
 
     def _open_iteration(self, iteration: int) -> None:
         """Add the iteration's messages to their queues."""
-        seconds = self._message_seconds(iteration)
+        seconds, queues = self._message_seconds(iteration), self.program.queues(iteration)
         for name, queue in self.queues.items():
-            queue.open_iteration(seconds.get(name, ()))
+            queue.open_iteration(queues.get(name, ()), seconds.get(name, ()))
 
     def _message_seconds(self, iteration: int) -> dict[str, list[float]]:
         """Return the seconds of every message by link. A message that a vote skips takes 0 s."""
@@ -203,7 +225,7 @@ class _AllRanks:
             self._advance_coupled(queue, number)
             end_s = queue.end_s(number)
         if end_s is None:
-            raise deadlock_error(self.program, iteration, slot, [queue.head(self.program)])
+            raise deadlock_error(self.program, iteration, slot, [queue.head()])
         return end_s
 
     def _advance_coupled(self, awaited: SharedQueue | None = None, number: int = 0) -> None:

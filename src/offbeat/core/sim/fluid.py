@@ -30,6 +30,8 @@ class Flow:
         link: name of the link.
         ranks: ranks that take part.
         seconds: seconds of the message on an idle link.
+        transfer_s: part of `seconds` in which the message uses the rate of the link.
+        additional_s: additional seconds after a pause of the link.
         sent: whether it is a send from the first rank to the second. A send uses one direction of
             each rank's connection to the link; any other message uses both.
         ports: ports that the message uses.
@@ -43,8 +45,8 @@ class Flow:
     """
 
     __slots__ = (
-        "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "sent", "since_s",
-        "speed", "start_s", "unseen", "version", "waiters",
+        "additional_s", "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "sent",
+        "since_s", "speed", "start_s", "transfer_s", "unseen", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -52,11 +54,13 @@ class Flow:
         link: str,
         ranks: tuple[int, ...],
         seconds: float,
+        transfer_s: float,
         *,
         sent: bool = False,
         start_s: float = 0.0,
     ) -> None:
         self.link, self.ranks, self.seconds, self.sent = link, ranks, seconds, sent
+        self.transfer_s, self.additional_s = transfer_s, 0.0
         self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
         if sent:
             self.ports = [(ranks[0], True), (ranks[1], False)]
@@ -68,13 +72,21 @@ class Flow:
         self.left_s = self.since_s = self.speed = 0.0
         self.version = 0
 
+    @property
+    def load(self) -> float:
+        """Return the share of the link's rate that the message uses at speed 1."""
+        return self.transfer_s / self.seconds if self.seconds else 0.0
+
 
 class Fluid:
     """Flows on coupled links.
 
     At each of its ports a flow is slowed down by the flows on other links that use the same port.
     Its speed is the lowest of its ports' speeds. Sends on channels of one link share the link
-    evenly, because each of them alone would use the whole link.
+    evenly, because each of them alone would use the whole link. On a distant link, a message uses
+    the rate for a part of its time only. Sends there, and all messages if contention was not
+    measured, slow down only as far as their loads add up to more than 1. For two equal messages of
+    latency L and transfer T this is exact: both take max(L + T, 2 T).
 
     A flow must not start before the last end that `advance` has returned.
     """
@@ -84,7 +96,7 @@ class Fluid:
         self._agenda: list[tuple[float, int, int, Flow]] = []  # time, tie-break, version, flow
         self._ties = 0
         self._running: dict[Port, dict[str, Flow]] = {}  # flows by port and link
-        self._speeds: dict[tuple[str, int, tuple[str, ...]], float] = {}
+        self._speeds: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def add(self, flow: Flow) -> None:
         """Schedule the start of a flow at its `start_s`."""
@@ -132,16 +144,19 @@ class Fluid:
 
     def _speed(self, flow: Flow, port: Port) -> float:
         others = [other for other in self._running[port].values() if other is not flow]
-        sharing = 1
-        if flow.sent:
-            alike = [o for o in others if base_link(o.link) == base_link(flow.link)]
-            if all(other.sent for other in alike):
-                sharing += len(alike)
+        alike = [o for o in others if base_link(o.link) == base_link(flow.link)]
+        sharing = 1.0
+        if alike:
+            sends = flow.sent and all(other.sent for other in alike)
+            if sends or self._profile.shares_rate_only(flow.link):
                 others = [other for other in others if other not in alike]
-        key = flow.link, sharing, tuple(other.link for other in others)
+                sharing += len(alike)
+                if self._profile.is_distant(flow.link):
+                    sharing = max(1.0, flow.load + sum(other.load for other in alike))
+        key = flow.link, tuple(other.link for other in others)
         if key not in self._speeds:
-            self._speeds[key] = self._profile.speed(flow.link, key[2]) / sharing
-        return self._speeds[key]
+            self._speeds[key] = self._profile.speed(*key)
+        return self._speeds[key] / sharing
 
     def _schedule(self, at_s: float, flow: Flow) -> None:
         self._ties += 1

@@ -114,6 +114,12 @@ class Job:
     def program(self, rank: int = 0) -> TimedProgram:
         return TimedProgram(self.costs, self.outcomes, rank, self.repeats)
 
+    def pause_s(self, link: str) -> float | None:
+        """Return the pause of a link after which messages take additional time; None if none
+        does."""
+        facts = self.profile.link(link)
+        return facts.pause_s if facts.after_pause else None
+
     @property
     def links(self) -> list[str]:
         """Return the names of the profile's links and of the plan's links and channels."""

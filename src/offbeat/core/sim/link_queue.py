@@ -14,20 +14,26 @@ class LinkQueue:
 
     Attributes:
         name: name of the link.
+        pause_s: pause of the link after which a message takes additional time; None if none does.
         begins: number of the first message of each iteration.
+        transfers: transfer of each message, by message number.
         ends_s: end of each message that has ended, by message number.
         message_s: seconds of each message, by message number.
+        sent_s: end of the last message that took time, if `pause_s` is not None.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, pause_s: float | None = None) -> None:
+        self.name, self.pause_s = name, pause_s
         self.begins: list[int] = []
+        self.transfers: list[Transfer] = []
         self.ends_s: list[float] = []
         self.message_s: list[float] = []
+        self.sent_s = 0.0
 
-    def open_iteration(self, message_s: Sequence[float]) -> None:
-        """Append the messages of the next iteration, given by their seconds."""
+    def open_iteration(self, transfers: Sequence[Transfer], message_s: Sequence[float]) -> None:
+        """Append the messages of the next iteration, with their seconds."""
         self.begins.append(len(self.message_s))
+        self.transfers += transfers
         self.message_s += message_s
 
     def number(self, iteration: int, slot: Slot) -> int:
@@ -55,18 +61,28 @@ class LinkQueue:
         return sum(self.message_s[self._numbers(range(iteration, iteration + 1))])
 
     def ends_of(self, iterations: range) -> list[float]:
-        """Return the ends of the messages of some iterations that have run, in issue order."""
-        return self.ends_s[self._numbers(iterations)]
+        """Return the ends of the messages of some iterations that have run, in issue order.
 
-    def head(self, program: TimedProgram) -> tuple[int, Transfer]:
+        If pauses count, they begin with the end of the message before them.
+        """
+        numbers = self._numbers(iterations)
+        return self.ends_s[max(numbers.start - (self.pause_s is not None), 0) : numbers.stop]
+
+    def head(self) -> tuple[int, Transfer]:
         """Return iteration and transfer of the first message that has not ended."""
         number = len(self.ends_s)
-        iteration = bisect_right(self.begins, number) - 1
-        return iteration, program.queues(iteration)[self.name][number - self.begins[iteration]]
+        return bisect_right(self.begins, number) - 1, self.transfers[number]
 
     def _numbers(self, iterations: range) -> slice:
         begins = [*self.begins[iterations.start : iterations.stop + 1], len(self.message_s)]
         return slice(begins[0], begins[len(iterations)])
+
+
+def is_after_pause(queues: Sequence[LinkQueue], start_s: float) -> bool:
+    """Return whether a message that starts at `start_s` on the queues of its ranks follows a pause
+    of the link."""
+    pause_s = queues[0].pause_s
+    return pause_s is not None and start_s - max(queue.sent_s for queue in queues) >= pause_s
 
 
 def deadlock_error(
