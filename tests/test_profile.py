@@ -275,6 +275,24 @@ def test_slices_of_every_bucket_at_once():
             ]
 
 
+def test_equal_buckets_take_equal_times_behind_others():
+    """A bucket's time is its own, and not the difference of sums over the buckets before it."""
+    sizes = [10**9 + 7, 12_347, 3, 12_347, 12_347]
+    profile = Profile(
+        tuple(Bucket(str(i), 0.0, 0.0, size) for i, size in enumerate(sizes)),
+        (Link("net", 0.001, 3e6),),
+        2,
+    )
+    expected_s = [0.001 + size / 3e6 for size in sizes]
+    assert profile.bucket_message_s("net", "grad") == expected_s
+    alone = [Payload("grad", range(i, i + 1)) for i in range(len(sizes))]
+    assert [profile.message_s(payload, "net") for payload in alone] == expected_s
+    assert [
+        profile.messages_ending_s("net", "grad", 0, i + 1)[-1] for i in range(len(sizes))
+    ] == expected_s
+    assert sum(map(profile.message_transfer_s, alone, ["net"] * 5)) == sum(s / 3e6 for s in sizes)
+
+
 def test_processor_time_of_a_message():
     link = replace(NET, cpu_s_per_message=0.25, cpu_s_per_byte=0.125)
     profile = replace(PROFILE, links=(link,), jitter=0.5, step_s=0.25)

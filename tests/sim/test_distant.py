@@ -126,7 +126,7 @@ def test_near_links_are_shared_as_before(link, distant):
     message_s = link["latency_s"] + 0.1
     ends_s = max(message_s, 0.2) if distant else 1.5 * message_s
     assert simulate(together(2), profile, iterations=1).ends_s == ((exactly(2 + ends_s),),)
-    assert len({t.link for t in DDP(bucket_cap_mb=0.1).plan(profile).transfers}) == 1 + distant
+    assert len({t.link for t in DDP(bucket_cap_mb=0.05).plan(profile).transfers}) == 1 + distant
 
 
 def test_more_ranks_have_more_steps():
@@ -162,7 +162,7 @@ def test_an_encoded_message_uses_the_rate_for_its_codes():
     assert simulate(plan, profile, iterations=1).ends_s == ((exactly(2 + 2 * 2.0),),)
 
 
-@pytest.mark.parametrize("strategy", [DDP(bucket_cap_mb=0.1), DDP("tuned"), ASCWFBP()], ids=str)
+@pytest.mark.parametrize("strategy", [DDP(bucket_cap_mb=0.05), DDP("tuned"), ASCWFBP()], ids=str)
 @pytest.mark.parametrize("contention", [(), (Contention(("net", "net"), (0.9, 0.9)),)])
 def test_bounds_hold_for_messages_in_flight_together(strategy, contention):
     for size in (50_000, 250_000, 1_000_000):

@@ -71,6 +71,8 @@ class Encoded:
 
     def transfer_s(self, link: str) -> float:
         """Return the part of `seconds` in which the message uses the rate of the link."""
+        if not self._numbers + self._plain:
+            return 0.0
         verb: Verb = "all_gather" if self._gathers else self._verb
         return sum(
             self._profile.message_transfer_s(self._resize(size), link, verb)
