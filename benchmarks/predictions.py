@@ -313,10 +313,9 @@ def row_of(cell: Cell, directory: Path) -> list[Any]:
         return [*nothing, "; ".join(failures.read_text().splitlines())]
     if not (directory / "run.json").exists():
         return [*nothing, "not measured"]
-    found = summarize(load(directory))
-    if len(found) != 1 or found[0].iteration_s is None or found[0].predicted_s is None:
+    row = next(iter(summarize(load(directory))), None)
+    if row is None or row.iteration_s is None or row.predicted_s is None:
         return [*nothing, "not measured"]
-    [row] = found
     spread_s = (row.iteration_s, *(row.spread_s or (row.iteration_s,) * 2))
     error = 100 * (row.predicted_s / row.iteration_s - 1)
     remarks = [disturbance.text for disturbance in row.disturbed]

@@ -39,9 +39,9 @@ from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
+from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.observe import Observer, observing_plan
-from offbeat.core.measuring.pauses import measure_pauses
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile

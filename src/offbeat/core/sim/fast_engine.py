@@ -118,10 +118,10 @@ class SeparateQueues(SharedQueue):
 
     def rows(self) -> list[LinkQueue]:
         rows = []
-        for rank in range(self._ranks):
+        for ends_s in np.array(self.ends_s).reshape(-1, self._ranks).T.tolist():
             row = LinkQueue(self.name)
             row.begins, row.transfers, row.message_s = self.begins, self.transfers, self.message_s
-            row.ends_s = [float(end_s[rank]) for end_s in self.ends_s]
+            row.ends_s = ends_s
             rows.append(row)
         return rows
 

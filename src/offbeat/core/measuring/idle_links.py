@@ -44,7 +44,7 @@ def measure_pauses(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
         return profile
     like = flat.parameter_tensors()[0]
 
-    def rest() -> None:
+    def pause() -> None:
         time.sleep(pause_s)
         control.gather(None)  # on other connections; all ranks begin at the same time
 
@@ -53,7 +53,7 @@ def measure_pauses(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
         if link.name in distant:
             probe = Probe(cluster.probe_group(link.name), like, cluster.device)
             mean = cluster.links[link.name].collectives.by_verb["all_reduce"]
-            extra = measure_additional(probe, mean, link, sizes_of(link, flat), rest)
+            extra = measure_additional(probe, mean, link, sizes_of(link, flat), pause)
             trip_s = link.latency_s / ring_steps(profile.world_size)
             link = with_additional(link, extra, pause_s, trip_s)
         links.append(link)
@@ -68,7 +68,7 @@ def sizes_of(link: Link, flat: Flat) -> list[int]:
 
 
 def measure_additional(
-    probe: Probe, mean: Collective, link: Link, sizes: Sequence[int], rest: Callable[[], None]
+    probe: Probe, mean: Collective, link: Link, sizes: Sequence[int], pause: Callable[[], None]
 ) -> list[tuple[int, float]]:
     """Return (bytes, additional seconds) of all-reduces after a pause, for each size.
 
@@ -79,13 +79,13 @@ def measure_additional(
         mean: all-reduce of the link.
         link: measured times of messages without a pause.
         sizes: bytes of the messages, ascending.
-        rest: pauses all ranks.
+        pause: pauses all ranks.
     """
     extra = []
     for size in sizes:
         seconds = []
         for _ in range(MESSAGES):
-            rest()
+            pause()
             seconds.append(probe.send(mean, size))
         everyone = [s for of_rank in probe.agree(seconds) for s in of_rank]
         known_s = link.all_reduce_s(size)

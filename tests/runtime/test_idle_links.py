@@ -12,8 +12,8 @@ import torch.distributed as dist
 from support.worlds import run_world
 from torch import nn
 
-from offbeat.core.measuring import pauses
-from offbeat.core.measuring.pauses import (
+from offbeat.core.measuring import idle_links
+from offbeat.core.measuring.idle_links import (
     MESSAGES,
     MOST_MESSAGE_S,
     measure_additional,
@@ -83,7 +83,7 @@ class Slow(Probe):
 
 def of_ranks(cases: Sequence[tuple[float, float]]) -> tuple[list[Profile], dict[str, int]]:
     """Measure on the loopback, for seconds of the forward and latencies of a link of 1 MB/s."""
-    pauses.Probe, pauses.MOST_PAUSE_S = Slow, 0.25  # type: ignore[misc]
+    idle_links.Probe, idle_links.MOST_PAUSE_S = Slow, 0.25  # type: ignore[misc]
     dist.init_process_group("gloo")
     cluster = connect([LinkSpec("net", None, "gloo")], torch.device("cpu"), CPU(), 30.0)
     flat, found = build_flat(nn.Linear(256, 256), None), []
