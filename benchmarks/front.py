@@ -41,6 +41,7 @@ from offbeat.strategies import DDP
 FORWARD_S, BACKWARD_S = 0.01, 0.02
 WIRES = ("bf16", "fp16", "int8", "int4", "sign", "topk:0.01", "randomk:0.01", "powersgd:4")
 LENGTHS = {"digits": 240, "gpt": 240}  # iterations that are trained
+MOMENTS = {"digits": 1, "gpt": 2}  # that the optimizer keeps per parameter
 AIMS = {"digits": 120, "gpt": 120}  # DDP's loss after so many is the aim
 COUNTED = {True: 4, False: 40}  # iterations whose time is taken, of every one's averages or not
 
@@ -72,6 +73,7 @@ def buckets_of(task: str) -> tuple[Bucket, ...]:
             FORWARD_S * size / sum(sizes),
             BACKWARD_S * size / sum(sizes),
             size,
+            state_bytes=MOMENTS[task] * size,
             tensors=spec.parameters + spec.buffers,
         )
         for spec, size in zip(specs, sizes, strict=True)
@@ -96,14 +98,22 @@ def launched(
 
 
 def times(
-    task: str, hosts: int, rate: int, chosen: list[str], keep: Path, advised: bool = True
+    task: str,
+    hosts: int,
+    rate: int,
+    chosen: list[str],
+    keep: Path,
+    advised: bool = True,
+    adam: bool = False,
 ) -> dict[str, Any]:
     """By contestant: seconds and bytes per iteration, and predicted seconds where we predict; the
-    measured profile is kept in a folder. With `advised` the advised strategies take part."""
+    measured profile is kept in a folder. With `advised` the advised strategies take part. With
+    `adam` the optimizer keeps two moments, otherwise none."""
     text = f'hosts = {hosts}\n[[links]]\nname = "net"\nrate = "{rate}mbit"\n'
     job = {
         "what": "times",
         "advised": advised,
+        "adam": adam,
         "layers": [asdict(bucket) | {"tensors": ()} for bucket in buckets_of(task)],
         "contestants": {label: COUNTED[label.startswith("ddp")] for label in chosen},
     }
@@ -118,8 +128,11 @@ def times(
     return found
 
 
-def losses(task: str, hosts: int, seed: int, chosen: list[str]) -> dict[str, Any]:
-    """By contestant: (iteration, held-out loss) every few iterations."""
+def losses(
+    task: str, hosts: int, seed: int, chosen: list[str], sgd: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """By contestant: (iteration, held-out loss) every few iterations. `sgd` has the learning rates
+    of contestants that step with plain SGD."""
     given = Profile(buckets_of(task), (Link("net", 1e-3, 2e6),), hosts)
     job = {
         "what": "losses",
@@ -127,6 +140,7 @@ def losses(task: str, hosts: int, seed: int, chosen: list[str]) -> dict[str, Any
         "seed": seed,
         "profile": given.to_dict(),
         "contestants": dict.fromkeys(chosen, LENGTHS[task]),
+        "sgd": dict(sgd or {}),
     }
     return launched(NoLab(Cluster.simple(hosts)), job)[0]
 

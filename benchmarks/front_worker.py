@@ -106,7 +106,9 @@ def text_in(label: str) -> str:
     return label.split(": ", 1)[1] if label.startswith(ADVISED) else label
 
 
-def timed(label: str, layers: list[Bucket], profile: Profile, iterations: int) -> dict[str, Any]:
+def timed(
+    label: str, layers: list[Bucket], profile: Profile, iterations: int, adam: bool
+) -> dict[str, Any]:
     """When each iteration that counts ended on the slowest rank, and what a rank sent in it."""
     model = EmulatedModel(layers)
     if label in TORCH:  # with the sides that PowerSGD compresses
@@ -124,7 +126,8 @@ def timed(label: str, layers: list[Bucket], profile: Profile, iterations: int) -
         if plan.period > 1:
             later = math.ceil(OPENING / plan.period) * plan.period
             chosen = range(chosen.start + later, chosen.stop + later)
-    mine = Contestant(label, model, torch.optim.SGD(model.parameters(), lr=0.05), profile)
+    make = torch.optim.Adam if adam else torch.optim.SGD
+    mine = Contestant(label, model, make(model.parameters(), lr=0.05), profile)
     inputs = torch.full((1,), float(dist.get_rank()))
     gc.collect()  # else Python does it in the midst, which takes a fifth of a second
     dist.barrier()
@@ -156,14 +159,23 @@ def squarest(flat: Tensor) -> Tensor:
 
 
 def learned(
-    label: str, task: Task, profile: Profile, seed: int, iterations: int
+    label: str,
+    task: Task,
+    profile: Profile,
+    seed: int,
+    iterations: int,
+    sgd_rate: float | None = None,
 ) -> list[tuple[int, float]]:
-    """Held-out loss of the mean of all replicas, every few iterations."""
+    """Held-out loss of the mean of all replicas, every few iterations; with plain SGD if its rate
+    is given."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     model, judge = task.model(), task.model()
     batches = task.batches(seed, size, rank)
-    mine = Contestant(label, model, task.optimizer(model), profile)
+    optimizer = task.optimizer(model)
+    if sgd_rate is not None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=sgd_rate)
+    mine = Contestant(label, model, optimizer, profile)
     rates = [group["lr"] for group in mine.optimizer.param_groups]
     losses = []
     for step in range(iterations):
@@ -233,10 +245,16 @@ def look(task: Task, model: nn.Module, judge: nn.Module) -> float:
 
 
 def profiled(
-    model: nn.Module, compute: Callable[[nn.Module], Tensor], path: Path, least_bytes: int
+    model: nn.Module,
+    compute: Callable[[nn.Module], Tensor],
+    path: Path,
+    least_bytes: int,
+    adam: bool = False,
 ) -> Profile:
     """What plain BSP measures in a few iterations."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = offbeat.prepare(
         model,
         optimizer,
@@ -260,10 +278,11 @@ def main(job: dict[str, Any]) -> None:
     path = Path(job["folder"], "profile.json")
     found: dict[str, Any] = {}
     if job["what"] == "times":
-        profile = profiled(EmulatedModel(layers), lambda m: m(torch.ones(1)), path, 1)
+        adam = job["adam"]
+        profile = profiled(EmulatedModel(layers), lambda m: m(torch.ones(1)), path, 1, adam)
         chosen = job["contestants"] | (advised(profile) if job["advised"] else {})
         for label, iterations in chosen.items():
-            found[label] = timed(label, layers, profile, iterations)
+            found[label] = timed(label, layers, profile, iterations, adam)
     elif job["what"] == "race":
         # Else the scheduler moves two computing ranks to one processor now and then.
         os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
@@ -277,7 +296,8 @@ def main(job: dict[str, Any]) -> None:
         profile = Profile.from_dict(job["profile"])
         for label, iterations in job["contestants"].items():
             task = TASKS[job["task"]]
-            found[label] = learned(label, task, profile, job["seed"], iterations)
+            rate = job["sgd"].get(label)
+            found[label] = learned(label, task, profile, job["seed"], iterations, rate)
     if dist.get_rank() == 0:
         Path(job["folder"], "found.json").write_text(json.dumps(found))
 

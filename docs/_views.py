@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from _lanes import iterations_picture, svg_file, workers_picture
 
+import offbeat
 from offbeat import cli
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.core.sim.trace import Span
@@ -105,7 +106,8 @@ def settings(name: str) -> str:
 def source(name: str) -> str:
     """Return the names of a strategy and its publication."""
     cls = find(name)
-    arguments = f"`--strategy {name}`, in a script `offbeat.{cls.__name__}()`"
+    home = "offbeat" if cls.__name__ in offbeat.__all__ else "offbeat.strategies"
+    arguments = f"`--strategy {name}`, in a script `{home}.{cls.__name__}()`"
     same = "the same numbers as DDP" if cls.synchronous else "other numbers than DDP"
     return f"On the command line {arguments}. It computes {same}.\n\nSource: {cls.citation}.\n"
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from happens_before import jobs
 from happens_before.checker import CHECKER, COMPUTE, Streams, Watch
 from offbeat.core.codecs import WIRES
+from offbeat.core.strategy.registry import module_names, setting_names
 
 Call = tuple[str, ...]
 
@@ -31,12 +32,18 @@ STRATEGY_CALLS: list[Call] = [
         "partial-sync:period=2", "selsync:delta=0.1", "us-byte", "wfbp",
     )
 ]  # fmt: skip
+STRATEGY_CALLS += [
+    ("train", f"{name}:period=2" if "period" in setting_names(name) else name)
+    for name in module_names()
+    if name in STRATEGIES
+]
 CODEC_CALLS: list[Call] = [
     ("train", text)
     for text in (
         "wfbp:wire=bf16", "selsync:delta=0.1:aggregate=gradients:wire=fp16", "wfbp:wire=int8",
         "local-sgd:period=2:wire=int4", "partial-sync:period=2:wire=sign", "wfbp:wire=topk:0.3",
         "wfbp:wire=randomk:0.3", "wfbp:wire=powersgd:1", "cyclic:wire=int4",
+        "wfbp:wire=topk2:0.3", "wfbp:wire=dct-topk:0.3",
     )
 ]  # fmt: skip
 SPECIAL_CALLS: list[Call] = [

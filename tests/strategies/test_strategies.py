@@ -16,6 +16,7 @@ from reference import solve as reference
 from support.strategy_lists import STRATEGIES
 
 from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.strategy.registry import module_names
 from offbeat.core.verify.check import check
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
@@ -550,8 +551,11 @@ def test_registry_and_creation():
     averaging = ["dreamddp", "fedavg", "local-sgd", "partial-sync", "selsync"]
     others = ["cyclic", "deft", "diloco", *averaging]
     synchronous = ["wfbp", "asc-wfbp", "bsp", "bytescheduler", "dear", "p3", "us-byte"]
-    assert list(STRATEGIES) == ["ddp", *synchronous, *others]
-    assert [name for name, cls in STRATEGIES.items() if not cls.synchronous] == others
+    methods = [name for name in module_names() if name in STRATEGIES]
+    assert methods == sorted(methods)
+    assert list(STRATEGIES) == ["ddp", *synchronous, *others, *methods]
+    late = [name for name, cls in STRATEGIES.items() if not cls.synchronous]
+    assert late == [*others, *methods]
     for name, cls in STRATEGIES.items():
         assert create(name) == cls()
         assert cls.citation

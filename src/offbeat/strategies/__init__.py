@@ -19,6 +19,7 @@ from offbeat.core.strategy.registry import (
     FORMER,
     create,
     find,
+    module_names,
     reference_of,
     setting_names,
     strategy_names,
@@ -53,9 +54,12 @@ for _path in (*BUILT_IN.values(), *FORMER.values()):
 
 def __getattr__(name: str) -> Any:
     """Import a strategy class on first access."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    for method in () if name.startswith("_") else module_names():
+        if (cls := find(method)).__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.derive import effects
-from offbeat.core.plan import Kind, Merge, Payload, Plan
+from offbeat.core.plan import Merge, Payload, Plan
 
 Array = NDArray[np.float64]
 State = Literal["local", "averaged", "reset"]
@@ -42,12 +42,12 @@ class World(Protocol):
         ...
 
     def average(
-        self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
+        self, kind: str, piece: Payload | None = None, weights: Sequence[float] | None = None
     ) -> None:
         """Replace the values of all replicas by their mean.
 
         Args:
-            kind: "grad", "param" or "state".
+            kind: "grad", "param", "state", or the name of a moment, such as "state.0".
             piece: part of the model.
             weights: one weight per replica for a weighted mean; None for equal weights.
         """
@@ -128,14 +128,21 @@ class World(Protocol):
         """
         ...
 
-    def change(self, piece: Payload | None, rule: Callable[..., Any], *kept: Any) -> None:
-        """Replace a piece of the weights by `rule(w, *kept)`.
+    def change(
+        self,
+        piece: Payload | None,
+        rule: Callable[..., Any],
+        *kept: Any,
+        kind: Literal["param", "grad"] = "param",
+    ) -> None:
+        """Replace a piece of the weights or of the current gradients by `rule(w, *kept)`.
 
         Args:
             piece: part of the model.
             rule: function of arrays with one row per replica. It may change the arrays in
                 `kept`.
             kept: copies of the weights of all replicas.
+            kind: values to replace.
         """
         ...
 
@@ -608,8 +615,9 @@ def _average_piece(
 
 # ---- replicas in NumPy ----------------------------------------------------------------------
 
-Optimizer = Callable[[Array, Array, Array], None]
-"""Change weights and state in place, given (weights, state, gradients)."""
+Optimizer = Callable[[Array, Any, Array], None]
+"""Change weights and state in place, given (weights, state, gradients). The state is one array, or
+a list of moments."""
 
 
 def momentum(weights: Array, state: Array, gradients: Array) -> None:
@@ -637,6 +645,22 @@ def rmsprop(weights: Array, state: Array, gradients: Array) -> None:
     state *= 0.9
     state += 0.1 * gradients * gradients
     weights -= 0.05 * gradients / (np.sqrt(state) + 1e-3)
+
+
+def adam(weights: Array, state: Sequence[Array], gradients: Array) -> None:
+    """Step of Adam without bias correction, with two moments.
+
+    Args:
+        weights: weights, changed in place.
+        state: first and second moment, changed in place.
+        gradients: gradients.
+    """
+    first, second = state
+    first *= 0.8
+    first += 0.2 * gradients
+    second *= 0.9
+    second += 0.1 * gradients * gradients
+    weights -= 0.05 * first / (np.sqrt(second) + 1e-3)
 
 
 class Task:
@@ -702,14 +726,23 @@ class NumpyWorld(World):
         task: training problem.
         ranks: number of replicas.
         optimizer: update rule of all replicas.
+        moments: names of the moments that `optimizer` receives in place of one state.
     """
 
-    def __init__(self, task: Task, ranks: int, optimizer: Optimizer = momentum) -> None:
+    def __init__(
+        self,
+        task: Task,
+        ranks: int,
+        optimizer: Optimizer = momentum,
+        moments: Sequence[str] = (),
+    ) -> None:
         self.task: Task = task
+        self.moments: Sequence[str] = moments
         self.optimizer: Optimizer = optimizer
         weights = np.repeat(task.start[None], ranks, axis=0)
         self.arrays: dict[str, Array] = {"param": weights, "state": np.zeros_like(weights)}
         self.arrays["grad"] = np.zeros_like(weights)
+        self.arrays |= {name: np.zeros_like(weights) for name in moments}
         self.open: Array = np.zeros_like(weights)
         self.opened: int = 0
         self.closed: tuple[Array, int] | None = None
@@ -730,13 +763,14 @@ class NumpyWorld(World):
             self.arrays["grad"][rank] = gradient
 
     def average(
-        self, kind: Kind, piece: Payload | None = None, weights: Sequence[float] | None = None
+        self, kind: str, piece: Payload | None = None, weights: Sequence[float] | None = None
     ) -> None:
         part = self.arrays[kind][:, self.task.slice_of(piece)]
         part[:] = part.mean(0) if weights is None else np.average(part, axis=0, weights=weights)
 
     def reset(self, piece: Payload | None = None) -> None:
-        self.arrays["state"][:, self.task.slice_of(piece)] = 0
+        for name in ("state", *self.moments):
+            self.arrays[name][:, self.task.slice_of(piece)] = 0
 
     def norms(self, piece: Payload | None = None) -> list[float]:
         part = self.arrays["grad"][:, self.task.slice_of(piece)]
@@ -746,10 +780,12 @@ class NumpyWorld(World):
         self.arrays["grad"][:, self.task.slice_of(piece)] *= np.array(factors)[:, None]
 
     def step(self, ranks: Collection[int] | None = None) -> None:
-        rows = zip(*(self.arrays[k] for k in ("param", "state", "grad")), strict=True)
-        for rank, (weights, state, gradients) in enumerate(rows):
+        rows = zip(
+            *(self.arrays[k] for k in ("param", "state", "grad", *self.moments)), strict=True
+        )
+        for rank, (weights, state, gradients, *moments) in enumerate(rows):
             if ranks is None or rank in ranks:
-                self.optimizer(weights, state, gradients)
+                self.optimizer(weights, moments or state, gradients)
 
     def add_up(self) -> None:
         self.open = self.open + self.arrays["grad"]
@@ -777,9 +813,15 @@ class NumpyWorld(World):
         part = self.task.slice_of(piece)
         self.weights[:, part] += kept[:, part].mean(0) - kept[:, part]
 
-    def change(self, piece: Payload | None, rule: Callable[..., Array], *kept: Array) -> None:
-        part = self.task.slice_of(piece)
-        self.weights[:, part] = rule(*(array[:, part] for array in (self.weights, *kept)))
+    def change(
+        self,
+        piece: Payload | None,
+        rule: Callable[..., Array],
+        *kept: Array,
+        kind: Literal["param", "grad"] = "param",
+    ) -> None:
+        part, changed = self.task.slice_of(piece), self.arrays[kind]
+        changed[:, part] = rule(*(array[:, part] for array in (changed, *kept)))
 
     def end(self) -> None:
         pass

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 
 from offbeat.core.plan import Plan
 from offbeat.core.plan.program import Program
+from offbeat.core.plan.types import moment_of
 from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
 from offbeat.strategies import Strategy
-from offbeat.strategies.equations import NumpyWorld, Optimizer, Task, momentum, rmsprop
+from offbeat.strategies.equations import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
 
 __all__ = [
     "TOLERANCE",
@@ -49,9 +51,11 @@ def conforms(strategy: Strategy, profile: Profile, *, ranks: Sequence[int] = (2,
     """
     plan_is_sound(strategy, profile)
     plan_is_pure(strategy, profile)
-    moves_everything(strategy.plan(profile))
+    plan = strategy.plan(profile)
+    moves_everything(plan)
     for count in ranks:
-        equals_equations(strategy, profile, ranks=count)
+        sized = profile if plan.uniform else replace(profile, world_size=count)
+        equals_equations(strategy, sized, ranks=count)
 
 
 def plan_is_sound(strategy: Strategy, profile: Profile) -> None:
@@ -159,9 +163,11 @@ def equals_equations(
     plan = strategy.plan(profile)
     iterations = plan.prologue + 2 * plan.period + Program(plan).lag + 1
     task = Task([1 + (5 * b + seed) % 7 for b in range(plan.buckets)], seed)
-    for optimizer in optimizers:
+    moments = _moments(plan)
+    for optimizer in (adam,) if len(moments) == 2 else optimizers:
         trained = interpret_plan(plan, task, ranks, iterations, optimizer, seed=seed)
-        world, advance = NumpyWorld(task, ranks, optimizer), strategy.equations(plan)
+        world = NumpyWorld(task, ranks, optimizer, moments if len(moments) == 2 else ())
+        advance = strategy.equations(plan)
         for iteration in range(iterations):
             apart = float(abs(trained[iteration] - world.weights).max())
             where = f"{strategy} on {ranks} ranks with {optimizer.__name__}"
@@ -200,9 +206,18 @@ def interpret_plan(
         used[iteration][rank, task.span(buckets)] = weights
         return task.gradient(rank, iteration, buckets, weights)
 
+    moments = _moments(plan)
+
     def update(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
-        optimizer(weights, worker.write("state", buckets)[0], gradients)
+        own = moments if len(moments) == 2 else ["state"]
+        state = [worker.write(name, buckets)[0] for name in own]
+        optimizer(weights, state if len(own) == 2 else state[0], gradients)
 
     model = InterpretedModel(task.sizes, task.start, gradient, update)
     Interpreter(plan, model, ranks).run(iterations, seed=seed)
     return used
+
+
+def _moments(plan: Plan) -> list[str]:
+    """Return the moments of the optimizer's state that a plan moves."""
+    return sorted(buffer.name for buffer in plan.buffers if moment_of(buffer.name) is not None)

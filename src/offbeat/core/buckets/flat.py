@@ -20,6 +20,7 @@ from offbeat.core.buckets.former_memory import FormerMemory
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.buckets.shards import Shards, is_sharded, reshard
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
+from offbeat.core.plan.types import moment_of
 
 Store = dict[Key, Tensor]
 ALIGNED_BYTES = 16  # alignment of vectorized loads of a GPU
@@ -223,7 +224,9 @@ class Flat:
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
-            if buffer.kind in ("state", "buffers") or (name == "grad" and not self._stores["grad"]):
+            if buffer.kind in ("state", "buffers") or moment_of(name) is not None:
+                continue
+            if name == "grad" and not self._stores["grad"]:
                 continue
             kept: list[Store] = []
             if name in self._stores and (

@@ -38,18 +38,19 @@ class StateStore:
         self._optimizer = optimizer
         self._flat = flat
         self._names: dict[tuple[int, torch.dtype], Names] = {}
-        self._homes: dict[range, _Home] = {}
+        self._homes: dict[tuple[range, int | None], _Home] = {}
 
     def forget(self) -> None:
         """Drop the flat tensors after the optimizer's groups or state were replaced."""
         self._names.clear()
         self._homes.clear()
 
-    def tensors(self, run: range) -> tuple[Tensor, ...]:
-        """Return the current flat state of a run of buckets; empty for a stateless optimizer."""
-        if run not in self._homes:
-            self._homes[run] = self._build(run)
-        home = self._homes[run]
+    def tensors(self, run: range, moment: int | None = None) -> tuple[Tensor, ...]:
+        """Return the current flat state of a run of buckets, or one moment of it; empty for a
+        stateless optimizer."""
+        if (run, moment) not in self._homes:
+            self._homes[run, moment] = self._build(run, moment)
+        home = self._homes[run, moment]
         for p, name, place in home.places:
             value = self._optimizer.state.get(p, {}).get(name)
             if value is None:
@@ -63,9 +64,9 @@ class StateStore:
                 self._optimizer.state[p][name] = place
         return home.tensors
 
-    def bytes_of(self, bucket: int) -> int:
-        """Return the bytes of one bucket's state."""
-        entries = self._entries(range(bucket, bucket + 1))
+    def bytes_of(self, bucket: int, moment: int | None = None) -> int:
+        """Return the bytes of one bucket's state, or of one moment of it."""
+        entries = self._entries(range(bucket, bucket + 1), moment)
         return sum(local_of(p).numel() * dtype.itemsize for p, _, dtype in entries)
 
     def reset(self, run: range) -> None:
@@ -74,12 +75,15 @@ class StateStore:
             for p in self._flat.buckets[b].parameters:
                 self._optimizer.state.pop(p, None)
 
-    def _entries(self, run: range) -> Iterator[tuple[nn.Parameter, str, torch.dtype]]:
+    def _entries(
+        self, run: range, moment: int | None
+    ) -> Iterator[tuple[nn.Parameter, str, torch.dtype]]:
         group_of = {id(p): g for g in self._optimizer.param_groups for p in g["params"]}
         for b in run:
             for p in self._flat.buckets[b].parameters:
                 group = group_of.get(id(p))
-                for name, dtype in self._names_of(group, p).items() if group is not None else ():
+                found = [] if group is None else [*self._names_of(group, p).items()]
+                for name, dtype in found if moment is None else found[moment : moment + 1]:
                     yield p, name, dtype
 
     def _names_of(self, group: dict[str, Any], p: nn.Parameter) -> Names:
@@ -88,8 +92,8 @@ class StateStore:
             self._names[key] = _trial_names(self._optimizer, group, p)
         return self._names[key]
 
-    def _build(self, run: range) -> _Home:
-        entries = list(self._entries(run))
+    def _build(self, run: range, moment: int | None) -> _Home:
+        entries = list(self._entries(run, moment))
         tensors, places = [], []
         for dtype in dict.fromkeys(dtype for _, _, dtype in entries):
             mine = [(p, name) for p, name, d in entries if d == dtype]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
+from offbeat.core.codecs import methods
 from offbeat.core.codecs.codec import Codec
 from offbeat.core.codecs.powersgd import PowerSGD
 from offbeat.core.codecs.quantization import BF16, FP16, Int4, Int8, Sign
@@ -36,6 +39,10 @@ def register(cls: type[Codec]) -> type[Codec]:
 
 for _cls in (BF16, FP16, Int8, Int4, Sign, TopK, RandomK, PowerSGD):
     register(_cls)
+for _info in iter_modules(methods.__path__, f"{methods.__name__}."):
+    for _cls in vars(import_module(_info.name)).values():
+        if isinstance(_cls, type) and issubclass(_cls, Codec) and _cls.__module__ == _info.name:
+            register(_cls)
 
 
 def codec(name: str, args: dict[str, Any]) -> Codec:

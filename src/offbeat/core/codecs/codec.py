@@ -32,6 +32,7 @@ class Codec(ABC):
     Attributes:
         name: name of the codec in the wires of a plan.
         settings: settings of the codec by name.
+        example: usual values of the settings, with which the speed of the codec is measured.
         grain: the number of elements of every shard of a message is a multiple of this.
         linear: whether the mean of the codes is the code of the mean. If true, codes are averaged
             by an all-reduce; if false, every rank's codes are decoded.
@@ -40,6 +41,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     settings: ClassVar[dict[str, Setting]] = {}
+    example: ClassVar[dict[str, Any]] = {}
     grain: ClassVar[int] = 1
     linear: ClassVar[bool] = False
     rounds: ClassVar[int] = 1
@@ -51,6 +53,17 @@ class Codec(ABC):
     @abstractmethod
     def round_trip(self, x: Array, iteration: int = 0) -> Array:
         """Encode a flat array, decode the codes, and return the result as a new array."""
+
+    def tensor_code(self) -> Any:
+        """Return the implementation of this codec on tensors, a `tensor_codecs.Code`.
+
+        Raises:
+            TypeError: the codec brings none, and `tensor_codecs.register_code` was not called.
+        """
+        raise TypeError(
+            f"codec ({self.name!r}) must have an implementation on tensors: define "
+            "`tensor_code`, or call tensor_codecs.register_code"
+        )
 
     def average(
         self,

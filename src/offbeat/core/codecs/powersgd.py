@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ class PowerSGD(Codec):
 
     name: ClassVar[str] = "powersgd"
     settings: ClassVar[dict[str, Setting]] = {"rank": Setting("count", least=1)}
+    example: ClassVar[dict[str, Any]] = {"rank": 4}
     linear: ClassVar[bool] = True
     rounds: ClassVar[int] = 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ class TopK(Codec):
 
     name: ClassVar[str] = "topk"
     settings: ClassVar[dict[str, Setting]] = SHARE
+    example: ClassVar[dict[str, Any]] = {"fraction": 0.01}
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
         return kept_count(size, self.fraction) * (itemsize + PLACE_BYTES)
@@ -53,6 +54,7 @@ class RandomK(Codec):
 
     name: ClassVar[str] = "randomk"
     settings: ClassVar[dict[str, Setting]] = SHARE
+    example: ClassVar[dict[str, Any]] = {"fraction": 0.01}
     linear: ClassVar[bool] = True
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:

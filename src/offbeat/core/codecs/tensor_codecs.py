@@ -128,5 +128,6 @@ def code(codec: Codec) -> Code:
     """Return this thread's tensor implementation of a codec that is not linear."""
     known: dict[Codec, Code] = _mine.__dict__.setdefault("codes", {})
     if codec not in known:
-        known[codec] = _CODES[type(codec)](codec)
+        make = _CODES.get(type(codec))
+        known[codec] = codec.tensor_code() if make is None else make(codec)
     return known[codec]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.types import BUILT_IN, Apply, Plan
 from offbeat.core.rules import EFFECTS, SETTINGS
 from offbeat.core.rules.vocabulary import Use
@@ -96,14 +97,24 @@ def with_smaller_share(apply: Apply, factor: float) -> Apply:
 
 
 def _is_delayed(apply: Apply, plan: Plan) -> bool:
-    """Return whether the apply reads a buffer that messages of earlier iterations fill or send."""
-    for t in plan.transfers:
-        carried = {t.payload.buffer, t.target} - BUILT_IN.keys()
-        if carried & reads(apply) and set(t.payload.buckets) & set(apply.buckets):
-            own = not (t.before.lag or apply.at.lag) and apply.phases <= t.phases
-            if not own:
-                return True
-    return False
+    """Return whether the apply reads a buffer that messages of earlier iterations fill or send.
+
+    Sends from rank to rank are taken together: in each iteration other ranks may fill the buffer.
+    """
+    used = reads(apply)
+    carriers = [
+        t
+        for t in plan.transfers
+        if ({t.payload.buffer, t.target} - BUILT_IN.keys()) & used
+        if set(t.payload.buckets) & set(apply.buckets)
+    ]
+    if any(t.before.lag or apply.at.lag for t in carriers):
+        return True
+    runs = [run for t in carriers if t.ranks is not None for run in t.phases.runs]
+    filled = [t.phases for t in carriers if t.ranks is None]
+    if runs:
+        filled.append(Phases.of_runs(runs))
+    return not all(apply.phases <= phases for phases in filled)
 
 
 def _buffers(apply: Apply, uses: Collection[Use]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from offbeat.core.plan import BUILT_IN, Buffer, Plan, Transfer
+from offbeat.core.plan.types import moment_of
 from offbeat.core.profile import Profile
 
 
@@ -50,7 +51,8 @@ def held_memory(profile: Profile, buffers: Iterable[Buffer] = (), staged_bytes: 
     sizes = {kind: profile.payload_bytes(kind, everything) for kind in ("grad", "param", "state")}
     added = 0
     for buffer in buffers:
-        copies = buffer.copies - (buffer.name in BUILT_IN)
+        held = buffer.name in BUILT_IN or moment_of(buffer.name) is not None
+        copies = buffer.copies - held
         added += copies * sizes.get(buffer.kind, profile.broadcast_bytes)
     activations = sum(bucket.activation_bytes for bucket in profile.buckets)
     return Memory(

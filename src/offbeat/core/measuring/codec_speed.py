@@ -23,8 +23,6 @@ from offbeat.core.transport.device import CPU, Device
 FEW, MANY = 1 << 10, 1 << 18  # numbers in a small and in a large message
 REPEATS = {FEW: 25, MANY: 5}
 MESSAGES, REST_S = 9, 0.004  # measured messages, and the pause before each in seconds
-SETTINGS = {"topk": {"fraction": 0.01}, "randomk": {"fraction": 0.01}, "powersgd": {"rank": 4}}
-"""Settings with which codecs are measured. The speed hardly depends on them."""
 ALONE = Collectives({"all_reduce": lambda _: None, "all_gather": lambda _: None}, lambda *_: None)
 
 
@@ -74,7 +72,8 @@ def _overhead_s(cluster: Cluster, profile: Profile) -> float:
 def codec_speeds(where: torch.device, device: Device) -> tuple[CodecSpeed, ...]:
     """Return the speed of every codec on this rank alone, without any collective."""
     clock = Clock(device)
-    found = [_speed(codec(name, SETTINGS.get(name, {})), where, clock) for name in WIRES]
+    # The speed hardly depends on the settings.
+    found = [_speed(codec(name, cls.example), where, clock) for name, cls in WIRES.items()]
     slower = clock.slower()
     return tuple(
         CodecSpeed(name, *(slower * max(seconds, 0.0) for seconds in taken))

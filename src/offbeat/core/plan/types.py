@@ -34,6 +34,10 @@ INSIDE = "inside"
 own on it: a collective on this link averages over the ranks of a replica."""
 Groups = tuple[tuple[int, ...], ...]
 """Partition of the ranks into groups; () for one group of all ranks."""
+MOMENT_PREFIX = "state."
+"""Prefix of the names of buffers that are one moment of the optimizer's state. `state.0` is the
+first tensor that the optimizer keeps for a parameter, in the order of their names (`exp_avg`),
+`state.1` the second one (`exp_avg_sq`). They have the shape of gradients."""
 BUFFERS = "buffers"
 """Name of the buffer that holds the module's own buffers, such as running statistics."""
 Args = tuple[tuple[str, Any], ...]
@@ -116,6 +120,12 @@ class Payload:
     parts: int = 1
     width: int = 1
     age: int = 0
+
+    @property
+    def moment(self) -> int | None:
+        """Return which moment of the optimizer's state the payload holds; None for other
+        buffers."""
+        return moment_of(self.buffer)
 
     def __str__(self) -> str:
         last = "" if self.width == 1 else f"-{self.part + self.width}"
@@ -545,6 +555,16 @@ def is_vote_channel(name: str) -> bool:
         name: name of a link or channel.
     """
     return name.partition(CHANNEL)[2] == VOTES
+
+
+def moment_of(buffer: str) -> int | None:
+    """Return which moment of the optimizer's state a buffer is; None for other buffers.
+
+    Args:
+        buffer: name of the buffer, such as `state.0`.
+    """
+    number = buffer.removeprefix(MOMENT_PREFIX)
+    return int(number) if number != buffer and number.isdecimal() else None
 
 
 def groups_of(name: str, groups: Mapping[str, Groups]) -> Groups:

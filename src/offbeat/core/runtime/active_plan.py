@@ -12,7 +12,7 @@ from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.plan import BUFFERS, Apply, Plan, is_vote_channel
 from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
-from offbeat.core.plan.types import BUILT_IN
+from offbeat.core.plan.types import BUILT_IN, moment_of
 from offbeat.core.runtime.accumulation import Accumulation
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.context import StorageContext
@@ -184,8 +184,8 @@ class ActivePlan:
         """Restart buffers that were computed from the weights before a load: anchors, velocities,
         residuals."""
         self.reloaded = False
-        for buffer in self.plan.buffers:
-            if buffer.name not in BUILT_IN and buffer.kind != "state" and self.plan.source is None:
+        for buffer in self.plan.buffers if self.plan.source is None else ():
+            if buffer.name not in BUILT_IN and moment_of(buffer.name) is None:
                 self.flat.restart(buffer)
 
     def first_updates(self, step: Step, planned: int) -> list[Apply]:

@@ -14,6 +14,7 @@ from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.buckets.shards import local_of
 from offbeat.core.plan import Apply
+from offbeat.core.plan.types import moment_of
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.updates import Updates
 
@@ -35,8 +36,9 @@ class StorageContext:
         self._memory: dict[str, Any] = {}
 
     def read(self, buffer: str, buckets: range, age: int = 0) -> tuple[Tensor, ...]:
-        if buffer == "state":
-            return self._state.tensors(buckets)
+        moment = moment_of(buffer)
+        if buffer == "state" or moment is not None:
+            return self._state.tensors(buckets, moment)
         return self._flat.tensors(buffer, buckets, self._flat.copy_index(buffer, age))
 
     write = read

@@ -87,8 +87,8 @@ class Messages:
             fixed[0].release(message, fixed[1])
             return
         payload = t.payload
-        if payload.buffer == "state":
-            tensors = self._state.tensors(payload.buckets)
+        if payload.buffer == "state" or payload.moment is not None:
+            tensors = self._state.tensors(payload.buckets, payload.moment)
             given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
         elif payload.buffer == BUFFERS:
             given = self._module_buffers.pack()
@@ -181,8 +181,8 @@ class Messages:
         """Return the bytes of a message."""
         if id(t) not in self._sizes:
             run = t.payload.buckets
-            if t.payload.buffer == "state":
-                whole = sum(self._state.bytes_of(b) for b in run)
+            if t.payload.buffer == "state" or t.payload.moment is not None:
+                whole = sum(self._state.bytes_of(b, t.payload.moment) for b in run)
                 part = t.payload.slice_of(whole)
                 self._sizes[id(t)] = part.stop - part.start
             elif t.payload.buffer == BUFFERS:

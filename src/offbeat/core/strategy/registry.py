@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
 from inspect import signature
+from pkgutil import iter_modules
 from typing import Any
 
 from offbeat.core.strategy.interface import Strategy, load_object, require_choice
@@ -38,6 +41,9 @@ BUILT_IN = {
 }
 
 
+# Packages in which each module holds one strategy, with the name of the module (`-` for `_`).
+PACKAGES = ("offbeat.strategies.methods",)
+
 # Former names: functions that return a strategy, and warn until version 0.3.
 FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 
@@ -45,7 +51,19 @@ FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 def strategy_names() -> list[str]:
     """Return the names of all strategies: built-in strategies, then strategies of installed
     packages."""
-    return [*BUILT_IN, *sorted(set(_entry_points()) - set(BUILT_IN))]
+    own = [*BUILT_IN, *module_names()]
+    return [*own, *sorted(set(_entry_points()) - set(own))]
+
+
+@cache
+def module_names() -> dict[str, str]:
+    """Return by name the modules of the strategies in `PACKAGES`. No module is imported."""
+    names = {}
+    for package in PACKAGES:
+        root, *rooms = package.split(".")
+        for module in iter_modules([str(files(root).joinpath(*rooms))]):
+            names[module.name.replace("_", "-")] = f"{package}.{module.name}"
+    return names
 
 
 def find(name: str) -> type[Strategy]:
@@ -61,12 +79,12 @@ def find(name: str) -> type[Strategy]:
     """
     if ":" in name:
         return _import(name, name)
-    if name in BUILT_IN:
+    if _is_own(name):
         if name in _entry_points():
             raise ValueError(
                 _ambiguity_message(name, ["offbeat", *map(_package, _entry_points()[name])])
             )
-        return _import(name, BUILT_IN[name])
+        return _import(name, BUILT_IN.get(name) or _path_in_module(name))
     points = _entry_points().get(name, [])
     if len(points) > 1:
         raise ValueError(_ambiguity_message(name, [_package(point) for point in points]))
@@ -77,7 +95,23 @@ def find(name: str) -> type[Strategy]:
 def is_registered(strategy: Strategy) -> bool:
     """Return whether the registry returns the strategy's class for its name."""
     name = getattr(strategy, "name", "")
-    return (name in BUILT_IN or name in _entry_points()) and find(name) is type(strategy)
+    return (_is_own(name) or name in _entry_points()) and find(name) is type(strategy)
+
+
+def _is_own(name: str) -> bool:
+    return name in BUILT_IN or name in module_names()
+
+
+def _path_in_module(name: str) -> str:
+    """Return `module:Class` of a strategy in `PACKAGES`."""
+    path = module_names()[name]
+    classes = [
+        member
+        for member in vars(import_module(path)).values()
+        if isinstance(member, type) and issubclass(member, Strategy)
+    ]
+    [cls] = [c for c in classes if c.__module__ == path and getattr(c, "name", None) == name]
+    return f"{path}:{cls.__name__}"
 
 
 def reference_of(strategy: Strategy) -> str:

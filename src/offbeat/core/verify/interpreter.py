@@ -25,7 +25,16 @@ from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.plan.cursor import Cursor, Progress
 from offbeat.core.plan.program import Program, Step
-from offbeat.core.plan.types import Apply, Payload, Plan, Transfer, Vote, Wire, groups_of
+from offbeat.core.plan.types import (
+    Apply,
+    Payload,
+    Plan,
+    Transfer,
+    Vote,
+    Wire,
+    groups_of,
+    moment_of,
+)
 from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
 
 Array = NDArray[np.float64]
@@ -110,6 +119,7 @@ class Worker:
 
     Attributes:
         buffers: buffer name to its physical copies.
+        moments: names of the buffers that are moments of the optimizer's state.
         newest: buffer name to the index of its newest copy.
         memory: values that rules and codecs keep between iterations.
         flying: for each element, the number of the message that has it in flight; 0 for none.
@@ -133,6 +143,7 @@ class Worker:
         for buffer in plan.all_buffers.values():
             first = model.start if buffer.start == "param" else np.zeros_like(model.start)
             self.buffers[buffer.name] = [first.copy() for _ in range(buffer.copies)]
+        self.moments = [name for name in self.buffers if moment_of(name) is not None]
         self.newest = dict.fromkeys(self.buffers, 0)
         self.memory: dict[Any, Any] = {}
         self.flying = {n: [np.zeros(a.size, int) for a in c] for n, c in self.buffers.items()}
@@ -181,7 +192,8 @@ class Worker:
         weights, gradients = self.view("param", span), self.view("grad", span, age)
         copy = self.physical("grad", age)
         added = self.added[copy][span]
-        self.view("state", span)
+        for name in ("state", *self.moments):
+            self.view(name, span)
         if not np.count_nonzero(added):
             if not self.filled[copy]:
                 return  # no window before the first one
@@ -199,7 +211,8 @@ class Worker:
         self.averaged[copy][span] = 0
 
     def reset(self, buckets: range) -> None:
-        self.view("state", self.span(buckets))[...] = 0
+        for name in ("state", *self.moments):
+            self.view(name, self.span(buckets))[...] = 0
 
     def recall(self, name: str) -> Any:
         return self.memory.get(name)

@@ -23,6 +23,7 @@ from offbeat.core.plan.program import has_moment_per_bucket, position
 from offbeat.core.plan.types import (
     BUFFERS,
     BUILT_IN,
+    MOMENT_PREFIX,
     Apply,
     Buffer,
     Moment,
@@ -34,6 +35,7 @@ from offbeat.core.plan.types import (
     base_link,
     groups_of,
     is_vote_channel,
+    moment_of,
 )
 from offbeat.core.profile import Profile
 from offbeat.core.rules import RULES, SETTINGS, VOTES, Setting
@@ -138,7 +140,10 @@ def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None
         )
     if t.into is not None and t.into in known and payload.buffer in known:
         source, target = known[payload.buffer], known[t.into]
-        if source.kind != target.kind or target.copies > 1 or "state" in (payload.buffer, t.into):
+        is_state = any(
+            one == "state" or moment_of(one) is not None for one in (payload.buffer, t.into)
+        )
+        if source.kind != target.kind or target.copies > 1 or is_state:
             yield f"{name} must go into a buffer of the same shape that has one copy"
     if t.wire is not None:
         yield from unknown_name("wire", t.wire.name, name, WIRES)
@@ -184,7 +189,7 @@ def _anchor_faults(t: Transfer, wire: Wire, name: str, plan: Plan) -> Iterator[s
             f"error ({wire.error!r}) of {name} must be left out: what is lost stays in the "
             "difference to its anchor"
         )
-    if t.payload.buffer == "state":
+    if t.payload.buffer == "state" or t.payload.moment is not None:
         yield f"{name} cannot be encoded: only gradients and parameters can"
     if wire.anchor is None or wire.anchor not in known or t.payload.buffer not in known:
         return
@@ -325,6 +330,14 @@ def _buffer_faults(plan: Plan) -> Iterator[str]:
         given = BUILT_IN.get(buffer.name)
         if names.count(buffer.name) > 1:
             yield f"buffer {buffer.name!r} must be listed once"
+        is_moment = buffer.name.startswith(MOMENT_PREFIX)
+        if is_moment and (moment_of(buffer.name) is None or buffer.kept):
+            yield (
+                f"buffer {buffer.name!r} must be {MOMENT_PREFIX}0, {MOMENT_PREFIX}1, ..., and not "
+                "kept: checkpoints of the optimizer contain it"
+            )
+        if is_moment and (buffer.kind, buffer.start, buffer.copies) != ("grad", "zero", 1):
+            yield f"buffer {buffer.name!r} must be like grad, with one copy that starts as zero"
         if buffer.copies < 1:
             yield f"copies ({buffer.copies}) of buffer {buffer.name!r} must be at least 1"
         if given is not None and (buffer.kind, buffer.start) != (given.kind, given.start):

@@ -1,0 +1,151 @@
+"""SparseLoCo: rare averages of the largest elements of each chunk, with an error that decays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from offbeat.core.codecs import codec
+from offbeat.core.codecs.cost import Encoded
+from offbeat.core.plan import Apply, Moment, Payload, Plan, Wire
+from offbeat.core.profile import Profile
+from offbeat.core.rules.vocabulary import Context, Setting, rule
+from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.strategies.compressible import with_wire
+from offbeat.strategies.equations import Array, Equations, World
+from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
+from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
+
+CODEC = "topk2"
+STEP = Moment("step")
+
+
+@rule(
+    conserves=False,
+    buffer=Setting("buffer"),
+    share=Setting("number", least=0.0, most=1.0),
+)
+def fade(context: Context, apply: Apply) -> None:
+    """Compute `buffer *= share`, without the absence counters behind gradients.
+
+    Source: Sarfi et al., SparseLoCo, 2025, Algorithm 1, where `share` is the decay of the error.
+    """
+    context.scale(apply.arg("buffer"), apply.buckets, apply.arg("share"))
+
+
+@dataclass(frozen=True)
+class SparseLoCo(Strategy):
+    """Local steps, then an average of the largest changes of each chunk, in two bits each.
+
+    The error of a worker's message is added to its next message, smaller by a factor. So it is a
+    momentum of the changes that were not sent:
+
+        e_k = decay e_k + (common - w_k);  s_k = codec(e_k);  e_k -= s_k
+        common -= lr mean_k(s_k);  w_k = common
+
+    The codec is `topk2`: the share `fraction` of each chunk of 4096 elements of a message. Readings
+    of the paper: chunks follow the memory of the message, not the axes of each tensor; a value of
+    two bits is a sign and one of two magnitudes of its chunk. Running statistics are averaged.
+    """
+
+    period: int = 30
+    """Local steps between two averages."""
+    fraction: float = 0.0156
+    """Share of the elements of each chunk that is sent; .0156 is 64 of 4096."""
+    decay: float = 0.95
+    """Factor of the error before the next change is added to it."""
+    lr: float = 1.0
+    """Learning rate of the outer step; with a value other than 1 two more copies of the parameters
+    are stored."""
+
+    name: ClassVar[str] = "sparseloco"
+    synchronous: ClassVar[bool] = False
+    citation: ClassVar[str] = (
+        "Sarfi, Thérien, Lidin and Belilovsky, Communication efficient LLM pre-training with "
+        "SparseLoCo, arXiv 2508.15706, 2025, Algorithm 1"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_count("period", self.period, remedy=EVERY_ITERATION)
+        if not is_real(self.fraction) or not 0 < self.fraction <= 1:
+            raise ValueError(
+                f"fraction ({self.fraction!r}) must lie above 0 and be at most 1; .0156 sends 64 "
+                "of 4096 elements"
+            )
+        if not is_real(self.decay) or not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"decay ({self.decay!r}) must be at least 0 and at most 1; 1 keeps all errors"
+            )
+        if not is_real(self.lr) or not 0 < self.lr < float("inf"):
+            raise ValueError(f"lr ({self.lr!r}) must be a number above 0; 1 takes the average")
+
+    @property
+    def _wire(self) -> Wire:
+        return Wire(CODEC, (("fraction", float(self.fraction)), ("via", "gather")))
+
+    def schedule(self, profile: Profile) -> Plan:
+        plan = replace(LocalSGD(self.period).schedule(profile), strategy=self.name)
+        if self.lr != 1:
+            plan = with_outer(plan, OuterSGD(self.lr, 0.0), profile)
+        return plan
+
+    def encoded(self, plan: Plan, profile: Profile) -> Plan:
+        if profile.world_size == 1:
+            return plan
+        plan = with_wire(plan, self._wire, profile)
+        # `gather` alone encodes once, as the method does.
+        transfers = tuple(
+            t if t.wire is None else replace(t, wire=replace(t.wire, args=self._wire.args))
+            for t in plan.transfers
+        )
+        fades = tuple(
+            Apply(
+                fade.__name__,
+                t.payload.buckets,
+                STEP,
+                t.phases,
+                args=self._fade_settings(t.wire.error),
+            )
+            for t in transfers
+            if t.wire is not None
+        )
+        return replace(plan, transfers=transfers, applies=(*fades, *plan.applies))
+
+    def _fade_settings(self, buffer: str | None) -> tuple[tuple[str, Any], ...]:
+        return (("buffer", buffer), ("share", float(self.decay)))
+
+    def equations(self, plan: Plan) -> Equations:
+        used, kept = codec(CODEC, dict(self._wire.args)), list[Any]()
+
+        def average(w: Array, common: Array, errors: Array) -> Array:
+            given = self.decay * errors + (w - common)
+            sent = np.array([used.round_trip(row) for row in given])
+            errors[...] = given - sent
+            common[...] = common + self.lr * sent.mean(axis=0)
+            return common
+
+        def advance(world: World, iteration: int) -> None:
+            if not kept:
+                kept.extend((world.keep(), 0 * world.keep()))
+            world.gradients(iteration)
+            world.step()
+            if (iteration + 1) % self.period == 0:
+                for t in plan.transfers:
+                    world.change(t.payload, average, *kept)
+            world.end()
+
+        return advance
+
+    def bound_s(self, profile: Profile) -> float:
+        """Return `F + max(B, C / period)` with C of the encoded message, as no message overlaps a
+        forward."""
+        slowest, everything = profile.slowest(), Payload("param", range(len(profile.buckets)))
+        message_s = 0.0
+        if profile.world_size > 1:
+            encoded = Encoded(slowest, everything, self._wire, "all_reduce")
+            message_s = encoded.seconds(profile.default_link.name)
+        hidden_s = slowest.backward_s + slowest.update_s
+        return slowest.other_s + slowest.forward_s + max(hidden_s, message_s / self.period)
