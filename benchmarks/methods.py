@@ -22,7 +22,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,21 +51,23 @@ SIGN_RATES = {"gpt": 1e-3, "digits": 3e-4}  # learning rates of steps by signs
 
 def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Yield the name of each part and the function that measures it, whole rounds first."""
-    cases = list(product(options.tasks.split(","), map(int, options.hosts.split(","))))
+    tasks: list[str] = options.tasks.split(",")
+    cases = [(task, hosts) for task in tasks for hosts in map(int, options.hosts.split(","))]
     if options.what == "losses":
-        for seed, (task, hosts) in product(range(options.seeds), cases):
-            sgd = {label: SIGN_RATES[task] for label in CONTESTANTS if label.startswith("demo")}
-            run = partial(front.losses, task, hosts, seed, [*CONTESTANTS], sgd)
-            yield f"{task}, {hosts} hosts, seed {seed}", run
+        for seed in range(options.seeds):
+            for task, hosts in cases:
+                sgd = {label: SIGN_RATES[task] for label in CONTESTANTS if label.startswith("demo")}
+                run = partial(front.losses, task, hosts, seed, [*CONTESTANTS], sgd)
+                yield f"{task}, {hosts} hosts, seed {seed}", run
         return
     keep = options.times.with_suffix(".profiles")
-    rates = list(map(int, options.rates.split(",")))
-    for n, (task, hosts), rate in product(range(options.repetitions), cases, rates):
+    for n in range(options.repetitions):
         turns = [*CONTESTANTS][:: -1 if n % 2 else 1]
-        run = partial(
-            front.times, task, hosts, rate, turns, keep, advised=False, adam=task == "gpt"
-        )
-        yield f"{task}, {hosts} hosts, {rate} Mbit/s, {n}", run
+        for task, hosts in cases:
+            for rate in rates_of(options):
+                more: dict[str, Any] = {"advised": False, "adam": task == "gpt"}
+                run = partial(front.times, task, hosts, rate, turns, keep, **more)
+                yield f"{task}, {hosts} hosts, {rate} Mbit/s, {n}", run
 
 
 def loss_at(curve: Sequence[Sequence[float]], iteration: float) -> float:

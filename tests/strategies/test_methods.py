@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from offbeat.core.codecs import WIRES, codec
+from offbeat.core.codecs import codec
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
@@ -172,7 +172,7 @@ def des_loc(period: int, first: int, second: int) -> Program:
 
     def program(task: Task, ranks: int, iterations: int, optimizer: Optimizer) -> list[Array]:
         def meet(workers: list[Worker], done: int) -> None:
-            mean = sum(worker.w for worker in workers) / ranks
+            mean = np.mean([worker.w for worker in workers], axis=0)
             for worker in workers:
                 worker.w = mean.copy()
             for moment, each in ((0, first), (1, second)):
@@ -221,7 +221,7 @@ def demo(fraction: float, beta: float, sign: bool) -> Program:
                 kept[k] = beta * kept[k] + worker.gradient(t)
                 sent.append(cosine_components(kept[k], fraction))
                 kept[k] = kept[k] - sent[k]
-            mean = sum(sent) / ranks
+            mean = np.mean(sent, axis=0)
             for worker in workers:
                 worker.step(np.sign(mean) if sign else mean)
         return used
@@ -309,10 +309,9 @@ def test_codecs_on_tensors_compute_what_they_mean(name: str, size: int, dtype: t
     code(used).add(codes, decoded)
     code(used).add_all(codes, total)
     expected = np.stack([used.round_trip(row.double().numpy()) for row in x])
-    tolerance = {"rtol": 1e-12, "atol": 1e-12}
-    if dtype == torch.float32:
-        tolerance = {"rtol": 1e-2, "atol": 1e-5}  # a level may round to the next bf16
-    np.testing.assert_allclose(decoded.numpy(), expected, **tolerance)
+    # In float32 a level may round to the next bf16.
+    rtol, atol = (1e-2, 1e-5) if dtype == torch.float32 else (1e-12, 1e-12)
+    np.testing.assert_allclose(decoded.numpy(), expected, rtol=rtol, atol=atol)
     torch.testing.assert_close(errors, x - decoded)
     torch.testing.assert_close(total, decoded.sum(0))
     one, its = x[1].clone(), torch.zeros_like(codes[1])
@@ -321,8 +320,8 @@ def test_codecs_on_tensors_compute_what_they_mean(name: str, size: int, dtype: t
 
 
 def test_codecs_send_few_bytes() -> None:
-    assert WIRES["topk2"](fraction=1 / 64).bytes_of(4096) == 4 + 96 + 16
-    assert WIRES["dct-topk"](fraction=1 / 128).bytes_of(4096) == 32 * 4 + 48
+    assert codec("topk2", {"fraction": 1 / 64}).bytes_of(4096) == 4 + 96 + 16
+    assert codec("dct-topk", {"fraction": 1 / 128}).bytes_of(4096) == 32 * 4 + 48
 
 
 def test_zeros_stay_zeros_in_two_bits() -> None:

@@ -45,9 +45,9 @@ class DeMo(Strategy):
 
     The codec is `dct-topk`: the share `fraction` of the coefficients of each 64 x 64 elements. Use
     SGD without momentum as optimizer: its momentum is in m. Readings: gradients are added without
-    the learning rate, which the sign removes unless it changes; the mean counts workers that have
-    not sent a coefficient as zero (Algorithm 1), while the reference code takes the mean over those
-    that have; one message holds all gradients.
+    the learning rate, which the sign removes unless it changes; a worker that has not
+    sent a coefficient counts as zero in its mean (Algorithm 1), while the reference code leaves
+    this worker out; one message holds all gradients.
     """
 
     fraction: float = 0.0078

@@ -26,7 +26,7 @@ class DESLOC(Strategy):
     change more slowly, cost fewer messages than the average of all state (`LocalSGD` with
     `state="averaged"`), and workers do not keep moments of their own as with `state="local"`.
 
-    The moments are those that the optimizer keeps per parameter, in the order of their names:
+    Moments are tensors that the optimizer keeps for each parameter, in the order of their names:
     `exp_avg` and `exp_avg_sq` of Adam, `momentum_buffer` of SGD. A moment that the optimizer does
     not have costs nothing.
     """

@@ -83,8 +83,8 @@ class Eager(Strategy):
         v_k = momentum v_k + g_k;  start_k -= lr (g_k + momentum v_k);  w_k = start_k
 
     Reading of the first step: d(0) is zero, so that a worker applies only its share of its own
-    change before the first mean arrives. `start_k` and `v_k` differ between workers by what is in
-    flight. Running statistics stay local.
+    change before the first mean arrives. `start_k` and `v_k` differ between workers by the changes
+    in flight. Running statistics stay local.
     """
 
     period: int = 50

@@ -90,11 +90,10 @@ class SparseLoCo(Strategy):
         plan = replace(LocalSGD(self.period).schedule(profile), strategy=self.name)
         if self.lr != 1:
             plan = with_outer(plan, OuterSGD(self.lr, 0.0), profile)
-        return plan
+        return plan if profile.world_size == 1 else self._encode_averages(plan, profile)
 
-    def encoded(self, plan: Plan, profile: Profile) -> Plan:
-        if profile.world_size == 1:
-            return plan
+    def _encode_averages(self, plan: Plan, profile: Profile) -> Plan:
+        """Return the plan with encoded averages, and with errors that decay before."""
         plan = with_wire(plan, self._wire, profile)
         # `gather` alone encodes once, as the method does.
         transfers = tuple(
