@@ -58,7 +58,7 @@ class Codec(ABC):
         """Return the implementation of this codec on tensors, a `tensor_codecs.Code`.
 
         Raises:
-            TypeError: the codec brings none, and `tensor_codecs.register_code` was not called.
+            TypeError: the codec has no implementation on tensors.
         """
         raise TypeError(
             f"codec ({self.name!r}) must have an implementation on tensors: define "
