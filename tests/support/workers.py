@@ -277,7 +277,7 @@ class Spy:
         for message, x in self._seen:
             t = message.transfer
             there = places.get((x.data_ptr(), x.numel()), ())
-            known = place_of(t) in there or t.payload.buffer == BUFFERS
+            known = place_of(t) in there or t.payload.buffer == BUFFERS or not t.in_place
             name = promise_of(t) if known else "another tensor"
             trained.collectives.append((message.iteration, t.link, name, x.nbytes))
         trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
@@ -289,8 +289,8 @@ class Spy:
             payload = t.payload
             if payload.buffer == BUFFERS:  # packed for each message
                 continue
-            if payload.buffer == "state":
-                tensors = self._engine.state.tensors(payload.buckets)
+            if payload.buffer == "state" or payload.moment is not None:
+                tensors = self._engine.state.tensors(payload.buckets, payload.moment)
                 parts = [x[payload.slice_of(x.numel())] for x in tensors]
             else:
                 copies = range(flat.copies(payload.buffer))
