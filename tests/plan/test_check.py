@@ -13,6 +13,7 @@ from support.plan_families import (
 )
 
 from offbeat.core.codecs import WIRES
+from offbeat.core.rules import RULES
 from offbeat.core.verify.check import check, raise_if_wrong, slices_of
 from offbeat.plan import (
     Apply,
@@ -192,8 +193,7 @@ NAMES = {
     ),
     "rule": (
         plan_of(ALL_GRADIENTS, applies=[LOCAL, apply("locale", STEP)]),
-        "rule 'locale' of locale[0:2] must be one of add, blend, clear, clip, clip_early, close, "
-        "copy, delta, local, measure, outer, reset, scale, select, swap",
+        f"rule 'locale' of locale[0:2] must be one of {', '.join(sorted(RULES))}",
         [2],
     ),
     "setting": (

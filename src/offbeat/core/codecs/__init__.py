@@ -31,7 +31,7 @@ def register(cls: type[Codec]) -> type[Codec]:
             f"codec ({cls.name!r}) must have a name that no rule, vote or codec has; choose "
             "another name"
         )
-    words = ("reduce",) if cls.linear else ("gather", "scatter")
+    words = ("reduce",) if cls.linear else cls.ways
     WIRES[cls.name] = cls
     SETTINGS[cls.name] = {**cls.settings, "via": Setting("word", words[0], words=words)}
     return cls

@@ -36,6 +36,8 @@ class Codec(ABC):
         grain: the number of elements of every shard of a message is a multiple of this.
         linear: whether the mean of the codes is the code of the mean. If true, codes are averaged
             by an all-reduce; if false, every rank's codes are decoded.
+        ways: exchanges of the codes that a codec supports which is not linear, the default first.
+            Without `scatter`, no mean is encoded again.
         rounds: number of successive messages in one average.
     """
 
@@ -44,6 +46,7 @@ class Codec(ABC):
     example: ClassVar[dict[str, Any]] = {}
     grain: ClassVar[int] = 1
     linear: ClassVar[bool] = False
+    ways: ClassVar[tuple[str, ...]] = ("gather", "scatter")
     rounds: ClassVar[int] = 1
 
     @abstractmethod

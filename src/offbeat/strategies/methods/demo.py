@@ -81,8 +81,7 @@ class DeMo(Strategy):
 
     @property
     def _wire(self) -> Wire:
-        args = (("fraction", float(self.fraction)), ("via", "gather"))
-        return Wire(CODEC, args, error=MOMENTUM)
+        return Wire(CODEC, (("fraction", float(self.fraction)),), error=MOMENTUM)
 
     def schedule(self, profile: Profile) -> Plan:
         everything, single = range(len(profile.buckets)), profile.world_size == 1

@@ -84,7 +84,7 @@ class SparseLoCo(Strategy):
 
     @property
     def _wire(self) -> Wire:
-        return Wire(CODEC, (("fraction", float(self.fraction)), ("via", "gather")))
+        return Wire(CODEC, (("fraction", float(self.fraction)),))
 
     def schedule(self, profile: Profile) -> Plan:
         plan = replace(LocalSGD(self.period).schedule(profile), strategy=self.name)
@@ -95,26 +95,18 @@ class SparseLoCo(Strategy):
     def _encode_averages(self, plan: Plan, profile: Profile) -> Plan:
         """Return the plan with encoded averages, and with errors that decay before."""
         plan = with_wire(plan, self._wire, profile)
-        # `gather` alone encodes once, as the method does.
-        transfers = tuple(
-            t if t.wire is None else replace(t, wire=replace(t.wire, args=self._wire.args))
-            for t in plan.transfers
-        )
         fades = tuple(
             Apply(
                 fade.__name__,
                 t.payload.buckets,
                 STEP,
                 t.phases,
-                args=self._fade_settings(t.wire.error),
+                args=(("buffer", t.wire.error), ("share", float(self.decay))),
             )
-            for t in transfers
+            for t in plan.transfers
             if t.wire is not None
         )
-        return replace(plan, transfers=transfers, applies=(*fades, *plan.applies))
-
-    def _fade_settings(self, buffer: str | None) -> tuple[tuple[str, Any], ...]:
-        return (("buffer", buffer), ("share", float(self.decay)))
+        return replace(plan, applies=(*fades, *plan.applies))
 
     def equations(self, plan: Plan) -> Equations:
         used, kept = codec(CODEC, dict(self._wire.args)), list[Any]()

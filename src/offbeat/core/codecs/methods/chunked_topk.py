@@ -35,11 +35,15 @@ class TopK2(Codec):
     name: ClassVar[str] = "topk2"
     settings: ClassVar[dict[str, Setting]] = SHARE
     example: ClassVar[dict[str, Any]] = {"fraction": 0.0156}
-    grain: ClassVar[int] = CHUNK
+    # A mean has many equal magnitudes, so the largest of them would be arbitrary.
+    ways: ClassVar[tuple[str, ...]] = ("gather",)
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        parts = [LEVEL_BYTES + index_bytes(k) + -(-k // 4) for k in self.counts(size)]
-        return align(sum(parts))
+        return align(self.used_bytes(size))
+
+    def used_bytes(self, size: int) -> int:
+        """Return the bytes of the codes without the gap behind them."""
+        return sum(LEVEL_BYTES + index_bytes(k) + -(-k // 4) for k in self.counts(size))
 
     def counts(self, size: int) -> list[int]:
         """Return the number of elements that are sent of each chunk."""
@@ -104,6 +108,7 @@ class TopK2Code:
             pack_bits(negative.to(places.dtype) + 2 * large.to(places.dtype), bits)
             sent = self._values(levels, negative, large, chunks)
             chunks.scatter_add_(-1, places, -sent)
+        codes[..., self._codec.used_bytes(x.shape[-1]) :] = 0
 
     def add(self, codes: Any, out: Any) -> None:
         for chunks, levels, indices, bits in self._groups(out, codes):

@@ -41,11 +41,14 @@ class DCTTopK(Codec):
     name: ClassVar[str] = "dct-topk"
     settings: ClassVar[dict[str, Setting]] = SHARE
     example: ClassVar[dict[str, Any]] = {"fraction": 0.0078}
-    grain: ClassVar[int] = CHUNK
+    ways: ClassVar[tuple[str, ...]] = ("gather",)  # as the method averages
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        groups = self.groups(size)
-        return align(sum(n * (k * itemsize + index_bytes(k)) for _, n, _, k in groups), itemsize)
+        return align(self.used_bytes(size, itemsize), itemsize)
+
+    def used_bytes(self, size: int, itemsize: int) -> int:
+        """Return the bytes of the codes without the gap behind them."""
+        return sum(n * (k * itemsize + index_bytes(k)) for _, n, _, k in self.groups(size))
 
     def groups(self, size: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the first element, the number of chunks, their rows, and the number of coefficients
@@ -92,6 +95,11 @@ class DCTTopKCode:
         self._matrices: dict[tuple[int, Any, Any], Any] = {}
 
     def encode(self, x: Any, codes: Any) -> None:
+        if x.dim() > 1:  # products of matrices round as those of a row alone
+            for one, its in zip(x, codes, strict=True):
+                self.encode(one, its)
+            return
+        codes[self._codec.used_bytes(len(x), x.itemsize) :] = 0
         for part, (count, rows, k), values, indices in self._groups(x, codes):
             down, across = self._matrix(rows, x), self._matrix(SIDE, x)
             coefficients = (down @ _in_rows(part, count, rows) @ across.T).flatten(-2)
@@ -102,6 +110,10 @@ class DCTTopKCode:
             part -= self._decode(places, sent, rows, x).flatten(-3)[..., : part.shape[-1]]
 
     def add(self, codes: Any, out: Any) -> None:
+        if out.dim() > 1:
+            for its, one in zip(codes, out, strict=True):
+                self.add(its, one)
+            return
         for part, (_, rows, k), values, indices in self._groups(out, codes):
             decoded = self._decode(unpack_indices(indices, k), values, rows, out)
             part += decoded.flatten(-3)[..., : part.shape[-1]]
