@@ -11,6 +11,8 @@ from support.strategy_lists import STRATEGIES
 from support.worlds import run_world
 
 import offbeat
+from offbeat.core.strategy.registry import module_names, setting_names
+from offbeat.strategies import create
 
 ADAM = Case("conv", "adam", "step")
 MLP = Case("mlp", "nesterov", "cosine")
@@ -73,6 +75,11 @@ TRIALS: dict[str, list[jobs.Trial]] = {
         jobs.Trial(offbeat.FedAvg(local_steps=(1, 2), fraction=0.5, wire="int4"), MLP, 5),
         jobs.Trial(offbeat.Cyclic(wire="int4"), jobs.CASE, 4),
         jobs.Trial(offbeat.Cyclic(rule="v1", wire="topk:0.1"), MLP, 4),
+    ],
+    "methods": [
+        jobs.Trial(create(name, {"period": 2} if "period" in setting_names(name) else {}), ADAM, 5)
+        for name in module_names()
+        if name in STRATEGIES
     ],
 }
 
