@@ -126,7 +126,8 @@ class NoLoCo(Strategy):
         everything, ranks = range(len(profile.buckets)), profile.world_size
         rounds = [draw_pairs(ranks, self.seed, done) for done in range(self.rounds)]
         last = Phases(done * self.period + self.period - 1 for done in range(self.rounds))
-        settings: dict[str, Any] = {"kept": round(1 - self._gamma, 12), "momentum": float(self.momentum)}
+        kept = round(1 - self._gamma, 12)  # without the digits of 1 - .7
+        settings: dict[str, Any] = {"kept": kept, "momentum": float(self.momentum)}
         sent = {"param": THEIRS}
         if self._sends_slow:
             settings |= {"rate": float(self.lr), "their_slow": THEIR_SLOW}
