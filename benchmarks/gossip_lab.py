@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.compare import compare
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.record.record_file import read, records_in
 from offbeat.lab import Cluster
 from offbeat.profile import Profile

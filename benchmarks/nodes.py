@@ -170,7 +170,8 @@ def byte_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def measure_errors(model: str, rate: int, kind: str) -> dict[str, Any]:
     """By contestant: measured and predicted seconds per iteration."""
-    from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+    from offbeat.experiments.compare import compare
+    from offbeat.experiments.comparison import Comparison, Contestant, Setup
     from offbeat.experiments.report import load, summarize
 
     script = (str(WORKER), "--model", model, *["--sharded"] * (kind == "sharded"))

@@ -26,7 +26,8 @@ from statistics import median
 
 from link_load import table
 
-from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.compare import compare
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.report import load, summarize
 from offbeat.experiments.report.pace_notes import describe_pace
 from offbeat.lab import Cluster

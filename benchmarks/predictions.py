@@ -244,7 +244,8 @@ def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> b
         steps: iterations of a launch.
     """
     from offbeat.core.strategy.parsing import parse
-    from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+    from offbeat.experiments.compare import compare
+    from offbeat.experiments.comparison import Comparison, Contestant, Setup
     from offbeat.lab import Cluster
 
     strategy = parse(cell.strategy)

@@ -26,7 +26,9 @@ from statistics import fmean, median
 from contest import count, coverage_rate, fifo
 
 from offbeat import Profile, sim
-from offbeat.experiments.compare import Comparison, Contestant, Setup, compare, measure_profile
+from offbeat.experiments.compare import compare
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
+from offbeat.experiments.launcher import measure_profile
 from offbeat.experiments.report import Contestant as Finished
 from offbeat.experiments.report import Row, Run, load, summarize
 from offbeat.experiments.report.losses import SMOOTH, rank_mean

@@ -32,7 +32,8 @@ from tasks import GPT, Batch
 
 import offbeat
 from offbeat.core.profile.elsewhere import Network, on_networks
-from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.compare import compare
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
 from offbeat.experiments.report.summary import summarize

@@ -314,7 +314,7 @@ def verdict_rows(story: Story, found: Answer) -> Iterator[list[Any]]:
             row.method.change,
             *(float(f"{seconds / 3600:.3g}") for seconds in (row.seconds, *row.range_s)),
             None if needed is None else rate(needed),
-            float(f"{row.method.memory.total_bytes / 1e9:.3g}"),
+            float(f"{row.memory.total_bytes / 1e9:.3g}"),
             None if row.fits is None else ("yes" if row.fits else "no"),
         ]
 

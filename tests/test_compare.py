@@ -24,7 +24,10 @@ from offbeat.cli import commands as cli
 from offbeat.core import files
 from offbeat.core.measuring.processors import processors
 from offbeat.core.sim.trace import Trace
-from offbeat.experiments import compare, report
+from offbeat.experiments import compare, launcher, report
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
+from offbeat.experiments.launcher import Launcher, Outcome
+from offbeat.experiments.new_run import default_run_dir
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.lab import Cluster
@@ -121,14 +124,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def setup(*words: str, hosts: int = 2) -> compare.Setup:
+def setup(*words: str, hosts: int = 2) -> Setup:
     """The stand-in on the loopback."""
-    return compare.Setup(("train.py", *words), Cluster.simple(hosts), shaped=False, seed=7)
+    return Setup(("train.py", *words), Cluster.simple(hosts), shaped=False, seed=7)
 
 
 CONTESTANTS = (
-    compare.Contestant("ddp", DDP()),
-    compare.Contestant("dreamddp-period=2", DreamDDP(period=2)),
+    Contestant("ddp", DDP()),
+    Contestant("dreamddp-period=2", DreamDDP(period=2)),
 )
 
 
@@ -136,10 +139,10 @@ def comparison(
     *words: str,
     repetitions: int = 2,
     profile: Path | None = None,
-    contestants: tuple[compare.Contestant, ...] = CONTESTANTS,
+    contestants: tuple[Contestant, ...] = CONTESTANTS,
 ):
     """Two contestants that take turns."""
-    return compare.Comparison(setup(*words), contestants, repetitions, None, profile)
+    return Comparison(setup(*words), contestants, repetitions, None, profile)
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Turns:
     """A comparison that has ended: where, what came out, and what was printed."""
 
     here: Path
-    outcome: compare.Outcome
+    outcome: Outcome
     out: str
     err: str
 
@@ -310,7 +313,7 @@ def test_a_strategy_without_a_plan_fails_in_words(here):
         def plan(self, profile):
             raise ValueError(f"{len(profile.buckets)} buckets are too many")
 
-    chosen = (compare.Contestant("broken", Broken()), compare.Contestant("wfbp", WFBP()))
+    chosen = (Contestant("broken", Broken()), Contestant("wfbp", WFBP()))
     asked = comparison(repetitions=1, profile=_profile(here), contestants=chosen)
     outcome = compare.compare(asked, here / "out")
     assert outcome.failures == ["broken: 4 buckets are too many"]
@@ -347,9 +350,9 @@ def test_a_given_profile_is_not_measured_again(here):
 
 
 def test_a_contestant_without_a_plan(here):
-    contestants = (compare.Contestant("ssp", SSP(s=1)),)
+    contestants = (Contestant("ssp", SSP(s=1)),)
     served = replace(setup(hosts=3), servers=1)
-    outcome = compare.compare(compare.Comparison(served, contestants, 1), here / "out")
+    outcome = compare.compare(Comparison(served, contestants, 1), here / "out")
     assert (outcome.failures, outcome.measured) == ([], 1)
     (row,) = report.summarize(report.load(here / "out"))
     assert row.predicted_s is not None
@@ -404,11 +407,11 @@ def test_a_directory_in_use_is_refused(here):
 
 
 def test_default_directories_differ(here):
-    first = compare.default_run_dir("scripts/train.py")
+    first = default_run_dir("scripts/train.py")
     assert first.parent == Path("runs")
     assert first.name.endswith("-train")
     first.mkdir(parents=True)
-    assert compare.default_run_dir("scripts/train.py") != first
+    assert default_run_dir("scripts/train.py") != first
     assert here
 
 
@@ -838,7 +841,7 @@ def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -> None:
     """One that fails is the repetition's failure; after Ctrl-C the first one counts again."""
-    real, launches = compare._Launcher.launch, []
+    real, launches = Launcher.launch, []
 
     def launch(*args, **fields):
         launches.append(args)
@@ -849,10 +852,10 @@ def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -
             return "rank 1 exited with code 1", []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare._Launcher, "launch", launch)
+    monkeypatch.setattr(Launcher, "launch", launch)
     disturbed = Repetition(0, (), load={"disturbed": 1.0, "foreign": 0.5})
     monkeypatch.setattr(compare, "load_repetition", lambda *_: disturbed)
-    monkeypatch.setattr(compare, "load_in", lambda _: None)
+    monkeypatch.setattr(launcher, "load_in", lambda _: None)
     made = comparison(repetitions=1, contestants=CONTESTANTS[:1])
     outcome = compare.compare(replace(made, repeat_disturbed=True), here / "out")
     assert len(launches) == 3

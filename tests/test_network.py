@@ -11,10 +11,12 @@ from test_compare import SCRIPT
 from offbeat.cli import commands as cli
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
-from offbeat.experiments import compare
-from offbeat.experiments.profile_for_network import compute_for, with_network
+from offbeat.experiments import comparison
+from offbeat.experiments.comparison import Setup
+from offbeat.experiments.profile_for_network import compute_for, ranks_on, with_network
 from offbeat.lab import Cluster, NoLab
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import Ranks
 
 RATE = 200e6
 # A ring of 4 sends every byte 1.5 times.
@@ -52,6 +54,28 @@ def test_another_rate_is_computed_and_stated(profile):
     assert (what, was.removeprefix("about "), here) == ("rate of net", "200mbit", "10mbit")
     # A recorded rate contradicts a close one.
     assert bool(computed(profile, Cluster.simple(4, "250mbit")).quantities) == (profile is KNOWN)
+
+
+def test_the_slowest_uplink_bounds_a_ring_and_not_the_others():
+    cluster = Cluster.from_toml(
+        'hosts = 4\nrate = "200mbit"\nuplink = "40mbit"\n[[overrides]]\nhost = 2\n'
+        'uplinks = { net = "10mbit" }'
+    )
+    assert computed(KNOWN, cluster).profile.links[0].asked_rate_bps == 1e7
+    ranks = ranks_on(cluster, 4)
+    assert ranks.link_rates == {"net": (4.0, 4.0, 1.0, 4.0)}
+    assert ranks.receive_rates == {"net": (20.0,) * 4}
+    assert ranks.server_rates == {"net": (4.0, 20.0)}  # of the best host
+    served = ranks_on(cluster, 2, served=[2])
+    assert served.link_rates == {"net": (1.0, 1.0)}
+    assert served.server_rates == {"net": (0.25, 5.0)}
+    paired = Cluster.from_toml(
+        cluster.to_toml() + '[[pairs]]\nhosts = [0, 1]\nrates = { net = "5mbit" }'
+    )
+    assert ranks_on(paired, 4) == ranks_on(Cluster.simple(4, "1mbit"), 4) == Ranks()
+    assert ranks_on(Cluster.simple(4), 4) == Ranks()
+    assert Setup(("-m", "this"), cluster).ranks == ranks
+    assert Setup(("-m", "this"), cluster, shaped=False).ranks is None
 
 
 def test_the_slowest_way_between_ranks_counts():
@@ -118,7 +142,7 @@ def test_without_a_lab_nothing_is_compared():
 def test_a_run_predicts_for_its_own_network_and_records_it(tmp_path, monkeypatch, capsys):
     """Measured at 200 Mbit/s on 4 hosts, run at 10 Mbit/s on 2; the lab is a stand-in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "Lab", lambda cluster, _: NoLab(cluster))
+    monkeypatch.setattr(comparison, "Lab", lambda cluster, _: NoLab(cluster))
     (tmp_path / "train.py").write_text(SCRIPT)
     KNOWN.save("p.json")
     argv = ["run", "--profile", "p.json", "--hosts", "2", "--rate", "10mbit", "--out", "r"]

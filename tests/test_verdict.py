@@ -5,12 +5,14 @@ import json
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from offbeat.cli import commands as cli
-from offbeat.cli.advise import rate, span
+from offbeat.cli.advise import launch_command, rate, span
+from offbeat.cli.rehearsed_advice import Losses
 from offbeat.core.profile.elsewhere import (
     Network,
     extrapolate,
@@ -18,18 +20,21 @@ from offbeat.core.profile.elsewhere import (
     with_slower_links,
     with_smaller_messages,
 )
+from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import strategy_names
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.sharded import hsdp, zero3
-from offbeat.experiments.advice.verdict import decide
+from offbeat.experiments.advice.verdict import decide, predict_methods
 from offbeat.experiments.advice.work import Work
+from offbeat.jobs.verdict_file import KeptVerdict
 from offbeat.lab import Cluster
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
-from offbeat.sim import predict, predict_plan
-from offbeat.strategies import DDP, WFBP, A2CiD2, DeFT, DiLoCo, DreamDDP, LocalSGD
+from offbeat.rehearsal.rehearse import RehearsedCurve
+from offbeat.sim import Ranks, predict, predict_plan
+from offbeat.strategies import DDP, SSP, WFBP, A2CiD2, DeFT, DiLoCo, DreamDDP, LocalSGD
 
 
 def profile_of(seed=0, layers=6, ranks=4, ratio=2.0, latency_s=1e-3):
@@ -257,6 +262,55 @@ def test_shards_are_divided_and_activations_are_not():
     assert full.buffers_bytes == sizes[-1] + sizes[-2] + sizes[-1]
 
 
+def test_devices_hold_whole_replicas_unless_methods_that_average_divide_them():
+    place = Place(profile_of(ratio=3.0), 4)
+    for method in (*making.outsiders(place), *making.default_methods(place)):
+        divided = method.sharded_memory
+        if method.label in ("zero-3", "hsdp"):
+            assert divided is None
+        elif method.label == "one machine" or method.change == "averaged":
+            assert divided is None or divided.total_bytes == method.memory.total_bytes / 4
+        if method.label.startswith(("ddp", "wfbp", "deft")):
+            assert divided is None
+    predicted = predict_methods(place, max_staleness=4)
+    whole = 4 * SIZE  # parameters, gradients, two moments
+    verdict = decide(place, Work.of(), predicted=predicted, device_memory=whole - 1, shares=())
+    assert not verdict.row("ddp").fits
+    taken = verdict.best
+    assert taken.sharded
+    assert taken.memory == taken.method.sharded_memory
+    assert launch_command(verdict) == (
+        f"OFFBEAT_STRATEGY={taken.method.label} torchrun --nnodes 4 --nproc-per-node 4 train.py"
+    )
+    roomy = decide(place, Work.of(), predicted=predicted, device_memory=1e12, shares=())
+    assert "OFFBEAT_NODES=auto torchrun --nnodes 4 --nproc-per-node 4" in launch_command(roomy)
+    assert roomy.best.memory.total_bytes >= whole
+    alone = decide(Place(profile_of(ratio=3.0)), Work.of(), max_staleness=1, shares=())
+    assert launch_command(alone) is None
+
+
+def test_the_command_of_machines_with_several_devices(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    profile_of(ranks=1).save("one.json")
+    (tmp_path / "nodes.toml").write_text('hosts = 2\nranks = 2\nrate = "20mbit"')
+    (tmp_path / "own.toml").write_text('hosts = 2\nrate = "20mbit"\nprocesses_per_host = 2')
+    there = ["--hosts", "2", "--rate", "20mbit", "--per-host", "2"]
+    expected = {
+        tuple(there): "--per-node 2 --strategies",
+        ("--cluster", "nodes.toml"): "--cluster nodes.toml --strategies",
+        ("--cluster", "own.toml"): None,
+    }
+    for argv, words in expected.items():
+        options = ["--profile", "one.json", "--max-staleness", "0", "--json"]
+        assert cli.main(["advise", *argv, *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["devices"] == 2
+        assert found["command"] is None if words is None else words in found["command"]
+        if words is not None:
+            assert cli.main([*found["command"].split()[1:-1], "missing.py"]) == 2
+            assert "missing.py" in capsys.readouterr().err
+
+
 # --- places --------------------------------------------------------------------------------------
 
 
@@ -331,6 +385,33 @@ def test_places_of_cluster_files():
         place_on_cluster(profile_of(), Cluster.simple(2))
 
 
+def test_uplinks_bound_collectives_and_not_servers():
+    """A ring sends as fast as the slowest uplink; pulls from a server do not pass uplinks of
+    workers."""
+    text = 'hosts = 4\nrate = "80mbit"\nuplink = "{}"'
+    thin, plain = (
+        place_on_cluster(profile_of(ranks=1), Cluster.from_toml(text.format(up)))
+        for up in ("8mbit", "80mbit")
+    )
+    slow = place_of(profile_of(ranks=1), 4, 8e6)
+    assert thin.profile == slow.profile
+    assert plain.ranks == slow.ranks == Ranks()
+
+    def seconds(place):
+        return [making.of_strategy(one, place).iteration_s for one in (DDP(), SSP(s=0))]
+
+    (ring_s, served_s), (slow_ring_s, slow_served_s) = map(seconds, (thin, slow))
+    assert ring_s == slow_ring_s
+    assert served_s < slow_served_s
+    # The server sends to four workers at 8 Mbit/s, twice per clock: at its begin, beside compute
+    # and a push, and after the last push. If it receives slowly, too, compute comes on top.
+    size_bytes = sum(bucket.size_bytes for bucket in thin.profile.buckets)
+    pulls_s = 4 * size_bytes / (0.94 * 8e6 / 8)
+    assert served_s == pytest.approx(2 * pulls_s, rel=1e-4)
+    assert slow_served_s == pytest.approx(2 * pulls_s + thin.profile.compute_s, rel=1e-3)
+    assert thin.at_rate(1e8).ranks == thin.with_machines(5).ranks == Ranks()
+
+
 # --- needs ---------------------------------------------------------------------------------------
 
 
@@ -388,9 +469,11 @@ def test_work_counts_batches_of_one_device():
     assert Work.of(samples=1e6, batch=50).batches == 20_000
     assert Work.of(iterations=300).batches == 300
     assert Work.of().batches == 1000
-    by_label = Work(0.0, "to a loss", {"ddp": 100.0, "local-sgd": 150.0})
-    assert by_label.batches_of("local-sgd", None) == 150
-    assert by_label.batches_of("wfbp", "ddp") == 100
+    assert Work.of(iterations=300).batches_of("deft") == (300,)
+    by_label = Work.to_loss(4.25, {"ddp": [100.0, 120.0], "local-sgd": [150.0]})
+    assert by_label.text == "to loss 4.25"
+    assert by_label.batches_of("local-sgd", None) == (150,)
+    assert by_label.batches_of("wfbp", "ddp") == (100, 120)
     assert by_label.batches_of("deft") is None
     for given in ({"samples": 1e6}, {"samples": 5, "batch": 1, "iterations": 2}, {"batch": 0}):
         with pytest.raises(ValueError, match=r"must|need|give"):
@@ -464,6 +547,56 @@ def test_help_is_what_a_simulation_there_gives():
         "a fifth machine": 1 - predict(strategy, fifth).iteration_s / 5 / now_s,
     }
     assert saved == pytest.approx(expected)
+
+
+def test_a_verdict_to_a_loss_is_for_the_batches_of_each_method():
+    """Times by hand; the spread over seeds widens the range; other machines have no losses."""
+    place = Place(profile_of(ratio=3.0))
+    predicted = predict_methods(place, max_staleness=3)
+    labels = [text_of(strategy) for strategy in predicted.learnt_differently]
+    assert labels[0] == "ddp"
+    slow, *others = labels[1:]
+    work = Work.to_loss(2.0, {"ddp": [400.0, 480.0], slow: [4000.0, 3600.0], "one machine": [300]})
+    verdict = decide(place, work, predicted=predicted, shares=())
+    for row in verdict.rows:
+        if row.method.label in (*others, "ddp, fp16 hook"):
+            assert row.seconds is row.range_s is None
+        elif row.method.same_numbers:  # zero-3 and others that send every gradient
+            assert row.seconds == pytest.approx(440 / 4 * row.method.iteration_s)
+            assert row.range_s == pytest.approx(
+                (100 * row.method.low_s, 120 * row.method.high_s), rel=1e-12
+            )
+    assert verdict.row("one machine").seconds == pytest.approx(300 * place.profile.compute_s)
+    known = [row.seconds for row in verdict.rows if row.seconds is not None]
+    assert verdict.best.seconds == min(known)
+    assert [one.text for one in verdict.helps if "machine" in one.text] == []
+    overlapping = {
+        row.method.label
+        for row in verdict.rows
+        if row.batches
+        and row is not verdict.best
+        and min(row.batches) * row.method.batch_s
+        <= max(verdict.best.batches) * verdict.best.method.batch_s
+    }
+    assert {row.method.label for row in verdict.rows_within_spread} == overlapping
+    with pytest.raises(ValueError, match="no method has reached the loss"):
+        decide(place, Work.to_loss(2.0, {}), predicted=predicted, shares=())
+
+
+def test_one_machine_is_best_to_a_loss_if_more_batches_at_once_do_not_help():
+    """All machines together need more iterations than one, so no rate is enough."""
+    place = Place(profile_of(ratio=1.0))
+    predicted = predict_methods(place, max_staleness=0)
+    work = Work.to_loss(1.0, {"ddp": [500.0], "one machine": [100.0]})
+    verdict = decide(place, work, predicted=predicted, shares=())
+    assert verdict.best.method.label == "one machine"
+    assert verdict.worthwhile_bps is None
+    half = Work.to_loss(1.0, {"ddp": [200.0], "one machine": [100.0]})  # half of the iterations
+    verdict = decide(place.at_rate(1e6), half, predicted=None, max_staleness=0, shares=())
+    rate_bps = verdict.worthwhile_bps
+    for times, is_faster in ((1.1, True), (1 / 1.1, False)):
+        there = decide(place.at_rate(times * rate_bps), half, max_staleness=0, shares=())
+        assert (there.together.seconds < there.row("one machine").seconds) == is_faster
 
 
 def test_loss_limits_rates_until_there_are_more_connections():
@@ -543,12 +676,18 @@ def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
         (["--profile", "p.json", "--price", "-1"], "price (-1) must be a number above 0"),
         (["--profile", "p.json", "--per-host", "0"], "--per-host (0) must be at least 1"),
         (["--profile", "p.json", "--cluster", "c.toml", "--hosts", "2"], "--cluster replaces"),
+        (["--profile", "p.json", "--rehearse"], "--rehearse needs a script"),
+        (["--profile", "p.json", "--seeds", "0,1"], "are for --rehearse"),
+        (["--rehearse", "--samples", "1M", "--batch", "2", "t.py"], "must be left out with --reh"),
+        (["--rehearse", "--target", "accuracy=.9", "t.py"], "must be a loss in a rehearsal"),
+        (["--rehearse", "--profile", "p.json", "--per-host", "2", "t.py"], "must be 1 in a reh"),
     ],
 )
 def test_wrong_questions_are_one_line(argv, words, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     profile_of(ranks=1).save("one.json")
     profile_of().save("p.json")
+    (tmp_path / "t.py").write_text("")
     assert cli.main(["advise", *argv]) == 2
     printed = capsys.readouterr().err
     assert words in printed
@@ -583,3 +722,81 @@ def test_a_script_is_measured_on_one_device(tmp_path, capsys, monkeypatch):
     assert memory["activations_bytes"] > 0
     assert found["compute"]["iteration_s"] > 0
     assert "--profile" not in found["command"]
+
+
+LEARNING = """
+import sys, torch, offbeat
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), float(sys.argv[1]))
+model, optimizer = offbeat.prepare(model, optimizer)
+weights = torch.arange(8.0) / 4
+for _ in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    x = torch.randn(16, 8)
+    (model(x)[:, 0] - x @ weights).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_rehearsed_losses_decide(tmp_path, capsys, monkeypatch):
+    """Times are those of the rehearsed iterations, and the verdict keeps them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(LEARNING)
+    buckets = (Bucket("b", 0.01, 0.02, 36, tensors=("weight", "bias")),)
+    Profile(buckets, (Link("net", 0.2, 1e6),), 2).save("p.json")
+    argv = ["advise", "--rehearse", "--profile", "p.json", "--max-staleness", "0"]
+    argv += ["--target", "loss=0.5", "-o", "v.json"]
+    assert cli.main([*argv, "train.py", "0.05", "60"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    found = json.loads((tmp_path / "v.json").read_text())
+    assert "2 machines at" in printed
+    assert "to loss 0.5: " in printed
+    assert "losses are those of a rehearsal of 60 iterations with one seed" in printed
+    assert "--target loss=0.5" in printed
+    counts = found["rehearsal"]["iterations"]
+    rows = {row["method"]: row for row in found["methods"]}
+    assert counts.keys() == {"ddp", "one machine"}
+    for label, (count,) in counts.items():
+        assert rows[label]["seconds"] == pytest.approx(count * rows[label]["iteration_s"])
+    assert rows["zero-3"]["seconds"] == counts["ddp"][0] * rows["zero-3"]["iteration_s"]
+    (folder,) = (tmp_path / "runs").iterdir()
+    for label, path in (("ddp", "ddp"), ("one machine", "one-machine/one-machine")):
+        curve = json.loads((folder / path / "rep0" / "curve.json").read_text())
+        means = [sum(curve["losses"][i : i + 10]) / 10 for i in range(51)]
+        assert counts[label] == [next(i for i, x in enumerate(means) if x <= 0.5) + 10]
+        ends_s = [rows[label]["iteration_s"] * (i + 1) for i in range(60)]
+        assert curve["ends_s"] == pytest.approx(ends_s, rel=1e-6)
+    kept = KeptVerdict.from_dict(found)
+    assert kept.target_loss == 0.5
+    assert kept.best.to_loss_s[1] == rows[found["best"]]["seconds"]
+
+    again = [word.replace("loss=0.5", "loss=0.0") for word in argv]
+    assert cli.main([*again, "--resume", str(folder), "train.py", "0.05", "60"]) == 1
+    assert "no loss has decreased to loss 0" in " ".join(capsys.readouterr().err.split())
+
+
+def curve_of(label, losses, iteration_s):
+    ends_s = tuple(iteration_s * (i + 1) for i in range(len(losses)))
+    return RehearsedCurve(label, 4, 4, tuple(losses), ends_s)
+
+
+def test_losses_of_all_seeds_count():
+    predicted = predict_methods(Place(profile_of(ratio=3.0)), max_staleness=3)
+    ddp, other, *_ = (text_of(strategy) for strategy in predicted.learnt_differently)
+    times = {method.label: method.iteration_s for method in predicted.methods}
+    falls = [[9.0] * 20 + [1.0] * 20, [9.0] * 25 + [1.0] * 15]
+    curves = {
+        ddp: [curve_of(ddp, fall, times[ddp]) for fall in falls],
+        other: [curve_of(other, fall, 1.2 * times[other]) for fall in (falls[0], [9.0] * 40)],
+    }
+    losses = Losses(1.0, curves, ("late: it failed",), False, Path("runs/x"))
+    assert losses.work.batches_by_label == {ddp: [4 * 30.0, 4 * 35.0]}
+    notes = "\n".join(losses.notes(predicted))
+    assert "a rehearsal of 40 iterations with each of 2 seeds" in notes
+    assert f"loss 1 was not reached by {other}\n" in notes
+    assert "ddp, fp16 hook" in notes.partition("without a rehearsal: ")[2]
+    assert f"{other} took" in notes
+    assert f"{ddp} took" not in notes
+    assert notes.endswith("late: it failed")
+    assert losses.record()["iterations"] == {ddp: [30, 35], other: [30, None]}

@@ -24,7 +24,8 @@ from itertools import product
 from pathlib import Path
 
 from offbeat.core.profile.elsewhere import extrapolate
-from offbeat.experiments.compare import Comparison, Contestant, Setup, compare
+from offbeat.experiments.compare import compare
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
 from offbeat.strategies import SSP

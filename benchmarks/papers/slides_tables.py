@@ -12,7 +12,7 @@ from typing import Any
 from slides_tasks import Task, methods
 
 from offbeat.core.sim.separate_workers import compute_seconds, server_of
-from offbeat.experiments.compare import SKIP
+from offbeat.experiments.new_run import SKIP
 from offbeat.experiments.record.record_file import read, records_in
 from offbeat.experiments.report import load, summarize
 from offbeat.profile import Profile

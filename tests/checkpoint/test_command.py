@@ -10,7 +10,7 @@ import pytest
 
 from offbeat import cli
 from offbeat.core.runtime.launch_request import LaunchRequest
-from offbeat.experiments import compare
+from offbeat.experiments import launcher
 from offbeat.lab.launch import Result
 from offbeat.profile import Bucket, Link, Profile
 
@@ -26,7 +26,7 @@ def asked(
         return Result((1,), 0.0, (), "it was not launched", ())
 
     monkeypatch.chdir(here)
-    monkeypatch.setattr(compare, "launch", launched)
+    monkeypatch.setattr(launcher, "launch", launched)
     (here / "train.py").write_text("")
     bucket = Bucket("b", 0.01, 0.02, 4000)
     Profile((bucket,), (Link("net", 0.001, 1e6),), world_size=1).save(here / "p.json")

@@ -142,3 +142,19 @@ def test_a_job_keeps_the_verdict(tmp_path: Path) -> None:
     errors = run_world(observed_jobs.train_with_verdict, 2, str(tmp_path / "more"), str(given))
     for error in errors:  # every rank stops
         assert "must be a file that `offbeat advise --out` has written" in error
+
+
+def test_time_to_a_loss_is_shown_beside_the_measurement() -> None:
+    methods = [{**one, "seconds": 7200.0, "range_s": [3600.0, 9000.0]} for one in METHODS]
+    kept = KeptVerdict.from_dict({**VERDICT, "methods": methods, "work": {"target_loss": 2.3456}})
+    text = kept.compare("dreamddp(period=8)", 4, 0.43, 8000.0)
+    assert "420 ms (399 ms to 441 ms) per iteration, loss 2.346 after 2 h (1 h to 2 h 30 min)" in (
+        text
+    )
+    assert text.endswith("measured loss 2.346 after 2 h 13 min")
+    assert "loss" not in KeptVerdict.from_dict({**VERDICT, "methods": methods}).compare(
+        "ddp", 4, 0.43, 8000.0
+    )
+    assert kept.has_target(2.346)
+    assert not kept.has_target(2.36)
+    assert not kept.has_target(None)

@@ -33,6 +33,17 @@ def test_the_plan_of_a_link_has_what_hosts_and_pairs_say():
     assert LinkPlan.from_message(plan.to_message()) == plan
 
 
+def test_uplinks_stay_when_rates_change():
+    plan = plan_of(
+        links=(Link(rate="10mbit", uplink="2mbit"),),
+        overrides=(HostOverride(host=1, rates={"net": "4mbit"}),),
+    )
+    assert plan.rates_bps == (10 * MBIT, 4 * MBIT, 10 * MBIT)
+    assert [plan.uplink_bps(host) for host in range(3)] == [2 * MBIT, 4 * MBIT, 2 * MBIT]
+    assert LinkPlan.from_message(plan.to_message()) == plan
+    assert plan_of(links=(Link(rate="10mbit"),)).uplinks_bps == ()
+
+
 @pytest.mark.parametrize(
     ("settings", "switched"),
     [

@@ -234,3 +234,34 @@ def test_a_wrong_file_is_explained(text: str, words: str, tmp_path: Path):
 def test_an_unknown_link_names_the_known_ones():
     with pytest.raises(ValueError, match=r"link \('dsl'\) must be one of \['wan', 'lan'\]"):
         FULL.rate_bps(0, "dsl")
+
+
+UPLINKS = """
+hosts = 3
+rate = "100mbit"
+uplink = "20mbit"
+[[overrides]]
+host = 1
+uplinks = { net = "5mbit" }
+[[overrides]]
+host = 2
+rates = { net = "50mbit" }
+"""
+
+
+def test_hosts_may_send_at_another_rate_than_they_receive():
+    cluster = Cluster.from_toml(UPLINKS)
+    hosts = range(3)
+    assert [cluster.rate_bps(host, "net") for host in hosts] == [100e6, 100e6, 50e6]
+    # A host's own rate is for both directions, unless it has an own uplink, too.
+    assert [cluster.uplink_bps(host, "net") for host in hosts] == [20e6, 5e6, 50e6]
+    ways = {(a, b): cluster.way(a, b, "net").rate_bps for a in hosts for b in hosts if a != b}
+    assert ways == {
+        (0, 1): 20e6, (0, 2): 20e6, (1, 0): 5e6, (1, 2): 5e6, (2, 0): 50e6, (2, 1): 50e6
+    }  # fmt: skip
+    assert [cluster.attachment(host, "net").rate_bps for host in hosts] == [20e6, 5e6, 50e6]
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert Cluster(**cluster.record()) == cluster
+    assert "uplink" not in Cluster.simple(2, "10mbit").record()["links"][0]
+    with pytest.raises(ValueError, match=r"uplinks: link \('wan'\) must be one of"):
+        Cluster.from_toml('hosts = 2\n[[overrides]]\nhost = 0\nuplinks = { wan = "5mbit" }')

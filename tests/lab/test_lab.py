@@ -109,6 +109,17 @@ def test_the_receiver_s_direction_is_shaped_too(program, tmp_path):
 
 
 @pytest.mark.usefixtures("namespaces")
+def test_an_uplink_limits_what_a_host_sends(program, tmp_path):
+    overrides = (HostOverride(host=1, uplinks={"net": "10mbit"}),)  # host 1 only sends
+    with Lab(Cluster(hosts=2, overrides=overrides, links=(Link(rate="400mbit"),))) as lab:
+        [there] = lab.probe()
+        assert there.asked.hosts == (0, 1)
+        assert there.asked.way.rate_bps == 400e6
+        seconds, _ = transfer(lab, program(TRANSFER), 600_000, tmp_path)
+    assert seconds >= least_s(600_000, 10e6)
+
+
+@pytest.mark.usefixtures("namespaces")
 def test_a_rate_changes_while_a_transfer_runs(program, tmp_path):
     with Lab(Cluster.simple(2, "8mbit")) as lab:
         # At 8 Mbit/s 20 MB would take 20 s, the limit of the launch.

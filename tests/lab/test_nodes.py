@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offbeat.cli.commands import Where, _cluster, main
-from offbeat.experiments.compare import Setup, given_profile
+from offbeat.cli.commands import main
+from offbeat.cli.options import Where, cluster_of
+from offbeat.experiments.compare import given_profile
+from offbeat.experiments.comparison import Setup
 from offbeat.experiments.record.run_directory import _world_size
 from offbeat.experiments.report import load, summarize
 from offbeat.lab import Cluster, HostOverride, Lab, Link, NoLab, launch
@@ -81,14 +83,14 @@ def test_wrong_clusters(given: dict[str, Any], words: str) -> None:
 
 
 def test_options() -> None:
-    made = _cluster(Where(hosts=2, per_node=4, inside="10gbit", rate="50mbit"))
+    made = cluster_of(Where(hosts=2, per_node=4, inside="10gbit", rate="50mbit"))
     assert made == Cluster.simple(2, "50mbit", ranks=4, inside="10gbit")
     with pytest.raises(ValueError, match=r"inside \(10gbit\) must come with ranks"):
-        _cluster(Where(inside="10gbit"))
+        cluster_of(Where(inside="10gbit"))
     with pytest.raises(ValueError, match="--per-node"):
-        _cluster(Where(per_node=0))
+        cluster_of(Where(per_node=0))
     with pytest.raises(ValueError, match="--per-node must be left out with --cluster"):
-        _cluster(Where(per_node=2, cluster=Path("cluster.toml")))
+        cluster_of(Where(per_node=2, cluster=Path("cluster.toml")))
 
 
 # ---- given profiles -------------------------------------------------------------------------

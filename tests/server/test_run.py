@@ -12,7 +12,7 @@ import pytest
 
 from offbeat import BSP, SSP, Profile, SelSync
 from offbeat.cli import main
-from offbeat.experiments.compare import Comparison, Contestant, Setup
+from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.lab import Cluster, NoLab, launch
 from offbeat.profile import Bucket, Link
 

@@ -36,6 +36,35 @@ def test_without_staleness_push_apply_and_pull_follow_each_other(workers: int) -
     assert steady_s(server, [1.0] * workers, 0) == pytest.approx(expected)
 
 
+def test_pushes_and_pulls_have_rates_of_their_own() -> None:
+    """Pushes at the workers' uplinks, pulls at the server's; then at what workers receive, and the
+    pull of the begin of a clock, beside compute and push, delays the next one."""
+    server = Server(10.0, 80.0, (20.0,) * 2, send_rate=40.0, receive_caps=(30.0,) * 2)
+    assert steady_s(server, [1.0] * 2, 0) == pytest.approx(1.0 + 10 / 20 + 10 / 20)
+    slow = Server(10.0, 80.0, (20.0,) * 2, send_rate=800.0, receive_caps=(5.0,) * 2)
+    assert steady_s(slow, [1.0] * 2, 0) == pytest.approx(2 * 10 / 5)
+
+
+def test_rates_of_ranks_and_servers_are_relative_to_the_profile() -> None:
+    ranks = Ranks(
+        link_rates={"net": (1.0, 2.0, 1.0, 1.0)},
+        receive_rates={"net": (4.0, 3.0, 4.0, 4.0)},
+        server_rates={"net": (2.0, 8.0)},
+    )
+    facts = profile(4)
+    ranks.fit(facts)
+    alike, server = server_of(facts, 1), server_of(facts, 1, ranks)
+    assert server.rate == 8 * alike.rate
+    assert server.send_rate == 2 * alike.rate
+    assert server.caps == tuple(alike.rate * x for x in (1, 2, 1, 1))
+    assert server.receive_caps == tuple(alike.rate * x for x in (4, 3, 4, 4))
+    assert (alike.send_rate, alike.receive_caps) == (alike.rate, alike.caps)
+    with pytest.raises(ValueError, match="receive_rates"):
+        Ranks(receive_rates={"net": (1.0,)}).fit(facts)
+    with pytest.raises(ValueError, match="server_rates"):
+        Ranks(server_rates={"net": (1.0, 0.0)})
+
+
 def test_incast_bounds_a_stale_job() -> None:
     """The server's link carries N pushes per clock, however stale workers may be."""
     server = Server(10.0, 20.0, (20.0,) * 8)

@@ -5,29 +5,40 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.cli import texts
+from offbeat.cli.options import Where, setup_of
+from offbeat.cli.output import FAILED, INTERRUPTED, exit_code
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed
-from offbeat.core.profile.elsewhere import network_rate_bps
+from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.strategy.interface import require_choice
 from offbeat.core.strategy.parsing import pairs, parse_value, text_of
 from offbeat.core.strategy.registry import BASELINE
 from offbeat.experiments.advice import CHANGES, MAX_STALENESS, advise
+from offbeat.experiments.advice.methods import ALONE
 from offbeat.experiments.advice.needs import LEAST_RATE_BPS, SHARES
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
-from offbeat.experiments.advice.verdict import Row, Verdict, decide
+from offbeat.experiments.advice.verdict import (
+    Predictions,
+    Row,
+    Verdict,
+    decide,
+    predict_methods,
+)
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.report.table import wrap
 from offbeat.jobs.words import digits, seconds, size
 
 if TYPE_CHECKING:
-    from offbeat.experiments.compare import Contestant, Outcome, Setup
+    from offbeat.cli.rehearsed_advice import Losses
+    from offbeat.experiments.comparison import Contestant, Setup
+    from offbeat.experiments.launcher import Outcome
 
 MEGA, GIGA = 1e6, 1e9
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
@@ -61,6 +72,7 @@ class Question:
         device_text: option that describes it in a command of `compare`.
         device_memory: bytes of a device; None if not given.
         price: price of a machine and hour; None if not given.
+        jitter: relative standard deviation of compute times; None for that of the profile.
         everything: whether all strategies and all shares of computing time are computed.
     """
 
@@ -74,6 +86,7 @@ class Question:
     device_text: str | None = None
     device_memory: float | None = None
     price: float | None = None
+    jitter: float | None = None
     everything: bool = False
 
     def place(self, profile: Profile) -> Place:
@@ -82,6 +95,8 @@ class Question:
 
         if self.device is not None:
             profile = self.device.apply(profile)
+        if self.jitter is not None:
+            profile = extrapolate(profile, jitter=self.jitter)
         if self.devices is not None:
             texts.require_range("--per-host", self.devices, 1, "it is the number of devices")
         if profile.sharded:
@@ -101,19 +116,34 @@ class Question:
         texts.require_file(self.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
         return place_on_cluster(profile, Cluster.load(self.cluster), devices)
 
+    def has_nodes(self, devices: int) -> bool:
+        """Return whether the ranks of each host of the cluster file share a replica, as the devices
+        of a machine do."""
+        from offbeat.lab import Cluster
+
+        assert self.cluster is not None
+        cluster = Cluster.load(self.cluster)
+        sizes = {cluster.ranks_of(host) for host in range(cluster.hosts)}
+        return sizes == {devices} and (devices == 1 or cluster.ranks is not None)
+
 
 @dataclass(frozen=True)
 class Answer:
-    """Verdict of a question with its command and the device that it is for."""
+    """Verdict of a question with its command, the device that it is for, remarks, and the record of
+    a rehearsal."""
 
     verdict: Verdict
     command: str | None
     compute: Compute
+    notes: tuple[str, ...] = ()
+    rehearsal: dict[str, Any] | None = None
 
     @property
     def data(self) -> dict[str, Any]:
         """Return the JSON output."""
-        return {**to_dict(self.verdict, self.command), "compute": self.compute.record()}
+        found = {**to_dict(self.verdict, self.command), "compute": self.compute.record()}
+        found["notes"] += self.notes
+        return found if self.rehearsal is None else {**found, "rehearsal": self.rehearsal}
 
     @property
     def device_text(self) -> str:
@@ -127,25 +157,33 @@ class Answer:
         """Return the printed output."""
         return verdict_text(
             self.verdict,
-            compute=self.device_text,
+            notes=(*self.notes, self.device_text),
             command=self.command,
             width=width,
             verbose=verbose,
         )
 
 
-def answer(question: Question, profile: Profile, file: Path | None) -> Answer:
+def answer(
+    question: Question,
+    profile: Profile,
+    file: Path | None,
+    predicted: Predictions | None = None,
+    losses: Losses | None = None,
+) -> Answer:
     """Return the answer to a question.
 
     Args:
         question: options of the command.
         profile: measured profile.
         file: its file, if it is kept.
+        predicted: predictions for the machines of the question, if they are known.
+        losses: rehearsed losses; None: the work is that of the question.
     """
-    place = question.place(profile)
     verdict = decide(
-        place,
-        question.work,
+        question.place(profile) if predicted is None else predicted.place,
+        question.work if losses is None else losses.work,
+        predicted=predicted,
         max_staleness=question.max_staleness,
         device_memory=question.device_memory,
         price=question.price,
@@ -154,20 +192,61 @@ def answer(question: Question, profile: Profile, file: Path | None) -> Answer:
         rate_text=rate,
     )
     command = compare_command(verdict, question, profile, file)
-    return Answer(verdict, command, Compute.of(profile, question.device))
+    found = Answer(verdict, command, Compute.of(profile, question.device))
+    if losses is None or predicted is None:
+        return found
+    return replace(found, notes=tuple(losses.notes(predicted)), rehearsal=losses.record())
+
+
+def answer_with_losses(
+    question: Question,
+    profile: Profile,
+    file: Path | None,
+    script: tuple[str, ...],
+    settings: Mapping[str, Any],
+    resumed: Path | None,
+) -> tuple[Answer | None, int]:
+    """Rehearse the methods of a question and return the answer, and the exit code without one.
+
+    `settings` are further arguments of `ScriptRehearsal`, `resumed` the folder of an interrupted
+    rehearsal.
+    """
+    from offbeat.cli.rehearsed_advice import rehearse_methods
+    from offbeat.experiments.new_run import default_run_dir
+    from offbeat.experiments.progress import Progress
+    from offbeat.experiments.script import script_name
+
+    progress = Progress(stderr=True)
+    predicted = predict_methods(question.place(profile), max_staleness=question.max_staleness)
+    run_dir = resumed or default_run_dir(script_name(script), "rehearsal-")
+    resume = resumed is not None
+    losses = rehearse_methods(
+        predicted, script, settings, profile, run_dir, progress, resume=resume
+    )
+    if losses.interrupted:
+        progress.print_error(f"interrupted; complete it with --resume {run_dir}")
+        return None, INTERRUPTED
+    if losses.target_loss is None or not losses.work.batches_by_label:
+        goal = "" if losses.target_loss is None else f" to loss {losses.target_loss:.4g}"
+        progress.print_error(
+            f"no loss has decreased{goal}, so there is no verdict; rehearse more iterations, or "
+            f"give a higher --target. The losses are in {run_dir}"
+        )
+        return None, FAILED
+    return answer(question, profile, file, predicted, losses), 0
 
 
 # --- text ----------------------------------------------------------------------------------------
 
 
 def verdict_text(
-    verdict: Verdict, *, compute: str, command: str | None, width: int, verbose: bool
+    verdict: Verdict, *, notes: Sequence[str], command: str | None, width: int, verbose: bool
 ) -> str:
     """Return the text of `offbeat advise`: the verdict, the table, notes, the compare command.
 
     Args:
         verdict: verdict to print.
-        compute: sentence about the device whose times these are.
+        notes: first remarks, such as the device whose times these are.
         command: command that compares the advised strategies; None if they cannot be compared.
         width: characters per line.
         verbose: whether all shares, counts and notes are printed.
@@ -179,15 +258,14 @@ def verdict_text(
     lines.append("")
     for text in _legend(verdict, verbose=verbose):
         lines += wrap(text, width, GAP)
-    for note in (compute, *_notes(verdict, verbose=verbose)):
+    for note in (*notes, *_notes(verdict, verbose=verbose)):
         lines += wrap(f"note: {note}", width, GAP)
     if verbose:
         lines += ["", *_rate_table(verdict, width)]
     if command is not None:
-        lines += [
-            "losses are not predicted; compare on your model:",
-            *_command_lines(command, width),
-        ]
+        known = verdict.work.target_loss is not None
+        first = "measure what was rehearsed:" if known else "losses are not predicted; compare on "
+        lines += [first + "your model:" * (not known), *_command_lines(command, width)]
     return "\n".join(lines)
 
 
@@ -249,15 +327,24 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
     """Yield sentences about help, changes of the mathematics, memory and cost."""
     yield _help(verdict)
     method = verdict.best.method
-    if method.machines > 1 and method.change != CHANGES[0]:
+    if verdict.rows_within_spread:
+        names = ", ".join(row.method.label for row in verdict.rows_within_spread)
+        yield f"By the spread over seeds, these may be as fast: {names}"
+    to_loss = verdict.work.target_loss is not None
+    if method.machines > 1 and method.change != CHANGES[0] and not to_loss:
         yield (
             f"warning: these are times for equal numbers of samples. {method.label} changes what "
             f"is learnt ({method.changes}), so it may need more samples to the same loss"
         )
     if verdict.device_memory is not None:
         yield _fits(verdict)
+        if verdict.best.sharded:
+            yield (
+                f"{method.label} fits only if fully_shard divides the model inside each machine: "
+                "offbeat.prepare(..., mesh=mesh['between'])"
+            )
     if verdict.price is not None and verdict.best.cost is not None:
-        alone = verdict.row("one machine")
+        alone = verdict.row(ALONE)
         text = f"cost: {_money(verdict.best.cost)}"
         if alone is not None and alone.cost is not None and alone is not verdict.best:
             text += f", one machine {_money(alone.cost)}"
@@ -285,7 +372,9 @@ def _help(verdict: Verdict) -> str:
 
 def _help_together(verdict: Verdict) -> str:
     """Return what makes all machines together faster than one."""
-    one_s, all_s = verdict.best.seconds or 0.0, verdict.together.seconds or 0.0
+    one_s, all_s = verdict.best.seconds or 0.0, verdict.together.seconds
+    if all_s is None:
+        return "All machines together do not reach the loss."
     enough = [one.text for one in verdict.helps if all_s * (1 - one.saved) < one_s]
     if verdict.worthwhile_bps is not None:
         enough.append(f"{rate(verdict.worthwhile_bps)} or more")
@@ -306,7 +395,7 @@ def _percent(share: float) -> str:
 def _fits(verdict: Verdict) -> str:
     room = f"{(verdict.device_memory or 0.0) / GIGA:.4g} GB"
     too_large = [row.method.label for row in verdict.rows if row.fits is False]
-    known = all(row.method.memory.activations_bytes is not None for row in verdict.rows)
+    known = all(row.memory.activations_bytes is not None for row in verdict.rows)
     left_out = "" if known else "; activations are not measured and come on top"
     if not too_large:
         return f"Every method fits into {room} per device{left_out}."
@@ -357,7 +446,8 @@ def _cells(row: Row, verdict: Verdict, scale: float) -> list[str]:
     if any(one.rates_bps for one in verdict.rows):
         cells.append(rate(row.rates_bps.get(SHOWN_SHARE)))
     if verdict.device_memory is not None:
-        cells.append(size(method.memory.total_bytes) + "!" * (row.fits is False))
+        mark = "!" if row.fits is False else "/" * row.sharded
+        cells.append(size(row.memory.total_bytes) + mark)
     if verdict.price is not None:
         cells.append("-" if row.cost is None else _money(row.cost))
     return [*cells, method.change, method.label]
@@ -386,7 +476,9 @@ def _legend(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
         share = _percent(SHOWN_SHARE)
         yield f"{share} at: least rate at which compute takes {share} of the time; -: at none"
     if verdict.device_memory is not None:
-        yield "memory: on each device; !: does not fit"
+        divided = any(row.sharded for row in verdict.rows)
+        text = "; /: if fully_shard divides the model inside each machine" * divided
+        yield f"memory: on each device; !: does not fit{text}"
     if verbose:
         yield (
             "numbers: same numbers as DDP; larger batch (rarer updates); averaged (rarely); late; "
@@ -398,7 +490,7 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
     """Yield remarks about the profile, the network and the number of machines."""
     yield from verdict.advice.notes
     place = verdict.place
-    if verdict.best.method.machines > 1:
+    if verdict.best.method.machines > 1 and verdict.work.target_loss is None:
         if verdict.last_machine > place.machines:
             yield (
                 f"up to {verdict.last_machine} machines, each further one adds at least half a "
@@ -423,6 +515,8 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
         yield "message times are estimated from the rate; `offbeat profile` measures them"
     if place.devices > 1:
         yield "messages inside a machine count as free, and its devices share one replica"
+        if (command := launch_command(verdict)) is not None:
+            yield f"on these machines: {command}"
 
 
 def _rate_table(verdict: Verdict, width: int) -> list[str]:
@@ -459,27 +553,43 @@ def _command_lines(command: str, width: int) -> list[str]:
 def compare_command(
     verdict: Verdict, question: Question, profile: Profile, file: Path | None
 ) -> str | None:
-    """Return the command that compares the advised options on these machines; None if they have
-    several devices and a cluster file does not state these.
+    """Return the command that compares the advised strategies on these machines; None if they have
+    several devices and the cluster file does not state these.
 
     It reuses the profile in `file`, if `compare` can convert it. `--hosts` and `--rate` can
     describe one link without delay; other clusters need a cluster file.
     """
     place, options = verdict.place, verdict.advice.compared
-    plain = _place(place.profile)
-    if place.devices > 1 and (plain is None or question.cluster is not None):
-        return None
-    where = plain or ["--cluster", "cluster.toml"]
-    if place.devices > 1:
-        where += ["--per-node", str(place.devices)]
+    where = _place(place.profile) or ["--cluster", "cluster.toml"]
     if question.cluster is not None:
         where = ["--cluster", str(question.cluster)]
+        if not question.has_nodes(place.devices):
+            return None
+    elif place.devices > 1 and where[0] == "--cluster":
+        return None
+    elif place.devices > 1:
+        where += ["--per-node", str(place.devices)]
     same_nodes = max(profile.topology, default=1) == place.devices
     if file is not None and profile.world_size > 1 and same_nodes:
         where += ["--profile", str(file)]
     where += ["--device-speed", question.device_text] if question.device_text else []
+    if verdict.work.target_loss is not None:
+        where += ["--target", f"loss={verdict.work.target_loss:.4g}"]
     names = ",".join(text_of(option.strategy) for option in options)
     return shlex.join(["offbeat", "compare", *where, "--strategies", names, "train.py"])
+
+
+def launch_command(verdict: Verdict) -> str | None:
+    """Return the command that trains one replica per machine by the advised strategy; None if the
+    best method is not a strategy, or if machines have one device."""
+    place, best = verdict.place, verdict.best.method
+    if place.devices == 1 or best.strategy is None:
+        return None
+    nodes = "" if verdict.best.sharded else "OFFBEAT_NODES=auto "  # or the mesh of the script
+    return (
+        f"OFFBEAT_STRATEGY={best.label} {nodes}torchrun --nnodes {place.machines} "
+        f"--nproc-per-node {place.devices} train.py"
+    )
 
 
 def _place(profile: Profile) -> list[str] | None:
@@ -521,6 +631,22 @@ def to_dict(verdict: Verdict, command: str | None) -> dict[str, Any]:
 # --- compare -------------------------------------------------------------------------------------
 
 
+def profile_here(
+    script: str, args: Sequence[str], given: Path | None, resume: Path | None, *, stderr: bool
+) -> tuple[Profile | None, int]:
+    """Return the given profile, that of an interrupted rehearsal, or the newly measured one of a
+    script on one device; without one the exit code."""
+    setup, known = setup_of(Where(hosts=1, lab="none", pace="none"), script, args), given
+    if given is None and resume is not None:
+        from offbeat.rehearsal.command import MEASURED
+
+        known = resume / MEASURED
+    with open_profile(setup, known, stderr=stderr) as (path, outcome):
+        if path is None:
+            return None, exit_code(outcome, "no profile was written")
+        return texts.load_profile(path), 0
+
+
 @contextmanager
 def open_profile(
     setup: Setup, given: Path | None, *, stderr: bool
@@ -529,7 +655,8 @@ def open_profile(
 
     The path is None if the measurement has failed. A new profile is deleted on exit.
     """
-    from offbeat.experiments.compare import Outcome, Progress, measure_profile
+    from offbeat.experiments.launcher import Outcome, measure_profile
+    from offbeat.experiments.progress import Progress
 
     if given is not None:
         texts.require_file(given, "measure one with `offbeat profile`")

@@ -1,14 +1,13 @@
-"""Commands, options and entry point of the command line."""
+"""Commands and entry point of the command line."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,26 +16,52 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from cyclopts import App, CycloptsError, Parameter
 
 from offbeat.cli import texts
+from offbeat.cli.options import (
+    REHEARSING,
+    WHERE,
+    DeviceSpeed,
+    EverySetting,
+    Json,
+    OutDir,
+    ProfileIn,
+    Rehearsing,
+    ReuseProfile,
+    Script,
+    ScriptArgs,
+    Settings,
+    Verbose,
+    Where,
+    number,
+    option,
+    require_one_folder,
+    setup_of,
+)
+from offbeat.cli.output import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_USE,
+    exit_code,
+    print_or_write,
+    print_result,
+    show_run,
+    terminal_width,
+)
 from offbeat.core.files import write_text
 from offbeat.core.profile import Profile
 from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
 
-if TYPE_CHECKING:  # lab, report and rich are imported only by the commands that need them
+if TYPE_CHECKING:  # imported only by the commands that need them
     from offbeat.core.sim import Prediction
-    from offbeat.experiments.compare import Comparison, Outcome, Setup
-    from offbeat.lab import Cluster
+    from offbeat.experiments.comparison import Comparison
 
-WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join", "rehearse", "advise")
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
 REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
 MODULE = "-m"  # as for python: the module's name and arguments follow
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
-PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
 ADVICE_WIDTH = 80  # of `advise` if the output is no terminal
-LEAST_WIDTH = 60  # least width of a table in characters; a narrower terminal wraps its lines
 
 app = App(
     name="offbeat",
@@ -49,86 +74,6 @@ app = App(
     ),
 )
 
-
-def option(help_: str, *names: str) -> Parameter:
-    """Return the declaration of an option. Flags have no --no- form."""
-    # Accept values that begin with a hyphen, so that errors name a negative number as the value.
-    return Parameter(name=names or None, help=help_, negative="", allow_leading_hyphen=True)
-
-
-def number(help_: str, *names: str) -> Parameter:
-    """Return the declaration of an option whose value is a whole number."""
-    return Parameter.combine(option(help_, *names), Parameter(converter=texts.parse_whole_number))
-
-
-Verbose = Annotated[
-    bool, Parameter("--verbose", help="Print all numbers.", negative="", show_default=False)
-]
-Json = Annotated[
-    bool, Parameter("--json", help="Print only JSON.", negative="", show_default=False)
-]
-Settings = Annotated[
-    list[str] | None, option("Setting of the strategy, as in --set period=5; repeatable.", "--set")
-]
-ScriptArgs = Annotated[str, Parameter(help="Passed to the script as they are.")]
-Script = Annotated[str, Parameter(help="The training script, or -m and the name of a module.")]
-OutDir = Annotated[
-    Path | None, option("New directory for the run.  [default: runs/TIME-SCRIPT]", "--out")
-]
-ProfileIn = Annotated[Path, option("Measured profile (JSON).", "--profile")]
-ReuseProfile = Annotated[
-    Path | None, option("Reuse this profile instead of measuring one.", "--profile")
-]
-DeviceSpeed = Annotated[
-    str | None,
-    option("Predicted device: 20x this machine, or 35ms."),
-]
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Where:
-    """Options of all commands that run a script."""
-
-    hosts: Annotated[int | None, number("Number of hosts.  [default: 4]")] = None
-    rate: Annotated[str | None, option("Rate of every link.  [default: 100mbit]")] = None
-    per_node: Annotated[
-        int | None, number("Ranks on each host, which share a replica.  [default: 1]")
-    ] = None
-    inside: Annotated[
-        str | None, option("Rate between the ranks of a host.  [default: unlimited]")
-    ] = None
-    servers: Annotated[int, number("More hosts, for parameter servers (ssp, ps-bsp).")] = 0
-    cluster: Annotated[
-        Path | None, option("Cluster file (TOML), instead of --hosts and --rate.")
-    ] = None
-    lab: Annotated[
-        Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
-    ] = "auto"
-    links: Annotated[str | None, option("With --lab none: interfaces, as in eth0*2,gloo:eth1.")] = (
-        None
-    )
-    seed: Annotated[int, number("OFFBEAT_SEED; each repetition adds 1.")] = 0
-    secret: Annotated[
-        Path | None,
-        option("File with the job's secret; else OFFBEAT_SECRET."),
-    ] = None
-    timeout: Annotated[float | None, option("Longest time of a launch, in seconds.")] = None
-    wait: Annotated[float, option("Longest wait for a rank, in seconds.")] = 120.0
-    pace: Annotated[
-        str | None,
-        option(
-            "Hosts compute at 1/K of a core: K, auto (the least K) or none.  "
-            "[default: auto where ranks outnumber cores]"
-        ),
-    ] = None
-    min_bucket_bytes: Annotated[
-        int | None,
-        number("Smallest size of a bucket, in bytes.", "--min-bucket"),
-    ] = None
-
-
-WHERE = Where()
 
 # --- commands ------------------------------------------------------------------------------------
 
@@ -158,7 +103,7 @@ def run(
 
     Example: offbeat run --rate 50mbit --strategy dreamddp --set period=8 train.py --steps 100
     """
-    from offbeat.experiments.compare import CheckpointOptions, Comparison, Contestant
+    from offbeat.experiments.comparison import CheckpointOptions, Comparison, Contestant
 
     if checkpoint is None and (every is not None or resume):
         raise ValueError("--every and --resume need --checkpoint, a folder")
@@ -168,8 +113,8 @@ def run(
         chosen = (Contestant(strategy, texts.strategy(strategy, set_)),)
     elif set_:
         raise ValueError(f"setting ({set_[0]}) needs --strategy NAME, which has it")
-    setup = _setup(where, script, args)
-    notes = _misplaced_option_notes("run", args)
+    setup = setup_of(where, script, args)
+    notes = misplaced_option_notes("run", args)
     comparison = Comparison(setup, chosen, profile=profile, keeping=keeping, notes=notes)
     return _compare(comparison, out, json_, verbose)
 
@@ -214,13 +159,7 @@ def compare(
             "choice of `offbeat advise` (advised:max_staleness=19)."
         ),
     ] = "ddp,local-sgd,dreamddp",
-    set_: Annotated[
-        list[str] | None,
-        option(
-            "Setting of all strategies that have it (period=5), or of one (dreamddp.period=5).",
-            "--set",
-        ),
-    ] = None,
+    set_: EverySetting = None,
     args_of: Annotated[
         list[str] | None, option('Arguments of one: dreamddp="--lr 3e-4".', "--args")
     ] = None,
@@ -243,7 +182,8 @@ def compare(
 
     Example: offbeat compare --strategies ddp,dreamddp:period=8 --repeat 3 train.py
     """
-    from offbeat.experiments.compare import Comparison, given_profile
+    from offbeat.experiments.compare import given_profile
+    from offbeat.experiments.comparison import Comparison
 
     device = texts.parse_device_speed(device_speed)
     if repeat is not None:
@@ -258,15 +198,14 @@ def compare(
         given_seeds=given,
         target=metric,
     )
-    if resume is not None and out is not None:
-        raise ValueError(f"--out ({out}) is the folder of --resume ({resume}); leave --out out")
+    require_one_folder(out, resume)
     if resume is not None and profile is None and (resume / "profile.json").exists():
         known = resume / "profile.json"
     else:
         known = profile
     shown = partial(_compare, out=resume or out, json_=json_, verbose=verbose)
     resumed = resume is not None
-    setup, notes = _setup(where, script, args), _misplaced_option_notes("compare", args)
+    setup, notes = setup_of(where, script, args), misplaced_option_notes("compare", args)
     if strategies.partition(":")[0] != ADVISED:
         chosen = texts.with_arguments(texts.contestants(strategies, set_ or []), args_of)
         comparison = compared(setup, chosen, repeat, target_loss, profile, notes=notes)
@@ -275,7 +214,7 @@ def compare(
 
     with advising.open_profile(setup, known, stderr=json_) as (path, outcome):
         if path is None:
-            return _exit_code(outcome, "no profile was written")
+            return exit_code(outcome, "no profile was written")
         facts = given_profile(setup, path).profile
         chosen = advising.advised_contestants(facts, strategies, set_ or [])
         chosen = texts.with_arguments(chosen, args_of)
@@ -302,12 +241,12 @@ def demo(
 
     Example: offbeat demo
     """
-    from offbeat.experiments.compare import Comparison
+    from offbeat.experiments.comparison import Comparison
 
     texts.require_range("--hosts", hosts, 2, "one host sends nothing")
     texts.require_range("--iterations", iterations, DEMO_LEAST, "a shorter run measures too little")
     where = Where(hosts=hosts, rate=rate, lab=lab)
-    setup = _setup(where, MODULE, (DEMO, "--iterations", str(iterations)))
+    setup = setup_of(where, MODULE, (DEMO, "--iterations", str(iterations)))
     chosen = texts.contestants(DEMO_STRATEGIES, [])
     if not json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
@@ -330,15 +269,16 @@ def profile(
 
     Example: offbeat profile --hosts 4 --rate 100mbit -o profile.json train.py
     """
-    from offbeat.experiments.compare import Progress, measure_profile
+    from offbeat.experiments.launcher import measure_profile
+    from offbeat.experiments.progress import Progress
 
-    setup, progress = _setup(where, script, args), Progress(stderr=json_)
-    for note in _misplaced_option_notes("profile", args):
+    setup, progress = setup_of(where, script, args), Progress(stderr=json_)
+    for note in misplaced_option_notes("profile", args):
         progress.print_error(f"note: {note}")
     outcome = measure_profile(setup, out, progress)
     if outcome.measured:
         print_result(json_, Profile.load(out).to_dict(), f"measured: {out}")
-    return _exit_code(outcome, "no profile was written")
+    return exit_code(outcome, "no profile was written")
 
 
 @app.command
@@ -484,8 +424,22 @@ def advise(
     samples: Annotated[str | None, option("Samples in all, such as 10M; needs --batch.")] = None,
     batch: Annotated[int | None, number("Samples per iteration of one device.")] = None,
     iterations: Annotated[
-        str | None, option("Iterations that one device would need.  [default: 1000]")
+        str | None,
+        option(
+            "Iterations that one device would need.  [default: 1000]  With --rehearse: of each "
+            "strategy."
+        ),
     ] = None,
+    rehearse: Annotated[
+        bool,
+        Parameter(
+            "--rehearse",
+            help="Train the script's replicas here under each strategy, for times to a loss.",
+            negative="",
+            show_default=False,
+        ),
+    ] = False,
+    how: Rehearsing = REHEARSING,
     max_staleness: Annotated[
         int, number("Largest number of iterations until an update has reached all workers.")
     ] = MAX_STALENESS,
@@ -513,7 +467,7 @@ def advise(
         texts.parse_count(*each) for each in (("--samples", samples), ("--iterations", iterations))
     ]
     question = advising.Question(
-        work=Work.of(counts[0], batch, counts[1]),
+        work=Work.of() if rehearse else Work.of(counts[0], batch, counts[1]),
         hosts=hosts,
         rate=rate,
         devices=per_host,
@@ -523,26 +477,64 @@ def advise(
         device_text=device_speed,
         device_memory=texts.parse_size("--device-memory", device_memory),
         price=price,
+        jitter=how.jitter,
         everything=verbose,
     )
+    _require_advice_options(script, profile, rehearse, how, samples, batch)
+    settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
+    facts, code = None, 0
+    if script is not None:
+        for note in misplaced_option_notes("advise", args):
+            print(f"offbeat: note: {note}", file=sys.stderr)
+        facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)
+    elif profile is not None:
+        facts = texts.load_profile(profile)
+    if facts is None:
+        return code
+    if not rehearse:
+        answer = advising.answer(question, facts, profile)
+    else:
+        assert script is not None
+        found, code = advising.answer_with_losses(
+            question, facts, profile, (script, *args), settings, how.resume
+        )
+        if found is None:
+            return code
+        answer = found
+    if out is not None:
+        write_text(out, json.dumps(answer.data, indent=1))
+    print_result(json_, answer.data, answer.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
+    return 0
+
+
+def _require_advice_options(
+    script: str | None,
+    profile: Path | None,
+    rehearse: bool,
+    how: Rehearsing,
+    samples: str | None,
+    batch: int | None,
+) -> None:
+    """Raise ValueError if options of `advise` contradict each other."""
+    if rehearse:
+        if script is None:
+            raise ValueError("--rehearse needs a script to train, as in advise --rehearse train.py")
+        if samples is not None or batch is not None:
+            raise ValueError(
+                "--samples and --batch must be left out with --rehearse, whose verdict is the time "
+                "to a loss; give --target loss=4.3"
+            )
+        return
+    if how != replace(REHEARSING, jitter=how.jitter):
+        raise ValueError(
+            "--sample, --seeds, --processes, --target and --resume are for --rehearse; add it, or "
+            "leave them out"
+        )
     if (script is None) == (profile is None):
         raise ValueError(
             "advise takes a script to measure, or --profile FILE; give one of both, as in offbeat "
             "advise --hosts 4 --rate 200mbit train.py"
         )
-    if profile is not None:
-        answer = advising.answer(question, texts.load_profile(profile), profile)
-    else:
-        assert script is not None
-        setup = _setup(Where(hosts=1, lab="none", pace="none"), script, args)
-        with advising.open_profile(setup, None, stderr=True) as (path, outcome):
-            if path is None:
-                return _exit_code(outcome, "no profile was written")
-            answer = advising.answer(question, texts.load_profile(path), None)
-    if out is not None:
-        write_text(out, json.dumps(answer.data, indent=1))
-    print_result(json_, answer.data, answer.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
-    return 0
 
 
 @app.command
@@ -597,11 +589,11 @@ def report(
         if json_:
             raise ValueError("--json must not be given with --export; --export csv prints numbers")
         text = reports.export(reports.load(run_dir), export)
-        _print_or_write(text, output)
+        print_or_write(text, output)
         return 0
     if output is not None:
         raise ValueError(f"--output ({output}) must be given with --export csv, latex or svg")
-    _show_run(run_dir, reports.write(run_dir), json_, verbose)
+    show_run(run_dir, reports.write(run_dir), json_, verbose)
     return 0
 
 
@@ -614,7 +606,7 @@ def _report_job(
     if export is not None:
         if export not in get_args(job_export.Form):
             raise ValueError(f"--export ({export}) must be csv or json for a job")
-        _print_or_write(job_export.export(folders, export), output)  # type: ignore[arg-type]
+        print_or_write(job_export.export(folders, export), output)  # type: ignore[arg-type]
         return 0
     report, page = job.read_report(folders), None
     text = job.as_text(report, terminal_width())
@@ -627,13 +619,6 @@ def _report_job(
         text += f"\nno page: {error.filename} cannot be written ({error.strerror}); give --output"
     print_result(json_, report.to_dict() | {"report": page and str(page)}, text)
     return 0
-
-
-def _print_or_write(text: str, output: Path | None) -> None:
-    if output is None:
-        print(text, end="")
-    else:
-        write_text(output, text)
 
 
 @app.command
@@ -684,31 +669,7 @@ def strategies(
 # --- options to objects --------------------------------------------------------------------------
 
 
-def _setup(where: Where, script: str, args: Sequence[str]) -> Setup:
-    from offbeat.experiments.compare import NO_LIMIT_S, Setup
-
-    cluster = _cluster(where)
-    for name, value in (("--timeout", where.timeout), ("--wait", where.wait)):
-        if value is not None:
-            texts.require_duration(name, value, NO_LIMIT_S)
-    if where.min_bucket_bytes is not None:
-        texts.require_range("--min-bucket", where.min_bucket_bytes, 1, "leave it out")
-    texts.set_secret(where.secret)
-    return Setup(
-        script=(script, *args),
-        cluster=cluster,
-        shaped=where.lab == "auto",
-        seed=where.seed,
-        timeout_s=NO_LIMIT_S if where.timeout is None else where.timeout,
-        wait_s=where.wait,
-        links=tuple(link.strip() for link in where.links.split(",")) if where.links else (),
-        pace=texts.parse_pace(where.pace),
-        servers=where.servers * cluster.processes_per_host,
-        min_bucket_bytes=where.min_bucket_bytes,
-    )
-
-
-def _misplaced_option_notes(command: str, args: Sequence[str]) -> tuple[str, ...]:
+def misplaced_option_notes(command: str, args: Sequence[str]) -> tuple[str, ...]:
     """Return a note for each option of the command that stands after the script.
 
     Such options are passed to the script.
@@ -721,46 +682,6 @@ def _misplaced_option_notes(command: str, args: Sequence[str]) -> tuple[str, ...
         for name in typed
         if name in known and name.startswith("--")
     )
-
-
-def _cluster(where: Where) -> Cluster:
-    texts.require_range("--servers", where.servers, 0, "leave it out for none")
-    cluster = _worker_cluster(where)
-    if not where.servers:
-        return cluster
-    more = {"hosts": cluster.hosts + where.servers}
-    return type(cluster).model_validate({**cluster.record(), **more})
-
-
-def _worker_cluster(where: Where) -> Cluster:
-    from offbeat.lab import Cluster
-    from offbeat.lab.description import MAX_HOSTS
-    from offbeat.lab.units import parse_rate_bps
-
-    if where.cluster is None:
-        hosts, rate = where.hosts, where.rate
-        if hosts is not None:
-            texts.require_range("--hosts", hosts, 1, "give the number of hosts", MAX_HOSTS)
-        parse_rate_bps(rate, "--rate")
-        # As text of a cluster file, so that errors are the same as there.
-        short = f"hosts = {4 if hosts is None else hosts}\nrate = {json.dumps(rate or '100mbit')}"
-        if where.per_node is not None:
-            texts.require_range("--per-node", where.per_node, 1, "give the number of ranks")
-            short += f"\nranks = {where.per_node}"
-        if where.inside is not None:
-            parse_rate_bps(where.inside, "--inside")
-            short += f"\ninside = {json.dumps(where.inside)}"
-        return Cluster.from_toml(short)
-    for name in ("hosts", "rate", "per_node", "inside"):
-        if getattr(where, name) is not None:
-            given = name.replace("_", "-")
-            raise ValueError(
-                "--cluster replaces --hosts and --rate; give one or the other"
-                if name in ("hosts", "rate")
-                else f"--{given} must be left out with --cluster; put it into the cluster file"
-            )
-    texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
-    return Cluster.load(where.cluster)
 
 
 def _prediction_text(prediction: Prediction) -> str:
@@ -789,86 +710,22 @@ def _compare(
     `name` stands for the script in the default name of the run directory.
     """
     from offbeat.experiments import compare as comparing
+    from offbeat.experiments.new_run import default_run_dir
+    from offbeat.experiments.progress import Progress
     from offbeat.experiments.script import script_name
 
-    run_dir = out or comparing.default_run_dir(name or script_name(comparison.setup.script))
-    progress = comparing.Progress(stderr=json_)
+    run_dir = out or default_run_dir(name or script_name(comparison.setup.script))
+    progress = Progress(stderr=json_)
     outcome = comparing.compare(comparison, run_dir, progress, resume=resume)
     if outcome.report is not None:
         logs = comparing.logs_of(comparison, run_dir)
-        _show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)
+        show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)
     elif json_:
         print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
     several = len(comparison.contestants or ()) > 1 and name is None  # the demo does not resume
     kept = f"{kept} in {run_dir}" + f"; --resume {run_dir} completes it" * several
-    return _exit_code(outcome, kept)
-
-
-def _exit_code(outcome: Outcome, kept: str) -> int:
-    if outcome.interrupted:
-        print(f"offbeat: interrupted; {kept}", file=sys.stderr)
-        return INTERRUPTED
-    return FAILED if outcome.failures else 0
-
-
-def _show_run(
-    run_dir: Path,
-    page: Path,
-    json_: bool,
-    verbose: bool,
-    logs: str | None = None,
-    *,
-    sentence_last: bool = False,
-) -> None:
-    """Print the results of a run: table, headline, reservations, and path of the report.
-
-    With `json_` print the contents of summary.json. With `sentence_last` the headline is the last
-    line.
-    """
-    from offbeat.experiments import report as reports
-    from offbeat.experiments.report import table
-    from offbeat.experiments.report.breakdown import explain_error
-    from offbeat.jobs.verdict_file import verdict_of_run
-
-    if json_:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        print_result(True, {"run_dir": str(run_dir), "report": str(page), **summary}, "")
-        return
-    run = reports.load(run_dir)
-    rows, width = reports.summarize(run), terminal_width()
-    print(table.render(run, rows, width, sentence=not sentence_last))
-    if verbose:
-        print(table.render_details(rows, width))
-        for row in rows:
-            if row.split is not None and row.iteration_s:
-                print(f"{row.label}: {explain_error(row.split, row.iteration_s)}")
-        if logs is not None:
-            print(f"output of the script: {logs}")
-    if run.given is not None and run.given["computed"]:
-        print(f"predicted from a computed profile: {run.given['text']}")
-    if (kept := verdict_of_run(run_dir)) is not None:
-        hosts = int(run.cluster.get("hosts", 0))
-        for row in rows:
-            text = f"verdict: {kept.compare(row.strategy, hosts, row.iteration_s)}"
-            print(*table.wrap(text, width), sep="\n")
-    for note in run.notes:
-        print(f"note: {note}")
-    print(f"Report: {page}")
-    if sentence_last:
-        print("", *table.wrap(reports.headline(run, rows).sentence, width), sep="\n")
-
-
-def terminal_width(plain: int = PLAIN_WIDTH) -> int:
-    """Return the characters per line: `COLUMNS`, else those of the terminal, else `plain`."""
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        return plain
-    return max(LEAST_WIDTH, shutil.get_terminal_size((plain, 0)).columns)
-
-
-def print_result(json_: bool, data: Any, text: str) -> None:
-    """Print the data of a command as JSON, or its text."""
-    print(json.dumps(data, indent=1) if json_ else text)
+    return exit_code(outcome, kept)
 
 
 # --- entry ---------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from offbeat.cli.commands import Json, app, number, option, print_result
+from offbeat.cli.commands import app
+from offbeat.cli.options import Json, number, option
+from offbeat.cli.output import print_result
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app, number, option
+from offbeat.cli.commands import app
+from offbeat.cli.options import number, option
 
 DEFAULT_PORT = 29600
 

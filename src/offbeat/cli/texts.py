@@ -25,7 +25,7 @@ from offbeat.core.verify.check import raise_if_wrong
 from offbeat.experiments.record.record_file import read
 
 if TYPE_CHECKING:  # imported by the commands that need it
-    from offbeat.experiments.compare import Contestant
+    from offbeat.experiments.comparison import Contestant
 
 _READABLE_BY_OTHERS = 0o077  # bits of the mode of a file
 
@@ -36,7 +36,7 @@ def contestants(names: str, settings: Sequence[str]) -> tuple[Contestant, ...]:
     Settings in `names` override those of --set. Raises ValueError for an unknown strategy or
     setting and names the most similar one.
     """
-    from offbeat.experiments.compare import Contestant
+    from offbeat.experiments.comparison import Contestant
 
     items = [parts(item) for item in names.split(",")]
     chosen = [name for name, *_ in items]

@@ -14,6 +14,7 @@ from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.profile.facts import Link
+from offbeat.core.sim.ranks import Ranks
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
 from offbeat.lab.units import format_rate, format_time
@@ -161,6 +162,40 @@ def worst_way(cluster: Cluster, hosts: Iterable[int], link: str) -> Way:
     return Way(
         min(rates, default=None), max(way.latency_s for way in ways), max(way.loss for way in ways)
     )
+
+
+def ranks_on(cluster: Cluster, replicas: int, *, served: Iterable[int] = ()) -> Ranks:
+    """Return the rates of the ranks on a cluster relative to the slowest way, at which collectives
+    run; for strategies whose ranks do not wait for each other.
+
+    Links with values of pairs, and links without a rate, have no rates of single ranks.
+
+    Args:
+        cluster: cluster of the ranks.
+        replicas: number of replicas.
+        served: hosts of the servers; empty: a server is connected as the best host.
+    """
+    of_rank = [rank if cluster.ranks else cluster.host_of(rank) for rank in range(replicas)]
+    sent, received, servers = {}, {}, {}
+    for link in (one.name for one in cluster.links):
+        worst_bps = worst_way(cluster, of_rank, link).rate_bps
+        if worst_bps is None or any(link in pair.rates for pair in cluster.pairs):
+            continue
+        up, down = (
+            {host: bps(host, link) or math.inf for host in (*of_rank, *served)}
+            for bps in (cluster.uplink_bps, cluster.rate_bps)
+        )
+        if math.inf in {*up.values(), *down.values()} or {*up.values(), *down.values()} == {
+            worst_bps
+        }:
+            continue
+        sent[link] = tuple(up[host] / worst_bps for host in of_rank)
+        received[link] = tuple(down[host] / worst_bps for host in of_rank)
+        hosts = list(served)
+        choose = min if hosts else max
+        send, receive = (choose(bps[host] for host in hosts or of_rank) for bps in (up, down))
+        servers[link] = send / worst_bps, receive / worst_bps
+    return Ranks(link_rates=sent, receive_rates=received, server_rates=servers)
 
 
 def _with_way(link: Link, way: Way) -> Link:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.jobs.words import count_text, seconds
+from offbeat.jobs.words import count_text, duration, seconds
 from offbeat.jobs.words import error as deviation
 
 VARIABLE = "OFFBEAT_VERDICT"  # file that `offbeat advise --out` has written
 VERDICT_FILE = "verdict.json"  # its copy in the folder of a run
 SCHEMA = 1
+SAME_LOSS = 1e-3  # relative difference of two losses that are equal: commands have four digits
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class VerdictMethod:
         machines: number of machines.
         iteration_s: predicted seconds per iteration.
         range_s: least and greatest of these by the uncertainty.
+        to_loss_s: least, mean and greatest seconds to the loss of the verdict; None if it is
+            without one, or if the method did not reach it.
     """
 
     label: str
@@ -34,12 +37,20 @@ class VerdictMethod:
     machines: int
     iteration_s: float
     range_s: tuple[float, float]
+    to_loss_s: tuple[float, float, float] | None = None
 
     @property
     def text(self) -> str:
         """Return the seconds and their range."""
         low, high = map(seconds, self.range_s)
         return f"{seconds(self.iteration_s)} ({low} to {high})"
+
+    def loss_text(self, target_loss: float | None) -> str:
+        """Return the rehearsed time to a loss with a comma before it; empty if there is none."""
+        if target_loss is None or self.to_loss_s is None:
+            return ""
+        low, mean, high = map(duration, self.to_loss_s)
+        return f", loss {target_loss:.4g} after {mean} ({low} to {high})"
 
 
 @dataclass(frozen=True)
@@ -50,11 +61,13 @@ class KeptVerdict:
         best: method that the verdict takes.
         methods: all methods.
         machines: number of machines that the verdict is for.
+        target_loss: loss to which the time was rehearsed; None if it was not.
     """
 
     best: VerdictMethod
     methods: tuple[VerdictMethod, ...]
     machines: int
+    target_loss: float | None = None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KeptVerdict:
@@ -67,13 +80,26 @@ class KeptVerdict:
         if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
             raise ValueError(f"schema ({schema!r}) must be from 1 to {SCHEMA}")
         try:
-            methods = tuple(map(_method, data["methods"]))
+            loss = data.get("work", {}).get("target_loss")
+            methods = tuple(_method(one, to_loss=loss is not None) for one in data["methods"])
             best = next(one for one in methods if one.label == data["best"])
-            return cls(best, methods, int(data["machines"]))
+            return cls(best, methods, int(data["machines"]), loss and float(loss))
         except (KeyError, TypeError, ValueError, StopIteration) as error:
             raise ValueError(f"the methods cannot be read ({error!r})") from None
 
-    def compare(self, strategy: str, machines: int, measured_s: float | None) -> str:
+    def has_target(self, loss: float | None) -> bool:
+        """Return whether the verdict is for the time to this loss."""
+        if loss is None or self.target_loss is None:
+            return False
+        return math.isclose(loss, self.target_loss, rel_tol=SAME_LOSS)
+
+    def compare(
+        self,
+        strategy: str,
+        machines: int,
+        measured_s: float | None,
+        to_loss_s: float | None = None,
+    ) -> str:
         """Return sentences about a run: the advice, and the verdict of its strategy beside the
         measurement.
 
@@ -81,8 +107,11 @@ class KeptVerdict:
             strategy: strategy of the run with its settings.
             machines: number of machines of the run; 0 if not known.
             measured_s: measured seconds per iteration; None without a measurement.
+            to_loss_s: measured seconds to the loss of the verdict; None without a measurement.
         """
-        parts = [f"advised {self.best.label}: {self.best.text} per iteration"]
+        loss = self.target_loss
+        best = f"{self.best.text} per iteration{self.best.loss_text(loss)}"
+        parts = [f"advised {self.best.label}: {best}"]
         if machines not in (0, self.machines):
             parts.append(
                 f"the verdict is for {count_text(self.machines, 'machine')} and the run has "
@@ -93,16 +122,18 @@ class KeptVerdict:
         if own is None:
             parts.append(f"{strategy} is not in the verdict")
         elif own is not self.best:
-            parts.append(f"{strategy}: {own.text}")
+            parts.append(f"{strategy}: {own.text}{own.loss_text(loss)}")
         if own is not None and measured_s is not None:
             low_s, high_s = own.range_s
             place = "within" if low_s <= measured_s <= high_s else "outside"
             difference = deviation(measured_s / own.iteration_s - 1)
             parts.append(f"measured {seconds(measured_s)}, {difference}, {place} the range")
+        if loss is not None and to_loss_s is not None:
+            parts.append(f"measured loss {loss:.4g} after {duration(to_loss_s)}")
         return "; ".join(parts)
 
 
-def _method(data: Mapping[str, Any]) -> VerdictMethod:
+def _method(data: Mapping[str, Any], *, to_loss: bool) -> VerdictMethod:
     low_s, high_s = map(float, data["iteration_range_s"])
     iteration_s = float(data["iteration_s"])
     if not all(0 < one < math.inf for one in (low_s, iteration_s, high_s)):
@@ -114,7 +145,15 @@ def _method(data: Mapping[str, Any]) -> VerdictMethod:
         int(data["machines"]),
         iteration_s,
         (low_s, high_s),
+        _seconds(data) if to_loss else None,
     )
+
+
+def _seconds(data: Mapping[str, Any]) -> tuple[float, float, float] | None:
+    if data.get("seconds") is None or data.get("range_s") is None:
+        return None
+    low_s, high_s = map(float, data["range_s"])
+    return low_s, float(data["seconds"]), high_s
 
 
 def read_verdict(path: str | Path) -> dict[str, Any]:

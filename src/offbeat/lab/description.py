@@ -27,7 +27,7 @@ from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 MAX_HOSTS = 250  # largest number of hosts, limited by the last byte of an address in the lab
 MAX_LINKS = 16
 
-_SHORT_FORM = ("rate", "latency", "loss")  # top-level keys that describe the only link
+_SHORT_FORM = ("rate", "uplink", "latency", "loss")  # top-level keys that describe the only link
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Way:
     """Configured values of one host's attachment to a link, or of the way between two hosts.
 
     Attributes:
-        rate_bps: bits per second; None if unshaped.
+        rate_bps: bits per second, of an attachment in the slower direction; None if unshaped.
         latency_s: one-way delay in seconds.
         loss: share of packets that are lost.
     """
@@ -162,7 +162,12 @@ class Cluster(Part):
         """Return plain data for the JSON record of a run; `Cluster(**record)` is equal to this
         cluster."""
         absent = {name for name in ("ranks", "inside") if getattr(self, name) is None}
-        return self.model_dump(mode="json", exclude=absent)
+        record = self.model_dump(mode="json", exclude=absent)
+        for part in (*record["links"], *record["overrides"]):  # earlier versions lack these keys
+            for name in ("uplink", "uplinks"):
+                if not part.get(name, True):
+                    del part[name]
+        return record
 
     @property
     def world_size(self) -> int:
@@ -209,16 +214,32 @@ class Cluster(Part):
         return names.index(name)
 
     def rate_bps(self, host: int, link: str) -> int | None:
-        """Return the bits per second of a host's attachment to a link; None if unshaped.
+        """Return the bits per second at which a host receives on a link; None if unshaped.
 
         Args:
             host: number of the host.
             link: name of the link.
         """
-        return self.attachment(host, link).rate_bps
+        shared = self.links[self.link_index(link)]
+        return parse_rate_bps(self._override(host).rates.get(link, shared.rate))
+
+    def uplink_bps(self, host: int, link: str) -> int | None:
+        """Return the bits per second at which a host sends on a link; None if unshaped.
+
+        Args:
+            host: number of the host.
+            link: name of the link.
+        """
+        shared, own = self.links[self.link_index(link)], self._override(host)
+        if link in own.uplinks:
+            return parse_rate_bps(own.uplinks[link])
+        if link in own.rates or shared.uplink is None:
+            return self.rate_bps(host, link)
+        return parse_rate_bps(shared.uplink)
 
     def attachment(self, host: int, link: str) -> Way:
-        """Return the configured values of all ways from and to a host on one link.
+        """Return the configured values of all ways from and to a host on one link; the rate is
+        that of the slower direction.
 
         Args:
             host: number of the host.
@@ -227,32 +248,32 @@ class Cluster(Part):
         shared, own = self.links[self.link_index(link)], self._override(host)
         latency = own.latencies.get(link, shared.latency_s)
         return Way(
-            parse_rate_bps(own.rates.get(link, shared.rate)),
+            _smallest(self.rate_bps(host, link), self.uplink_bps(host, link)),
             parse_time_s(latency),
             parse_loss(own.losses.get(link, shared.loss)),
         )
 
     def way(self, one: int, other: int, link: str) -> Way:
-        """Return the configured values between two hosts.
+        """Return the configured values from one host to another.
 
         The smaller rate, the larger delay and the larger loss of both hosts apply. A pair's rate is
         a further limit; its delay and loss replace those of the hosts.
 
         Args:
-            one: number of one host.
-            other: number of the other host.
+            one: number of the sending host.
+            other: number of the receiving host.
             link: name of the link.
         """
         ends = [self.attachment(host, link) for host in (one, other)]
         pair = next((p for p in self.pairs if set(p.hosts) == {one, other}), None)
-        rates = [way.rate_bps for way in ends]
+        rates = [self.uplink_bps(one, link), self.rate_bps(other, link)]
         latency_s = max(way.latency_s for way in ends)
         loss = max(way.loss for way in ends)
         if pair is not None:
             rates.append(parse_rate_bps(pair.rates.get(link)))
             latency_s = parse_time_s(pair.latencies.get(link, latency_s))
             loss = parse_loss(pair.losses.get(link, loss))
-        return Way(min((r for r in rates if r is not None), default=None), latency_s, loss)
+        return Way(_smallest(*rates), latency_s, loss)
 
     def threads_of(self, host: int) -> int:
         """Return OMP_NUM_THREADS of a host's ranks.
@@ -284,7 +305,7 @@ class Cluster(Part):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, data: Any) -> Any:
-        """Replace top-level `rate`, `latency` and `loss` by a list of one link."""
+        """Replace top-level values of a link by a list of one link."""
         if not isinstance(data, dict):
             return data
         given = [key for key in _SHORT_FORM if key in data]
@@ -345,8 +366,8 @@ class Cluster(Part):
             yield "pairs", item.hosts, ()
         for item in (*self.overrides, *self.pairs):
             what = "overrides" if isinstance(item, HostOverride) else "pairs"
-            for name in ("rates", "latencies", "losses"):
-                yield f"{what}: {name}", (), getattr(item, name)
+            for name in ("rates", "uplinks", "latencies", "losses"):
+                yield f"{what}: {name}", (), getattr(item, name, ())
         for change in self.changes:
             where = f"changes: at {change.at}"
             yield where, change.hosts or change.pair or (), [change.link] if change.link else ()
@@ -357,6 +378,10 @@ class Cluster(Part):
                 f"{what}: host ({host}) must be below hosts ({self.hosts}); "
                 "hosts are counted from 0"
             )
+
+
+def _smallest(*rates_bps: int | None) -> int | None:
+    return min((rate for rate in rates_bps if rate is not None), default=None)
 
 
 def _check_distinct(what: str, values: list[Any], remedy: str) -> None:

@@ -140,18 +140,18 @@ class Network:
             return
         for host, rate_bps in enumerate(plan.rates_bps):
             if rate_bps != before.rates_bps[host]:
-                self._set_rate(link, host, rate_bps)
+                self._set_rate(link, host, plan)
         if link in self.switched:
             assert self.switch is not None
             self.switch.change(link, plan)
 
-    def _set_rate(self, link: int, host: int, rate_bps: int | None) -> None:
+    def _set_rate(self, link: int, host: int, plan: LinkPlan) -> None:
         """Set the rate at which the host sends and, on a bridge, at which it receives."""
-        ends = [(self._hosts[host], interface_name(link))]
+        ends = [(self._hosts[host], interface_name(link), plan.uplink_bps(host))]
         if link not in self.switched:
-            ends.append((self._center, port_name(link, host)))
+            ends.append((self._center, port_name(link, host), plan.rates_bps[host]))
         delayed = link not in self.switched and self._plan.links[link].has_delay_or_loss
-        for namespace, interface in ends:
+        for namespace, interface, rate_bps in ends:
             index = namespace.index(interface)
             _shape(namespace.netlink, index, rate_bps, delayed)
             _limit_segments(namespace.netlink, index, rate_bps, link in self.switched)
@@ -189,15 +189,13 @@ class Network:
             self._center.netlink.link("add", ifname=port, kind="veth", peer=peer)
         alias = self._alias(plan.name, host)
         port_index, inner_index = self._center.index(port), namespace.index(inner)
-        for netlink, index in (
-            (self._center.netlink, port_index),
-            (namespace.netlink, inner_index),
+        for netlink, index, rate_bps in (
+            (self._center.netlink, port_index, plan.rates_bps[host]),
+            (namespace.netlink, inner_index, plan.uplink_bps(host)),
         ):
             # A packet passes both ends, so each has half of the delay. Only one end drops packets.
             loss = plan.losses[host] if netlink is namespace.netlink else 0.0
-            _add_shapers(
-                netlink, index, plan, plan.latencies_s[host] / 2, loss, plan.rates_bps[host]
-            )
+            _add_shapers(netlink, index, plan, plan.latencies_s[host] / 2, loss, rate_bps)
             netlink.link("set", index=index, state="up", ifalias=alias)
         self._center.netlink.link("set", index=port_index, master=bridge)
         self._add_address(namespace.netlink, inner_index, host, link)
@@ -223,9 +221,10 @@ class Network:
                 address=mac(link, host).hex(":"),
                 ifalias=self._alias(plan.name, host),
             )
-            _limit_segments(namespace.netlink, index, plan.rates_bps[host], switched=True)
-            if plan.rates_bps[host] is not None:
-                _shape(namespace.netlink, index, plan.rates_bps[host], False)
+            uplink_bps = plan.uplink_bps(host)
+            _limit_segments(namespace.netlink, index, uplink_bps, switched=True)
+            if uplink_bps is not None:
+                _shape(namespace.netlink, index, uplink_bps, False)
             self._add_address(namespace.netlink, index, host, link)
         return taps
 

@@ -97,6 +97,7 @@ class Link(Part):
     Attributes:
         name: name of the link.
         rate: text such as "100mbit", a number of bit/s, or None for an unshaped link.
+        uplink: rate at which a host sends, if it differs from `rate`, at which it then receives.
         latency: one-way delay between two hosts, such as "20ms", or a number of seconds.
         loss: share of packets that are lost between two hosts, such as 0.01 or "1%".
 
@@ -106,6 +107,7 @@ class Link(Part):
 
     name: str = Field(default="net", pattern=_NAME)
     rate: Annotated[str | float | None, BeforeValidator(rate_text)] = UNLIMITED
+    uplink: Annotated[str | float | None, optional(rate_text)] = None
     latency: Annotated[str | float | None, BeforeValidator(_nonzero_latency)] = None
     loss: Annotated[str | float, BeforeValidator(parse_loss)] = 0.0
 
@@ -127,7 +129,10 @@ class HostOverride(Part):
 
     Attributes:
         host: number of the host, from 0.
-        rates: rates of this host by link name, in both directions, in place of the link's rate.
+        rates: rates of this host by link name, in both directions, in place of the link's rate and
+            uplink.
+        uplinks: rates at which this host sends by link name, if they differ from those at which it
+            receives.
         latencies: one-way delays by link name, in place of the link's delay.
         losses: shares of lost packets by link name, in place of the link's loss.
         threads: OMP_NUM_THREADS of the host's ranks, in place of the cluster's value.
@@ -139,6 +144,7 @@ class HostOverride(Part):
 
     host: int = Field(ge=0)
     rates: Rates = Field(default_factory=dict)
+    uplinks: Rates = Field(default_factory=dict)
     latencies: Latencies = Field(default_factory=dict)
     losses: Losses = Field(default_factory=dict)
     threads: int | None = Field(default=None, ge=1)

@@ -28,7 +28,10 @@ def change_messages(cluster: Cluster) -> list[dict[str, Any]]:
 
 def link_plan(cluster: Cluster, link: str) -> LinkPlan:
     """Return the initial values of one link."""
-    ways = [cluster.attachment(host, link) for host in range(cluster.hosts)]
+    hosts = range(cluster.hosts)
+    ways = [cluster.attachment(host, link) for host in hosts]
+    rates = [cluster.rate_bps(host, link) for host in hosts]
+    uplinks = [cluster.uplink_bps(host, link) for host in hosts]
     pairs = tuple(_pair_plan(pair, link) for pair in cluster.pairs if _concerns(pair, link))
     uniform = len({(way.latency_s, way.loss) for way in ways}) == 1
     index = cluster.link_index(link)
@@ -38,7 +41,8 @@ def link_plan(cluster: Cluster, link: str) -> LinkPlan:
     )
     return LinkPlan(
         name=link,
-        rates_bps=tuple(way.rate_bps for way in ways),
+        rates_bps=tuple(rates),
+        uplinks_bps=() if uplinks == rates else tuple(uplinks),
         latencies_s=tuple(way.latency_s for way in ways),
         losses=tuple(way.loss for way in ways),
         pairs=pairs,

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offbeat.core.files import replace_text, write_text
+from offbeat.core.files import write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
-from offbeat.experiments.compare import Contestant
+from offbeat.experiments.comparison import Contestant, require_labels
+from offbeat.experiments.new_run import (
+    describe,
+    read_record,
+    require_same,
+    require_unused_directory,
+    write_json,
+)
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.record_file import records_in
-from offbeat.experiments.record.run_directory import PROBLEM, SCHEMA
+from offbeat.experiments.record.run_directory import PROBLEM
 from offbeat.experiments.report.headline import REHEARSED
 from offbeat.experiments.script import require_runnable, script_name
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
@@ -39,8 +43,6 @@ CHILD = "offbeat.rehearsal.child"
 MEASURED = "measured.json"  # in the run directory
 JOB, LOG = "job.json", "rehearsal.log"  # in the folder of a repetition
 LOG_LINES = 3  # last lines of the log of a failed rehearsal that its problem states
-# Fields of run.json that are equal in an interrupted rehearsal and in the one that resumes it.
-SETTINGS = ("script", "contestants", "seeds", "rehearsed", "iterations")
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,7 @@ class ScriptRehearsal:
 
     def __post_init__(self) -> None:
         require_runnable(self.script)
-        if not self.contestants:
-            raise ValueError("contestants ([]) must not be empty; name a strategy")
-        labels = [contestant.label for contestant in self.contestants]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise ValueError(
-                    f"contestant ({label!r}) must be unique; change one of its settings"
-                )
+        require_labels(self.contestants)
         for contestant in self.contestants:
             reference_of(contestant.strategy)  # raises for a class of the script
             if self.replicas < self.profile.world_size:
@@ -138,10 +133,10 @@ def rehearse_script(
     record = _describe(rehearsal)
     if resume:
         _require_same(record, rehearsal.profile, run_dir)
-    elif run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ValueError(f"run directory ({run_dir}) must be new or empty; choose another --out")
+    else:
+        require_unused_directory(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    replace_text(run_dir / "run.json", json.dumps(record, indent=1))
+    write_json(run_dir / "run.json", record)
     rehearsal.profile.save(run_dir / "profile.json")
     (rehearsal.measured or rehearsal.profile).save(run_dir / MEASURED)
     progress.print_line(f"what the script prints goes to {run_dir / 'STRATEGY/repN/rankR.log'}")
@@ -150,7 +145,7 @@ def rehearse_script(
     except KeyboardInterrupt:
         outcome.interrupted = True
     record["interrupted"] = outcome.interrupted
-    replace_text(run_dir / "run.json", json.dumps(record, indent=1))
+    write_json(run_dir / "run.json", record)
     if any(map(records_in, run_dir.glob("*/rep*"))):
         outcome.report = report.write(run_dir)
     return outcome
@@ -295,57 +290,30 @@ def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
         for link in profile.links
     ]
     part = "" if rehearsal.replicas == ranks else f" {rehearsal.replicas} replicas were trained."
+    common = describe(
+        rehearsal.script,
+        rehearsal.contestants,
+        rehearsal.seeds,
+        rehearsal.command,
+        rehearsal.target_loss,
+    )
     return {
-        "schema": SCHEMA,
-        "command": list(rehearsal.command),
-        "script": list(rehearsal.script),
+        **common,
         "cluster": {"hosts": ranks, "links": links},
         "lab": "rehearsal",
         "note": f"{REHEARSED[0].upper()}{REHEARSED[1:]}.{part}",
         "rehearsed": rehearsal.replicas,
         "iterations": rehearsal.iterations,
-        "versions": {
-            "offbeat": metadata.version("offbeat"),
-            "torch": metadata.version("torch"),
-            "python": platform.python_version(),
-            "kernel": platform.release(),
-        },
-        "cpus": os.cpu_count(),
         "seed": rehearsal.seeds[0],
-        "seeds": list(rehearsal.seeds),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "contestants": [
-            {
-                "label": c.label,
-                "strategy": c.strategy.name,
-                "settings": c.strategy.settings(),
-                "arguments": list(c.arguments),
-            }
-            for c in rehearsal.contestants
-        ],
-        "repetitions": len(rehearsal.seeds),
-        "target_loss": rehearsal.target_loss,
         "skip": 0,  # simulated iterations have no warm-up
     }
 
 
-def _require_same(record: Mapping[str, Any], profile: Profile, run_dir: Path) -> None:
+def _require_same(record: dict[str, Any], profile: Profile, run_dir: Path) -> None:
     """Raise ValueError unless an interrupted rehearsal has the same settings and profile."""
-    path = run_dir / "run.json"
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    if not before.get("rehearsed"):
-        raise ValueError(
-            f"run directory ({run_dir}) must hold the run.json of an interrupted rehearsal; leave "
-            "--resume out to begin one"
-        )
-    now = json.loads(json.dumps(record))
-    for name in SETTINGS:
-        if now[name] != before[name]:
-            raise ValueError(
-                f"{name} ({json.dumps(now[name])}) must be that of {run_dir} "
-                f"({json.dumps(before[name])}); repeat the command that began it and add --resume, "
-                "or begin another rehearsal"
-            )
+    before = read_record(run_dir, "rehearsal")
+    loss = {"target_loss": record["target_loss"]}  # the curves do not depend on it
+    require_same(record, before | loss, run_dir)
     known = Profile.load(run_dir / "profile.json")
     if json.dumps(known.to_dict()) != json.dumps(profile.to_dict()):
         raise ValueError(

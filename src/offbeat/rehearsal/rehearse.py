@@ -81,9 +81,19 @@ class RehearsedCurve:
             loss: loss to reach.
             smooth: number of last iterations of which the loss is the mean.
         """
+        count = self.iterations_to(loss, smooth=smooth)
+        return None if count is None else self.ends_s[count - 1]
+
+    def iterations_to(self, loss: float, *, smooth: int = SMOOTH) -> int | None:
+        """Return the number of iterations until the loss is at most `loss`; None if it is never.
+
+        Args:
+            loss: loss to reach.
+            smooth: number of last iterations of which the loss is the mean.
+        """
         for stop in range(smooth, len(self.losses) + 1):
             if fmean(self.losses[stop - smooth : stop]) <= loss:
-                return self.ends_s[stop - 1]
+                return stop
         return None
 
     def to_dict(self) -> dict[str, Any]:

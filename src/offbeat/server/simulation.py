@@ -2,7 +2,8 @@
 
 All servers are alike and hold equal shares of the parameters, so the simulation has one of them.
 The flow of each worker to this server has the server's share of the worker's bytes and rate. All
-pushes share the server's incoming rate and all pulls its outgoing rate (incast).
+pushes share the server's incoming rate and all pulls its outgoing rate (incast). A push is limited
+by the rate at which its worker sends, a pull by the rate at which it receives.
 """
 
 from __future__ import annotations
@@ -154,8 +155,9 @@ class _Job:
         self._s, self._each_push = s, each_push
         self._clocks, workers = compute_s.shape
         self._workers = [_Worker() for _ in range(workers)]
-        caps = np.array(server.caps)
-        self._inwards, self._outwards = Pipe(caps, server.rate), Pipe(caps, server.rate)
+        self._inwards = Pipe(np.array(server.caps), server.rate)
+        sends = server.rate if server.send_rate is None else server.send_rate
+        self._outwards = Pipe(np.array(server.receive_caps or server.caps), sends)
         self._events: list[tuple[float, int, str, int]] = []
         self._count = 0
         self._cpu_free_s = 0.0

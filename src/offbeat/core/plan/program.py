@@ -103,6 +103,7 @@ class Program:
         self._steps: dict[tuple[int, ...], tuple[Step, ...]] = {}
         self._sparse: dict[tuple[int, ...], tuple[Step, ...]] = {}
         self._narrow: dict[int, list[Apply]] = {}
+        self._keys: dict[int, tuple[int, ...]] = {}  # by phase
 
     def segment(self, iteration: int) -> int:
         """Return the number of the segment of an iteration. All iterations of a segment have the
@@ -119,6 +120,14 @@ class Program:
 
     def key(self, iteration: int) -> tuple[int, ...]:
         """Return the key of an iteration. Iterations with equal keys have the same steps."""
+        if iteration < self.plan.prologue + self.lag:  # an earlier iteration may be of the prologue
+            return self._make_key(iteration)
+        phase = self.plan.phase(iteration)
+        if phase not in self._keys:
+            self._keys[phase] = self._make_key(iteration)
+        return self._keys[phase]
+
+    def _make_key(self, iteration: int) -> tuple[int, ...]:
         return tuple(self.segment(iteration - lag) if lag <= iteration else -1 for lag in self.lags)
 
     def steps(self, iteration: int) -> tuple[Step, ...]:

@@ -31,6 +31,7 @@ class Factors:
         self._noise = ranks.noise(iterations, profile, seed)
         equal = self._noise is None and self._scale.min() == self._scale.max()
         self.alike = len(self._scale) == 1 or bool(equal)
+        self._rows = None if self._noise is None else list(self._scale * self._noise)
 
     def values(self, iteration: int, repeat: int = 1) -> Times:
         """Return the factors of all ranks in one iteration.
@@ -39,7 +40,9 @@ class Factors:
         the square root of `repeat`.
         """
         factors = self._scale
-        if self._noise is not None:
+        if self._rows is not None and repeat == 1:
+            factors = self._rows[iteration]
+        elif self._noise is not None:
             factors = factors * (1 + (self._noise[iteration] - 1) / repeat**0.5)
         return factors[0].item() if self.alike else factors
 

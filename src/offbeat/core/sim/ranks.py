@@ -24,20 +24,27 @@ class Ranks:
             per rank and iteration; None for the profile's jitter.
         link_rates: for a link by name, the rate of each rank on the link and its channels, relative
             to the profile's. A collective runs at the rate of its slowest rank.
+        receive_rates: for a link by name, the rate at which each rank receives, if it differs from
+            the one at which it sends. Only strategies with servers use it.
+        server_rates: for a link by name, the rates at which a server sends and receives, relative
+            to the profile's.
 
     Raises:
-        ValueError: a value of `scale` or `link_rates` is not finite and above 0, or `jitter` is not
-            finite or is negative.
+        ValueError: a scale or a rate is not finite and above 0, or `jitter` is not finite or is
+            negative.
     """
 
     scale: tuple[float, ...] = ()
     jitter: float | None = None
     link_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    receive_rates: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    server_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.jitter is not None and not (math.isfinite(self.jitter) and self.jitter >= 0):
             raise ValueError(f"jitter ({self.jitter}) must be finite and at least 0")
-        for name, values in self._per_rank():
+        pairs = ((f"server_rates[{link!r}]", pair) for link, pair in self.server_rates.items())
+        for name, values in (*self._per_rank(), *pairs):
             for rank, value in enumerate(values):
                 if not (math.isfinite(value) and value > 0):
                     raise ValueError(f"{name}[{rank}] ({value}) must be finite and above 0")
@@ -58,7 +65,7 @@ class Ranks:
                     f"{name} ({len(values)} values) must have one value per rank "
                     f"({profile.world_size})"
                 )
-        for link in self.link_rates:
+        for link in {*self.link_rates, *self.receive_rates, *self.server_rates}:
             if profile.link(link).name != link:
                 raise ValueError(
                     f"link_rates ({link!r}) must name a link, not a channel; its rates count for "
@@ -68,8 +75,9 @@ class Ranks:
     def _per_rank(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         """Yield name and values of every setting with one value per rank."""
         yield "scale", self.scale
-        for link, rates in self.link_rates.items():
-            yield f"link_rates[{link!r}]", rates
+        for name in ("link_rates", "receive_rates"):
+            for link, rates in getattr(self, name).items():
+                yield f"{name}[{link!r}]", rates
 
     def compute_scale(self, profile: Profile) -> tuple[float, ...]:
         """Return the compute time of every rank relative to the profile's.
@@ -93,6 +101,16 @@ class Ranks:
         if ranks is not None and rates:
             rates = [rates[rank] for rank in ranks]
         return min(rates, default=1.0)
+
+    def receive_rate(self, link: str, rank: int) -> float:
+        """Return the rate at which a rank receives relative to the profile's rate of the link.
+
+        Args:
+            link: name of a link or channel.
+            rank: the rank.
+        """
+        rates = self.receive_rates.get(base_link(link), ())
+        return rates[rank] if rates else self.link_rate(link, (rank,))
 
     def jitters(self, profile: Profile) -> tuple[float, ...]:
         """Return the relative standard deviation of every rank's compute time.

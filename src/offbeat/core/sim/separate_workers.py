@@ -17,10 +17,12 @@ class Server:
 
     Attributes:
         size_bytes: bytes of the parameters that the server holds.
-        rate: bytes per second of the server's link in each direction.
+        rate: bytes per second that the server receives.
         caps: bytes per second from each worker to this server.
         latency_s: seconds of latency of a message.
         apply_s: seconds of one update on the server.
+        send_rate: bytes per second that the server sends; None: `rate`.
+        receive_caps: bytes per second from this server to each worker; empty: `caps`.
     """
 
     size_bytes: float
@@ -28,21 +30,27 @@ class Server:
     caps: tuple[float, ...]
     latency_s: float = 0.0
     apply_s: float = 0.0
+    send_rate: float | None = None
+    receive_caps: tuple[float, ...] = ()
 
 
 def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Server:
     """Return one of `servers` equal servers on the profile's default link."""
     ranks, link = ranks or Ranks(), profile.default_link
     hops = max(2 * (profile.world_size - 1), 1)
-    rate = link.bytes_per_s * hops / profile.world_size
-    caps = [rate * ranks.link_rate(link.name, (n,)) / servers for n in range(profile.world_size)]
+    rate, workers = link.bytes_per_s * hops / profile.world_size, range(profile.world_size)
+    caps = [rate * ranks.link_rate(link.name, (n,)) / servers for n in workers]
+    receive_caps = [rate * ranks.receive_rate(link.name, n) / servers for n in workers]
+    sends, receives = ranks.server_rates.get(link.name, (1.0, 1.0))
     size_bytes = sum(bucket.size_bytes for bucket in profile.buckets)
     return Server(
         size_bytes=size_bytes / servers,
-        rate=rate,
+        rate=rate * receives,
         caps=tuple(caps),
         latency_s=link.latency_s / hops,
         apply_s=profile.update_s / servers,
+        send_rate=rate * sends,
+        receive_caps=tuple(receive_caps),
     )
 
 

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.derive.plan_memory import Memory, held_memory
 from offbeat.core.plan import Phases, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import with_slower_links, with_smaller_messages
-from offbeat.core.sim import predict, predict_plan
+from offbeat.core.sim import Prediction, predict, predict_plan
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import BASELINE, create, find, strategy_names
-from offbeat.experiments.advice.options import Change, Option, describe_change, option_of
+from offbeat.experiments.advice.options import CHANGES, Change, Option, describe_change, option_of
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import has_defaults
 from offbeat.experiments.advice.sharded import ShardedIteration, hsdp, zero3
@@ -36,6 +37,7 @@ ESTIMATED = (0.93, 1.25)  # least and greatest time of estimated messages, relat
 MOST_ACCUMULATED = 32  # batches per update
 ENOUGH_COMPUTE = 0.9  # share of compute from which accumulation of more batches ends
 HALF = 0.5  # bytes of fp16 relative to float32
+ALONE = "one machine"
 SERVERS = 1  # further machines of strategies with servers
 
 
@@ -55,7 +57,11 @@ class Method:
         low_s: least seconds per iteration by the uncertainty.
         high_s: greatest seconds per iteration by the uncertainty.
         sent_bytes: payload bytes that a machine sends per iteration.
-        memory: memory on a device.
+        memory: memory on a device. Devices of a machine each hold the whole replica, except under
+            HSDP and ZeRO-3.
+        sharded_memory: memory on a device if `fully_shard` divides the replica inside a machine;
+            None if the method does not allow it.
+        bound_at: lower bound of `seconds_at`, which needs no plan; None if there is none.
         basis: origin of the prediction.
         seconds_at: seconds per iteration in a place, planned anew there.
     """
@@ -74,6 +80,13 @@ class Method:
     memory: Memory
     basis: Basis
     seconds_at: SecondsAt = field(repr=False, compare=False)
+    sharded_memory: Memory | None = None
+    bound_at: SecondsAt | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def same_numbers(self) -> bool:
+        """Return whether the method learns the same as DDP on all machines."""
+        return self.change == CHANGES[0] and self.machines > 1
 
     @property
     def batch_s(self) -> float:
@@ -98,7 +111,7 @@ def message_errors(place: Place) -> tuple[float, float]:
 
 def of_option(option: Option, place: Place) -> Method:
     """Return the method of a simulated option."""
-    return _simulated_method(
+    method = _simulated_method(
         text_of(option.strategy),
         option.strategy,
         option.plan,
@@ -111,7 +124,15 @@ def of_option(option: Option, place: Place) -> Method:
         sent_bytes=option.bytes,
         memory=option.strategy.memory(place.profile, option.plan),
         seconds_at=partial(_strategy_seconds, option.strategy),
+        is_shardable=is_shardable(option.strategy, option.plan),
     )
+    return replace(method, bound_at=partial(_strategy_bound_s, option.strategy))
+
+
+def is_shardable(strategy: Strategy, plan: Plan) -> bool:
+    """Return whether the replicas of a strategy may be divided by `fully_shard`, which keeps the
+    gradients until the step."""
+    return not strategy.synchronous and (leaves_gradients(plan) or strategy.at_step() is not None)
 
 
 def of_strategy(strategy: Strategy, place: Place) -> Method | None:
@@ -123,7 +144,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            prediction = predict(strategy, place.profile, servers=SERVERS)
+            prediction = _predict(strategy, place, place.profile)
         except ValueError:
             return None
     if prediction.plan is not None:
@@ -132,7 +153,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
         return of_option(option_of(strategy, prediction.plan, prediction), place)
     low, high = message_errors(place)
     times_s = [
-        predict(strategy, with_slower_links(place.profile, times), servers=SERVERS).iteration_s
+        _predict(strategy, place, with_slower_links(place.profile, times)).iteration_s
         for times in (low, high)
     ]
     same = strategy.synchronous
@@ -148,7 +169,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
         min(*times_s, prediction.iteration_s) * (1 - MODEL_ERROR),
         max(*times_s, prediction.iteration_s) * (1 + MODEL_ERROR),
         sum(prediction.bytes_per_iteration.values()),
-        _on_devices(strategy.memory(place.profile), place.devices),
+        strategy.memory(place.profile),
         "simulated",
         partial(_strategy_seconds, strategy),
     )
@@ -157,7 +178,18 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
 def _strategy_seconds(strategy: Strategy, place: Place) -> float:
     with warnings.catch_warnings():  # of strategies that fall back to others
         warnings.simplefilter("ignore")
-        return predict(strategy, place.profile, servers=SERVERS).iteration_s
+        return _predict(strategy, place, place.profile).iteration_s
+
+
+def _strategy_bound_s(strategy: Strategy, place: Place) -> float:
+    return strategy.bound_s(strategy.costed(place.profile))
+
+
+def _predict(strategy: Strategy, place: Place, profile: Profile) -> Prediction:
+    """Predict a strategy. Rates of single machines count only without a plan: a collective runs at
+    the rate of the profile."""
+    ranks = None if strategy.needs.profile else place.ranks
+    return predict(strategy, profile, servers=SERVERS, ranks=ranks)
 
 
 def default_methods(place: Place) -> Iterator[Method]:
@@ -183,9 +215,9 @@ def outsiders(place: Place) -> Iterator[Method]:
 
 def one_machine(place: Place) -> Method:
     """Return the method that leaves all but the fastest machine unused."""
-    seconds = place.fastest_machine.compute_s
+    seconds, memory = place.fastest_machine.compute_s, held_memory(place.profile)
     return Method(
-        "one machine",
+        ALONE,
         None,
         "same numbers",
         "the batch of one machine",
@@ -196,9 +228,10 @@ def one_machine(place: Place) -> Method:
         seconds * (1 - MODEL_ERROR),
         seconds * (1 + MODEL_ERROR),
         0.0,
-        _on_devices(held_memory(place.profile), place.devices),
+        memory,
         "equations",
         lambda there: there.fastest_machine.compute_s,
+        _on_devices(memory, place.devices) if place.devices > 1 else None,
     )
 
 
@@ -343,6 +376,7 @@ def _simulated_method(
     sent_bytes: float,
     memory: Memory,
     seconds_at: SecondsAt,
+    is_shardable: bool = False,
 ) -> Method:
     """Return a method with a plan, which runs unchanged if messages take other times."""
     low, high = message_errors(place)
@@ -361,9 +395,10 @@ def _simulated_method(
         min(*times_s, iteration_s) * (1 - MODEL_ERROR),
         max(*times_s, iteration_s) * (1 + MODEL_ERROR),
         sent_bytes,
-        _on_devices(memory, place.devices),
+        memory,
         "simulated",
         seconds_at,
+        _on_devices(memory, place.devices) if is_shardable and place.devices > 1 else None,
     )
 
 

@@ -15,6 +15,7 @@ SHARES = (0.5, 0.8, 0.9, 0.95)
 TOLERANCE = 1.05  # ratio of neighbouring rates at the end of a search
 LEAST_RATE_BPS, MOST_RATE_BPS = 1e5, 1e13
 ROUNDING = 1e-9
+LIMIT_TOLERANCE = 1.01  # ratio of neighbouring rates at the end of a search by a limit
 MOST_MACHINES = 64
 MOST_CONNECTIONS = 16
 PAYS = 0.5  # share of one machine's speed that a further machine must add
@@ -25,6 +26,7 @@ def rates_for(
     shares: Sequence[float],
     *,
     known: Mapping[float, float],
+    limit_at: Callable[[float], float] | None = None,
     tolerance: float = TOLERANCE,
 ) -> dict[float, float | None]:
     """Return for each share the least rate at which it is reached, to a relative `tolerance`.
@@ -38,16 +40,25 @@ def rates_for(
         share_at: share of computing time at a rate in bits per second.
         shares: shares to reach.
         known: shares that are known, by rate; at least one.
+        limit_at: upper limit of the share at a rate, which does not fall with the rate and costs
+            much less than `share_at`; None if there is none.
         tolerance: ratio of two rates that end the search.
 
     Returns:
         Bits per second; None if the share is not reached at `MOST_RATE_BPS`.
     """
-    seen = dict(known)
+    seen, limits = dict(known), dict[float, float]()
 
     def search(share: float) -> float | None:
         lower = max((r for r, s in seen.items() if s < share), default=None)
         upper = min((r for r in seen if lower is None or r > lower), default=None)
+        if limit_at is not None:
+            least = _least_rate(limit_at, share, lower or LEAST_RATE_BPS, upper or MOST_RATE_BPS)
+            if least is None and upper is None:
+                return None
+            if least is not None and least > (lower or LEAST_RATE_BPS):
+                lower = least
+                limits[lower] = min(limit_at(lower), share)
         if upper is None:
             upper = MOST_RATE_BPS
             if _share(share_at, seen, upper) < share:
@@ -61,7 +72,7 @@ def rates_for(
                 return upper
             rate_bps = math.sqrt(lower * upper)
             if step % 3 < 2:
-                rate_bps = _interpolated_rate(lower, upper, seen, share)
+                rate_bps = _interpolated_rate(lower, upper, limits | seen, share)
                 # The bracket ends as soon as both of its ends are near the result.
                 rate_bps *= tolerance ** (0.4 if step % 3 == 0 else -0.4)
                 margin = tolerance**0.2
@@ -81,6 +92,24 @@ def rates_for(
             return found
 
 
+def _least_rate(
+    limit_at: Callable[[float], float], share: float, lower: float, upper: float
+) -> float | None:
+    """Return a rate below which a limit is below the share, nearly the greatest one; None if the
+    limit is below the share at `upper`."""
+    if limit_at(upper) * (1 + ROUNDING) < share:
+        return None
+    if limit_at(lower) * (1 + ROUNDING) >= share:
+        return lower
+    while upper > lower * LIMIT_TOLERANCE:
+        middle = math.sqrt(lower * upper)
+        if limit_at(middle) * (1 + ROUNDING) < share:
+            lower = middle
+        else:
+            upper = middle
+    return lower
+
+
 def _share(share_at: Callable[[float], float], seen: dict[float, float], rate_bps: float) -> float:
     if rate_bps not in seen:
         seen[rate_bps] = share_at(rate_bps) * (1 + ROUNDING)
@@ -98,7 +127,12 @@ def _interpolated_rate(
 
 
 def rates_of(
-    seconds_at: SecondsAt, place: Place, shares: Sequence[float] = SHARES, *, now_s: float
+    seconds_at: SecondsAt,
+    place: Place,
+    shares: Sequence[float] = SHARES,
+    *,
+    now_s: float,
+    bound_at: SecondsAt | None = None,
 ) -> dict[float, float | None]:
     """Return for each share of computing time the least rate of a method in bits per second.
 
@@ -110,6 +144,7 @@ def rates_of(
         place: machines and network.
         shares: shares to reach.
         now_s: seconds per iteration in this place.
+        bound_at: lower bound of `seconds_at`; None if there is none.
     """
     needed_s = place.profile.slowest().compute_s
 
@@ -117,7 +152,12 @@ def rates_of(
         return needed_s / seconds_at(place.at_rate(rate_bps))
 
     known = {place.rate_bps: needed_s / now_s * (1 + ROUNDING)}
-    return rates_for(share_at, shares, known=known)
+
+    def limit_at(rate_bps: float) -> float:
+        assert bound_at is not None
+        return needed_s / bound_at(place.at_rate(rate_bps))
+
+    return rates_for(share_at, shares, known=known, limit_at=bound_at and limit_at)
 
 
 def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MACHINES) -> int:

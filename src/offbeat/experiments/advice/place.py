@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,13 @@ from offbeat.core.profile.elsewhere import (
     network_rate_bps,
     on_networks,
 )
-from offbeat.core.profile.facts import scaled_compute
+from offbeat.core.profile.facts import Link, scaled_compute
+from offbeat.core.sim.ranks import Ranks
 
 if TYPE_CHECKING:  # lab is imported only for cluster files
     from offbeat.lab import Cluster
+
+FREE_BYTES_PER_S = 1e15  # rate of messages that take no time
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class Place:
         estimated: whether message times follow from rates instead of measurements.
         networks: described networks, from which all message times were estimated; empty if they
             were measured, even at another rate.
+        ranks: rates of the machines, for strategies whose machines do not wait for each other.
     """
 
     profile: Profile
     devices: int = 1
     estimated: bool = False
     networks: tuple[Network, ...] = ()
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def machines(self) -> int:
@@ -53,7 +58,7 @@ class Place:
         if self.networks:
             return self._with_networks([replace(one, rate_bps=rate_bps) for one in self.networks])
         profile = extrapolate(self.profile, rate_bps=rate_bps)
-        return replace(self, profile=profile, estimated=True)
+        return replace(self, profile=profile, estimated=True, ranks=Ranks())
 
     def with_connections(self, count: int) -> Place:
         """Return the place with a number of TCP connections per link, if its networks are
@@ -62,11 +67,11 @@ class Place:
 
     def _with_networks(self, networks: Sequence[Network]) -> Place:
         profile = on_networks(self.profile, self.machines, networks)
-        return replace(self, profile=profile, networks=tuple(networks))
+        return replace(self, profile=profile, networks=tuple(networks), ranks=Ranks())
 
     def with_machines(self, count: int) -> Place:
         """Return the place with another number of machines; properties of machines repeat."""
-        return replace(self, profile=extrapolate(self.profile, hosts=count))
+        return replace(self, profile=extrapolate(self.profile, hosts=count), ranks=Ranks())
 
     def without_slowest(self) -> Place | None:
         """Return the place without its slowest machine; None if all are equal or two are left."""
@@ -75,7 +80,7 @@ class Place:
             return None
         slowest = scale.index(max(scale))
         kept = [machine for machine in range(len(scale)) if machine != slowest]
-        return replace(self, profile=_with_ranks(self.profile, kept))
+        return replace(self, profile=_with_ranks(self.profile, kept), ranks=Ranks())
 
     def with_even_times(self) -> Place | None:
         """Return the place with batches in proportion to the speeds of the machines, and the same
@@ -102,6 +107,19 @@ class Place:
             for values in (self.profile.rank_scale, self.profile.rank_jitter)
         )
         return replace(flat, rank_scale=scale, rank_jitter=jitter)
+
+    @property
+    def one_machine(self) -> Profile:
+        """Return the profile of the fastest machine alone, which sends nothing."""
+        links = tuple(
+            Link(link.name, 0.0, FREE_BYTES_PER_S, asked_rate_bps=self.rate_bps)
+            for link in self.profile.links
+        )
+        alone = self.fastest_machine
+        buckets = tuple(replace(bucket, communication_s={}) for bucket in alone.buckets)
+        return replace(
+            alone, buckets=buckets, links=links, world_size=1, rank_jitter=(), contention=()
+        )
 
     @property
     def fastest_machine(self) -> Profile:
@@ -131,8 +149,9 @@ def place_on_cluster(
     """Return the place of a cluster description.
 
     A message between all machines is as slow as the slowest way between two of them, so the
-    smallest rate, the longest delay and the greatest loss count. Speeds and jitter of hosts count
-    relative to the measured device.
+    smallest rate, mostly that of an uplink, the longest delay and the greatest loss count. Gossip
+    and servers use the rates of each machine. Speeds and jitter of hosts count relative to the
+    measured device.
 
     Args:
         profile: measured profile of the model.
@@ -143,7 +162,7 @@ def place_on_cluster(
     Raises:
         ValueError: the cluster has one host, or a link without a rate.
     """
-    from offbeat.experiments.profile_for_network import worst_way
+    from offbeat.experiments.profile_for_network import ranks_on, worst_way
 
     hosts = range(cluster.hosts)
     _require_several(cluster.hosts)
@@ -167,7 +186,8 @@ def place_on_cluster(
     if any(jitters):
         made = replace(made, rank_jitter=tuple(jitters))
     devices = max(devices, *map(cluster.ranks_of, hosts))
-    return Place(made, devices, estimated=True, networks=tuple(networks))
+    rates = ranks_on(cluster, cluster.hosts)
+    return Place(made, devices, estimated=True, networks=tuple(networks), ranks=rates)
 
 
 def _of_one_rank(profile: Profile) -> Profile:

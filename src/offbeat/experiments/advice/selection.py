@@ -59,9 +59,10 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
     """
     if max_staleness < 0:
         raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
-    options = _simulate_candidates(profile, max_staleness)
+    simulated = _Options()
+    options = _simulate_candidates(profile, max_staleness, simulated)
     chosen = _gentlest_option(_near_fastest(options, AS_GOOD))
-    chosen = _robustest(chosen, options, profile, max_staleness)
+    chosen = _robustest(chosen, options, profile, max_staleness, simulated)
     if chosen not in options:
         options.append(chosen)
     ranked = sorted(options, key=lambda option: (option.update_s, option.gentleness))
@@ -70,9 +71,24 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
     )
 
 
+class _Options:
+    """Options by strategy and profile, so that each is planned and simulated once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[Option | None, Profile]] = {}
+
+    def of(self, strategy: Strategy, profile: Profile) -> Option | None:
+        """Return the option of a strategy on a profile; see `predict_option`."""
+        key = str(strategy), id(profile)  # the profile is kept, so that its id stays its own
+        if key not in self._known:
+            self._known[key] = predict_option(strategy, profile), profile
+        return self._known[key][0]
+
+
 def _simulate_candidates(
     profile: Profile,
     max_staleness: int,
+    simulated: _Options,
     *,
     now: Profile | None = None,
     most_s: float = math.inf,
@@ -87,6 +103,7 @@ def _simulate_candidates(
     Args:
         profile: profile of the job.
         max_staleness: largest staleness.
+        simulated: options that are known.
         now: profile on which candidates must have a bound of at most `most_s`, too.
         most_s: seconds per iteration on `now`.
     """
@@ -105,7 +122,7 @@ def _simulate_candidates(
             continue
         if bounds_s[i] > least_s * (1 + WORTH_A_TRY):
             continue
-        option = predict_option(found[i], profile)
+        option = simulated.of(found[i], profile)
         if option is not None and _is_allowed(option, max_staleness):
             options[i] = option
     return [options[i] for i in sorted(options)]
@@ -123,7 +140,13 @@ def _is_allowed(option: Option, max_staleness: int) -> bool:
     return option.staleness <= max_staleness
 
 
-def _robustest(chosen: Option, found: list[Option], profile: Profile, max_staleness: int) -> Option:
+def _robustest(
+    chosen: Option,
+    found: list[Option],
+    profile: Profile,
+    max_staleness: int,
+    simulated: _Options,
+) -> Option:
     """Return an option that stays nearly fastest if messages take `SLOWER` times as long.
 
     This is `chosen` if its time grows by at most `AS_GOOD_THEN`. Otherwise it is the gentlest
@@ -131,13 +154,13 @@ def _robustest(chosen: Option, found: list[Option], profile: Profile, max_stalen
     the fastest of these. If there is no such option, it is `chosen`.
     """
     slower = with_slower_links(profile, SLOWER)
-    late = predict_option(chosen.strategy, slower)
+    late = simulated.of(chosen.strategy, slower)
     if late is not None and late.update_s <= chosen.update_s * (1 + AS_GOOD_THEN):
         return chosen
     least_s = min(option.update_s for option in found) * (1 + AS_GOOD)
-    then = _simulate_candidates(slower, max_staleness, now=profile, most_s=least_s)
+    then = _simulate_candidates(slower, max_staleness, simulated, now=profile, most_s=least_s)
     for option in sorted(_near_fastest(then, AS_GOOD_THEN), key=lambda one: one.gentleness):
-        now = predict_option(option.strategy, profile)
+        now = simulated.of(option.strategy, profile)
         if now is not None and now.update_s <= least_s:
             return now
     return chosen

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
-from offbeat.core.strategy.registry import BASELINE
+from offbeat.core.derive.plan_memory import Memory
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
 from offbeat.experiments.advice.methods import Method
@@ -24,30 +27,55 @@ class Row:
 
     Attributes:
         method: the method.
-        batches: batches of one device that it needs; None if unknown, as are the times then.
+        batches: batches of one device that it needs, one number per seed; None if unknown, as are
+            the times then.
         devices: number of devices of each machine.
         fits: whether its memory is at most that of a device; None without a given memory.
+        sharded: whether it fits only if `fully_shard` divides each replica inside its machine.
         price: price of a machine and hour; None if not given.
         rates_bps: least rate for each share of computing time; empty if not computed.
     """
 
     method: Method
-    batches: float | None
+    batches: tuple[float, ...] | None
     devices: int = 1
     fits: bool | None = None
+    sharded: bool = False
     price: float | None = None
     rates_bps: dict[float, float | None] = field(default_factory=dict)
 
     @property
+    def memory(self) -> Memory:
+        """Return the memory on a device."""
+        divided = self.method.sharded_memory
+        return divided if self.sharded and divided is not None else self.method.memory
+
+    @property
     def seconds(self) -> float | None:
-        """Return the seconds of the work."""
-        return self._of(self.method.iteration_s)
+        """Return the seconds of the work, mean over seeds."""
+        if self.batches is None:
+            return None
+        return self._seconds(fmean(self.batches), self.method.iteration_s)
 
     @property
     def range_s(self) -> tuple[float, float] | None:
-        """Return the least and the greatest seconds of the work by the uncertainty."""
-        low, high = self._of(self.method.low_s), self._of(self.method.high_s)
-        return None if low is None or high is None else (low, high)
+        """Return the least and the greatest seconds of the work by the uncertainty of the
+        iteration and the spread over seeds."""
+        if self.batches is None:
+            return None
+        low_s = self._seconds(min(self.batches), self.method.low_s)
+        return low_s, self._seconds(max(self.batches), self.method.high_s)
+
+    @property
+    def spread_s(self) -> tuple[float, float] | None:
+        """Return the least and the greatest seconds of the work by the spread over seeds."""
+        if self.batches is None:
+            return None
+        low_s, high_s = (
+            self._seconds(batches, self.method.iteration_s)
+            for batches in (min(self.batches), max(self.batches))
+        )
+        return low_s, high_s
 
     @property
     def cost(self) -> float | None:
@@ -58,7 +86,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON types."""
-        method, memory = self.method, self.method.memory
+        method, memory = self.method, self.memory
         return {
             "method": method.label,
             "strategy": None if method.strategy is None else str(method.strategy),
@@ -71,18 +99,18 @@ class Row:
             "iteration_range_s": [method.low_s, method.high_s],
             "seconds": self.seconds,
             "range_s": self.range_s,
-            "batches": self.batches,
+            "batches": None if self.batches is None else fmean(self.batches),
+            "batches_by_seed": self.batches,
             "sent_bytes": method.sent_bytes,
             "memory_bytes": {**asdict(memory), "total_bytes": memory.total_bytes},
             "fits": self.fits,
+            "sharded": self.sharded,
             "cost": self.cost,
             "rates_bps": {f"{share:g}": rate for share, rate in self.rates_bps.items()},
         }
 
-    def _of(self, iteration_s: float) -> float | None:
-        if self.batches is None:
-            return None
-        return self.batches * iteration_s / (self.method.replicas * self.devices)
+    def _seconds(self, batches: float, iteration_s: float) -> float:
+        return batches * iteration_s / (self.method.replicas * self.devices)
 
 
 @dataclass(frozen=True)
@@ -141,7 +169,11 @@ class Verdict:
             "devices": place.devices,
             "rate_bps": place.rate_bps,
             "estimated": place.estimated,
-            "work": {"batches": self.work.batches, "text": self.work.text},
+            "work": {
+                "batches": self.work.batches,
+                "text": self.work.text,
+                "target_loss": self.work.target_loss,
+            },
             "device_memory_bytes": self.device_memory,
             "price": self.price,
             "best": self.best.method.label,
@@ -156,11 +188,54 @@ class Verdict:
         """Return the row of a label; None if there is none."""
         return next((row for row in self.rows if row.method.label == label), None)
 
+    @property
+    def rows_within_spread(self) -> tuple[Row, ...]:
+        """Return the rows that may reach the loss as fast as the best one by the spread over
+        seeds."""
+        if self.work.target_loss is None or self.best.spread_s is None:
+            return ()
+        most_s = self.best.spread_s[1]
+        return tuple(
+            row
+            for row in self.rows
+            if row is not self.best and row.spread_s is not None and row.spread_s[0] <= most_s
+        )
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for some machines, from which a verdict follows.
+
+    Attributes:
+        place: machines, network and the model's profile.
+        advice: strategies that were simulated, and the advised one.
+        methods: methods to show.
+    """
+
+    place: Place
+    advice: Advice
+    methods: tuple[Method, ...]
+
+    @property
+    def learnt_differently(self) -> tuple[Strategy, ...]:
+        """Return DDP, and the strategies whose losses differ from those of DDP."""
+        others = (m.strategy for m in self.methods if m.strategy and not m.same_numbers)
+        return (create(BASELINE), *others)
+
+
+def predict_methods(
+    place: Place, *, max_staleness: int = MAX_STALENESS, everything: bool = False
+) -> Predictions:
+    """Return the predictions of all methods for some machines; see `decide`."""
+    advice = advise(place.profile, max_staleness=max_staleness)
+    return Predictions(place, advice, tuple(_methods(place, advice, everything=everything)))
+
 
 def decide(
     place: Place,
     work: Work,
     *,
+    predicted: Predictions | None = None,
     max_staleness: int = MAX_STALENESS,
     device_memory: float | None = None,
     price: float | None = None,
@@ -173,6 +248,8 @@ def decide(
     Args:
         place: machines, network and the model's profile.
         work: amount of training.
+        predicted: predictions for these machines; None: `predict_methods` with `max_staleness` and
+            `everything`.
         max_staleness: largest staleness of an advised strategy, in iterations.
         device_memory: bytes of a device.
         price: price of a machine and hour.
@@ -181,15 +258,17 @@ def decide(
         rate_text: text of a rate, for the texts of `helps`.
 
     Raises:
-        ValueError: a number is out of range, or nothing fits into a device.
+        ValueError: a number is out of range, nothing fits into a device, or no method reaches the
+            loss.
     """
     for name, value in (("device_memory", device_memory), ("price", price)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} ({value:g}) must be a number above 0")
-    advice = advise(place.profile, max_staleness=max_staleness)
-    found = _methods(place, advice, everything=everything)
+    if predicted is None:
+        predicted = predict_methods(place, max_staleness=max_staleness, everything=everything)
+    advice = predicted.advice
     to_row = partial(_row, place=place, work=work, device_memory=device_memory, price=price)
-    rows = sorted(map(to_row, found), key=_order)
+    rows = sorted(map(to_row, predicted.methods), key=_order)
     best = _best(rows, advice)
     if shares:
         rows = [_with_rates(row, place, shares) for row in rows]
@@ -202,9 +281,11 @@ def decide(
         advice=advice,
         rows=tuple(rows),
         best=best,
-        helps=tuple(_helps(seconds_at, place, rate_text)),
+        helps=tuple(
+            _helps(together.method, place, rate_text, to_loss=work.target_loss is not None)
+        ),
         together=together,
-        worthwhile_bps=None if best is together else _worthwhile_bps(seconds_at, place),
+        worthwhile_bps=None if best is together else _worthwhile_bps(best, together, place),
         last_machine=needs.last_paying_machine(seconds_at, place),
         critical_machines=needs.critical_machines(place.profile),
         device_memory=device_memory,
@@ -230,10 +311,14 @@ def _methods(place: Place, advice: Advice, *, everything: bool) -> list[Method]:
 def _row(
     method: Method, *, place: Place, work: Work, device_memory: float | None, price: float | None
 ) -> Row:
-    same = BASELINE if method.change == CHANGES[0] and method.machines > 1 else None
+    same = BASELINE if method.same_numbers else None
     batches = work.batches_of(method.label, same)
-    fits = None if device_memory is None else method.memory.total_bytes <= device_memory
-    return Row(method, batches, place.devices, fits, price)
+    if device_memory is None:
+        return Row(method, batches, place.devices, price=price)
+    whole = method.memory.total_bytes <= device_memory
+    divided = method.sharded_memory
+    sharded = not whole and divided is not None and divided.total_bytes <= device_memory
+    return Row(method, batches, place.devices, whole or sharded, sharded, price)
 
 
 def _order(row: Row) -> tuple[bool, bool, float]:
@@ -253,10 +338,12 @@ def _best(rows: Sequence[Row], advice: Advice, *, together: bool = False) -> Row
         fitting = [row for row in fitting if row.method.machines > 1] or [
             row for row in rows if row.method.machines > 1
         ]
+    if not fitting and all(row.seconds is None for row in rows):
+        raise ValueError("no method has reached the loss; rehearse more iterations")
     if not fitting:
         raise ValueError(
             "device_memory must be at least the memory of a method; the least needs "
-            f"{min(row.method.memory.total_bytes for row in rows) / 1e9:.3g} GB; use larger "
+            f"{min(map(_least_bytes, rows)) / 1e9:.3g} GB; use larger "
             "devices, or more of them"
         )
     advised = [row for row in fitting if row.method.strategy == advice.chosen.strategy]
@@ -274,9 +361,14 @@ def _best(rows: Sequence[Row], advice: Advice, *, together: bool = False) -> Row
     return least
 
 
+def _least_bytes(row: Row) -> float:
+    memories = (row.method.memory, row.method.sharded_memory)
+    return min(memory.total_bytes for memory in memories if memory is not None)
+
+
 def _counts_to_loss(rows: Sequence[Row]) -> bool:
-    """Return whether methods need different numbers of batches."""
-    return len({row.batches for row in rows if row.batches is not None}) > 1
+    """Return whether methods need different numbers of batches, or some never reach the loss."""
+    return len({row.batches for row in rows}) > 1
 
 
 # --- needs and help ------------------------------------------------------------------------------
@@ -286,15 +378,24 @@ def _with_rates(row: Row, place: Place, shares: Sequence[float]) -> Row:
     if row.method.machines == 1:
         return row
     method = row.method
-    found = needs.rates_of(method.seconds_at, place, shares, now_s=method.iteration_s)
+    found = needs.rates_of(
+        method.seconds_at, place, shares, now_s=method.iteration_s, bound_at=method.bound_at
+    )
     return replace(row, rates_bps=found)
 
 
 def _helps(
-    seconds_at: making.SecondsAt, place: Place, rate_text: Callable[[float], str]
+    method: Method,
+    place: Place,
+    rate_text: Callable[[float], str],
+    *,
+    to_loss: bool,
 ) -> list[Help]:
-    """Return changes of the place with the time that they save, the greatest saving first."""
-    now_s = seconds_at(place) / place.machines
+    """Return changes of the place with the time that they save, the greatest saving first.
+
+    The time to a loss is known for this number of machines alone.
+    """
+    now_s, seconds_at = method.iteration_s / place.machines, method.seconds_at
     twice_bps, more = 2 * place.rate_bps, place.machines + 1
     tried: list[tuple[str, Place | None]] = [
         (rate_text(twice_bps), place.at_rate(twice_bps)),
@@ -308,15 +409,22 @@ def _helps(
     found = [
         Help(text, 1 - seconds_at(there) / there.machines / now_s)
         for text, there in tried
-        if there is not None
+        if there is not None and not (to_loss and there.machines != place.machines)
     ]
     return sorted(found, key=lambda help_: -help_.saved)
 
 
-def _worthwhile_bps(seconds_at: making.SecondsAt, place: Place) -> float | None:
+def _worthwhile_bps(one: Row, together: Row, place: Place) -> float | None:
     """Return the least rate at which all machines together are faster than one."""
-    share = place.profile.slowest().compute_s / place.fastest_machine.compute_s / place.machines
-    return needs.rates_of(seconds_at, place, (share,), now_s=seconds_at(place))[share]
+    if one.batches is None or together.batches is None:
+        return None
+    method, more = together.method, fmean(together.batches) / fmean(one.batches)
+    share = place.profile.slowest().compute_s / place.fastest_machine.compute_s
+    share *= more / place.machines
+    found = needs.rates_of(
+        method.seconds_at, place, (share,), now_s=method.iteration_s, bound_at=method.bound_at
+    )
+    return found[share]
 
 
 def _ordinal(number: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 DEFAULT_BATCHES = 1000
@@ -13,16 +13,18 @@ class Work:
     """Amount of training.
 
     Attributes:
-        batches: batches of one device in all.
+        batches: batches of one device in all; 0 if they depend on the method.
         text: description, such as "10 M samples".
-        batches_by_label: batches of each method by its label, if they depend on the method, as to
-            reach a loss. Methods that are missing have no verdict, except those with the same
-            numbers as DDP, which need as many as DDP.
+        batches_by_label: batches of each method by its label, one number per seed, if they depend
+            on the method, as to reach a loss. Methods that are missing have no verdict, except
+            those with the same numbers as DDP, which need as many as DDP.
+        target_loss: loss to reach; None for an amount of samples or batches.
     """
 
     batches: float
     text: str
-    batches_by_label: Mapping[str, float] = field(default_factory=dict)
+    batches_by_label: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    target_loss: float | None = None
 
     @classmethod
     def of(
@@ -57,17 +59,28 @@ class Work:
             return cls(DEFAULT_BATCHES, f"{count_text(DEFAULT_BATCHES)} batches")
         return cls(iterations, f"{count_text(iterations)} batches")
 
-    def batches_of(self, label: str, same_as: str | None = None) -> float | None:
-        """Return the batches of a method; None if they are not known.
+    @classmethod
+    def to_loss(cls, loss: float, batches_by_label: Mapping[str, Sequence[float]]) -> Work:
+        """Return the work of training to a loss.
+
+        Args:
+            loss: loss to reach.
+            batches_by_label: batches of each method by its label, one number per seed.
+        """
+        return cls(0.0, f"to loss {loss:.4g}", batches_by_label, loss)
+
+    def batches_of(self, label: str, same_as: str | None = None) -> tuple[float, ...] | None:
+        """Return the batches of a method, one number per seed; None if they are not known.
 
         Args:
             label: label of the method.
             same_as: label of a method that computes the same; None if there is none.
         """
-        if not self.batches_by_label:
-            return self.batches
-        found = self.batches_by_label.get(label)
-        return self.batches_by_label.get(same_as) if found is None and same_as else found
+        if self.target_loss is None and not self.batches_by_label:
+            return (self.batches,)
+        names = (name for name in (label, same_as) if name in self.batches_by_label)
+        found = next(names, None)
+        return None if found is None else tuple(self.batches_by_label[found])
 
 
 def count_text(value: float) -> str:

@@ -34,6 +34,7 @@ class LinkPlan:
     Attributes:
         name: name of the link.
         rates_bps: rate of each host in bit/s; None: unshaped.
+        uplinks_bps: rate at which each host sends, if it differs; None: that of `rates_bps`.
         latencies_s: one-way delay of each host in seconds.
         losses: share of lost packets of each host.
         pairs: values between two hosts that differ.
@@ -47,12 +48,14 @@ class LinkPlan:
     losses: tuple[float, ...]
     pairs: tuple[PairPlan, ...] = ()
     switched: bool = False
+    uplinks_bps: tuple[int | None, ...] = ()
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "LinkPlan":
         """Return the plan of a message (plain data from JSON)."""
         pairs = [PairPlan(**{**pair, "hosts": tuple(pair["hosts"])}) for pair in message["pairs"]]
-        rows = {name: tuple(message[name]) for name in ("rates_bps", "latencies_s", "losses")}
+        names = ("rates_bps", "latencies_s", "losses", "uplinks_bps")
+        rows = {name: tuple(message[name]) for name in names}
         return cls(**{**message, **rows, "pairs": tuple(pairs)})
 
     def to_message(self) -> dict[str, Any]:
@@ -69,6 +72,11 @@ class LinkPlan:
     def has_loss(self) -> bool:
         """Whether any packet is lost."""
         return any((*self.losses, *(pair.loss for pair in self.pairs)))
+
+    def uplink_bps(self, host: int) -> int | None:
+        """Return the rate at which a host sends in bit/s; None: unshaped."""
+        own = self.uplinks_bps[host] if self.uplinks_bps else None
+        return self.rates_bps[host] if own is None else own
 
     def pair(self, one: int, other: int) -> PairPlan:
         """Return the values of a pair of hosts."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, chain, combinations, product
+from operator import itemgetter
 from typing import NamedTuple
 
 Order = tuple[int, ...]  # messages of one iteration in sending order
@@ -89,6 +90,9 @@ class _Job(NamedTuple):
     left_s: float
 
 
+_READY = itemgetter(0)
+
+
 def best_order(cycle: Cycle, members: Sequence[int]) -> Order:
     """Return the order of these messages with the shortest cycle.
 
@@ -141,20 +145,26 @@ def _urgent_first(jobs: dict[int, _Job], cycle: Cycle) -> Order:
 
 def _job_bound_s(jobs: dict[int, _Job], cycle: Cycle) -> float:
     """Return a lower bound for all orders: the preemptive optimum (Jackson's schedule)."""
-    coming = sorted(jobs, key=lambda i: jobs[i].ready_s)[::-1]
-    waiting: list[tuple[float, int, float]] = []
+    message_s = cycle.message_s
+    coming = sorted(((ready_s, left_s, i) for i, (ready_s, left_s) in jobs.items()), key=_READY)
+    coming.append((float("inf"), 0.0, -1))
+    waiting: list[tuple[float, int, float]] = []  # the largest `left_s` last
     now_s = end_s = 0.0
-    while coming or waiting:
-        if not waiting:
-            now_s = max(now_s, jobs[coming[-1]].ready_s)
-        while coming and jobs[coming[-1]].ready_s <= now_s:
-            i = coming.pop()
-            insort(waiting, (jobs[i].left_s, i, cycle.message_s[i]))
+    position, last = 0, len(jobs)
+    until_s = coming[0][0]
+    while position < last or waiting:
+        if not waiting and until_s > now_s:
+            now_s = until_s
+        while until_s <= now_s:
+            _, left_s, i = coming[position]
+            insort(waiting, (left_s, i, message_s[i]))
+            position += 1
+            until_s = coming[position][0]
         left_s, i, rest_s = waiting.pop()
-        until_s = jobs[coming[-1]].ready_s if coming else float("inf")
         if now_s + rest_s <= until_s:
             now_s += rest_s
-            end_s = max(end_s, now_s + left_s)
+            if now_s + left_s > end_s:
+                end_s = now_s + left_s
         else:
             insort(waiting, (left_s, i, rest_s - (until_s - now_s)))
             now_s = until_s

@@ -1,0 +1,182 @@
+"""Rehearsal of the methods of a verdict on this machine, for times to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.cli import texts
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.parsing import text_of
+from offbeat.core.strategy.registry import BASELINE, create
+from offbeat.experiments.advice.methods import ALONE
+from offbeat.experiments.advice.verdict import Predictions
+from offbeat.experiments.advice.work import Work
+from offbeat.experiments.comparison import Contestant
+from offbeat.experiments.record.run_directory import load
+from offbeat.experiments.report.losses import target_loss
+from offbeat.jobs.words import seconds
+from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, rehearse_script
+
+if TYPE_CHECKING:
+    from offbeat.experiments.progress import Progress
+    from offbeat.rehearsal.rehearse import RehearsedCurve
+
+ALONE_DIR = "one-machine"  # folder of the rehearsal of one machine, in the run directory
+OTHER_TIME = 0.05  # relative difference of seconds per iteration from which a note states both
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Rehearsed losses of the methods of a verdict.
+
+    Attributes:
+        target_loss: loss to reach; None if no loss has decreased.
+        curves: curves by label of the method, one per seed.
+        failures: messages of the failures.
+        interrupted: whether Ctrl-C ended the rehearsal.
+        run_dir: run directory.
+    """
+
+    target_loss: float | None
+    curves: Mapping[str, Sequence[RehearsedCurve]]
+    failures: tuple[str, ...]
+    interrupted: bool
+    run_dir: Path
+
+    @property
+    def work(self) -> Work:
+        """Return the work of training to the loss, with the methods that have reached it with
+        every seed."""
+        assert self.target_loss is not None
+        found = {}
+        for label, curves in self.curves.items():
+            counts = [curve.iterations_to(self.target_loss) for curve in curves]
+            if all(counts):
+                found[label] = [
+                    float(count * curve.ranks)
+                    for count, curve in zip(counts, curves, strict=True)
+                    if count is not None
+                ]
+        return Work.to_loss(self.target_loss, found)
+
+    def notes(self, predicted: Predictions) -> Iterator[str]:
+        """Yield remarks about the rehearsal."""
+        first = next(iter(self.curves.values()))
+        count = len(first[0].losses)
+        seeds = f" with each of {len(first)} seeds" if len(first) > 1 else " with one seed"
+        yield (
+            f"losses are those of a rehearsal of {count:,} iterations{seeds} on this machine; its "
+            f"report is in {self.run_dir}"
+        )
+        known = self.work.batches_by_label
+        if late := [label for label in self.curves if label not in known]:
+            yield f"loss {self.target_loss:.4g} was not reached by {', '.join(late)}"
+        same = {BASELINE, *(m.label for m in predicted.methods if m.same_numbers)}
+        missing = [m.label for m in predicted.methods if m.label not in {*self.curves, *same}]
+        if missing:
+            yield f"without a rehearsal: {'; '.join(missing)}"
+        for method in predicted.methods:
+            for curve in self.curves.get(method.label, ())[:1]:
+                if abs(curve.iteration_s / method.iteration_s - 1) > OTHER_TIME:
+                    yield (
+                        f"{method.label} took {seconds(curve.iteration_s)} per iteration in the "
+                        f"rehearsal, and {seconds(method.iteration_s)} is predicted for its plan "
+                        "without changes by the script and votes"
+                    )
+        yield from self.failures
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        assert self.target_loss is not None
+        return {
+            "run_dir": str(self.run_dir),
+            "target_loss": self.target_loss,
+            "iterations": {
+                label: [curve.iterations_to(self.target_loss) for curve in curves]
+                for label, curves in self.curves.items()
+            },
+            "failures": list(self.failures),
+        }
+
+
+def rehearse_methods(
+    predicted: Predictions,
+    script: tuple[str, ...],
+    settings: Mapping[str, Any],
+    measured: Profile,
+    run_dir: Path,
+    progress: Progress,
+    *,
+    resume: bool,
+) -> Losses:
+    """Rehearse the methods of a verdict: DDP, the strategies that learn differently, and one
+    machine with as many batches as all machines have together.
+
+    Args:
+        predicted: predictions for the machines.
+        script: script or module with its arguments.
+        settings: further arguments of `ScriptRehearsal`.
+        measured: profile from which the one of the machines was computed.
+        run_dir: new folder, or with `resume` the folder of an interrupted rehearsal.
+        progress: display of the progress.
+        resume: keep the complete curves in `run_dir`.
+
+    Raises:
+        ValueError: ranks share a replica, or see `rehearse_script`.
+    """
+    place = predicted.place
+    if place.devices > 1 or place.profile.topology:
+        raise ValueError(
+            f"devices of a machine ({place.devices}) must be 1 in a rehearsal, in which every rank "
+            "is a whole replica; leave --rehearse out"
+        )
+    names = ",".join(map(text_of, predicted.learnt_differently))
+    contestants = texts.contestants(names, [])
+    outcomes = [
+        rehearse_script(
+            ScriptRehearsal(script, contestants, place.profile, measured=measured, **settings),
+            run_dir,
+            progress,
+            resume=resume,
+        )
+    ]
+    curves = {text_of(c.strategy): outcomes[0].curves.get(c.label, []) for c in contestants}
+    if not outcomes[0].interrupted:
+        progress.print_line("one machine:")
+        outcomes.append(
+            _rehearse_alone(predicted, script, settings, measured, run_dir / ALONE_DIR, progress)
+        )
+        curves[ALONE] = outcomes[1].curves.get(ALONE_DIR, [])
+    complete = len(settings["seeds"])
+    return Losses(
+        target_loss(load(run_dir)) if outcomes[0].report else None,
+        {label: known for label, known in curves.items() if len(known) == complete},
+        tuple(failure for outcome in outcomes for failure in outcome.failures),
+        any(outcome.interrupted for outcome in outcomes),
+        run_dir,
+    )
+
+
+def _rehearse_alone(
+    predicted: Predictions,
+    script: tuple[str, ...],
+    settings: Mapping[str, Any],
+    measured: Profile,
+    run_dir: Path,
+    progress: Progress,
+) -> RehearsalOutcome:
+    """Rehearse one machine."""
+    place, iterations = predicted.place, settings["iterations"]
+    more = {"iterations": iterations and iterations * place.machines, "sample": None}
+    contestants = (Contestant(ALONE_DIR, create(BASELINE)),)
+    return rehearse_script(
+        ScriptRehearsal(
+            script, contestants, place.one_machine, measured=measured, **{**settings, **more}
+        ),
+        run_dir,
+        progress,
+        resume=(run_dir / "run.json").exists(),
+    )
