@@ -29,6 +29,7 @@ DOCUMENTED = [
     "DreamDDP",
     "FedAvg",
     "LocalSGD",
+    "Members",
     "OuterSGD",
     "PartialSync",
     "Plan",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offbeat.core.measuring.reported import report_metric
     from offbeat.core.plan import Plan
     from offbeat.core.profile import Profile
+    from offbeat.core.runtime.members import Members
     from offbeat.core.runtime.prepare import prepare
     from offbeat.core.sim.trace import Trace
     from offbeat.data.shortest import join
@@ -63,6 +64,7 @@ __all__ = [
     "DreamDDP",
     "FedAvg",
     "LocalSGD",
+    "Members",
     "OuterSGD",
     "PartialSync",
     "Plan",
@@ -85,6 +87,7 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "core.checkpoint",
+    "Members": "core.runtime.members",
     "Plan": "plan",
     "Profile": "profile",
     "RehearsedCurve": "rehearsal.rehearse",

@@ -13,6 +13,7 @@ from offbeat.data.splits import Chunks, Dirichlet, LabelSkew
 if TYPE_CHECKING:
     from offbeat.data.injected_loader import Injected
     from offbeat.data.injection import Injection
+    from offbeat.data.member_sampler import MemberSampler
     from offbeat.data.samplers import DefDP, SelDP
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Injected",
     "Injection",
     "LabelSkew",
+    "MemberSampler",
     "Partition",
     "SelDP",
 ]
@@ -31,6 +33,7 @@ _NEED_TORCH = {
     "SelDP": "samplers",
     "Injected": "injected_loader",
     "Injection": "injection",
+    "MemberSampler": "member_sampler",
 }
 
 

@@ -23,7 +23,7 @@ class Gradients:
     sent = True  # gradients are in the flat tensors, for messages, measurements and changes
 
     def __init__(self, flat: Flat, world_size: int):
-        self.flat, self._world_size = flat, world_size
+        self.flat, self.world_size = flat, world_size
         self.parameters, self.bucket_of, self.starts = flat.parameters, flat.bucket_of, flat.starts
         self._stale = bytearray(len(flat.buckets))
         self._awaited = bytearray(len(flat.buckets))  # buckets with a delayed update
@@ -211,7 +211,7 @@ class Gradients:
         for b in [b for b in self._absentees[copy] if b in run]:
             absent = self.flat.absence_counts(b, copy).tolist()
             # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
-            limit = self.added_iterations(b, copy) - 0.5 / self._world_size
+            limit = self.added_iterations(b, copy) - 0.5 / self.world_size
             for place in self._absentees[copy][b]:
                 if absent[place] > limit:
                     index = self.starts[b] + place

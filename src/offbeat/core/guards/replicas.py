@@ -187,7 +187,9 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
         _copy_from(0, tensors, cluster)
 
 
-def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = ()) -> None:
+def average_replicas(
+    model: nn.Module, cluster: Cluster, more: Iterable[Tensor] = (), *, staged: bool = False
+) -> None:
     """Average floating-point tensors of all replicas, and copy rank 0's other tensors.
 
     Nothing is sent if replicas are identical. Finally checksums are compared.
@@ -196,11 +198,13 @@ def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] 
         model: the model.
         cluster: the cluster.
         more: further tensors to unify in the same way.
+        staged: average copies, so that the replicas stay as they are if a rank fails meanwhile.
 
     Raises:
         RuntimeError: checksums differ afterwards.
     """
-    tensors = [*_replica_tensors(model), *more]
+    stored = [*_replica_tensors(model), *more]
+    tensors = [tensor.detach().clone() for tensor in stored] if staged else stored
     if not _are_equal(tensors, cluster):
         with cluster.control.collective("averaging replicas"):
             for tensor in tensors:
@@ -209,6 +213,10 @@ def average_replicas(model: nn.Module, cluster: Cluster, more: Iterable[Tensor] 
                 else:
                     _from_replica(0, tensor, cluster)
     _require_same(tensors, cluster)
+    if staged:
+        with torch.no_grad():
+            for tensor, average in zip(stored, tensors, strict=True):
+                tensor.copy_(average)
 
 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:

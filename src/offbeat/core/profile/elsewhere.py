@@ -205,6 +205,31 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
     )
 
 
+def for_members(profile: Profile, members: int) -> Profile:
+    """Return the profile of a job after a change of its members.
+
+    The profile of one member keeps the costs of messages of two, which it does not send.
+
+    Args:
+        profile: profile of at least two replicas, or a result of this function.
+        members: number of replicas.
+    """
+    if profile.world_size == 1:
+        profile = _repeated_ranks(profile, 2)
+    several = extrapolate(profile, hosts=max(members, 2))
+    return several if members > 1 else _repeated_ranks(several, 1)
+
+
+def _repeated_ranks(profile: Profile, ranks: int) -> Profile:
+    """Return the profile with other ranks and the same costs of messages."""
+    return replace(
+        profile,
+        world_size=ranks,
+        rank_scale=_repeat(profile.rank_scale, ranks),
+        rank_jitter=_repeat(profile.rank_jitter, ranks),
+    )
+
+
 def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Profile:
     """Return the profile of a model on networks that were not measured.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,10 @@ from offbeat.core.runtime.updates import AT_ONCE, Updates
 from offbeat.core.runtime.votes import Votes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from offbeat.core.runtime.engine import Engine
+    from offbeat.core.transport.link import Message
 
 
 class ActivePlan:
@@ -88,6 +92,7 @@ class ActivePlan:
             waiting,
             self.context.memory,
             engine.module_buffers,
+            staged=engine.staged,
         )
         channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
         votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
@@ -112,6 +117,38 @@ class ActivePlan:
         if self.forward_hooks is not None:
             self.forward_hooks.remove()
         self.windows.close()
+
+    def _awaited_messages(self) -> list[Message]:
+        """Return the messages that this rank has released and has not received yet."""
+        awaited = [
+            iteration.messages[index]
+            for iteration in self.cursor.iterations.values()
+            for index in sorted(iteration.outstanding)
+        ]
+        sent = (*awaited, *self.votes.pending)
+        return [one for one in sent if one.released is not None and not one.passed]
+
+    def awaited_message(self, link: str, order: int) -> Message:
+        """Return the message with a number on a link, which this rank still awaits."""
+        named = (m for m in self._awaited_messages() if m.transfer.link == link)
+        return next(message for message in named if message.order == order)
+
+    def settle(self, outcome: Callable[[Message], Sequence[Tensor] | None]) -> None:
+        """Set the outcome of all messages that this rank still awaits, after a failure. No further
+        message of the plan is sent.
+
+        Args:
+            outcome: returns the result of a message; None if it is skipped, or repeated among the
+                survivors if the plan averages gradients.
+        """
+        end = self._engine.device.mark()
+        if self.actions.lost is None:
+            self.actions.lost = []
+        self.actions.repeats = self.averages_gradients
+        for message in self._awaited_messages():
+            message.settle(end, outcome(message), repeats=self.averages_gradients)
+            if message.passed:
+                self.actions.lost.append(message.transfer)
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""

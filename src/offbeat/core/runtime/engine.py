@@ -65,6 +65,7 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
+        self.staged = False  # whether all messages are copies; the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = ComputeObserver(), 0

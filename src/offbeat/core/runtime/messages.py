@@ -26,6 +26,8 @@ class Messages:
 
     An in-place transfer passes views of the storage to its link. Any other transfer sends a copy,
     made when the message is released. Its result is stored outside the storage until it is due.
+    With `staged` all transfers send copies, so that a message that fails leaves the storage as it
+    was.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class Messages:
         waiting: Waiting,
         memory: dict[str, Any],
         module_buffers: ModuleBuffers,
+        *,
+        staged: bool = False,
     ):
+        self.is_staged = staged
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
         self._module_buffers = module_buffers
@@ -88,8 +93,9 @@ class Messages:
             return
         payload = t.payload
         if payload.buffer == "state" or payload.moment is not None:
-            tensors = self._state.tensors(payload.buckets, payload.moment)
-            given: Sequence[Tensor] = [x[payload.slice_of(x.numel())] for x in tensors]
+            given: Sequence[Tensor] = self._state_tensors(t)
+            if self.is_staged:
+                given = [x.clone() for x in given]
         elif payload.buffer == BUFFERS:
             given = self._module_buffers.pack()
         else:
@@ -108,9 +114,10 @@ class Messages:
             if key not in self._views:
                 self._views[key] = self._flat.message_tensors(payload, copy)
             given = self._views[key]
-            if t.in_place and self._flat.copies(payload.buffer) == 1:
+            in_place = t.in_place and not self.is_staged
+            if in_place and self._flat.copies(payload.buffer) == 1:
                 self._fixed[id(t)] = self._links[t.link], given
-            if not t.in_place:
+            if not in_place:
                 if t.verb != "send":
                     self._copies[id(message)] = copy
                 given = [x.clone() for x in given]
@@ -204,10 +211,16 @@ class Messages:
     def complete(self, message: Message) -> None:
         """Wait for a message and store its result."""
         self._waiting.wait(message, self._flat)
+        if message.repeats:
+            self._repeat(message)
         t = message.transfer
         if t.payload.buffer == BUFFERS:
             self._module_buffers.unpack(message.tensors)
-        if t.in_place or message.passed:
+        if message.passed or (t.in_place and not self.is_staged):
+            return
+        if t.payload.buffer == "state" or t.payload.moment is not None:
+            for target, result in zip(self._state_tensors(t), message.tensors, strict=True):
+                target.copy_(result)
             return
         buffer, copy = self._target(t, message)
         if t.wire is None:
@@ -218,6 +231,19 @@ class Messages:
             self.coding.store_result(t, copy, buffer, message.tensors)
             if not message.culprits:  # a guard still reads tensors with culprits
                 self.coding.give_back(message.tensors)
+
+    def _repeat(self, message: Message) -> None:
+        """Average the payload of a message over the survivors of a failure."""
+        t = message.transfer
+        copy = self._flat.copy_index(t.payload.buffer, t.payload.age)
+        payload = self._flat.message_tensors(t.payload, copy)
+        message.settle(self._waiting.mark(), self._waiting.average(payload))
+        self._copies[id(message)] = copy
+
+    def _state_tensors(self, t: Transfer) -> list[Tensor]:
+        """Return views of the optimizer state that a transfer sends."""
+        tensors = self._state.tensors(t.payload.buckets, t.payload.moment)
+        return [x[t.payload.slice_of(x.numel())] for x in tensors]
 
     def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
         """Return the buffer and the copy for the result of a message: its target, or the copy from

@@ -15,6 +15,7 @@ from torch import nn
 
 from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.console import console
@@ -30,6 +31,7 @@ from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.replicas import (
     average_replicas,
+    broadcast_model,
     repair,
     require_equal,
     sends_only_gradients,
@@ -45,12 +47,16 @@ from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
+from offbeat.core.runtime.member_changes import MemberChanges
+from offbeat.core.runtime.member_samples import MemberSamples, Stream, require_equal_settings
+from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.recording import Recorder
@@ -64,6 +70,7 @@ from offbeat.core.runtime.training_job import (
 from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.packed import broadcast_state
 from offbeat.core.verify.check import raise_if_wrong
 
 if TYPE_CHECKING:
@@ -73,6 +80,7 @@ if TYPE_CHECKING:
 TURNS = "offbeat.lab.turns:Turns"
 PACED_PROFILE = "offbeat.lab.pace:paced_profile"
 VARIANT = "offbeat.strategies.levels:variant_of"
+MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a period of one iteration
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
@@ -104,6 +112,9 @@ class FlatSession(Session):
         self._observer: Observer | None = None
         self._earlier_iterations = 0  # iterations of processes before this one
         self._loaded = False  # whether a load since the last iteration restarts the plan
+        self.changes: MemberChanges | None = None  # of the members of the job
+        self.samples: MemberSamples | None = None  # of `read_samples`
+        self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
         self._united = -1  # the engine's iteration of the last `consolidate`
         self._reports_missing_step = True  # until the warning about it
         self.engine = Engine(
@@ -127,15 +138,7 @@ class FlatSession(Session):
             self.engine.module_buffers.before_packing = self._agree_on_buffers
         self._parameters = ParameterWatch(model, self.flush)
         self._parameters.attach(flat.parameters)
-        control = cluster.control
-        self._finite = FiniteGuard(
-            watch.on_nonfinite,
-            control.rank,
-            control.world_size,
-            self._describe_buckets,
-            len(cluster.topology.node_of(control.rank)),
-        )
-        self.engine.suspects = NonfiniteMessages(self._finite, self.engine.waiting.fail_with)
+        self._create_finite_guard()
         self._stepping = self.engine.stepping = ForeignStepGuard(
             optimizer, self._allows_any_optimizer
         )
@@ -144,6 +147,17 @@ class FlatSession(Session):
         flush, discard = UncopiedHook(self.flush), UncopiedHook(self._discard)
         self._handles = [model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
+
+    def _create_finite_guard(self) -> None:
+        control = self._cluster.control
+        self._finite = FiniteGuard(
+            self._watch.on_nonfinite,
+            control.rank,
+            control.world_size,
+            self._describe_buckets,
+            len(self._cluster.topology.node_of(control.rank)),
+        )
+        self.engine.suspects = NonfiniteMessages(self._finite, self.engine.waiting.fail_with)
 
     def _allows_any_optimizer(self) -> bool:
         """Return whether other optimizers may use the gradients between backward and step."""
@@ -159,6 +173,7 @@ class FlatSession(Session):
 
     def _guard_links(self) -> None:
         for link in self._cluster.links.values():
+            link.keeps_last = self.engine.staged
             link.guard = self._finite.run if self._finite.active else None
             link.leaves_out = self._finite.leaves_out
 
@@ -198,7 +213,7 @@ class FlatSession(Session):
         elif trial is None and _allows_one_backward(plan):
             self.engine.hooks.held = ALL
         for warning in caught:
-            self._report_line(str(warning.message))
+            self.report_line(str(warning.message))
 
     def _choose_variant(self) -> None:
         """Select the variant of the strategy that runs between replicas of several ranks."""
@@ -207,15 +222,14 @@ class FlatSession(Session):
         asked, self._strategy = self._strategy, load_object(VARIANT)(self._strategy, self.profile)
         if self._strategy is not asked:
             self._varied = True
-            self._report_line(
+            self.report_line(
                 "gradients are averaged inside a node before they are applied, so "
                 f"{self._strategy} runs instead of {asked}"
             )
 
     def _run_plan(self, plan: Plan, observed: int, trial: Plan | None = None) -> None:
         """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
-        self._replanner = Replanner(self._watch.replan, self.profile, self._cluster, self._plan_for)
-        self.engine.reports.meter = self._replanner.add
+        self._create_replanner()
         self._adopt(self._strategy, plan, trial)
         reports = self.engine.reports
         reports.listener, reports.needs_ready_times = None, False
@@ -231,6 +245,10 @@ class FlatSession(Session):
             self._guard = ConvergenceGuard(self._cluster.control, self.engine.optimizer)
             self.engine.set_noise_meter(self._guard.meter)
 
+    def _create_replanner(self) -> None:
+        self._replanner = Replanner(self._watch.replan, self.profile, self._cluster, self._plan_for)
+        self.engine.reports.meter = self._replanner.add
+
     def _checked_plan(self, strategy: Strategy) -> Plan:
         return self._plan_for(strategy, self.profile)
 
@@ -241,6 +259,8 @@ class FlatSession(Session):
         else:
             plan = without_broadcast(plan)
         raise_if_wrong(plan, profile)
+        if self.changes is not None:
+            self.changes.require_supported(plan, strategy)
         return plan
 
     def _plan_of_shards(self, plan: Plan) -> Plan:
@@ -253,7 +273,7 @@ class FlatSession(Session):
         if early_remedy(plan) is not None and (variant := asked.at_step()) is not None:
             self._strategy, self._varied = variant, True
             why = "the model is sharded, and FSDP keeps its gradients until the step"
-            self._report_line(f"{why}, so {variant} runs instead of {asked}")
+            self.report_line(f"{why}, so {variant} runs instead of {asked}")
             plan = self._checked_plan(variant)
         if not leaves_gradients(plan):
             raise ValueError(
@@ -265,7 +285,8 @@ class FlatSession(Session):
 
     def _broadcasts(self, strategy: Strategy) -> bool:
         """Return whether all ranks receive rank 0's buffers, as under torch's DDP."""
-        return self._shared and self._watch.broadcast_buffers and strategy.synchronous
+        wanted = self._watch.broadcast_buffers and self.changes is None
+        return self._shared and wanted and strategy.synchronous
 
     def _agree_on_buffers(self) -> None:
         """Agree on the buffers that forward writes.
@@ -286,7 +307,7 @@ class FlatSession(Session):
         if new:
             control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
         if new and iteration:
-            self._report_line(
+            self.report_line(
                 f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
             )
 
@@ -306,7 +327,7 @@ class FlatSession(Session):
                 f"times; {early_remedy(plan)}"
             )
         self._strategy, self._varied = variant, True
-        self._report_line(f"the script {why}, so {variant} runs instead of {asked}")
+        self.report_line(f"the script {why}, so {variant} runs instead of {asked}")
         return self._checked_plan(variant)
 
     def _set_held_passes(self, habits: ScriptUsage) -> None:
@@ -351,7 +372,7 @@ class FlatSession(Session):
         """
         watched, self._trying = self.engine.watched, False
         assert watched is not None
-        habits = ScriptUsage.combine(watched.usage, self._cluster.control)
+        habits = self._combined_usage(watched.usage)
         self.engine.set_watched(None)
         plan = self._suitable_plan(self.plan, habits)
         if plan is self.plan:
@@ -361,6 +382,14 @@ class FlatSession(Session):
         else:
             self._adopt(self._strategy, plan)
         self._set_held_passes(habits)
+
+    def _combined_usage(self, own: ScriptUsage) -> ScriptUsage:
+        """Return the script's actions on all ranks; those on this rank if a member has failed."""
+        combined = [own]
+        self._run_between_members(
+            lambda: combined.append(ScriptUsage.combine(own, self._cluster.control))
+        )
+        return combined[-1]
 
     def _adopt(
         self, strategy: Strategy, plan: Plan, trial: Plan | None = None, *, continues: bool = False
@@ -476,7 +505,7 @@ class FlatSession(Session):
                 if self._recorder:
                     self._recorder.decide(iteration, notice, None)
 
-    def _report_line(self, what: str) -> None:
+    def report_line(self, what: str) -> None:
         """Print one line on rank 0 and add it to the report."""
         self._report_decision(what, warn=False)
         if self._cluster.control.rank == 0:
@@ -672,7 +701,10 @@ class FlatSession(Session):
             self._require_untouched()
             if self._reports_missing_step and self.engine.passes_without_step >= MANY_PASSES:
                 self._report_missing_step()
-            if self._replicas is not None and self.engine.cursor.now is None and self.engine.trains:
+            begins = self.engine.cursor.now is None and self.engine.trains
+            if self.changes is not None and begins:
+                self.changes.before_iteration()
+            if self._replicas is not None and begins:
                 self._replicas.forward_begins()
             if self._loaded and self.engine.trains and not self._cluster.closed:
                 self._require_all_loaded()
@@ -722,7 +754,7 @@ class FlatSession(Session):
         if self._replicas is not None:
             # Other ranks wait for this rank's messages before they compare.
             self.engine.end_backward(skip_update)
-            self._replicas.step()
+            self._run_between_members(self._replicas.step)
         self.engine.step(skip_update)
         self.engine.flat.former.require_unwritten()
         if self.engine.plan.source is not None and self._cluster.control.world_size > 1:
@@ -743,7 +775,16 @@ class FlatSession(Session):
         if finding is not None:
             self._apply_finding(finding)
         if self._replanner is not None:
-            self._plan_again(self._replanner)
+            self._run_between_members(partial(self._plan_again, self._replanner))
+        if self.changes is not None:
+            self.changes.on_iteration_end()
+
+    def _run_between_members(self, exchange: Callable[[], None]) -> None:
+        """Run an exchange of all ranks. After the failure of a member, survivors leave it out."""
+        if self.changes is None:
+            exchange()
+        elif not self.changes.are_agreed:  # until the next epoch, ranks may be iterations apart
+            self.changes.run(exchange)
 
     def _report_missing_step(self) -> None:
         """Warn once that the script runs backward without a step of the prepared optimizer."""
@@ -843,6 +884,144 @@ class FlatSession(Session):
                 average_replicas(self._model, self._cluster)
         self._united = self.engine.iteration
 
+    # ---- members ----------------------------------------------------------------------------
+
+    def admit_changes(self, member: JobMember) -> None:
+        """Let the members of the job change from now on. Called before the first plan."""
+        self.engine.staged = True
+        self.changes = MemberChanges(member, self, self._cluster)
+
+    def request_leave(self, reason: str) -> None:
+        if self.changes is None:
+            super().request_leave(reason)
+        else:
+            self.changes.request_leave(reason)
+
+    def read_samples(self, stream: Stream) -> MemberSamples:
+        if self.changes is None:
+            return super().read_samples(stream)
+        control = self._cluster.control
+        if self._stream_state is None:
+            remedy = "create MemberSampler with the same arguments everywhere"
+            control.agree("the samples of MemberSampler", stream.settings, remedy)
+        else:
+            settings, state = self._stream_state
+            require_equal_settings(stream.settings, settings)
+            stream.load(state)
+        self.samples = self.changes.create_samples(stream)
+        return self.samples
+
+    @property
+    def has_left(self) -> bool:
+        return self.changes is not None and self.changes.has_left
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """Whether an iteration has begun and not ended."""
+        return self.engine.cursor.now is not None
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether a period of the plan ends between the last and the next iteration. Of plans with
+        a period of one iteration, a few end."""
+        if self._observer is not None or self._trying or self.is_in_iteration:
+            return False
+        plan, planned = self.plan, self.engine.cursor.planned
+        if plan.phase(planned) != plan.prologue:
+            return False
+        return plan.period > 1 or (planned - plan.prologue) % MEMBER_ITERATIONS == 0
+
+    def unite(self) -> None:
+        """Complete everything in progress and average all replicas, before members change."""
+        self._forget_weights()
+        if self.saver is not None:
+            self.saver.finish()  # its process group ends
+        self.engine.pauses.drain()
+        if not sends_only_gradients(self.plan):
+            average_replicas(self._model, self._cluster, staged=True)
+
+    def begin_epoch(self, *, has_joining: bool) -> None:
+        """Plan for the present members and run the plan. Keep the optimizers' states, buffers that
+        are equal on all ranks, and values of rules.
+
+        Args:
+            has_joining: whether members have joined, which need the state.
+        """
+        self.saver = None  # it has a process group of the earlier members
+        self._forget_weights()
+        self.engine.pauses.drain()
+        if has_joining:
+            self._cluster.control.gather(self._joining_facts())
+            broadcast_model(self._model, self._cluster)
+            self._share_optimizer_state()
+        self.profile = for_members(self.profile, self._cluster.topology.replicas)
+        self._create_finite_guard()
+        self.engine.replica = self._cluster.replica
+        if isinstance(self.engine.gradients, Gradients):
+            self.engine.gradients.world_size = self._cluster.control.world_size
+        self._cluster.control.set_iteration(self.engine.iteration)
+        self._create_replanner()
+        self._adopt(self._strategy, self._checked_plan(self._strategy), continues=True)
+        self._share_common_buffers(has_joining)
+        self.engine.begin()
+
+    def _joining_facts(self) -> dict[str, Any]:
+        """Return the facts that a joining member needs, besides tensors."""
+        memory = self.engine.run.context.memory.items()
+        stream = None if self.samples is None else self.samples.stream
+        return {
+            "samples": stream and (stream.settings, stream.state),
+            "profile": self.profile.to_dict(),
+            "alignment_bytes": self.engine.flat.alignment_bytes,
+            "iteration": self.engine.iteration,
+            "earlier_iterations": self._earlier_iterations,
+            "varied": self._varied,
+            "held": self.engine.hooks.held,
+            "memory": {key: value for key, value in memory if isinstance(value, (int, float))},
+        }
+
+    def join(self, facts: Mapping[str, Any], member: JobMember) -> None:
+        """Begin training as a new member of a running job. The members call `begin_epoch`.
+
+        Args:
+            facts: result of `_joining_facts` of a member.
+            member: this process as a member.
+        """
+        state = self._share_optimizer_state()
+        if member.settings.join_state == "fresh":
+            state["state"] = {}
+        self.engine.optimizer.load_state_dict(state)
+        before = Profile.from_dict(facts["profile"])
+        self.profile = for_members(before, self._cluster.topology.replicas)
+        if facts["varied"]:
+            variant = self._strategy.at_step()
+            assert variant is not None
+            self._strategy, self._varied = variant, True
+        self._stream_state = facts["samples"]
+        self.engine.iteration = facts["iteration"]
+        self._earlier_iterations = facts["earlier_iterations"]
+        self._cluster.control.set_iteration(self.engine.iteration)
+        self._run_plan(self._checked_plan(self._strategy), observed=0)
+        self.engine.hooks.held = facts["held"]
+        self.engine.run.context.memory.update(facts["memory"])
+        self._share_common_buffers(has_joining=True)
+
+    def _share_optimizer_state(self) -> dict[str, Any]:
+        """Return the state of rank 0's optimizer. Every rank must call this method."""
+        control = self._cluster.control
+        with control.collective("sending the optimizer's state"):
+            state = self.engine.optimizer.state_dict() if control.rank == 0 else None
+            return broadcast_state(state, 0, control.group, self._cluster.where)
+
+    def _share_common_buffers(self, has_joining: bool) -> None:
+        """Copy the buffers that are equal on all ranks to members that have joined."""
+        if not has_joining:
+            return
+        for name in sorted(effects.common_buffers(self.plan)):
+            for copy in self.engine.flat.contents(name):
+                for tensor in copy:
+                    self._cluster.broadcast(tensor.data, 0)
+
     def close(self) -> None:
         if self._cluster.closed:
             return
@@ -855,6 +1034,8 @@ class FlatSession(Session):
             self._recorder.write(self.traffic())
         self.detach()
         self._cluster.close(self.engine.waiting.failure)
+        if self.changes is not None:
+            self.changes.close()
 
     def detach(self) -> None:
         """Remove every hook on the model, the optimizer and torch."""
@@ -900,7 +1081,12 @@ def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
         job.model, job.optimizer, strategy, job.cluster, job.recorder, flat, job.watch
     )
     try:
-        if job.profile is not None:
+        if job.member is not None:
+            session.admit_changes(job.member)
+        if job.joining is not None:
+            assert job.member is not None
+            session.join(job.joining, job.member)
+        elif job.profile is not None:
             session.run_from(job.profile)
         else:
             session.observe(job.observation)

@@ -41,6 +41,7 @@ from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import (
     CHECKPOINT_VARIABLE,
@@ -57,6 +58,7 @@ from offbeat.core.runtime.launch_request import (
     current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
+from offbeat.core.runtime.members import JobMember, Members, require_supported_strategy
 from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.runtime.named_strategy import NamedStrategy
@@ -93,6 +95,7 @@ from offbeat.core.transport.link import THREAD_PREFIX
 from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.core.transport.topology import (
     DIMENSIONS,
+    NodeClaim,
     Nodes,
     Topology,
     agree_on_topology,
@@ -137,6 +140,7 @@ def prepare(
     record: str | Path | None = None,
     mesh: DeviceMesh | None = None,
     nodes: Nodes | None = None,
+    members: Members | None = None,
     process_group: None = None,
 ) -> tuple[Model, Any]:
     """Return a model and an optimizer that train together with their replicas on all ranks.
@@ -194,6 +198,10 @@ def prepare(
             (LOCAL_WORLD_SIZE), the number of ranks of each node, or lists of ranks, which may be
             of unequal length. The variable OFFBEAT_NODES ("auto" or a number) is the default. The
             link inside nodes may be named, as in links=["eth0", "inside=gloo:lo"].
+        members: settings of a job whose members may join, leave and fail while it trains, as in
+            `members=offbeat.Members("10.0.0.1:29610")` with the address of a membership service.
+            Each process needs no rank; start it alone, with the same script. The strategy must
+            average parameters. None: the ranks of the job do not change.
         process_group: must be None, because all ranks of the job average.
 
     Returns:
@@ -252,24 +260,40 @@ def prepare(
         raise ValueError(strategy.needs.no_checkpoint)
     if mesh is None and nodes is None:
         nodes = current_nodes()
-    cluster, recorder = _connect(model, links, timeout_s, mesh, nodes), None
+    options = (
+        f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
+        f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
+        f"on_nonfinite={on_nonfinite}, broadcast_buffers={broadcast_buffers}, "
+        f"replan={measured}, "
+        f"servers={servers}, "
+        f"{CHECKPOINT_VARIABLE} {'unset' if job.checkpoint is None else 'set'}"
+    )
+    watch = Watch(compare_every, on_nonfinite, broadcast_buffers, measured)
+    member = None
+    if members is None:
+        cluster = _connect(model, links, timeout_s, mesh, nodes)
+    else:
+        single = not (is_list or mesh or nodes)
+        _require_members(members, strategy, profile, job, single=single)
+        facts = {
+            "strategy": f"{strategy.name} {strategy.settings()}",
+            "model": fingerprint_of(model),
+            "arguments of prepare": options,
+        }
+        member, cluster = _connect_member(model, links, timeout_s, members, facts)
+        if member.has_joined:
+            return _join_running_job(model, whole, strategy, cluster, member, watch, metrics)
+    recorder = None
     try:
         if not job.stop_after_profile:  # a measurement runs a plan of its own
             _require_plan(strategy, cluster.topology)
-        options = (
-            f"observe={observe}, min_bucket_bytes={min_bucket_bytes}, "
-            f"profile={_profile_kind(profile)}, compare_every={compare_every}, "
-            f"on_nonfinite={on_nonfinite}, broadcast_buffers={broadcast_buffers}, "
-            f"replan={measured}, "
-            f"servers={servers}, "
-            f"{CHECKPOINT_VARIABLE} {'unset' if job.checkpoint is None else 'set'}"
-        )
         cluster.control.agree("the arguments of prepare", options, "call it alike everywhere")
         fingerprint = agree_on_model(model, whole, strategy, cluster.control)
         ranks = divide_ranks(servers, strategy, cluster.control)
         known, save_to = None, None
         if strategy.needs.profile:
-            known, save_to = _known_profile(profile, job, fingerprint, cluster)
+            resizes = member is not None
+            known, save_to = _known_profile(profile, job, fingerprint, cluster, resizes=resizes)
         difference = None if known is None else compare_network(cluster, known)
         if difference is not None:
             assert known is not None
@@ -288,8 +312,9 @@ def prepare(
             job.turns,
             job.least_buckets,
         )
-        watch = Watch(compare_every, on_nonfinite, broadcast_buffers, measured)
         sampled = metrics.divergence_every if metrics else None
+        if member is not None and sampled:
+            sampled = 0  # the store of the samples ends with the epoch
         samples, gpus = zip(*cluster.control.gather((sampled, _gpu_of(cluster.where))), strict=True)
         if any(gpu is not None for gpu in gpus):
             cluster.alignment_bytes = ALIGNED_BYTES
@@ -300,26 +325,26 @@ def prepare(
         recorder = _create_recorder(model, job, cluster)
         if recorder is None:
             recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster)
-        stop_request = _create_stop_request(job, cluster, recorder)
+        stop_request = None  # a member requests to leave
+        if member is None:
+            stop_request = _create_stop_request(job, cluster, recorder)
         broadcast_model(model, cluster)  # may take minutes, in which the record shows the job
         if recorder is not None and difference is not None:
             recorder.warnings.append(difference)
         training = TrainingJob(
-            model, whole, cluster, known, how, watch, job, ranks, recorder, stop_request
+            model, whole, cluster, known, how, watch, job, ranks, recorder, stop_request, member
         )
         session = strategy.open(training)
     except BaseException:
         if recorder is not None:
             recorder.write({})
         cluster.close()
+        if member is not None:
+            member.close()
         raise
-    session.strategy = _job_name(strategy, cluster.topology)
     if recorder is not None:
         recorder.attach(session)
-    _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
-    cluster.leave = run_at_process_exit(partial(_close_at_exit, session, cluster))
-    meter = _create_meter(metrics, samples, session, model, cluster, ranks)
-    prepared = Model(model, session, meter), Optimizer(whole, session, meter)
+    prepared = _finish(training, strategy, session, metrics, samples)
     try:
         enable_checkpoints(job, *prepared)
         if stop_request is not None:
@@ -330,6 +355,22 @@ def prepare(
         prepared[0].close()
         raise
     return (prepared[0], prepared[1].parts()) if is_list else prepared
+
+
+def _finish(
+    job: TrainingJob,
+    strategy: Strategy,
+    session: Session,
+    metrics: Metrics | None,
+    samples: Sequence[int | None],
+) -> tuple[Model, Optimizer]:
+    """Return model and optimizer of a session that has been opened."""
+    model, cluster = job.model, job.cluster
+    session.strategy = _job_name(strategy, cluster.topology)
+    _prepared[model], cluster.served = ref(cluster), strategy.needs.servers
+    cluster.leave = run_at_process_exit(partial(_close_at_exit, session, cluster))
+    meter = _create_meter(metrics, samples, session, model, cluster, job.ranks)
+    return Model(model, session, meter), Optimizer(job.optimizer, session, meter)
 
 
 def joined_optimizer(
@@ -822,10 +863,7 @@ def agree_on_model(
     between ranks."""
     settings = f"{strategy.name} {strategy.settings()}"
     control.agree("the strategy", settings, "start every rank with the same settings")
-    tensors = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.stride())
-        for name, p in model.named_parameters()
-    ]
+    tensors = _layout_of(model)
     layout: Settings = {
         f"parameter {i}": f"{name} {list(shape)} {dtype} {'trainable' if trained else 'frozen'} "
         f"with strides {list(strides)}"
@@ -836,19 +874,37 @@ def agree_on_model(
     if difference is not None:
         raise ValueError(f"the model must be the same on all ranks: {difference}; {SAME_MODEL}")
     agree_on_optimizer(control, optimizer, model)
-    return hashlib.sha256(repr(tensors).encode()).hexdigest()[:16]
+    return fingerprint_of(model)
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Return a digest of names, shapes, types and strides of all parameters."""
+    return hashlib.sha256(repr(_layout_of(model)).encode()).hexdigest()[:16]
+
+
+def _layout_of(model: nn.Module) -> list[tuple[str, tuple[int, ...], str, bool, tuple[int, ...]]]:
+    return [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.stride())
+        for name, p in model.named_parameters()
+    ]
 
 
 # ---- profiles -------------------------------------------------------------------------------
 
 
 def _known_profile(
-    given: Profile | str | Path | None, job: LaunchRequest, fingerprint: str, cluster: Cluster
+    given: Profile | str | Path | None,
+    job: LaunchRequest,
+    fingerprint: str,
+    cluster: Cluster,
+    *,
+    resizes: bool = False,
 ) -> tuple[Profile | None, str | None]:
     """Return the profile to plan from and the file to save a measured profile to.
 
     A Profile and the launcher's file must match. A user's file is a cache and is measured again if
-    it does not match. Rank 0 reads the file for all ranks.
+    it does not match. Rank 0 reads the file for all ranks. With `resizes`, the profile may be of
+    another number of replicas, at least 2.
 
     Returns:
         The profile, or None to measure one; the file, or None.
@@ -870,6 +926,8 @@ def _known_profile(
     cache = None if isinstance(given, Profile) else str(given) if given else None
     if known is None:
         return None, cache
+    if resizes and known.world_size > 1:
+        known = for_members(known, cluster.topology.replicas)
     mismatch = _find_mismatch(known, fingerprint, cluster, job)
     if mismatch and (strict or not known.model):
         raise ValueError(
@@ -907,6 +965,124 @@ def _find_mismatch(
     if names != list(cluster.specs):
         return f"its links ({', '.join(names)}) must be {', '.join(cluster.specs)}"
     return None
+
+
+# ---- members --------------------------------------------------------------------------------
+
+
+def _require_members(
+    members: Members,
+    strategy: Strategy,
+    profile: Profile | str | Path | None,
+    job: LaunchRequest,
+    *,
+    single: bool,
+) -> None:
+    """Raise ValueError if a job whose members change does not support an argument of `prepare`."""
+    if not isinstance(members, Members):
+        raise ValueError(
+            f"members ({members!r}) must be offbeat.Members(service), with the address of a "
+            "membership service, as in '10.0.0.1:29610'"
+        )
+    if not single:
+        raise ValueError(
+            "members (given) must be left out with mesh, nodes or a list of optimizers; give one "
+            "optimizer and one rank per replica"
+        )
+    if job.checkpoint is not None or job.record_dir or job.stop_after_profile:
+        raise ValueError(
+            f"members (given) must be left out where {CHECKPOINT_VARIABLE} is set and "
+            "under `offbeat run`, `compare` and `profile`, whose ranks do not change; start each "
+            "process alone, and call offbeat.save in the script"
+        )
+    if members.founders < 2 and profile is None:
+        raise ValueError(
+            f"first ({members.founders}) in Members must be at least 2 without a profile, because "
+            "one member cannot measure the network; give a profile of at least 2 ranks"
+        )
+    require_supported_strategy(strategy)
+
+
+def _connect_member(
+    model: nn.Module,
+    links: Sequence[str] | None,
+    timeout_s: float,
+    members: Members,
+    facts: dict[str, str],
+) -> tuple[JobMember, Cluster]:
+    """Enter a job whose members change, and connect to its members."""
+    where = next(p.device for p in model.parameters() if p.requires_grad)
+    specs = _link_specs(links, where)
+    if dist.is_initialized() or any(spec.backend != "gloo" for spec in specs):
+        what = "process group (initialized)" if dist.is_initialized() else f"links ({links!r})"
+        raise ValueError(
+            f"{what} must be left to offbeat.prepare where members change: it creates groups of "
+            "gloo for each set of members; remove init_process_group and links of NCCL"
+        )
+    device = device_of(where)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    _register_exit(joined_here=True)
+    facts["number of links"] = str(len(specs))
+    interface = control_interface(specs, Topology.flat(1))
+    member = JobMember(members, facts, interface, timeout_s)
+    member.links = [spec.name for spec in specs]
+    try:
+        member.enter()
+        claim, topology = NodeClaim("", node=(member.rank,)), None
+        if member.has_joined:  # the members have agreed on links before
+            topology = Topology.flat(len(member.epoch.members))
+            names = member.epoch.details["links"]
+            specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
+        member.open_group()
+        cluster = connect(specs, where, device, timeout_s, claim, topology, member.protocol)
+    except BaseException:
+        member.close()
+        raise
+    member.links = list(cluster.specs)
+    return member, cluster
+
+
+def _join_running_job(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    cluster: Cluster,
+    member: JobMember,
+    watch: Watch,
+    metrics: Metrics | None,
+) -> tuple[Model, Optimizer]:
+    """Return the prepared model and optimizer of a process that joins a running job.
+
+    The other members are in `FlatSession.begin_epoch`.
+    """
+    control = cluster.control
+    try:
+        facts = control.gather(None)[0]
+        cluster.alignment_bytes = facts["alignment_bytes"]
+        broadcast_model(model, cluster)
+        profile = Profile.from_dict(facts["profile"])
+        how = Observation(OBSERVE, None, fingerprint_of(model), None, False)
+        ranks = divide_ranks(0, strategy, control)
+        job = TrainingJob(
+            model,
+            optimizer,
+            cluster,
+            profile,
+            how,
+            watch,
+            LaunchRequest(),
+            ranks,
+            None,
+            member=member,
+            joining=facts,
+        )
+        session = strategy.open(job)
+    except BaseException:
+        cluster.close()
+        member.close()
+        raise
+    return _finish(job, strategy, session, metrics, [0 if metrics else None])
 
 
 # ---- leaving --------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from offbeat.core.transport.cluster import Cluster
 if TYPE_CHECKING:
     from offbeat.core.checkpoint.saving import Saver
     from offbeat.core.runtime.iteration import Iteration
+    from offbeat.core.runtime.member_samples import MemberSamples, Stream
     from offbeat.core.runtime.meter import Meter
     from offbeat.core.runtime.recording import Recorder
     from offbeat.jobs.stopping import StopRequest
@@ -160,6 +161,19 @@ class Session(ABC):
             state: `Position.state`; None: the plan restarts.
         """
 
+    def request_leave(self, reason: str) -> None:
+        """Request to leave the job; see `Model.request_leave`."""
+        raise ValueError(NO_MEMBERS)
+
+    def read_samples(self, stream: Stream) -> MemberSamples:
+        """Return the batches of this member; see `Model.read_samples`."""
+        raise ValueError(NO_MEMBERS)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this process has left the job at its own request."""
+        return False
+
     @property
     def observing(self) -> bool:
         """Whether the session is measuring a profile and has no plan yet."""
@@ -204,6 +218,10 @@ class Session(ABC):
         """Handle the replacement of the optimizer's state and groups."""
 
 
+NO_MEMBERS = (
+    "members (None) must be given to offbeat.prepare for a job whose members change; give "
+    "members=offbeat.Members(service), with the address of a membership service"
+)
 OF_DDP = {
     "join": "let all ranks have as many batches, or call model.skip_step() where one has none left",
     "register_comm_hook": "choose a strategy and its wire format, as in 'wfbp:wire=fp16'",
@@ -271,6 +289,35 @@ class Model(nn.Module):
                 strategy that averages only gradients. The error names rank and tensor.
         """
         self._session.consolidate(repair)
+
+    def request_leave(self, reason: str = "requested") -> None:
+        """Request that this process leaves the job at the next end of a period of the plan. The
+        process trains until then. Any thread may call this method.
+
+        Args:
+            reason: reason for the record of the job.
+
+        Raises:
+            ValueError: the members of the job do not change (see `members` of `offbeat.prepare`).
+        """
+        self._session.request_leave(reason)
+
+    def read_samples(self, stream: Stream) -> MemberSamples:
+        """Return the batches of this member from a stream that all members read together.
+        `offbeat.data.MemberSampler` calls it. Every member must call it once, before it trains.
+
+        Args:
+            stream: samples of the job, the same on all members.
+
+        Raises:
+            ValueError: streams differ between members, or the members of the job do not change.
+        """
+        return self._session.read_samples(stream)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this process has left the job after `request_leave`. It must not train on."""
+        return self._session.has_left
 
     def flush(self) -> None:
         """Complete updates that would otherwise run at the next forward of their bucket.

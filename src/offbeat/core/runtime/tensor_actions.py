@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat.core.derive import effects
 from offbeat.core.guards.finite import NonfiniteMessages
-from offbeat.core.plan import Apply, Vote
+from offbeat.core.plan import Apply, Transfer, Vote
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import RULES, VOTES
 from offbeat.core.runtime.context import StorageContext
@@ -23,7 +24,15 @@ class TensorActions:
         messages: messages of the program.
         votes: votes of this rank.
         suspects: receives messages with non-finite values; None without a check.
+        lost: transfers whose messages the members of the job have skipped after a failure. None
+            before a failure. Afterwards no message is sent, and rules that use a buffer of a lost
+            transfer are left out, except updates.
+        repeats: whether messages after a failure are averaged over the survivors when they are
+            due, and not skipped.
     """
+
+    lost: list[Transfer] | None = None
+    repeats = False
 
     def __init__(
         self,
@@ -52,7 +61,7 @@ class TensorActions:
         iteration.voted[vote.name] = self.votes.decide(vote, iteration.planned)
 
     def apply(self, iteration: Iteration, apply: Apply) -> None:
-        if self.votes.allows(apply, iteration.planned):
+        if self.votes.allows(apply, iteration.planned) and not self._uses_lost(apply):
             self.context.iteration = iteration
             RULES[apply.rule](self.context, apply)
 
@@ -64,12 +73,30 @@ class TensorActions:
 
     def release(self, iteration: Iteration, index: int) -> bool:
         message = iteration.messages[index]
+        if self.lost is not None and self.repeats:
+            message.released = self.mark()
+            message.settle(None, None, repeats=True)
+            return True
+        if self.lost is not None:
+            self.lost.append(message.transfer)
+            self.messages.pass_over(message)
+            return False
         if self.votes.allows(message.transfer, iteration.planned):
             self.messages.release(message, iteration.planned)
             return True
         iteration.spared_bytes += self.messages.size(message.transfer)
         self.messages.pass_over(message)
         return False
+
+    def _uses_lost(self, apply: Apply) -> bool:
+        """Return whether a rule would use the result of a message that was skipped."""
+        if not self.lost or effects.is_update(apply) or effects.is_window_end(apply):
+            return False
+        return any(
+            effects.uses_any(apply, {t.payload.buffer, t.target})
+            and not set(t.payload.buckets).isdisjoint(apply.buckets)
+            for t in self.lost
+        )
 
     def is_released(self, iteration: Iteration, index: int) -> bool:
         return iteration.messages[index].released is not None

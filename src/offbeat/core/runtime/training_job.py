@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest, Replan
+from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
@@ -94,6 +96,8 @@ class TrainingJob:
         ranks: the ranks that train, and the ranks that serve.
         recorder: writes this rank's record; None if none is requested.
         stop_request: handler of SIGTERM; None if there is nothing to save or to record.
+        member: this process as a member; None if the members of the job do not change.
+        joining: facts of the running job that this process joins; None otherwise.
     """
 
     model: nn.Module
@@ -106,6 +110,8 @@ class TrainingJob:
     ranks: RankRoles
     recorder: Recorder | None
     stop_request: StopRequest | None = None
+    member: JobMember | None = None
+    joining: Mapping[str, Any] | None = None
 
     def open_connections(self) -> None:
         """Open all connections before a run whose iterations are compared with a prediction."""

@@ -49,9 +49,15 @@ class Votes:
         """Wait for the ballots of all ranks. Return the ranks that voted yes."""
         message, row = self._pending.pop((vote.name, planned))
         self._waiting.wait(message, self._flat)
-        yes = [rank for rank, ballot in enumerate(message.tensors[0][row].tolist()) if ballot]
+        table = [] if message.passed else message.tensors[0][row].tolist()
+        yes = [rank for rank, ballot in enumerate(table) if ballot]
         self.outcomes[vote.name, planned] = yes
         return yes
+
+    @property
+    def pending(self) -> list[Message]:
+        """Messages of the votes whose outcome is not known yet."""
+        return [message for message, _ in self._pending.values()]
 
     def allows(self, rule: Transfer | Apply, planned: int) -> bool:
         """Return whether the outcome of a rule's vote allows the rule in iteration `planned`."""

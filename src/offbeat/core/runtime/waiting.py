@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.transport.cluster import CLOSED
+from offbeat.core.transport.collectives import averaging
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
@@ -23,6 +27,9 @@ class Waiting:
         self._failure: BaseException | None = None
         self.closed = False
         self.compute = ComputeObserver()
+        # Agrees with the other members of the job on the outcome of all messages after a failed
+        # wait. Raises the failure, which is its argument, if this rank cannot continue.
+        self.recover: Callable[[RuntimeError], None] | None = None
 
     @property
     def failure(self) -> BaseException | None:
@@ -41,6 +48,16 @@ class Waiting:
         self._failure = error
         raise error
 
+    def average(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return the averages of tensors over all ranks, by the group of control messages."""
+        average, averages = averaging(self._control.group), list[Tensor]()
+        for tensor in tensors:
+            on_host = tensor.detach().to("cpu", copy=True)
+            with self._control.waiting("averaging after a failure"):
+                average(on_host)
+            averages.append(on_host.to(tensor.device))
+        return averages
+
     def mark(self) -> Mark:
         """Return a mark of the device's current time."""
         return self._device.mark()
@@ -48,27 +65,37 @@ class Waiting:
     def wait(self, message: Message, flat: Flat) -> None:
         """Wait until a message has arrived. Raise RuntimeError if the message fails or the timeout
         passes."""
-        if not message.done:
+        if not message.done and not message.settled:
             with self._control.waiting(lambda: f"waiting for {_describe_message(message, flat)}"):
                 self._await(message, flat)
             self.compute.on_wait_end()
-        if message.error is not None:
+        if message.error is not None and not message.settled:
             passed_s = _seconds_since_release(message)
             after = "" if passed_s is None else f", {passed_s:.1f} s after its release"
             self._fail(message, flat, f"failed{after}: {message.error}")
+        if message.passed or message.repeats:
+            return
         self._device.follow(message.end)
         if message.coded is not None:  # the thread of the link has allocated the decoded tensors
             self._device.keep(message.tensors)
 
     def _await(self, message: Message, flat: Flat) -> None:
         begun_s = time.monotonic()
-        while not message.wait(LOOK_EVERY_S):
+        while not message.settled and not message.wait(LOOK_EVERY_S):
             if time.monotonic() - begun_s >= self._timeout_s:
                 self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
-            if self._control.needs_abort:
+            elif self._control.needs_abort:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
 
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
+        if self.recover is not None:
+            described = f"rank {self._control.rank}: {_describe_message(message, flat)} {what}"
+            try:
+                self.recover(RuntimeError(described))
+            except BaseException as error:
+                self._failure = error
+                raise
+            return
         waited_s = _seconds_since_release(message) or 0.0
         error = RuntimeError(
             f"rank {self._control.rank}: {_describe_message(message, flat)} {what}. "

@@ -30,6 +30,7 @@ from offbeat.core.transport.interfaces import (
 from offbeat.core.transport.link import LinkThread, MessageLink
 from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
+STUCK_S = 0.2  # longest wait for a link after a failure
 CLOSED = (
     "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
     "model again"
@@ -66,6 +67,7 @@ class Cluster:
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
     _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # inside legs of links
+    _sent_before: dict[str, int] = field(default_factory=dict)  # by links of earlier groups
     alignment_bytes: int = 1
     closed: bool = False
     served: bool = False  # whether parameter servers are in use
@@ -209,7 +211,8 @@ class Cluster:
 
     def bytes_sent(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by link and by each channel in use."""
-        sent = {name: link.bytes_sent for name, link in self.links.items()}
+        before = self._sent_before
+        sent = {name: link.bytes_sent + before.get(name, 0) for name, link in self.links.items()}
         return {name: size for name, size in sent.items() if size or name in self.specs}
 
     def close(self, failure: BaseException | None = None) -> bool:
@@ -239,6 +242,32 @@ class Cluster:
                 dist.destroy_process_group(group)
         return True
 
+    def abandon(self) -> None:
+        """Stop heartbeat and links, and drop the process groups, before `reconnect`. A group in
+        which a link is blocked after a failure remains until its timeout."""
+        for link in self.links.values():
+            link.detach()
+            if link.close(STUCK_S):
+                link.drop_group()
+        self.groups.clear()
+        self._nodes.clear()
+        self._everyone = None
+        self.control.abandon()
+
+    def reconnect(self) -> None:
+        """Meet the ranks of a new default process group, after `abandon`. The links are opened by
+        `reopen`."""
+        self.control.connect()
+        self.topology = Topology.flat(self.control.world_size)
+
+    def reopen(self) -> None:
+        """Open the links again, between the ranks of the new default process group."""
+        for name, link in self.links.items():
+            self._sent_before[name] = self._sent_before.get(name, 0) + link.bytes_sent
+        self.links.clear()
+        self._parts.clear()
+        self.open(self.specs)
+
 
 def connect(
     specs: Sequence[LinkSpec],
@@ -247,6 +276,7 @@ def connect(
     timeout_s: float,
     claim: NodeClaim | None = None,
     topology: Topology | None = None,
+    protocol: str | None = None,
 ) -> Cluster:
     """Return a cluster with control and all links.
 
@@ -258,12 +288,13 @@ def connect(
         timeout_s: timeout of waits in seconds.
         claim: what this rank states of the nodes; None: every rank holds a replica of its own.
         topology: the nodes, if all ranks have agreed on nodes and links before.
+        protocol: protocol of members, see `Control`.
 
     Raises:
         ValueError: on every rank, if links or nodes differ between ranks, or if a link does not
             connect all ranks that use it.
     """
-    control = Control(timeout_s, topology and control_interface(specs, topology))
+    control = Control(timeout_s, topology and control_interface(specs, topology), protocol)
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:
         links = specs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +63,9 @@ class Control:
     Args:
         timeout_s: timeout of waits in seconds.
         interface: network interface of the group; None lets gloo choose.
+        protocol: protocol of the members of the job, which change while it runs, so that counts of
+            a process may differ; each of their process groups has a store of its own. None: all
+            ranks must have the same version of offbeat.
 
     Attributes:
         timeout_s: timeout of waits in seconds.
@@ -76,9 +79,15 @@ class Control:
 
     fails_on_silence = False
 
-    def __init__(self, timeout_s: float, interface: str | None = None):
+    def __init__(self, timeout_s: float, interface: str | None = None, protocol: str | None = None):
+        self.timeout_s, self._interface, self._protocol = timeout_s, interface, protocol
+        self.connect()
+
+    def connect(self) -> None:
+        """Meet all ranks of the default process group, which may be a new one after `close`."""
         global _met
-        self.timeout_s, self._interface = timeout_s, interface
+        timeout_s, protocol = self.timeout_s, self._protocol
+        count = _met if protocol is None else 0
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.group: dist.ProcessGroup
@@ -87,11 +96,12 @@ class Control:
             with self.waiting("waiting for all ranks to call prepare"):
                 # torch numbers groups: a rank that has begun one more group than the other ranks
                 # can never create a group with them again. So wait for all ranks before.
-                versions = self.store(f"versions/{_met}")
+                versions = self.store(f"versions/{count}")
                 host, torch_version = socket.gethostname(), str(torch.__version__)
-                publish_versions(versions, self.rank, host, offbeat.__version__, torch_version)
-                self.meet(f"prepare/{_met}")
-                _met += 1
+                version = offbeat.__version__ if protocol is None else f"with {protocol}"
+                publish_versions(versions, self.rank, host, version, torch_version)
+                self.meet(f"prepare/{count}")
+                _met += protocol is None
                 compare_versions(versions, self.rank, self.world_size, timeout_s)
                 self.group = self.create_group()
         except RuntimeError as error:
@@ -100,7 +110,7 @@ class Control:
                 f"offbeat.prepare: {error}. See the logs of the other ranks: one may have failed, "
                 "or have ended, as a server does when all workers have closed their model"
             ) from error
-        self.met = _met
+        self.met = count + 1
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
@@ -141,6 +151,19 @@ class Control:
             how = f"did not within {self.timeout_s:g} s" if missing else "stopped waiting earlier"
             raise RuntimeError(f"rank {', '.join(missing or absent)} {how}") from error
 
+    def abandon(self) -> None:
+        """Stop the heartbeat and drop the process group. `connect` creates the next one."""
+        if self._heartbeat is not None:
+            self._heartbeat.remove_user()
+            self._heartbeat = None
+        with suppress(AttributeError):
+            del self.group
+
+    def abort(self) -> None:
+        """Publish that this rank has stopped waiting, so that other ranks stop, too."""
+        if self._heartbeat is not None and self._heartbeat.state in ACTIVE:
+            self._heartbeat.publish(ABORTED, f"gave up {as_text(self._heartbeat.activity)}")
+
     def close(self, failure: BaseException | None = None) -> None:
         """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""
         if self._heartbeat is not None:
@@ -180,6 +203,17 @@ class Control:
         with self.collective("comparing measured times"):
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
         return least.tolist()
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of all ranks, by one small collective.
+
+        Raises:
+            RuntimeError: the collective has failed. Nothing is reported.
+        """
+        found = torch.tensor([number], dtype=torch.int64, device="cpu")
+        with self.waiting("comparing values"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """Require equal values on all ranks.

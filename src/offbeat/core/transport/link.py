@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ class Message:
     end: Mark | None = None
     error: BaseException | None = None
     culprits: Sequence[int] = ()  # ranks whose values were not finite
+    settled: bool = False  # whether the members of the job have agreed on its outcome
+    repeats: bool = False  # whether the members average it among themselves when it is due
     # The lock is held until the message has arrived. A lock is cheaper than an event.
     _arrived: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -60,6 +62,23 @@ class Message:
     def done(self) -> bool:
         """Whether the message has arrived."""
         return not self._arrived.locked()
+
+    def settle(self, end: Mark, tensors: Sequence[Tensor] | None, *, repeats: bool = False) -> None:
+        """Set the outcome on which the members of the job have agreed after a failure.
+
+        The thread of the link may still be blocked in the message, and may write its own tensors.
+
+        Args:
+            end: mark of the device's current time.
+            tensors: result of the message; None if it has none yet.
+            repeats: whether a message without a result is repeated; otherwise it is skipped.
+        """
+        self.settled, self.error, self.repeats = True, None, repeats and tensors is None
+        self.start = self.end = None if tensors is None else end
+        if tensors is None:
+            self.passed = not repeats
+        else:
+            self.tensors = tensors
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the message has arrived. Return False on timeout. May be called repeatedly."""
@@ -83,6 +102,9 @@ class MessageLink:
         # Runs the collective of a transfer; returns ranks with values that were not finite.
         self.guard: Guard | None = None
         self.leaves_out = False  # whether encoded averages leave out ranks with such values
+        # Whether the link keeps the last received message until it has received the next one. Then
+        # all ranks have received the earlier message.
+        self.keeps_last = False
         self._device = device
         self._next_order = 0
 
@@ -108,6 +130,21 @@ class MessageLink:
     def close(self, timeout_s: float = 2.0) -> bool:
         """Stop the link. Return False if it is blocked in a collective after `timeout_s`."""
         raise NotImplementedError
+
+    def detach(self) -> Message | None:
+        """Skip all messages that are released from now on.
+
+        Returns:
+            The last message whose result this rank has received, if `keeps_last`; otherwise None.
+        """
+        raise NotImplementedError
+
+    def drop_group(self) -> None:
+        """Drop the reference to the process group, which is then destroyed. The link must be
+        closed."""
+        self.collectives = replace(
+            self.collectives, by_verb={}, send=_refuse, exchange=_refuse, levels=None
+        )
 
     def _submit(self, message: Message) -> None:
         """Accept a message that may start."""
@@ -139,6 +176,10 @@ class MessageLink:
         self.bytes_sent += sent
 
 
+def _refuse(*_: object) -> None:
+    raise RuntimeError("the process group of this link is destroyed")
+
+
 class LinkThread(MessageLink):
     """Issues messages in the order of their numbers, in whatever order they are released.
 
@@ -149,6 +190,9 @@ class LinkThread(MessageLink):
 
     def __init__(self, name: str, collectives: Collectives, device: Device):
         super().__init__(name, collectives, device)
+        self._last: Message | None = None
+        self._changing = threading.Lock()  # of `_last` and `_detached`
+        self._detached = False
         self._released: SimpleQueue[Message | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
@@ -160,8 +204,24 @@ class LinkThread(MessageLink):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def detach(self) -> Message | None:
+        with self._changing:
+            self._detached = True
+        self._released.put(None)
+        return self._last
+
     def _submit(self, message: Message) -> None:
-        self._released.put(message)
+        if self._detached:
+            message.passed = True
+            message.arrive()
+        else:
+            self._released.put(message)
+
+    def _keep(self, message: Message) -> None:
+        """Keep a received message, unless the link has been detached meanwhile."""
+        with self._changing:
+            if not self._detached:
+                self._last = message
 
     def _issue(self) -> None:
         waiting: dict[int, Message] = {}
@@ -181,6 +241,8 @@ class LinkThread(MessageLink):
                 # NCCL returns while its kernel still waits for other ranks. Waits for the message
                 # have a timeout, so the message must not arrive before.
                 self._device.await_mark(message.end)
+                if self.keeps_last:
+                    self._keep(message)
         except BaseException as error:
             failed = error
         message.error = failed

@@ -1,0 +1,162 @@
+"""Jobs whose members leave, fail and join while they train, against equations in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from support.member_jobs import (
+    BATCH_SIZE,
+    Average,
+    Outcome,
+    Scenario,
+    after_votes,
+    by_plan,
+    epochs_of,
+    every,
+    expected,
+    largest_difference,
+    membership_service,
+    train_member,
+    with_states,
+)
+from support.worlds import watch_world
+
+from offbeat import P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
+from offbeat.membership import Epoch
+
+NEAR = 1e-12
+
+
+def run(scenario: Scenario) -> tuple[list[Outcome | None], list[Epoch]]:
+    """Run a scenario. Return the outcomes by process, None for killed ones, and the epochs."""
+    killed = [*scenario.kills, *scenario.signals]
+    with membership_service() as address:
+        ended = watch_world(
+            train_member, scenario.processes, address, scenario, timeout_s=50, doomed=killed
+        )
+        epochs = epochs_of(address)
+    for one in ended:
+        assert one.rank in killed or not one.kind, one.error + one.traceback
+    return [one.result for one in ended], epochs
+
+
+def check(scenario: Scenario, average_at: Average) -> list[Epoch]:
+    """Run a scenario and compare its weights with the equations. Return the epochs."""
+    outcomes, epochs = run(scenario)
+    names = {one.name: who for who, one in enumerate(outcomes) if one is not None}
+    names |= {name: who for who, name in enumerate(epochs[0].members)}  # also of killed ones
+    right = expected(scenario, epochs, names, average_at)
+    assert largest_difference(outcomes, right) < NEAR
+    return epochs
+
+
+def test_a_member_leaves_at_a_boundary() -> None:
+    scenario = Scenario(LocalSGD(period=3), 12, leaves={1: 4})
+    epochs = check(scenario, every(3))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 6)]
+
+
+def test_the_first_member_leaves_on_sigterm() -> None:
+    """Its process has opened the store of the epoch, and ends by the signal."""
+    scenario = Scenario(LocalSGD(period=2), 8, signals={0: 3})
+    epochs = check(scenario, every(2))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 4)]
+
+
+def test_a_message_in_which_a_member_dies_is_skipped() -> None:
+    scenario = Scenario(LocalSGD(period=3), 12, kills={1: 5}, kill_in_message=True)
+    epochs = check(scenario, every(3))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 6)]
+    assert epochs[1].details["lost_from"] == 3
+
+
+def test_the_death_of_the_first_member_spoils_no_average() -> None:
+    """Its message before has landed; the next average is left out."""
+    scenario = Scenario(LocalSGD(period=3), 12, kills={0: 2})
+    epochs = check(scenario, every(3))
+    assert [len(e.members) for e in epochs] == [3, 2]
+    assert epochs[1].details["lost_from"] == 3
+
+
+def test_a_message_that_one_member_has_received_lands_on_all() -> None:
+    """Process 2 does not receive the average of iteration 2, and gets it from another one."""
+    scenario = Scenario(LocalSGD(period=3), 12, deaf={2: 2})
+    epochs = check(scenario, every(3))
+    assert [len(e.members) for e in epochs] == [3, 3]
+    assert epochs[1].details["lost_from"] == 3
+    assert epochs[1].details["landed"]["net"]["missing"]
+
+
+def test_a_process_joins_with_the_state_of_a_member() -> None:
+    scenario = Scenario(LocalSGD(period=3), 12, first=2, joins={2: 4})
+    epochs = check(scenario, every(3))
+    assert [len(e.members) for e in epochs] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DreamDDP(period=3, fill=False, split=False),
+        DiLoCo(period=3),
+        SelSync(delta=1e9, max_period=4),
+    ],
+    ids=["dreamddp", "diloco", "selsync"],
+)
+def test_members_fail_join_and_leave_under_other_strategies(strategy: Strategy) -> None:
+    scenario = Scenario(strategy, 21, kills={1: 5}, joins={3: 11}, join_after=1, leaves={0: 16})
+    average_at = after_votes(4) if isinstance(strategy, SelSync) else by_plan(scenario)
+    epochs = check(scenario, average_at)
+    assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
+
+
+def test_each_sample_is_read_once_while_members_change() -> None:
+    """The samples that the failed process has read in vain are read by others."""
+    strategy = LocalSGD(period=3)
+    changes = {"kills": {1: 7}, "joins": {3: 11}, "join_after": 1, "leaves": {0: 15}}
+    outcomes, epochs = run(Scenario(strategy, 100, samples=301, **changes))
+    assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
+    kept = epochs[1].details["lost_from"]
+    assert kept == 6
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+    unread = 301 - len(read) - BATCH_SIZE * kept  # of all processes that have not failed
+    assert 0 <= unread < 2
+    assert epochs[3].samples > epochs[2].samples > epochs[1].samples > 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DreamDDP(period=2, average="before_update", due="forward"),
+        DiLoCo(period=4, delay=1),
+    ],
+    ids=["forward", "delayed"],
+)
+def test_averages_that_are_due_later_are_complete_before_a_change(strategy: Strategy) -> None:
+    """All replicas have the same bits after the average before a requested change."""
+    scenario = Scenario(strategy, 24, kills={1: 5}, joins={3: 9}, join_after=1, leaves={0: 16})
+    outcomes, epochs = run(scenario)
+    assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
+    for epoch, after in pairwise(epochs):
+        if "landed" in after.details:
+            continue
+        members = [o for o in outcomes if o is not None and o.name in epoch.members]
+        first, *others = (o.weights[after.first_iteration - 1] for o in members)
+        for weights in others:
+            assert all(first[name].equal(weights[name]) for name in first)
+
+
+def test_averaged_optimizer_states_continue() -> None:
+    scenario = Scenario(
+        LocalSGD(period=2, state="averaged"), 12, kills={1: 4}, joins={3: 7}, join_after=1
+    )
+    check(scenario, with_states(every(2)))
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), P3()], ids=["wfbp", "p3"])
+def test_gradients_are_averaged_over_the_members_of_each_iteration(strategy: Strategy) -> None:
+    """After a failure the survivors average the gradients of that iteration among themselves."""
+    scenario = Scenario(strategy, 40, kills={1: 5}, joins={3: 17}, join_after=1, leaves={0: 25})
+    epochs = check(scenario, every(1))
+    assert [len(e.members) for e in epochs] == [3, 2, 3, 2]

@@ -1,0 +1,397 @@
+"""Jobs whose members change: what their processes do, and the equations of what they must have."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import offbeat
+from offbeat import Members, Strategy
+from offbeat.core.profile.elsewhere import for_members
+from offbeat.core.transport.link import LinkThread, Message
+from offbeat.data import MemberSampler
+from offbeat.membership import Epoch, MembershipClient
+from offbeat.membership.ledger import Ledger
+from offbeat.membership.service import MembershipService
+from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support.workers import snapshot
+
+CASE = Case("mlp", "nesterov")
+BATCH_SIZE = 4
+SECRET = "members of a test"
+TIMEOUT_S = 20.0
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to a job.
+
+    Attributes:
+        strategy: strategy of the job.
+        iterations: number of iterations of the job.
+        first: number of members at the start; their processes have the numbers 0 to first - 1.
+        leaves: by process, the iteration before which it requests to leave.
+        signals: by process, the iteration before which it receives SIGTERM.
+        joins: by process that joins, the iteration before which the members wait for its request.
+        join_after: number of the epoch after whose beginning processes request to join.
+        kills: by process, the iteration in which it ends; in its message, or after its step.
+        kill_in_message: whether the process ends in its message.
+        deaf: by process, the iteration whose message it sends but fails to receive.
+        state: `join_state` of joining processes.
+        samples: number of samples that the members read once; 0: no sampler.
+    """
+
+    strategy: Strategy
+    iterations: int
+    first: int = 3
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    signals: Mapping[int, int] = field(default_factory=dict)
+    joins: Mapping[int, int] = field(default_factory=dict)
+    join_after: int = 0
+    kills: Mapping[int, int] = field(default_factory=dict)
+    kill_in_message: bool = False
+    deaf: Mapping[int, int] = field(default_factory=dict)
+    state: Any = "copy"
+    samples: int = 0
+
+    @property
+    def processes(self) -> int:
+        return self.first + len(self.joins)
+
+
+@dataclass
+class Outcome:
+    """What a process has after training: weights and samples of each iteration, and its name in the
+    job."""
+
+    name: str
+    weights: dict[int, Weights]
+    has_left: bool
+    samples: dict[int, list[int]] = field(default_factory=dict)
+
+
+@contextmanager
+def membership_service() -> Iterator[str]:
+    """Yield the address of a membership service in a thread of this process."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    service = MembershipService(Ledger(), listener, lambda: (SECRET.encode(),))
+    thread = threading.Thread(target=service.serve, daemon=True)
+    thread.start()
+    try:
+        yield service.address
+    finally:
+        service.stop()
+        thread.join(10)
+
+
+def epochs_of(address: str) -> list[Epoch]:
+    """Return all epochs that a service has written."""
+    client = MembershipClient(address, lambda: (SECRET.encode(),))
+    newest = client.state().epoch
+    assert newest is not None
+    found = [client.epoch(number) for number in range(newest.number + 1)]
+    client.close()
+    return [epoch for epoch in found if epoch is not None]
+
+
+def train_member(address: str, scenario: Scenario) -> Outcome:
+    """Train as one process of a scenario."""
+    who = int(os.environ.pop("RANK"))
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["OFFBEAT_SECRET"] = SECRET
+    if who < scenario.first:
+        os.environ["RANK"] = str(who)  # the order of the first members
+    else:
+        _await(lambda: _has_epoch(address, scenario.join_after))
+    model = build_model(CASE, seed=who)
+    optimizer = build_optimizer(CASE, model)
+    _fail_in_messages(scenario, who)
+    model, optimizer = offbeat.prepare(
+        model,
+        optimizer,
+        scenario.strategy,
+        profile=profile_of(CASE, scenario.first),
+        timeout_s=TIMEOUT_S,
+        members=Members(address, first=scenario.first, join_state=scenario.state),
+    )
+    member = model._session.changes._member
+    founders = set(member.epoch.members)
+    history: dict[int, Weights] = {}
+    batches, read = iter(repeat([0])), dict[int, list[int]]()
+    if scenario.samples:
+        batches = iter(MemberSampler(scenario.samples, BATCH_SIZE, model))
+    while (t := offbeat.iteration(model)) < scenario.iterations:
+        if scenario.leaves.get(who) == t:
+            model.request_leave()
+            _await(lambda: who_leaves(member))
+        if scenario.signals.get(who) == t:
+            os.kill(os.getpid(), signal.SIGTERM)
+            _await(lambda: who_leaves(member))
+        if t in scenario.joins.values() and who < scenario.first:
+            _await(lambda: has_joining(member, founders))
+        if (indices := next(batches, None)) is None:
+            break
+        read[t] = indices
+        optimizer.zero_grad()
+        loss_of(model, *batch(CASE, who, t)).backward()
+        optimizer.step()
+        history[t] = snapshot(dict(model.module.named_parameters()))
+        if scenario.kills.get(who) == t and not scenario.kill_in_message:
+            os._exit(9)
+        if model.has_left:
+            break
+    has_left = model.has_left
+    model.close()
+    return Outcome(member.name, history, has_left, read)
+
+
+def who_leaves(member: Any) -> bool:
+    """Whether the watch of a member has seen the member's request to leave."""
+    state = member.watch.state
+    return state is not None and member.name in {one.member for one in state.leaving}
+
+
+def has_joining(member: Any, founders: set[str]) -> bool:
+    """Whether the watch of a member has seen a request to join, or its acceptance."""
+    state = member.watch.state
+    has_joined = bool({*member.epoch.members} - founders)
+    return has_joined or (state is not None and bool(state.joining))
+
+
+def _has_epoch(address: str, number: int) -> bool:
+    client = MembershipClient(address)
+    epoch = client.state().epoch
+    client.close()
+    return epoch is not None and epoch.number >= number
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end_s, "the condition does not hold within the timeout"
+        time.sleep(0.005)
+
+
+def _fail_in_messages(scenario: Scenario, who: int) -> None:
+    """Let this process end in a message, or fail to receive one."""
+    send = LinkThread._send
+
+    def send_or_fail(link: LinkThread, message: Message) -> None:
+        if scenario.kill_in_message and scenario.kills.get(who) == message.iteration:
+            os._exit(9)
+        send(link, message)
+        if scenario.deaf.get(who) == message.iteration:
+            raise RuntimeError("the connection of this test has failed")
+
+    if who in scenario.kills or who in scenario.deaf:
+        LinkThread._send = send_or_fail  # type: ignore[method-assign]
+
+
+# ---- equations ------------------------------------------------------------------------------
+
+
+Average = Callable[[int, Sequence["Replica"]], None]
+"""Averages of an iteration, counted from the start of the epoch, over its members."""
+
+
+class Replica:
+    """Model and optimizer of one process, and its values of the strategy."""
+
+    def __init__(self, who: int):
+        self.who = who
+        self.model = build_model(CASE, seed=0)
+        self.optimizer = build_optimizer(CASE, self.model)
+        self.buffers: dict[str, Weights] = {}
+        self.steps = 0
+
+    def copy_from(self, other: Replica) -> None:
+        """Begin with the state of a member."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        self.buffers = snapshot(other.buffers)
+
+    @property
+    def weights(self) -> Weights:
+        return {n: p.data for n, p in self.model.named_parameters()}
+
+    def step(self, t: int) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, *batch(CASE, self.who, t)).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+
+def step_together(replicas: Sequence[Replica], t: int) -> None:
+    """Step all replicas by the mean of their gradients."""
+    for replica in replicas:
+        replica.optimizer.zero_grad()
+        loss_of(replica.model, *batch(CASE, replica.who, t)).backward()
+    for same in zip(*(replica.model.parameters() for replica in replicas), strict=True):
+        gradients = [p.grad for p in same if p.grad is not None]
+        if gradients:
+            mean = torch.stack(gradients).mean(0)
+            for p in same:
+                p.grad = mean.clone()
+    for replica in replicas:
+        replica.optimizer.step()
+
+
+def average(replicas: Sequence[Replica], names: Sequence[str] | None = None) -> None:
+    """Set weights of all replicas to their mean."""
+    for name in replicas[0].weights if names is None else names:
+        mean = torch.stack([r.weights[name] for r in replicas]).mean(0)
+        for r in replicas:
+            r.weights[name].copy_(mean)
+
+
+def expected(
+    scenario: Scenario,
+    epochs: Sequence[Epoch],
+    processes: Mapping[str, int],
+    average_at: Average,
+) -> dict[tuple[int, int], Weights]:
+    """Return the weights by process and iteration that the equations of a scenario give.
+
+    Args:
+        scenario: what happens.
+        epochs: the epochs as recorded by the service.
+        processes: numbers of the processes by their names in the job.
+        average_at: averages of the strategy.
+
+    In an epoch that ends with a failure, all averages after the last one that has landed are left
+    out. The service records that iteration.
+    """
+    replicas: dict[int, Replica] = {}
+    found: dict[tuple[int, int], Weights] = {}
+    lasts = [*(epoch.first_iteration for epoch in epochs[1:]), scenario.iterations]
+    for number, (epoch, last) in enumerate(zip(epochs, lasts, strict=True)):
+        members = [processes[name] for name in epoch.members]
+        new = [who for who in members if who not in replicas]
+        source = replicas.get(members[0])
+        for who in new:
+            replicas[who] = Replica(who)
+            if source is not None:
+                replicas[who].copy_from(source)
+            else:
+                common = snapshot(replicas[who].weights)
+                velocity = {name: torch.zeros_like(w) for name, w in common.items()}
+                replicas[who].buffers = {"common": common, "velocity": velocity}
+        replicas = {who: replicas[who] for who in members}
+        after = epochs[number + 1].details if number + 1 < len(epochs) else {"lost_from": last}
+        for t in range(epoch.first_iteration, last):
+            if getattr(scenario.strategy, "synchronous", False):
+                alive = [*replicas.values()]
+                if t >= after.get("lost_from", last):  # the members of the next epoch
+                    alive = [replicas[processes[name]] for name in epochs[number + 1].members]
+                step_together(alive, t)
+                found |= {(r.who, t): snapshot(r.weights) for r in alive}
+                continue
+            for replica in replicas.values():
+                replica.step(t)
+            if t < after.get("lost_from", last):
+                average_at(t - epoch.first_iteration, [*replicas.values()])
+            if t == last - 1 and "lost_from" not in after:  # the change was requested
+                average([*replicas.values()])
+            found |= {(who, t): snapshot(replica.weights) for who, replica in replicas.items()}
+    return found
+
+
+def every(period: int) -> Average:
+    """Averages of local SGD."""
+
+    def average_at(t: int, replicas: Sequence[Replica]) -> None:
+        if (t + 1) % period == 0:
+            average(replicas)
+
+    return average_at
+
+
+def with_states(average_at: Average) -> Average:
+    """Averages of weights and of momentum."""
+
+    def average_both(t: int, replicas: Sequence[Replica]) -> None:
+        before = snapshot([replica.weights for replica in replicas])
+        average_at(t, replicas)
+        moved = any(
+            not replica.weights[name].equal(was[name])
+            for replica, was in zip(replicas, before, strict=True)
+            for name in was
+        )
+        if moved:
+            states = [[*replica.optimizer.state.values()] for replica in replicas]
+            for same in zip(*states, strict=True):
+                mean = torch.stack([state["momentum_buffer"] for state in same]).mean(0)
+                for state in same:
+                    state["momentum_buffer"].copy_(mean)
+
+    return average_both
+
+
+def after_votes(period: int) -> Average:
+    """Averages of SelSync with a threshold that no norm reaches: a process votes yes only in its
+    first iteration, and the last iteration of a period needs no vote."""
+
+    def average_at(t: int, replicas: Sequence[Replica]) -> None:
+        if (t + 1) % period == 0 or any(replica.steps == 1 for replica in replicas):
+            average(replicas)
+
+    return average_at
+
+
+def by_plan(scenario: Scenario) -> Average:
+    """Averages of a plan by bucket, each followed by its outer step if the plan has one."""
+    profile = profile_of(CASE, scenario.first)
+    tensors = [list(bucket.tensors) for bucket in profile.buckets]
+
+    def average_at(t: int, replicas: Sequence[Replica]) -> None:
+        plan = scenario.strategy.plan(for_members(profile, len(replicas)))
+        for transfer in plan.transfers:
+            if plan.phase(t) in transfer.phases:
+                average(replicas, [n for b in transfer.payload.buckets for n in tensors[b]])
+        for apply in plan.applies:
+            if apply.rule == "outer" and plan.phase(t) in apply.phases:
+                for replica in replicas:
+                    names = [n for b in apply.buckets for n in tensors[b]]
+                    outer_step(replica, names, dict(apply.args))
+
+    return average_at
+
+
+def outer_step(replica: Replica, names: Sequence[str], args: Mapping[str, Any]) -> None:
+    """Step of SGD with Nesterov's momentum from the common weights (DiLoCo, Algorithm 1)."""
+    common, velocity = replica.buffers["common"], replica.buffers["velocity"]
+    for name in names:
+        weight = replica.weights[name]
+        gradient = common[name] - weight
+        velocity[name] = args["momentum"] * velocity[name] + gradient
+        common[name] = common[name] - args["rate"] * (gradient + args["momentum"] * velocity[name])
+        weight.copy_(common[name])
+
+
+def largest_difference(
+    found: Sequence[Outcome | None], right: Mapping[tuple[int, int], Weights]
+) -> float:
+    """Return the largest difference of a weight between outcomes, by process, and the equations."""
+    differences = [
+        (right[who, t][name] - value).abs().max().item()
+        for who, outcome in enumerate(found)
+        if outcome is not None
+        for t, weights in outcome.weights.items()
+        for name, value in weights.items()
+    ]
+    assert differences
+    return max(differences)
