@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -105,6 +106,9 @@ def test_damage_is_refused_where_the_disk_held_the_entry(tmp_path: Path) -> None
                 Journal(path)
             assert len(path.read_bytes()) == len(data)
         else:
+            journal = Journal(path)
+            assert path.stat().st_size == sum(map(len, lines[:number]))
+            journal.close()
             assert reopened(path) == states[number - 2]
 
 
@@ -167,6 +171,46 @@ def test_a_full_disk_refuses_and_keeps(tmp_path: Path, monkeypatch: pytest.Monke
     ledger.close()
     assert reopened(path) == state
     assert [request["member"] for request in state["state"]["joining"]] == ["d"]
+
+
+def test_a_disk_that_fails_after_a_write_leaves_no_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that was refused has no effect after a restart either."""
+    path = tmp_path / "j"
+    ledger = Ledger(Journal(path))
+    ledger.execute(commands()[0])
+    state, fsync = ledger.registry.snapshot(), os.fsync
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(JournalError, match="Input/output error"):
+        ledger.execute(commands()[3])
+    monkeypatch.setattr(os, "fsync", fsync)
+    ledger.close()
+    assert reopened(path) == state
+
+
+def test_a_journal_that_is_replaced_before_its_lock_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another service may replace the file between the opening and the lock."""
+    path, newer = tmp_path / "j", tmp_path / "newer"
+    for one, command in ((path, commands()[3]), (newer, commands()[4])):
+        journal = Journal(one)
+        journal.append(command, sync=True)
+        journal.close()
+    flock = fcntl.flock
+
+    def replace(file: Any, operation: int) -> None:
+        if newer.exists():
+            newer.replace(path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replace)
+    assert entries(path) == [("command", commands()[4])]
 
 
 def test_a_long_journal_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -263,21 +264,26 @@ def test_secrets_are_read_from_a_file_or_a_variable(
 # ---- the command ----------------------------------------------------------------------------
 
 
-def start(*arguments: str, **env: str) -> tuple[subprocess.Popen[str], str]:
-    """Run the command; its address."""
-    own = {k: v for k, v in os.environ.items() if k not in (VARIABLE, FILE_VARIABLE)}
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process, and the line that it prints first."""
     process = subprocess.Popen(
         [sys.executable, "-m", "offbeat", "membership", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**own, **env},
+        env={k: v for k, v in os.environ.items() if k not in (VARIABLE, FILE_VARIABLE)},
     )
     assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"membership service at 127\.0\.0\.1:(\d+), (.*)", line)
-    assert found, line + process.stdout.read()
-    return process, found[0]
+    try:
+        line = process.stdout.readline()
+        found = re.search(r"membership service at 127\.0\.0\.1:(\d+), (.*)", line)
+        assert found, line
+        yield process, found[0]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            process.communicate()
 
 
 def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
@@ -286,28 +292,28 @@ def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
     options = ["--journal", str(journal), "--host", "127.0.0.1", "--secret", str(secret)]
-    process, text = start(*options, "--port", "0")
-    assert text.endswith("no epoch yet")
-    address = text.split()[3].rstrip(",")
-    client = MembershipClient(address, secrets, 60)
-    begin(client, "a", "b")
-    client.rendezvous(0).set("k", b"v")
-    arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    imported = Path(f"/proc/{process.pid}/maps").read_text()
-    process.kill()
-    output = process.communicate()[0]
+    with started(*options, "--port", "0") as (process, text):
+        assert text.endswith("no epoch yet")
+        address = text.split()[3].rstrip(",")
+        client = MembershipClient(address, secrets, 60)
+        begin(client, "a", "b")
+        client.rendezvous(0).set("k", b"v")
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        imported = Path(f"/proc/{process.pid}/maps").read_text()
+        process.kill()
+        output = process.communicate()[0]
     assert "epoch 0 with 2 members" in output
-    process, text = start(*options, "--port", address.rpartition(":")[2])
-    assert text.endswith("epoch 0 with 2 members")
-    assert client.state().epoch == Epoch(0, ("a", "b"))
-    assert client.rendezvous(0).get("k", 0) == b"v"
-    process.send_signal(signal.SIGINT)
-    output += process.communicate()[0]
-    assert process.returncode == 0, output
+    with started(*options, "--port", address.rpartition(":")[2]) as (process, text):
+        assert text.endswith("epoch 0 with 2 members")
+        assert client.state().epoch == Epoch(0, ("a", "b"))
+        assert client.rendezvous(0).get("k", 0) == b"v"
+        process.terminate()
+        output += process.communicate()[0]
+        assert process.returncode == 0, output
+    client.close()
     for found in (arguments, output.encode(), text.encode(), journal.read_bytes()):
         assert SECRET not in found
     assert "libtorch" not in imported  # the service needs no torch
-    client.close()
 
 
 def test_wrong_use_of_the_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ def membership(
         option("File with a secret per line, at most 2; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET."),
     ] = None,
 ) -> int:
-    """Run the membership service of one job until it is interrupted.
+    """Run the membership service of one job until it gets SIGTERM or Ctrl-C.
 
     Example: offbeat membership --journal job.journal --secret secret.txt
     """
@@ -37,6 +38,7 @@ def membership(
         texts.warn_if_readable(secret)
     service = open_service(journal, host, port, partial(read_secrets, secret), report=_report)
     _report(f"membership service at {service.address}, {service.summary}")
+    signal.signal(signal.SIGTERM, lambda *_: service.stop())
     with suppress(KeyboardInterrupt):  # the journal holds all answered requests
         service.serve()
     return 0
