@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.made_jobs import make_job
 from support.tiny_runs import dump, record, steady, write_tiny
 
+from offbeat.cli.commands import main
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import load, summarize, write
@@ -109,10 +112,24 @@ def test_page_and_table_name_both_levels(tmp_path: Path) -> None:
     assert 'data-n="between"' in page
     assert 'data-n="inside"' in page
     assert "One rank as measured" in page
+    assert "waits for other ranks" in page
     assert "A message between nodes contains its legs inside them." in page
     run = load(path)
     text = " ".join(render(run, summarize(run), 100).replace("\u00a0", " ").split())
     assert "2 hosts of 2 ranks on this machine, 100 Mbit/s, 10 Gbit/s inside" in text
+
+
+def test_report_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(
+        tmp_path / "a", 4, intervals=3, end={"how": "ended", "iteration": 36, "text": ""}
+    )
+    run = json.loads((job / "run.json").read_text())
+    (job / "run.json").write_text(json.dumps({**run, **NODES}))
+    assert main(["report", str(job)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks in 2 nodes" in text
+    assert "per rank between nodes" in text
+    assert "4 ranks in 2 nodes" in next(job.glob("*.html")).read_text()
 
 
 def test_without_nodes_nothing_is_said_of_them(tmp_path: Path) -> None:

@@ -130,7 +130,9 @@ def parts_of(window: Window) -> Parts:
     return Parts(*(fmean(values) / count for values in zip(*every, strict=True)))
 
 
-def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -> str:
+def explain_error(
+    split: Split, measured_s: float, causes: Sequence[str] = (), place: str = "host"
+) -> str:
     """Return sentences about the error of a prediction.
 
     Only parts above a tenth of the error are named, the largest first.
@@ -139,6 +141,7 @@ def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -
         split: predicted and measured parts.
         measured_s: measured seconds per iteration.
         causes: sentences about known causes, added to a large error.
+        place: "host", or "rank" if hosts have several ranks.
     """
     error = (measured_s - split.longer_s) / measured_s - 1
     if abs(error) <= WORTH_SAYING:
@@ -149,7 +152,7 @@ def explain_error(split: Split, measured_s: float, causes: Sequence[str] = ()) -
     parts = [
         ("computed", split.compute_s, ""),
         ("waited", split.messages_s, " for its messages"),
-        ("waited", split.waiting_s, " for other hosts"),
+        ("waited", split.waiting_s, f" for other {place}s"),
     ]
     named = [part for part in parts if abs(part[1]) > NAMED * abs(split.longer_s)]
     named.sort(key=lambda part: -abs(part[1]))

@@ -148,7 +148,7 @@ def shared_view(
     timelines, length_s = _timelines(run, order)
     profile = run.profile
     return {
-        "place": "rank" if profile and profile.topology else "host",
+        "place": _place(run),
         "legs": profile is not None and profile.inside is not None,
         "replicas": "" if profile is None else replica_text(profile),
         "run": run,
@@ -317,6 +317,11 @@ def _timelines(run: Run, order: Ordered) -> tuple[list[drawing.Drawn], float]:
     return drawn, length_s
 
 
+def _place(run: Run) -> str:
+    """Return what a lane belongs to."""
+    return "rank" if run.profile and run.profile.topology else "host"
+
+
 # --- was it predicted? ---------------------------------------------------------------------------
 
 
@@ -340,7 +345,7 @@ def _errors(run: Run, order: Ordered) -> dict[str, Any]:
                 for part in ("compute_s", "messages_s", "waiting_s")
             ]
             text = explain_error(
-                row.split, row.iteration_s or 0.0, list(_causes(run, row, contestant))
+                row.split, row.iteration_s or 0.0, list(_causes(run, row, contestant)), _place(run)
             )
         pairs = [*pairs, (unit.text(row.predicted_s), unit.text(row.iteration_s))]
         rows.append({"name": name, "pairs": pairs, "text": text})
