@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ from offbeat.core.derive.exactness import have_same_bits, is_reorderable
 from offbeat.core.measuring.drift import Drift, Level, steps_of, weighted_median
 from offbeat.core.profile.elsewhere import with_slower_links, with_slower_replicas
 from offbeat.core.runtime.launch_request import current_replan
-from offbeat.core.runtime.replanning import _overlaps
+from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.prediction import BOUNDARY_FACT
 from offbeat.core.sim.ranks import Ranks
 from offbeat.jobs.record_lines import load
 from offbeat.plan import Fact, Payload
+from offbeat.profile import Bucket, Link
 from offbeat.sim import predict_plan
 
 CASE = Case("mlp", "nesterov")
@@ -120,6 +122,30 @@ def test_spans_overlap_as_pairwise_comparison_finds() -> None:
 
 
 # ---- plans with the same bits ---------------------------------------------------------------
+
+
+def test_additional_time_after_a_pause_is_no_slower_link() -> None:
+    """Most messages follow a pause of .5 s or more, and take .3 s longer."""
+    link = Link("net", 0.1, 1e3, pause_s=0.5, after_pause=((10, 0.3),))
+    profile = Profile((Bucket("all", 0.1, 0.2, 100),), (link,), 2)
+    plan = BSP().plan(profile)
+    device = SimpleNamespace(seconds=lambda mark: mark)
+    control = SimpleNamespace(rank=0, world_size=1, minimum=lambda values: values)
+    topology = SimpleNamespace(nodes=((0,),))
+    cluster: Any = SimpleNamespace(control=control, device=device, topology=topology, replica=0)
+    meter = BoundaryMeter(plan, profile, 20, cluster)
+    marks, now_s = SimpleNamespace(first_forward=None), 0.0
+    for planned, pause_s in enumerate((0.5, 0.49, 0.6)):
+        start_s = now_s + pause_s
+        now_s = start_s + 2 * 0.2 + (0.3 if pause_s >= 0.5 else 0.0)  # half of the speed
+        [t] = plan.transfers
+        messages = [SimpleNamespace(start=start_s, end=now_s, passed=False, transfer=t)]
+        done: Any = SimpleNamespace(
+            planned=planned, messages=messages, marks=marks, is_reached=lambda _: True
+        )
+        meter.add(done)
+    links, _ = meter.exchange(20)
+    assert links == {"net": pytest.approx(2.0)}
 
 
 def test_another_order_of_the_same_messages_has_the_same_bits() -> None:

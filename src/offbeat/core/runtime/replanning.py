@@ -77,6 +77,7 @@ class BoundaryMeter:
         scale = profile.rank_scale[cluster.replica] if profile.rank_scale else 1.0
         self._compute_s = scale * (profile.forward_s + profile.backward_s + profile.update_s)
         self._pending: deque[Iteration] = deque()
+        self._sent_s: dict[str, float] = {}  # end of the last message, by link
         self._begin_window(0)
 
     def _begin_window(self, start: int) -> None:
@@ -115,13 +116,28 @@ class BoundaryMeter:
             if message.end is None or message.passed:
                 continue
             key, link = (done.planned, index), message.transfer.link
+            additional_s = self._additional_s(message)
             if key in self._sampled:
-                self._measured[key] = message_s(message, self._device)
+                self._measured[key] = max(message_s(message, self._device) - additional_s, 0.0)
             if link in self._coupled:
                 start, end = (self._device.seconds(m) for m in (message.start, message.end))
                 self._intervals[link].append((start, end))
                 if key in self._sampled:
                     self._spans[key] = link, start, end
+
+    def _additional_s(self, message: Message) -> float:
+        """Return the additional seconds of a message if it follows a pause of its link.
+
+        The times to which messages are compared are those without a pause.
+        """
+        t = message.transfer
+        link = self._profile.link(t.link)
+        if not link.after_pause or message.end is None:
+            return 0.0
+        start_s, end_s = map(self._device.seconds, (message.start, message.end))
+        pause_s = start_s - self._sent_s.get(t.link, -math.inf)
+        self._sent_s[t.link] = end_s
+        return self._costs.additional_s(t) if pause_s >= link.pause_s else 0.0
 
     def exchange(self, planned: int) -> tuple[dict[str, float | None], list[float | None]]:
         """Return the ratios of all links and replicas, the same on all ranks, and begin the next
