@@ -225,20 +225,21 @@ def test_additional_time_by_size():
     assert Link("net", 0.5, RATE).additional_s(1e4) == 0.0
 
 
-def test_skipped_messages_neither_pause_nor_end_a_pause():
-    """With a vote of no, the link is idle over two iterations until the vote is a yes."""
-    message = transfer(
-        "grad", range(1), after=GRAD, before=STEP, phases=[0], link="net", when="vote"
-    )
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("engine", [fast_engine, event_engine])
+def test_skipped_messages_do_not_end_a_pause(engine, count):
+    """With a vote of no, the link is idle over two iterations. Also with two messages in flight."""
+    transfers = tuple(replace(t, when="vote") for t in together(count).transfers)
     vote = Vote("vote", "changed", Moment("forward"), GRAD, [0], {"threshold": 1.0})
-    plan = Plan("x", 1, (message,), votes=(vote,))
-    profile = replace(paused_profile(1_000_000, pause_s=2.5), other_s=0.0, update_s=0.0)
+    plan = Plan("x", count, transfers, votes=(vote,))
+    compute_s = 2.0 * count
+    profile = paused_profile(*[100_000] * count, pause_s=compute_s + 1)
+    profile = replace(profile, other_s=0.0, update_s=0.0)
     votes = {"vote": [True, False, True, True]}
-    for engine in (fast_engine, event_engine):
-        run = engine.run(make_job(plan, profile, Ranks(), 4, votes=votes))
-        lengths = [b - a for a, b in pairwise([0.0, *run.ends_s[:, 0]])]
-        # The vote takes .5 s, under backward. Between messages there are 2 s, or 4 s with a no.
-        assert lengths == [exactly(3.5), exactly(2.0), exactly(3.66), exactly(3.5)]
+    run = engine.run(make_job(plan, profile, Ranks(), 4, votes=votes))
+    lengths = [b - a for a, b in pairwise([0.0, *run.ends_s[:, 0]])]
+    messages_s = [0.6, 0.0, 0.6 + 0.04 + 0.12 * 2 / 3, 0.6]
+    assert lengths == [exactly(compute_s + seconds) for seconds in messages_s]
 
 
 def test_a_pause_is_that_of_the_ranks_of_a_message():
@@ -268,8 +269,8 @@ def test_pauses_on_channels_in_flight_together():
         assert run.ends_s[0, 0] == exactly(0.125 + 2 + max(0.5 + 1 + 0.16, 2 * 1.0))
 
 
-def test_a_steady_state_knows_the_last_message_before_it():
-    """Every third iteration sends: the idle time of 2 iterations is part of the state."""
+def test_a_pause_over_several_iterations():
+    """Every third iteration sends: the link is idle for two and a half."""
     profile = paused_profile(1_000_000, pause_s=7.0)
     prediction = predict(LocalSGD(period=3), profile)
     assert prediction.steady

@@ -61,12 +61,8 @@ class LinkQueue:
         return sum(self.message_s[self._numbers(range(iteration, iteration + 1))])
 
     def ends_of(self, iterations: range) -> list[float]:
-        """Return the ends of the messages of some iterations that have run, in issue order.
-
-        If pauses count, they begin with the end of the message before them.
-        """
-        numbers = self._numbers(iterations)
-        return self.ends_s[max(numbers.start - (self.pause_s is not None), 0) : numbers.stop]
+        """Return the ends of the messages of some iterations that have run, in issue order."""
+        return self.ends_s[self._numbers(iterations)]
 
     def head(self) -> tuple[int, Transfer]:
         """Return iteration and transfer of the first message that has not ended."""
