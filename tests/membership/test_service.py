@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,8 @@ def test_another_program_at_the_address_is_named() -> None:
             for _ in range(20):
                 with listener.accept()[0] as sock:
                     sock.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 20)
-                    sock.recv(64)
+                    with suppress(ConnectionResetError):
+                        sock.recv(64)
 
         thread = threading.Thread(target=talk, daemon=True)
         thread.start()
@@ -225,6 +226,9 @@ def test_a_secret_is_replaced_while_members_train(tmp_path: Path) -> None:
             assert (works(old), works(new)) == valid
             follower.close()
             follower.state()
+        both = MembershipClient(host.address, lambda: (b"newest", new), 20)
+        assert both.state().version == 0  # each secret is tried in turn
+        both.close()
         file.write_bytes(b"\n")
         assert works(new)
         assert "must be 1 to 2 lines" in host.reports[-1]

@@ -322,6 +322,9 @@ def test_strangers_of_one_host_do_not_exclude_another(
                     assert len(socks[-1].recv(32)) == 32
             hosts = [peer.host for peer in list(host.service._peers)]
             assert sorted(hosts) == ["127.0.0.1"] * 3 + ["127.0.0.2"]
+            for sock in socks[:17]:  # a reset, unlike the end that follows a wrong secret
+                with pytest.raises(ConnectionResetError):
+                    sock.recv(1)
             for sock in socks:
                 sock.close()
 

@@ -250,6 +250,9 @@ class MembershipService(ConnectionLoop[_Peer]):
         except JournalError as error:
             self._refuse(peer, Refusal.JOURNAL, str(error))
         else:
+            if answer.commit is not None and self.summary != self._reported:
+                self._reported = self.summary
+                self._report(self._reported)  # before the reply, so that an exit loses no line
             if not answer.is_ready and time.monotonic() < peer.until_s:
                 peer.waiting = command
                 return
@@ -270,9 +273,6 @@ class MembershipService(ConnectionLoop[_Peer]):
         """Answer the commands whose condition may hold now, and those whose wait has ended."""
         changes, now = self._ledger.registry.changes, time.monotonic()
         has_changed, self._answered_changes = changes != self._answered_changes, changes
-        if has_changed and self.summary != self._reported:
-            self._reported = self.summary
-            self._report(self._reported)
         for peer in [peer for peer in self._peers if peer.waiting is not None]:
             if has_changed or now >= peer.until_s:
                 self._execute(peer, peer.waiting)
