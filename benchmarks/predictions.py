@@ -304,6 +304,8 @@ def time_limit(minutes: float | None) -> Iterator[None]:
 
 def row_of(cell: Cell, directory: Path) -> list[Any]:
     """Return the row of a cell; its columns are `COLUMNS`."""
+    from offbeat.experiments.record.disturbed import disturbance_of
+    from offbeat.experiments.record.run_directory import PROFILING, load_in
     from offbeat.experiments.report import load, summarize
 
     failures = directory / FAILED
@@ -320,18 +322,22 @@ def row_of(cell: Cell, directory: Path) -> list[Any]:
     spread_s = (row.iteration_s, *(row.spread_s or (row.iteration_s,) * 2))
     error = 100 * (row.predicted_s / row.iteration_s - 1)
     remarks = [disturbance.text for disturbance in row.disturbed]
+    undisturbed = row.repetitions - len(row.disturbed)
+    if disturbance := disturbance_of(0, load_in(directory / PROFILING), {}):
+        remarks.append(f"profile: {disturbance.text}")
+        undisturbed = 0  # the prediction is as doubtful as a disturbed measurement
     if row.repeated:
         remarks.append(f"{row.repeated} repeated")
     measured_ms = [round(1e3 * seconds, 1) for seconds in spread_s]
     predicted_ms = round(1e3 * row.predicted_s, 1)
-    counts = row.repetitions, row.repetitions - len(row.disturbed)
+    counts = row.repetitions, undisturbed
     return [*cell, measured_ms, predicted_ms, round(error, 1), *counts, "; ".join(remarks)]
 
 
 def summary_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     """Yield the row of `ERRORS` for both classes of cells and for all.
 
-    Cells with a disturbed launch do not count as measured.
+    Cells with a disturbed launch or profile do not count as measured.
     """
     classes = {False: ("4 hosts without delay", LIMITS), True: ("others", HARD_LIMITS)}
     total = [0, 0, 0, 0]
@@ -379,7 +385,7 @@ def result(out: Path) -> dict[str, Any]:
         "tables": [
             {
                 "name": "errors",
-                "title": "Errors of predictions; cells with a disturbed launch do not count",
+                "title": "Errors of predictions, without cells with a disturbed launch or profile",
                 "columns": ERRORS,
                 "rows": summary,
             },
