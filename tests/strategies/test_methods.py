@@ -5,9 +5,13 @@ The programs share nothing with the strategies: loops over workers, no worlds, n
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -277,6 +281,22 @@ def test_conforms(case: Any) -> None:
     strategy: Strategy = create(case[0], case[1])
     conforms(strategy, profile_of(2))
     assert predict(strategy, profile_of(4)).iteration_s > 0
+
+
+def test_a_plan_in_a_file_brings_its_rules(tmp_path: Path) -> None:
+    """Another process has not imported the strategy."""
+    profile, strategy = profile_of(4), create("eager", {"period": 3})
+    profile.save(tmp_path / "profile.json")
+    (tmp_path / "plan.json").write_text(json.dumps(strategy.plan(profile).to_dict()))
+    argv = ["simulate", "--profile", "profile.json", "--plan", "plan.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -20,7 +20,7 @@ from offbeat.core.profile.device_speed import DeviceSpeed
 from offbeat.core.sim import Votes
 from offbeat.core.strategy.interface import Strategy, require_choice
 from offbeat.core.strategy.parsing import create_from_texts, pairs, parts, strategy
-from offbeat.core.strategy.registry import setting_names
+from offbeat.core.strategy.registry import read_plan, setting_names
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.experiments.record.record_file import read
 
@@ -85,7 +85,7 @@ def load_plan(path: Path, facts: Profile) -> Plan:
     """Load a plan from a file and check it against the profile. A ValueError names the file."""
     require_file(path, "write one with `offbeat plan -o`")
     try:
-        plan = Plan.from_dict(json.loads(path.read_text()))
+        plan = read_plan(json.loads(path.read_text()))
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no plan ({error}); write it with `offbeat plan`") from None
     raise_if_wrong(plan, facts)

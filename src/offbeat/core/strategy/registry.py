@@ -11,6 +11,7 @@ from inspect import signature
 from pkgutil import iter_modules
 from typing import Any
 
+from offbeat.core.plan import Plan
 from offbeat.core.strategy.interface import Strategy, load_object, require_choice
 
 ENTRY_POINTS = "offbeat.strategies"  # entry point group of strategies in other packages
@@ -64,6 +65,21 @@ def module_names() -> dict[str, str]:
         for module in iter_modules([str(files(root).joinpath(*rooms))]):
             names[module.name.replace("_", "-")] = f"{package}.{module.name}"
     return names
+
+
+def read_plan(data: Mapping[str, Any]) -> Plan:
+    """Return the plan of JSON types, as `Plan.from_dict` does, with the rules of its strategy.
+
+    Args:
+        data: result of `Plan.to_dict`.
+
+    Raises:
+        ValueError: as `Plan.from_dict`.
+    """
+    plan = Plan.from_dict(data)
+    if plan.strategy in module_names():
+        import_module(module_names()[plan.strategy])  # registers the rules
+    return plan
 
 
 def find(name: str) -> type[Strategy]:

@@ -13,6 +13,7 @@ from offbeat.core.files import require_schema
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim.trace import Trace, whole_periods
+from offbeat.core.strategy.registry import read_plan
 from offbeat.experiments.record.disturbed import Disturbance, disturbance_of
 from offbeat.experiments.record.record_file import read, records_in
 
@@ -356,7 +357,7 @@ def _load_contestant(
     path: Path, entry: Mapping[str, Any], repetitions: int, expected: int
 ) -> Contestant:
     folder = path / entry["label"]
-    plan, plan_problems = _load_optional(folder / "plan.json", Plan.from_dict)
+    plan, plan_problems = _load_optional(folder / "plan.json", read_plan)
     predicted, predicted_problems = _load_optional(folder / "predicted.json", _predicted_from_dict)
     reps = [load_repetition(folder / f"rep{i}", i) for i in range(repetitions)]
     expected = expected or max((r.rank + 1 for rep in reps for r in rep.ranks), default=1)
