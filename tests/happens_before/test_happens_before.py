@@ -60,7 +60,11 @@ GOSSIP_CALLS: list[Call] = [
     ("gossip", "a2cid2:wire=int8"),
     ("gossip", "ad-psgd:topology=complete"),
 ]
-SERVED_CALLS: list[Call] = [("serve", "ps-bsp"), ("serve", "ssp:s=1:accumulate=2")]
+SERVED_CALLS: list[Call] = [
+    ("serve", "ps-bsp"),
+    ("serve", "ssp:s=1:accumulate=2"),
+    *(("serve", f"{name}:period=2") for name in module_names() if name in SERVED),
+]
 PLANTED_CALLS: list[Call] = [
     ("train", "bsp", "no_follow"),
     ("train", "bsp", "no_release"),
@@ -109,7 +113,7 @@ def findings(call: Call) -> list[dict[str, Any]]:
 
 def test_all_strategies_and_codecs_are_checked() -> None:
     trained = {text.partition(":")[0] for _, text in (*STRATEGY_CALLS, *GOSSIP_CALLS[:1])}
-    served = {"ssp", "ps-bsp"}
+    served = {text.partition(":")[0] for _, text in SERVED_CALLS}
     gossiping = {text.partition(":")[0] for _, text in GOSSIP_CALLS}
     assert trained | served | gossiping == {*ALL}
     assert served == {*SERVED}

@@ -142,6 +142,11 @@ class ServedOrder(EventOrder):
         traffic = self._traffic[worker]
         return traffic.need is not None or traffic.arrived is not None
 
+    def flush(self) -> None:
+        """Step with pushes that wait for others, when all workers have met."""
+        if self.store.flush():
+            self._answer_waiting()
+
     def leave(self, worker: int) -> None:
         super().leave(worker)
         self._traffic[worker] = _Traffic()
@@ -308,7 +313,9 @@ class SimulatedClient:
         self.order.release(self.rank)
 
     def average(self, numbers: Tensor) -> Tensor:
-        return torch.stack(self.control.share(numbers)).mean(0)
+        everyone = self.control.share(numbers)
+        self.order.flush()
+        return torch.stack(everyone).mean(0)
 
     def state(self) -> list[tuple[int, list[tuple[int, str, Any]]]]:
         found = []
@@ -364,11 +371,6 @@ class RehearsedServerSession(SSPSession):
             self._copy_incoming(low)
         self._client.release_incoming()
 
-    def _copy_incoming(self, low: int) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._held), self._incoming)
-        self._low = max(self._low, low)
-
 
 def _as_client(client: SimulatedClient) -> Client:
     return client  # type: ignore[return-value] # has the methods that sessions use
@@ -387,7 +389,7 @@ def open_rehearsed_session(strategy: SSP, job: TrainingJob) -> RehearsedServerSe
     layout, network = layout_of(job.optimizer, strategy, job.ranks), cluster.network
     order: ServedOrder | None = network.shared.get(SHARED)
     if order is None:
-        store = Store(layout, 0, job.optimizer, strategy.apply, job.ranks.workers)
+        store = strategy.make_store(layout, 0, job.optimizer, job.ranks.workers)
         order = ServedOrder(strategy, profile, store, network.seed, network.turns)
         network.shared[SHARED] = order
         network.timeline = partial(order.trace, str(strategy), profile, strategy.accumulate)
@@ -395,4 +397,7 @@ def open_rehearsed_session(strategy: SSP, job: TrainingJob) -> RehearsedServerSe
     if job.recorder is not None:
         job.recorder.start(str(strategy), None, observed=0)
     client = SimulatedClient(layout, cluster.control.rank, order, cluster.control)
-    return RehearsedServerSession(strategy, job, client)
+    base = strategy.session_class()
+    bases = (RehearsedServerSession,) if base is SSPSession else (RehearsedServerSession, base)
+    session: type[RehearsedServerSession] = type(f"Rehearsed{base.__name__}", bases, {})
+    return session(strategy, job, client)

@@ -96,7 +96,7 @@ def fair_shares(caps: Rates, active: NDArray[np.bool_], capacity: float) -> Rate
 
 
 @dataclass(slots=True)
-class _Worker:
+class WorkerState:
     """State of a worker. Its clock is the number of its next push."""
 
     clock: int = 0
@@ -142,10 +142,10 @@ def run_served(
 
     With `each_push` the server steps at each push, otherwise once per clock.
     """
-    return _Job(server, compute_s, s, each_push).run()
+    return ServedJob(server, compute_s, s, each_push).run()
 
 
-class _Job:
+class ServedJob:
     """Event queue, pipes and worker states of one simulation."""
 
     def __init__(
@@ -154,7 +154,7 @@ class _Job:
         self._server, self._compute_s = server, compute_s
         self._s, self._each_push = s, each_push
         self._clocks, workers = compute_s.shape
-        self._workers = [_Worker() for _ in range(workers)]
+        self._workers = [WorkerState() for _ in range(workers)]
         self._inwards = Pipe(np.array(server.caps), server.rate)
         sends = server.rate if server.send_rate is None else server.send_rate
         self._outwards = Pipe(np.array(server.receive_caps or server.caps), sends)
@@ -322,8 +322,9 @@ def simulate_served(
     worker]`."""
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
-    each_push = strategy.apply == "push"
-    return run_served(server, per_clock_s, strategy.s, each_push=each_push), per_clock_s
+    if strategy.updates_locally:
+        per_clock_s = per_clock_s + strategy.accumulate * profile.update_s
+    return strategy.simulate_clocks(server, per_clock_s), per_clock_s
 
 
 def _prediction(

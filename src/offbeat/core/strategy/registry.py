@@ -43,7 +43,7 @@ BUILT_IN = {
 
 
 # Packages in which each module holds one strategy, with the name of the module (`-` for `_`).
-PACKAGES = ("offbeat.strategies.methods",)
+PACKAGES = ("offbeat.strategies.methods", "offbeat.server.methods")
 
 # Former names: functions that return a strategy, and warn until version 0.3.
 FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
