@@ -217,10 +217,10 @@ def test_predictions_count_local_updates() -> None:
     even = replace(PROFILE, rank_scale=())
     found = predict(PSDiLoCo(period=5), even, servers=1)
     assert found.iteration_s == pytest.approx(0.03 * 3 + 0.01, rel=0.05)
-    assert found.iteration_s >= found.bound_s
+    assert found.iteration_s >= (found.bound_s or 0) > 0
     assert found.bytes_per_iteration == {"net": 12_000 / 5}
     slow = predict(PSDiLoCo(period=5, quorum=2), PROFILE, servers=1)
-    assert slow.iteration_s >= slow.bound_s
+    assert slow.iteration_s >= (slow.bound_s or 0) > 0
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class QuorumShard(Shard):
         if clock < self.clocks[rank]:
             return False
         self._advance_clock(rank, clock)
-        self._members.add(rank)  # nobody waits for it in this step
+        self._members.add(rank)  # no step waits for this worker
         self.advance()
         return True
 
@@ -154,12 +154,12 @@ class CorrectingShard(Shard):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 momentum = state["momentum_buffer"]
-                change = corrected(done.gradient[place], momentum)
+                change = correct_change(done.gradient[place], momentum)
                 momentum.mul_(self._factor).add_(change, alpha=1 - self._factor)
                 parameter.sub_(self._rate * (change + self._factor * momentum))
 
 
-def corrected(change: Tensor, momentum: Tensor) -> Tensor:
+def correct_change(change: Tensor, momentum: Tensor) -> Tensor:
     """Return a change whose conflict with the momentum is reduced.
 
     Source: Al Asif et al., HeLoCo, 2026; thresholds and strengths are ours.
