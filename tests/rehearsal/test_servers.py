@@ -82,6 +82,72 @@ def test_equals_its_equations(name):
     assert len(curve.ends_s) == T
 
 
+def rounds(strategy, profile):
+    """Weights that each forward has seen, by worker: local steps, and steps with a quorum."""
+    task = Quadratic(SIZES, K, T)
+    start, a, c = task.numbers
+    timeline, _ = simulate_served(strategy, profile, Ranks(), server_of(profile, 1), 40, 0)
+    w, v = start.copy(), np.zeros_like(start)
+    anchors, own = (np.repeat(start[None], K, axis=0) for _ in range(2))
+    momenta, clock, seen = np.zeros_like(own), [0] * K, [[] for _ in range(K)]
+    on_the_way, answers, open_round, since = [None] * K, [[] for _ in range(K)], [], None
+    outer, most = strategy.outer, T // strategy.period
+
+    def step():
+        nonlocal w, v, since
+        d = np.mean([change for _, change in open_round], axis=0)
+        v = outer.momentum * v + d
+        w = w - outer.lr * (d + outer.momentum * v)
+        open_round.clear()
+        since = None
+
+    for at_s, kind, n in timeline.events:
+        if since is not None and at_s >= since + strategy.grace_s:
+            step()
+        if clock[n] == most and kind in ("begin", "push"):
+            return seen
+        if kind == "begin":
+            for i in range(clock[n] * strategy.period, (clock[n] + 1) * strategy.period):
+                seen[n].append(own[n].copy())
+                gradient = a[n] * (own[n] - c[n, i]) + task.decay * own[n]
+                momenta[n] = MOMENTUM * momenta[n] + gradient
+                own[n] = own[n] - RATE * momenta[n]
+        elif kind == "push":
+            on_the_way[n] = anchors[n] - own[n]
+            clock[n] += 1
+        elif kind == "pushed":
+            open_round.append((n, on_the_way[n]))
+            members = len({worker for worker, _ in open_round})
+            enough = members >= (strategy.quorum or K)
+            if members == K or (enough and not strategy.grace_s):
+                step()
+            elif enough and since is None:
+                since = at_s
+        elif kind == "answer":
+            answers[n].append(w.copy())
+        elif kind == "arrive":
+            anchors[n] = own[n] = answers[n].pop(0)
+    raise AssertionError("the timeline is too short")
+
+
+@pytest.mark.parametrize("settings", ["quorum=2", "quorum=1:grace_s=0.02", "outer=0.7/0.5"])
+def test_steps_with_a_quorum_equal_their_equations(settings):
+    """Until the first worker has pushed all its changes: then fewer are present."""
+    name = f"ps-diloco:period=2:{settings}"
+    profile = extrapolate(quadratic_profile(K), jitter=0.3)
+    curve, seen = rehearse_quadratic(name, jitter=0.3)
+    expected = rounds(parse(name), profile)
+    assert sum(map(len, expected)) > K * T / 2
+    for mine, theirs in zip(seen, expected, strict=True):
+        np.testing.assert_allclose(mine[: len(theirs)], theirs, rtol=0, atol=1e-12)
+    assert len(curve.ends_s) == T // 2 * 2  # of complete clocks
+
+
+def test_heloco_is_rehearsed():
+    _, seen = rehearse_quadratic("ps-diloco:period=2:rule=heloco", jitter=0.3)
+    assert [len(rows) for rows in seen] == [T] * K
+
+
 def test_one_clock_for_all_is_synchronous():
     _, served = rehearse_quadratic("ps-bsp", jitter=0.3)
     _, expected = rehearse_quadratic("bsp")

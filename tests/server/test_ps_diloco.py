@@ -62,8 +62,7 @@ class Clock:
 
     def __init__(self, store: Store) -> None:
         self.now_s = 0.0
-        for shard in store.shards.values():
-            shard._now = lambda: self.now_s  # type: ignore[attr-defined]
+        store.use_clock(lambda: self.now_s)
 
 
 def test_a_quorum_steps_with_the_mean_weighted_by_tokens_after_the_grace_window() -> None:

@@ -85,6 +85,7 @@ class ServedOrder(EventOrder):
     ) -> None:
         super().__init__(profile.world_size, turns)
         self.store = store
+        store.use_clock(lambda: self.now_s)
         self._simulate = partial(
             simulate_served, strategy, profile, Ranks(), server_of(profile, 1), seed=seed
         )
@@ -184,6 +185,8 @@ class ServedOrder(EventOrder):
         worker = event.number
         if worker in self._gone:
             return
+        if self.store.advance():
+            self._answer_waiting()
         traffic = self._traffic[worker]
         if event.kind == PUSHED:
             if traffic.push is None:

@@ -50,6 +50,9 @@ class QuorumShard(Shard):
         self._weight = 0.0
         self._since_s: float | None = None  # when the quorum was complete
 
+    def use_clock(self, now: Callable[[], float]) -> None:
+        self._now = now
+
     @property
     def lowest_clock(self) -> float:
         """Number of outer steps; infinite without workers."""

@@ -79,6 +79,9 @@ class Shard:
         """Lowest clock of all workers; infinite without workers."""
         return min(self.clocks.values(), default=math.inf)
 
+    def use_clock(self, now: Callable[[], float]) -> None:
+        """Read the time from `now`, in seconds, as a rehearsal has its own."""
+
     @property
     def wait_s(self) -> float:
         """Seconds until a step is due although no push arrives; infinite if none is."""
@@ -215,6 +218,11 @@ class Store:
     def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
         return min(shard.lowest_clock for shard in self.shards.values())
+
+    def use_clock(self, now: Callable[[], float]) -> None:
+        """Read the time from `now`, in seconds, as a rehearsal has its own."""
+        for shard in self.shards.values():
+            shard.use_clock(now)
 
     @property
     def wait_s(self) -> float:
