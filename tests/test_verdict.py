@@ -263,7 +263,7 @@ def test_shards_are_divided_and_activations_are_not():
 
 
 def test_devices_hold_whole_replicas_unless_methods_that_average_divide_them():
-    place = Place(profile_of(ratio=3.0), 4)
+    place = place_of(profile_of(ratio=3.0), None, None, 4)
     for method in (*making.outsiders(place), *making.default_methods(place)):
         divided = method.sharded_memory
         if method.label in ("zero-3", "hsdp"):
@@ -287,6 +287,31 @@ def test_devices_hold_whole_replicas_unless_methods_that_average_divide_them():
     assert roomy.best.memory.total_bytes >= whole
     alone = decide(Place(profile_of(ratio=3.0)), Work.of(), max_staleness=1, shares=())
     assert launch_command(alone) is None
+
+
+def test_devices_of_a_machine_train_by_the_plans_of_nodes():
+    """Updates at the step, as gradients are averaged inside a machine first; torch's DDP averages
+    over all devices in one ring."""
+    flat = replace(profile_of(ratio=3.0), noise=GradientNoise(1.0, 4.0, 8.0, 0.1))
+    place = place_of(flat, None, None, 4)
+    assert place.profile.ranks == 16
+    assert needs.critical_machines(place.profile) == needs.critical_machines(flat) / 4
+    for strategy in (DreamDDP(5, due="forward"), DreamDDP(5)):
+        method = making.of_strategy(strategy, place)
+        at_step = predict(strategy.at_step(), flat).iteration_s
+        assert method.iteration_s == pytest.approx(at_step, rel=1e-3)
+        assert method.low_s < method.iteration_s < method.high_s
+    everyone = place.by_device
+    assert everyone.world_size == 16
+    ddp = making.of_strategy(DDP(), place)
+    assert ddp.iteration_s == predict(DDP(), everyone).iteration_s
+    slower = predict(DDP(), with_slower_links(everyone, 1.03)).iteration_s
+    assert ddp.high_s == pytest.approx(slower * 1.03, rel=1e-3)
+    several = making.accumulation(place)
+    plan = making.accumulating_plan(DDP().plan(everyone), int(several.label.split()[1]))
+    assert several.iteration_s == predict_plan(plan, everyone).iteration_s
+    half = predict(DDP(), with_smaller_messages(everyone, 0.5)).iteration_s
+    assert making.half_precision(place).iteration_s == pytest.approx(half, rel=1e-6)
 
 
 def test_the_command_of_machines_with_several_devices(tmp_path, capsys, monkeypatch):
@@ -799,4 +824,10 @@ def test_losses_of_all_seeds_count():
     assert f"{other} took" in notes
     assert f"{ddp} took" not in notes
     assert notes.endswith("late: it failed")
+    assert "OFFBEAT_SEED" not in notes
+    alone = [curve_of("one machine", falls[0], times["one machine"])] * 2
+    same = {ddp: [curve_of(ddp, falls[0], times[ddp])] * 2, "one machine": alone}
+    notes = "\n".join(Losses(1.0, same, (), False, Path("runs/x")).notes(predicted))
+    assert "the script must use OFFBEAT_SEED" in notes
+    assert "the script must divide the data by RANK" in notes
     assert losses.record()["iterations"] == {ddp: [30, 35], other: [30, None]}

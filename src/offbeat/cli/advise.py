@@ -74,6 +74,7 @@ class Question:
         price: price of a machine and hour; None if not given.
         jitter: relative standard deviation of compute times; None for that of the profile.
         everything: whether all strategies and all shares of computing time are computed.
+        script: script or module with its arguments; empty if it is not given.
     """
 
     work: Work
@@ -88,6 +89,7 @@ class Question:
     price: float | None = None
     jitter: float | None = None
     everything: bool = False
+    script: tuple[str, ...] = ()
 
     def place(self, profile: Profile) -> Place:
         """Return the machines of the question, with the model of a profile."""
@@ -202,7 +204,6 @@ def answer_with_losses(
     question: Question,
     profile: Profile,
     file: Path | None,
-    script: tuple[str, ...],
     settings: Mapping[str, Any],
     resumed: Path | None,
 ) -> tuple[Answer | None, int]:
@@ -218,10 +219,10 @@ def answer_with_losses(
 
     progress = Progress(stderr=True)
     predicted = predict_methods(question.place(profile), max_staleness=question.max_staleness)
-    run_dir = resumed or default_run_dir(script_name(script), "rehearsal-")
+    run_dir = resumed or default_run_dir(script_name(question.script), "rehearsal-")
     resume = resumed is not None
     losses = rehearse_methods(
-        predicted, script, settings, profile, run_dir, progress, resume=resume
+        predicted, question.script, settings, profile, run_dir, progress, resume=resume
     )
     if losses.interrupted:
         progress.print_error(f"interrupted; complete it with --resume {run_dir}")
@@ -576,7 +577,8 @@ def compare_command(
     if verdict.work.target_loss is not None:
         where += ["--target", f"loss={verdict.work.target_loss:.4g}"]
     names = ",".join(text_of(option.strategy) for option in options)
-    return shlex.join(["offbeat", "compare", *where, "--strategies", names, "train.py"])
+    script = question.script or ("train.py",)
+    return shlex.join(["offbeat", "compare", *where, "--strategies", names, *script])
 
 
 def launch_command(verdict: Verdict) -> str | None:

@@ -479,6 +479,7 @@ def advise(
         price=price,
         jitter=how.jitter,
         everything=verbose,
+        script=() if script is None else (script, *args),
     )
     _require_advice_options(script, profile, rehearse, how, samples, batch)
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
@@ -494,10 +495,7 @@ def advise(
     if not rehearse:
         answer = advising.answer(question, facts, profile)
     else:
-        assert script is not None
-        found, code = advising.answer_with_losses(
-            question, facts, profile, (script, *args), settings, how.resume
-        )
+        found, code = advising.answer_with_losses(question, facts, profile, settings, how.resume)
         if found is None:
             return code
         answer = found

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from offbeat.cli import texts
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.parsing import text_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat.rehearsal.rehearse import RehearsedCurve
 
 ALONE_DIR = "one-machine"  # folder of the rehearsal of one machine, in the run directory
+SAME_LOSS = 1e-6  # relative difference of equal losses
 OTHER_TIME = 0.05  # relative difference of seconds per iteration from which a note states both
 
 
@@ -71,6 +74,7 @@ class Losses:
             f"losses are those of a rehearsal of {count:,} iterations{seeds} on this machine; its "
             f"report is in {self.run_dir}"
         )
+        yield from self._suspicions()
         known = self.work.batches_by_label
         if late := [label for label in self.curves if label not in known]:
             yield f"loss {self.target_loss:.4g} was not reached by {', '.join(late)}"
@@ -87,6 +91,23 @@ class Losses:
                         "without changes by the script and votes"
                     )
         yield from self.failures
+
+    def _suspicions(self) -> Iterator[str]:
+        """Yield remarks about seeds and data that the script ignores."""
+        known = self.curves.get(BASELINE, ())
+        if len(known) > 1 and len({curve.losses for curve in known}) == 1:
+            yield (
+                "all seeds have equal losses, so the range has no spread over seeds: the script "
+                "must use OFFBEAT_SEED"
+            )
+        for one, alone in zip(known, self.curves.get(ALONE, ()), strict=False):
+            count = min(len(one.losses), len(alone.losses))
+            if np.allclose(one.losses[:count], alone.losses[:count], rtol=SAME_LOSS, atol=0):
+                yield (
+                    "all machines together have the losses of one machine, so every rank trains "
+                    "with the same batches: the script must divide the data by RANK"
+                )
+                return
 
     def record(self) -> dict[str, Any]:
         """Return the JSON form."""

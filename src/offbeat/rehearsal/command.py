@@ -32,6 +32,7 @@ from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM
 from offbeat.experiments.report.headline import REHEARSED
 from offbeat.experiments.script import require_runnable, script_name
+from offbeat.jobs.words import count_text
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
 from offbeat.rehearsal.rehearse import (
     RehearsedCurve,
@@ -189,8 +190,9 @@ class _Children:
 
     def _title(self, count: int) -> str:
         rehearsal = self._rehearsal
-        replicas = f"{rehearsal.replicas} replicas of {script_name(rehearsal.script)}"
-        return f"rehearsing {replicas}, {count} time{'s' * (count > 1)}"
+        replicas = count_text(rehearsal.replicas, "replica")
+        times = count_text(count, "time")
+        return f"rehearsing {replicas} of {script_name(rehearsal.script)}, {times}"
 
     def _count_iterations(self) -> int:
         return sum(map(_read_count, self._folders))

@@ -17,9 +17,13 @@ from typing import Literal
 
 from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.derive.plan_memory import Memory, held_memory
-from offbeat.core.plan import Phases, Plan
+from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import with_slower_links, with_smaller_messages
+from offbeat.core.profile.elsewhere import (
+    with_replica_per_rank,
+    with_slower_links,
+    with_smaller_messages,
+)
 from offbeat.core.sim import Prediction, predict, predict_plan
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import text_of
@@ -114,7 +118,7 @@ def of_option(option: Option, place: Place) -> Method:
     method = _simulated_method(
         text_of(option.strategy),
         option.strategy,
-        option.plan,
+        partial(_planned_seconds, option.strategy, option.plan),
         place,
         place.profile,
         iteration_s=option.iteration_s,
@@ -129,17 +133,27 @@ def of_option(option: Option, place: Place) -> Method:
     return replace(method, bound_at=partial(_strategy_bound_s, option.strategy))
 
 
+def _planned_seconds(strategy: Strategy, plan: Plan, profile: Profile) -> float:
+    """Return the seconds per iteration of a plan that is not made anew for the profile."""
+    return predict(strategy, profile, ran=plan).iteration_s
+
+
 def is_shardable(strategy: Strategy, plan: Plan) -> bool:
-    """Return whether the replicas of a strategy may be divided by `fully_shard`, which keeps the
-    gradients until the step."""
-    return not strategy.synchronous and (leaves_gradients(plan) or strategy.at_step() is not None)
+    """Return whether the replicas of a strategy may be divided by `fully_shard`, which averages the
+    gradients inside a machine and keeps them until the step."""
+    between = (t for t in plan.transfers if base_link(t.link) != INSIDE)
+    return not strategy.synchronous and leaves_gradients(replace(plan, transfers=tuple(between)))
 
 
 def of_strategy(strategy: Strategy, place: Place) -> Method | None:
-    """Return the method of a strategy of any kind; None if it cannot be predicted here.
+    """Return the method of a strategy of any kind; None if it cannot be predicted here, or if it
+    needs a replica per rank and devices share one.
 
     Votes count as accepted. A strategy with servers has one server on a further machine.
     """
+    has_plan = type(strategy).open is Strategy.open
+    if place.devices > 1 and not (has_plan or strategy.needs.nodes):
+        return None
     served = SERVERS if strategy.needs.servers else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -247,14 +261,14 @@ def accumulation(place: Place) -> Method:
     while True:
         count *= 2
         made = accumulating_plan(plan, count)
-        prediction = predict_plan(made, profile)
+        prediction = predict_plan(made, with_replica_per_rank(profile))
         enough = prediction.iteration_s * ENOUGH_COMPUTE <= needed_s
         if enough or count == MOST_ACCUMULATED:
             break
     return _simulated_method(
         f"{BASELINE}, {count} batches",
         None,
-        made,
+        partial(_ddp_seconds, made),
         place,
         profile,
         iteration_s=prediction.iteration_s,
@@ -269,7 +283,13 @@ def accumulation(place: Place) -> Method:
 
 def _accumulation_seconds(count: int, place: Place) -> float:
     plan = create(BASELINE).plan(place.profile)
-    return predict_plan(accumulating_plan(plan, count), place.profile).iteration_s
+    return _ddp_seconds(accumulating_plan(plan, count), place.profile)
+
+
+def _ddp_seconds(plan: Plan, profile: Profile) -> float:
+    """Return the seconds per iteration of a plan of torch's DDP, which averages over all ranks at
+    once."""
+    return predict_plan(plan, with_replica_per_rank(profile)).iteration_s
 
 
 def accumulating_plan(plan: Plan, count: int) -> Plan:
@@ -291,13 +311,13 @@ def half_precision(place: Place) -> Method:
     """
     profile, strategy = place.profile, create(BASELINE)
     plan = strategy.plan(profile)
-    prediction = predict_plan(plan, with_smaller_messages(profile, HALF))
+    prediction = predict_plan(plan, with_replica_per_rank(with_smaller_messages(profile, HALF)))
     memory = strategy.memory(profile, plan)
     staged = memory.staged_bytes + HALF * memory.gradients_bytes
     return _simulated_method(
         f"{BASELINE}, fp16 hook",
         None,
-        plan,
+        partial(_ddp_seconds, plan),
         place,
         with_smaller_messages(profile, HALF),
         iteration_s=prediction.iteration_s,
@@ -312,7 +332,7 @@ def half_precision(place: Place) -> Method:
 
 def _half_precision_seconds(place: Place) -> float:
     plan = create(BASELINE).plan(place.profile)
-    return predict_plan(plan, with_smaller_messages(place.profile, HALF)).iteration_s
+    return _ddp_seconds(plan, with_smaller_messages(place.profile, HALF))
 
 
 def full_shards(place: Place) -> Method:
@@ -365,7 +385,7 @@ def _by_equations(
 def _simulated_method(
     label: str,
     strategy: Strategy | None,
-    plan: Plan,
+    planned_seconds: Callable[[Profile], float],
     place: Place,
     profile: Profile,
     *,
@@ -378,11 +398,12 @@ def _simulated_method(
     seconds_at: SecondsAt,
     is_shardable: bool = False,
 ) -> Method:
-    """Return a method with a plan, which runs unchanged if messages take other times."""
+    """Return a method with a plan, which runs unchanged if messages take other times.
+
+    `planned_seconds` returns the seconds per iteration of the plan on a profile.
+    """
     low, high = message_errors(place)
-    times_s = [
-        predict_plan(plan, with_slower_links(profile, times)).iteration_s for times in (low, high)
-    ]
+    times_s = [planned_seconds(with_slower_links(profile, times)) for times in (low, high)]
     return Method(
         label,
         strategy,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import (
     Network,
@@ -28,7 +29,7 @@ class Place:
     """Machines with a network between them. A machine trains one replica of the model.
 
     Attributes:
-        profile: profile with one rank per machine.
+        profile: profile with one replica per machine.
         devices: number of devices of each machine, which share its replica. Messages inside a
             machine count as free.
         estimated: whether message times follow from rates instead of measurements.
@@ -101,7 +102,8 @@ class Place:
         """Return the profile with one rank per device, for methods that shard over all devices."""
         if self.devices == 1:
             return self.profile
-        flat = extrapolate(self.profile, hosts=self.machines * self.devices)
+        whole = self.profile.of_replicas()
+        flat = extrapolate(whole, hosts=self.machines * self.devices)
         scale, jitter = (
             tuple(value for value in values for _ in range(self.devices))
             for values in (self.profile.rank_scale, self.profile.rank_jitter)
@@ -187,7 +189,21 @@ def place_on_cluster(
         made = replace(made, rank_jitter=tuple(jitters))
     devices = max(devices, *map(cluster.ranks_of, hosts))
     rates = ranks_on(cluster, cluster.hosts)
+    made = with_free_nodes(made, devices)
     return Place(made, devices, estimated=True, networks=tuple(networks), ranks=rates)
+
+
+def with_free_nodes(profile: Profile, devices: int) -> Profile:
+    """Return the profile whose replicas each have some ranks, with free messages between them."""
+    if devices == 1:
+        return profile
+    noise = profile.noise
+    return replace(
+        profile,
+        topology=(devices,) * profile.world_size,
+        inside=Link(INSIDE, 0.0, FREE_BYTES_PER_S),
+        noise=noise and replace(noise, noise_sq=noise.noise_sq / devices),
+    )
 
 
 def _of_one_rank(profile: Profile) -> Profile:
@@ -214,6 +230,7 @@ def place_of(
         count = profile.world_size if hosts is None else hosts
         _require_several(count)
         made = extrapolate(profile, hosts=count, rate_bps=rate_bps)
+        made = with_free_nodes(made, devices)
         return Place(made, devices, estimated=rate_bps is not None)
     if hosts is None or rate_bps is None:
         missing = "hosts" if hosts is None else "rate"
@@ -223,7 +240,7 @@ def place_of(
         )
     _require_several(hosts)
     network = Network(profile.default_link.name, rate_bps)
-    made = on_networks(profile, hosts, [network])
+    made = with_free_nodes(on_networks(profile, hosts, [network]), devices)
     return Place(made, devices, estimated=True, networks=(network,))
 
 
