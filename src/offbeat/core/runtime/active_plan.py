@@ -128,6 +128,11 @@ class ActivePlan:
         sent = (*awaited, *self.votes.pending)
         return [one for one in sent if one.released is not None and not one.passed]
 
+    def forget_errors(self) -> None:
+        """Drop the frames of the errors of all messages, see `Message.forget_error`."""
+        for message in self._awaited_messages():
+            message.forget_error()
+
     def awaited_message(self, link: str, order: int) -> Message:
         """Return the message with a number on a link, which this rank still awaits."""
         named = (m for m in self._awaited_messages() if m.transfer.link == link)

@@ -124,9 +124,8 @@ class MemberChanges:
     @property
     def _must_meet(self) -> bool:
         """Whether another member has reported a failure, or the store of the epoch is lost."""
-        detector = self._cluster.control.detector
-        lost = detector is not None and detector.failed_request_s is not None
-        return self._cluster.control.needs_abort or lost
+        control = self._cluster.control
+        return control.needs_abort or control.has_lost_store
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -258,9 +257,8 @@ class MemberChanges:
 
     def _drop_groups(self) -> None:
         """Destroy all process groups, so that other ranks do not wait for this rank."""
+        self._engine.run.forget_errors()
         self._cluster.abandon()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     def _meet(self) -> Epoch:
         """Return the next epoch, on which all survivors agree."""

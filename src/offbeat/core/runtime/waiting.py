@@ -86,6 +86,8 @@ class Waiting:
                 self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
             elif self._control.needs_abort:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
+            elif self.recover is not None and self._control.has_lost_store:
+                self._fail(message, flat, "may not arrive: the store of the ranks is lost")
 
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
         if self.recover is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -253,6 +254,9 @@ class Cluster:
         self._nodes.clear()
         self._everyone = None
         self.control.abandon()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # errors and their frames refer to groups, which would stay connected
 
     def reconnect(self) -> None:
         """Meet the ranks of a new default process group, after `abandon`. The links are opened by

@@ -276,6 +276,8 @@ class Control:
             try:
                 yield
             except RuntimeError as error:
+                if self._protocol is not None:  # the survivors meet, and need no report
+                    raise
                 why = self.report_failure(waited_s=time.monotonic() - begun_s)
                 raise RuntimeError(
                     f"a collective of all ranks failed, {words}: {error}. {why}"
@@ -356,6 +358,12 @@ class Control:
         if detector is None:
             return False
         return detector.needs_abort or (self.fails_on_silence and bool(detector.dead_peers()))
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether a request to the store has failed."""
+        detector = self.detector
+        return detector is not None and detector.failed_request_s is not None
 
     def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
         """Return a report of the suspects and of the last status of every rank.

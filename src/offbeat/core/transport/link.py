@@ -63,6 +63,15 @@ class Message:
         """Whether the message has arrived."""
         return not self._arrived.locked()
 
+    def forget_error(self) -> None:
+        """Drop the frames of this message's error. They hold references to the process group of the
+        link, which closes its connections only after the last reference."""
+        error, seen = self.error, set[int]()
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+
     def settle(self, end: Mark, tensors: Sequence[Tensor] | None, *, repeats: bool = False) -> None:
         """Set the outcome on which the members of the job have agreed after a failure.
 
