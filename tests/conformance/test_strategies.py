@@ -50,6 +50,7 @@ from offbeat.plan import BUFFERS, VOTES, Payload
 from offbeat.sim import simulate
 from offbeat.strategies import Strategy, create
 from offbeat.strategies.equations import Changes
+from offbeat.strategies.partial_sync import average_of
 
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -200,7 +201,7 @@ def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
     clip, tensors = getattr(strategy, "clip", None), [bucket.tensors for bucket in profile.buckets]
     how: dict[str, Any] = {
         "sets": sets,
-        "average": strategy.average,
+        "average": average_of(strategy.average),
         "clip": clip and Clipping(clip, tensors, early),
         "outer": outer_of(strategy),
     }

@@ -41,6 +41,11 @@ class Piece:
     parts: int = 1
     width: int = 1
 
+    def elements(self, tensors: Sequence[Tensor]) -> slice | Tensor:
+        """Which elements of its tensors, laid end to end."""
+        size, stop = sum(t.numel() for t in tensors), self.part + self.width
+        return slice(size * self.part // self.parts, size * stop // self.parts)
+
 
 @dataclass
 class Replica:
@@ -676,8 +681,7 @@ def average(
     if not worlds_tensors[0]:
         return
     flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in worlds_tensors]
-    size = len(flats[0])
-    run = slice(size * piece.part // piece.parts, size * (piece.part + piece.width) // piece.parts)
+    run = piece.elements(worlds_tensors[0])
     mean = _mean([flat[run] for flat in flats], weights)
     for flat, tensors in zip(flats, worlds_tensors, strict=True):
         flat[run] = mean

@@ -20,6 +20,7 @@ from support.worlds import run_world
 
 from offbeat import DreamDDP
 from offbeat.experiments.record import record_file as blocks
+from offbeat.strategies.partial_sync import average_of
 
 FORWARD = DreamDDP(period=2, due="forward")
 BEFORE = DreamDDP(period=2, due="forward", average="before_update")
@@ -37,10 +38,10 @@ def equations(
     sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
     sets = sets[first % len(sets) :] + sets[: first % len(sets)]
     if late:
-        how = {"delay": strategy.delay, "average": strategy.average}
+        how = {"delay": strategy.delay, "average": average_of(strategy.average)}
         delayed_sync(world, iterations, sets=sets, **how)
     else:
-        partial_sync(world, iterations, sets=sets, average=strategy.average)
+        partial_sync(world, iterations, sets=sets, average=average_of(strategy.average))
 
 
 LOOPS = [

@@ -231,7 +231,7 @@ def test_changed_buffers_are_found_by_value() -> None:
     """Batch norm writes its statistics without touching their version counters."""
     model = build_model(Case("conv"))
     model.register_buffer("constant", torch.ones(3))
-    buffers = ModuleBuffers(model, 0, torch.device("cpu"))
+    buffers = ModuleBuffers(model, True, torch.device("cpu"))
     assert buffers.changed_names() is None
     assert buffers.changed_names() == []
     model(torch.randn(2, 2, 4, 4, dtype=torch.float64))

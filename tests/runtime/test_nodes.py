@@ -12,7 +12,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -20,185 +19,28 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reference.training import (
-    Clipping,
-    Outer,
-    Piece,
-    Replica,
-    average_gradients,
-    bsp,
-    delayed_sync,
-    federated,
-    local_sgd,
-    merged,
-    partial_sync,
-    replicas,
-    selective,
-)
 from support import workers
-from support.comparing import assert_same, sets_of
+from support.comparing import assert_same
 from support.models import Case, Loop, batch, build_model, build_optimizer, loss_of, profile_of
+from support.node_jobs import (
+    ADAM,
+    DIFFERENT,
+    NORMED,
+    PAIRS,
+    STRATEGIES,
+    UNEVEN,
+    T,
+    members,
+    profile_in,
+)
 from support.workers import Trained
 from support.worlds import one_of, run_world
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offbeat
-from offbeat import (
-    ADPSGD,
-    BSP,
-    WFBP,
-    Cyclic,
-    DeAR,
-    DeFT,
-    DiLoCo,
-    DreamDDP,
-    FedAvg,
-    LocalSGD,
-    OuterSGD,
-    PartialSync,
-    SelSync,
-    Strategy,
-)
+from offbeat import ADPSGD, WFBP, Cyclic, FedAvg, LocalSGD, PartialSync, SelSync, Strategy
 from offbeat.core.codecs import codec, way
-from offbeat.core.rules.select import draw_samples
-from offbeat.profile import Link, Profile
-from offbeat.strategies.equations import Changes, closing
-
-ITERATIONS = 9
-PAIRS, UNEVEN = ((0, 1), (2, 3)), ((0, 1), (2, 3, 4))
-ADAM, NORMED = Case("mlp", "adamw", "step"), Case("conv", "nesterov")
-
-
-@dataclass
-class Member(Replica):
-    """A rank of a node: the first one computes the gradients of all and averages them."""
-
-    node: list[Replica] = field(default_factory=list)
-
-    def gradients(self, iteration: int) -> None:
-        if self is self.node[0]:
-            for member in self.node:
-                Replica.gradients(member, iteration)
-            average_gradients(self.node)
-
-
-def members(case: Case, nodes: Sequence[Sequence[int]]) -> list[Replica]:
-    plain = replicas(case, sum(map(len, nodes)))
-    world = [Member(case, one.rank, one.model, one.optimizer, one.scheduler) for one in plain]
-    for node in nodes:
-        for rank in node:
-            world[rank].node = [world[r] for r in node]
-    return [*world]
-
-
-def profile_in(case: Case, nodes: Sequence[Sequence[int]]) -> Profile:
-    flat = profile_of(case, len(nodes))
-    total = sum(bucket.size_bytes for bucket in flat.buckets)
-    return replace(
-        flat,
-        topology=tuple(map(len, nodes)),
-        inside=Link("inside", 0.01, total / (0.1 * len(flat.buckets))),
-    )
-
-
-# ---- the equations --------------------------------------------------------------------------
-
-Equations = Callable[[list[Replica], Any, Sequence[Sequence[int]]], None]
-T = range(ITERATIONS)
-
-
-def gradients_everywhere(world: list[Replica], *_: Any) -> None:
-    bsp(world, T, broadcast_buffers=True)
-
-
-def sets_average(**settings: Any) -> Equations:
-    """Sets of layers, as the plan for this profile has them."""
-
-    def run(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
-        sets = sets_of(plan, profile_in(world[0].case, nodes))
-        partial_sync(world, T, sets=sets, average="before_update", **settings)
-
-    return run
-
-
-def late_sets(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
-    sets = sets_of(plan, profile_in(world[0].case, nodes), "average")
-    delayed_sync(world, T, sets=sets, delay=1, average="before_update")
-
-
-def clipped(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
-    profile = profile_in(world[0].case, nodes)
-    clip = Clipping(0.3, [bucket.tensors for bucket in profile.buckets], early=False)
-    sets = sets_of(plan, profile)
-    partial_sync(world, T, sets=sets, average="before_update", clip=clip)
-
-
-def drawn(world: list[Replica], _: Any, nodes: Sequence[Sequence[int]]) -> None:
-    def weights(done: int) -> list[float]:
-        by_replica = draw_samples((3.0, 1.0), 0.5, 0, done)
-        return [by_replica[i] for i, node in enumerate(nodes) for _ in node]
-
-    federated(world, T, local_steps=[3] * len(world), weights=weights)
-
-
-def selected(lag: int) -> Equations:
-    def run(world: list[Replica], plan: Any, _: Any) -> None:
-        [vote] = plan.votes
-        changes = Changes("norm", 25, vote.arg("weight"))
-        everything = Piece(tuple(profile_names(world[0].case)))
-        selective(
-            world, T, pieces=[everything], forced=[()], change=changes.change, delta=0.15, lag=lag,
-            aggregate="parameters",
-        )  # fmt: skip
-
-    return run
-
-
-def profile_names(case: Case) -> list[str]:
-    return [name for bucket in profile_of(case, 2).buckets for name in bucket.tensors]
-
-
-def windows(world: list[Replica], plan: Any, _: Any) -> None:
-    merged(world, T, closing(plan))
-
-
-DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
-    "wfbp": (WFBP(), gradients_everywhere),
-    "bsp": (BSP(), gradients_everywhere),
-    "halves": (DeAR(), gradients_everywhere),
-    "deft": (DeFT(forward=1, backward=1), windows),
-    "dreamddp": (DreamDDP(period=3), sets_average()),
-    "dreamddp whole layers": (
-        DreamDDP(period=3, average="before_update", fill=False, split=False),
-        sets_average(),
-    ),
-    "dreamddp clipped": (DreamDDP(period=3, clip=0.3), clipped),
-    "dreamddp delayed": (DreamDDP(period=3, due="delayed", average="before_update"), late_sets),
-    "partial": (
-        PartialSync(period=2, average="before_update", state="averaged"),
-        sets_average(state="averaged"),
-    ),
-    "local sgd": (LocalSGD(period=3), lambda world, *_: local_sgd(world, T, period=3)),
-    "local sgd reset": (
-        LocalSGD(period=3, state="reset"),
-        lambda world, *_: local_sgd(world, T, period=3, state="reset"),
-    ),
-    "post-local sgd": (
-        LocalSGD(period=3, warmup=2),
-        lambda world, *_: local_sgd(world, T, period=3, warmup=2),
-    ),
-    "diloco": (
-        DiLoCo(period=3, fragments=1),
-        lambda world, *_: local_sgd(
-            world, T, period=3, outer=Outer(OuterSGD().lr, OuterSGD().momentum, OuterSGD().nesterov)
-        ),
-    ),
-    "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
-    "selsync": (SelSync(delta=0.15), selected(0)),
-    "selsync late": (SelSync(delta=0.15, vote_lag=1), selected(1)),
-}
-DRAWN = {"fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn)}
-STRATEGIES = DIFFERENT | DRAWN
+from offbeat.profile import Profile
 
 
 def train(case: Case, name: str, nodes: Sequence[Sequence[int]]) -> tuple[Trained, Any, str]:

@@ -37,6 +37,7 @@ from offbeat.core.verify.check import check as problems
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
 from offbeat.sim import predict_plan
 from offbeat.strategies import USByte
+from offbeat.strategies.partial_sync import average_of
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8
@@ -56,7 +57,9 @@ def parameters_averaged(
     world: list[Replica], iterations: Sequence[int], strategy: Any, profile: Profile
 ) -> None:
     sets = sets_of(strategy.plan(profile), profile)
-    partial_sync(world, iterations, sets=sets, average=strategy.average, state=strategy.state)
+    partial_sync(
+        world, iterations, sets=sets, average=average_of(strategy.average), state=strategy.state
+    )
 
 
 def assert_all_same(ranks: Sequence[Trained], world: list[Replica]) -> None:

@@ -1,60 +1,82 @@
-"""Models that `fully_shard` has divided inside nodes, averaged between nodes."""
+"""Models that `fully_shard` has divided inside nodes, averaged between nodes.
+
+The equations are those of replicated nodes, with the layout of shards where slices or blocks depend
+on it.
+"""
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from reference.training import average_gradients
+from support.comparing import assert_close, assert_same
+from support.models import Case, build_model
+from support.node_jobs import ADAM, members
 from support.sharded_jobs import (
-    OBSERVED,
+    CASES,
+    CODED,
+    REFUSED,
+    REPLICATED,
+    SAVED,
+    SHAPED,
+    SHARDED,
     VARIANTS,
-    MeasuredReplicas,
-    Replicas,
-    train_all,
-    train_saved,
+    coded_reference,
+    diverge,
+    find_any,
+    nodes_of,
+    refuse_all,
+    repair,
+    reshape,
+    send_coded,
+    spoil,
+    train,
+    train_all_saved,
+    train_until_killed,
     train_variants,
+    unite,
 )
-from support.worlds import run_world
+from support.worlds import one_of, run_world, watch_world
 
-ITERATIONS = 7
-STRATEGIES = (
-    "local-sgd:period=3:state=averaged",
-    "dreamddp:period=3:split=false:fill=false",
-    "dreamddp:period=3:state=averaged:split=false",
-    "dreamddp:period=3:due=forward:split=false",
-    "diloco:period=3",
-    "fedavg:local_steps=3",
-    "selsync:delta=.05",
-)
+SOME = (
+    "wfbp", "deft", "slices by priority", "dreamddp", "diloco", "selsync", "local sgd", "partial",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("replicas", "members", "strategies"),
-    [(2, 2, STRATEGIES), (2, 3, STRATEGIES[2:3]), (3, 2, STRATEGIES[-1:])],
-)
-def test_equal_equations_of_replicas(
-    replicas: int, members: int, strategies: tuple[str, ...]
-) -> None:
-    calls = [(strategy, replicas, ITERATIONS) for strategy in strategies]
-    by_rank = run_world(train_all, replicas * members, calls, timeout_s=120)
-    for number, name in enumerate(strategies):
-        strategy, plan, names, _ = by_rank[0][number]
-        assert all(results[number][1] == plan for results in by_rank)
-        task = Replicas(names, members)
-        world = MeasuredReplicas(task, replicas)
-        advance = strategy.equations(plan)
-        for iteration in range(ITERATIONS):
-            advance(world, iteration)
-            for rank, results in enumerate(by_rank):
-                weights = task.flat(results[number][3][OBSERVED + iteration])
-                apart = np.abs(weights - world.weights[rank // members]).max()
-                assert apart <= 1e-12, (name, iteration, rank, apart, str(plan))
+def check(name: str, names: tuple[str, ...], replicas: int, ranks: int) -> None:
+    nodes = nodes_of(replicas, ranks)
+    calls = tuple((one, nodes) for one in names)
+    results = one_of(train, replicas * ranks, calls, names.index(name))
+    _, equations, case, loop = CASES[name]
+    world = members(case, nodes, loop)
+    equations(world, results[0][0].plan, nodes)
+    for (trained, _), replica in zip(results, world, strict=True):
+        assert trained.plan.digest == results[0][0].plan.digest
+        assert_same(trained, replica, f"rank {replica.rank}")
 
 
-def test_checkpoints_continue_bit_by_bit(tmp_path: Path) -> None:
-    for whole, resumed in run_world(train_saved, 4, str(tmp_path / "saved"), "diloco:period=4"):
-        assert whole == resumed
+@pytest.mark.parametrize("name", CASES)
+def test_two_nodes_of_two_ranks(name: str) -> None:
+    check(name, tuple(CASES), 2, 2)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("replicas", "ranks"), [(2, 3), (3, 2)], ids=["2x3", "3x2"])
+def test_other_shapes(name: str, replicas: int, ranks: int) -> None:
+    check(name, SOME, replicas, ranks)
+
+
+def test_each_rank_encodes_its_shards() -> None:
+    nodes = nodes_of(2, 2)
+    expected = coded_reference(nodes)
+    for model in run_world(send_coded, 4, nodes):
+        assert_close(model, expected, "model", 1e-6)
 
 
 def test_options_of_fsdp() -> None:
@@ -63,3 +85,109 @@ def test_options_of_fsdp() -> None:
         assert {name: ours == theirs for name, (ours, theirs) in found.items()} == dict.fromkeys(
             VARIANTS, True
         )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "case"), [("wfbp", ADAM), ("wfbp:wire=int8:fusion=none", CODED)], ids=str
+)
+def test_values_that_are_not_finite(strategy: str, case: Case) -> None:
+    """The node is named, or left out of the averages of all its shards."""
+    nodes = nodes_of(2, 2)
+    for rank, (error, _) in enumerate(run_world(spoil, 4, "raise", strategy, case, nodes)):
+        assert f"rank {2 + rank % 2} sent values that are not finite" in error
+    world = members(case, nodes)
+    for t in range(3):
+        for replica in world:
+            replica.gradients(t)
+        average_gradients(world[:2] if t == 1 else world)
+        for replica, first in zip(world[2:], world[:2], strict=True):
+            for p, given in zip(replica.model.parameters(), first.model.parameters(), strict=True):
+                p.grad = None if given.grad is None else given.grad.clone()
+        for replica in world:
+            replica.step()
+    expected = world[0].model.state_dict()
+    for error, model in run_world(spoil, 4, "skip", strategy, case, nodes):
+        assert not error
+        assert_close(model, expected, "model", 1e-12 if strategy == "wfbp" else 0.01)
+
+
+@pytest.mark.parametrize("consolidating", [False, True], ids=["in training", "in consolidate"])
+def test_shards_that_diverge_are_found(consolidating: bool) -> None:
+    for error in run_world(diverge, 4, consolidating):
+        assert "replicas have diverged" in error
+        assert "'6.weight' of rank 3 and of rank 1 differ" in error
+
+
+def test_shards_are_repaired_with_their_state() -> None:
+    ranks = run_world(repair, 4)
+    assert len({bits for *_, bits in ranks}) == 1
+    before, after = ([one[i] for one in ranks] for i in range(2))
+    for name, tensor in after[0][0].items():
+        mean = (before[0][0][name] + before[2][0][name]) / 2
+        torch.testing.assert_close(tensor, mean, rtol=1e-14, atol=1e-14)
+    for index, state in after[0][1].items():
+        mean = (before[0][1][index]["exp_avg"] + before[2][1][index]["exp_avg"]) / 2
+        torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-14, atol=1e-14)
+
+
+def test_a_nonzero_element_counts_on_all_ranks_of_a_node() -> None:
+    assert run_world(find_any, 4) == [[True, False]] * 4
+
+
+def test_buffers_are_united_over_all_ranks() -> None:
+    """Parameters over replicas, running statistics over ranks, each of which has its own."""
+    ranks = run_world(unite, 4, nodes_of(2, 2))
+    assert len({bits for *_, bits in ranks}) == 1
+    before, after, _ = zip(*ranks, strict=True)
+    assert len({one["2.running_mean"].sum().item() for one in before}) == 4
+    for name, tensor in after[0].items():
+        if tensor.is_floating_point():
+            mean = torch.stack([one[name] for one in before]).mean(dim=0)
+            torch.testing.assert_close(tensor, mean, rtol=1e-14, atol=1e-14)
+
+
+def test_checkpoints_continue_bit_by_bit(tmp_path: Path) -> None:
+    for found in run_world(train_all_saved, 4, str(tmp_path)):
+        alike = {name: whole == resumed for name, (whole, resumed) in found.items()}
+        assert alike == dict.fromkeys(SAVED, True)
+
+
+def test_torch_reads_checkpoints(tmp_path: Path) -> None:
+    """Into another shape of nodes, and into a model of a single process."""
+    ranks = run_world(reshape, 4, str(tmp_path))
+    for found in ranks:
+        assert_close(found["after"], ranks[0]["before"], "model", 0.0)
+        assert_close(found["trained"], ranks[0]["trained"], "model", 0.0)
+        assert any((found["trained"][n] != t).any() for n, t in found["after"].items())
+    alone = {"model": build_model(SHAPED, seed=9).state_dict()}
+    with warnings.catch_warnings():  # torch states that there is a single process
+        warnings.simplefilter("ignore")
+        dcp.load(alone, checkpoint_id=str(tmp_path), no_dist=True)
+    assert_close(alone["model"], ranks[0]["before"], "model", 0.0)
+
+
+@cache
+def refusals() -> list[dict[str, str]]:
+    return run_world(refuse_all, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank(name: str) -> None:
+    for found in refusals():
+        assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "who"),
+    [
+        ("wfbp", SHARDED, 1),
+        ("local-sgd:period=2", SHARDED, 2),
+        ("dreamddp:period=2", REPLICATED, 3),
+    ],
+)
+def test_survivors_name_rank_and_node(strategy: str, nodes: Any, who: int) -> None:
+    outcomes = watch_world(train_until_killed, 4, strategy, nodes, who, doomed=[who])
+    for outcome in outcomes:
+        if outcome.rank != who:
+            assert f"Rank {who} (" in outcome.error, outcome
+            assert f", node {who // 2}) " in outcome.error, outcome

@@ -36,6 +36,7 @@ from offbeat import (
     SelSync,
     Strategy,
 )
+from offbeat.strategies.partial_sync import average_of
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8
@@ -70,7 +71,9 @@ def equations(
     elif isinstance(strategy, (PartialSync, DreamDDP)):
         profile = trained.profile if trained else profile_of(world[0].case, len(world))
         sets = sets_of(strategy.plan(profile), profile)
-        partial_sync(world, iterations, sets=sets, average=strategy.average, state=strategy.state)
+        partial_sync(
+            world, iterations, sets=sets, average=average_of(strategy.average), state=strategy.state
+        )
     elif isinstance(strategy, DDP):
         bsp(world, iterations, broadcast_buffers=True)
     else:

@@ -38,7 +38,7 @@ from offbeat.strategies import (
     create,
 )
 from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.partial_sync import Piece, whole_buckets
+from offbeat.strategies.partial_sync import Piece, average_of, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
@@ -425,7 +425,9 @@ def test_due_at_forward_takes_what_the_solver_says():
         plan = strategy.plan(profile)
         if any(len(t.payload.buckets) > 1 for t in plan.transfers):
             continue
-        setting = later.Setting("", profile, strategy.period, strategy.average, strategy.state)
+        setting = later.Setting(
+            "", profile, strategy.period, average_of(strategy.average), strategy.state
+        )
         cycle = later.forward_cycle(setting, whole_buckets(plan.buckets))
         order = [
             [t.payload.buckets[0] for t in at(plan, h) if t.payload.buffer == "param"]
@@ -573,7 +575,7 @@ def test_texts_show_what_was_changed():
         "solver": "auto",
         "fill": "auto",
         "split": "auto",
-        "average": "after_update",
+        "average": "auto",
         "state": "local",
         "due": "end",
         "delay": 1,
@@ -615,7 +617,10 @@ def test_settings_are_values(strategy):
         (lambda: LocalSGD(warmup=-1), r"warmup \(-1\) must be an integer of at least 0"),
         (lambda: PartialSync(period=2.5), r"period \(2.5\) must be an integer of at least 1"),
         (lambda: DreamDDP(period=0), r"period \(0\) must be an integer of at least 1; use BSP"),
-        (lambda: PartialSync(average="never"), r"average \('never'\) must be one of after_update"),
+        (
+            lambda: PartialSync(average="never"),
+            r"average \('never'\) must be one of auto, after_update",
+        ),
         (lambda: DreamDDP(state="gone"), r"state \('gone'\) must be one of local, averaged, reset"),
         (lambda: DreamDDP(due="late"), r"due \('late'\) must be one of end, forward, delayed"),
         (

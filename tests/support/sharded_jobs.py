@@ -2,244 +2,577 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
+import torch.distributed.checkpoint as dcp
+from reference.training import Replica, bsp, copy_buffers
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
+from offbeat import DDP, WFBP, ByteScheduler, DreamDDP, PartialSync, Strategy
+from offbeat.core.buckets.shards import Shards as Memory
 from offbeat.core.buckets.shards import local_of, own_parameters
-from offbeat.plan import Plan
-from offbeat.strategies import Strategy
-from offbeat.strategies.equations import NumpyWorld, Task
-from support.workers import bits_of
+from offbeat.core.codecs import codec, way
+from support.models import (
+    USUAL,
+    Case,
+    Loop,
+    batch,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    loss_of,
+)
+from support.node_jobs import (
+    ADAM,
+    NORMED,
+    STRATEGIES,
+    Equations,
+    Shards,
+    T,
+    gradients_everywhere,
+    members,
+    padded,
+    profile_in,
+    sets_average,
+)
+from support.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank, world_size
 
-TIMEOUT_S = 30.0
-RATE, MOMENTUM = 0.05, 0.9
-OBSERVED = 2  # iterations, each of which ends with an average of all parameters
+
+def nodes_of(replicas: int, ranks: int) -> Shards:
+    """`replicas` nodes of `ranks` ranks."""
+    return Shards(tuple(range(ranks * i, ranks * (i + 1))) for i in range(replicas))
 
 
-def build_net() -> nn.Module:
-    """Return a model whose rows do not divide by 2 or 3."""
-    torch.manual_seed(1)
-    net = nn.Sequential(
-        nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 3)
-    )
-    return net.double()
-
-
-def batch_of(rank: int, iteration: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(1000 * rank + iteration)
-    x = torch.randn(5, 7, generator=random, dtype=torch.float64)
-    return x, torch.randint(0, 3, (5,), generator=random)
+def mesh_of(replicas: int) -> DeviceMesh:
+    """The mesh of a job, (between, inside); joins the job before."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    shape = (replicas, world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("between", "inside"))
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Apply `fully_shard` to each layer and to the rest."""
-    for layer in net:  # type: ignore[attr-defined]
-        if any(True for _ in layer.parameters()):
+    """Apply `fully_shard` to each trained layer that shares no parameter, and to the rest."""
+    uses = Counter(id(p) for layer in net.children() for p in layer.parameters())
+    for layer in net.children():
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        if trained and all(uses[id(p)] == 1 for p in trained):
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
     return net
 
 
-def mesh_of(replicas: int) -> DeviceMesh:
-    """Return the mesh of a job, (between, inside); join the job before."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    members = int(os.environ["WORLD_SIZE"]) // replicas
-    return init_device_mesh("cpu", (replicas, members), mesh_dim_names=("between", "inside"))
+def whole(value: Any) -> Any:
+    """Nested containers with whole tensors in place of shards. Every rank of a node must call."""
+    if isinstance(value, Tensor):
+        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    if isinstance(value, dict):
+        return {k: whole(v) for k, v in value.items()}
+    return [whole(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def train_sharded(
-    strategy: str, replicas: int, iterations: int
-) -> tuple[Strategy, Plan, list[list[str]], list[dict[str, Tensor]]]:
-    """Return the strategy that ran, its plan, names by bucket, and the whole weights of this rank's
-    replica after each iteration."""
-    mesh, rank = mesh_of(replicas), int(os.environ["RANK"])
-    net = shard(build_net(), mesh["inside"])
-    optimizer = torch.optim.SGD(net.parameters(), RATE, MOMENTUM)
-    model, optimizer = offbeat.prepare(
-        net,
-        optimizer,
-        strategy,
-        mesh=mesh["between"],
-        observe=OBSERVED,
-        min_bucket_bytes=1,
-        timeout_s=TIMEOUT_S,
-    )
-    weights = []
-    for iteration in range(OBSERVED + iterations):
-        x, y = batch_of(rank, iteration)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        model.flush()
-        weights.append({n: p.full_tensor().detach().clone() for n, p in net.named_parameters()})
-    session = model._session
-    names = [list(bucket.tensors) for bucket in session.profile.buckets]
-    model.close()
-    return session._strategy, session.plan, names, weights
+@contextmanager
+def job(
+    case: Case, strategy: Strategy | str, nodes: Sequence[Sequence[int]], **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A prepared model whose replicas begin with different weights, and its optimizer."""
+    mesh = mesh_of(len(nodes))
+    net = build_model(case, seed=rank() // len(nodes[0]))
+    if isinstance(nodes, Shards):
+        shard(net, mesh["inside"])
+        mesh = mesh["between"]
+    options = {"profile": profile_in(case, nodes), "compare_every": 2} | options
+    optimizer = build_optimizer(case, net)
+    with prepared(net, optimizer, strategy, mesh=mesh, **options) as pair:
+        yield pair
 
 
-def train_saved(path: str, strategy: str) -> list[str]:
-    """Return hashes of this rank's weights and optimizer state after 9 iterations, twice: without a
-    pause, and resumed in iteration 6 from a checkpoint."""
-    mesh, rank = mesh_of(2), int(os.environ["RANK"])
-    hashes = []
-    for resumed in (False, True):
-        net = shard(build_net(), mesh["inside"])
-        optimizer = torch.optim.AdamW(net.parameters(), RATE)
-        model, optimizer = offbeat.prepare(
-            net,
-            optimizer,
-            strategy,
-            mesh=mesh["between"],
-            profile=f"{path}.profile",
-            observe=OBSERVED,
-            min_bucket_bytes=1,
-            timeout_s=TIMEOUT_S,
-        )
-        first = offbeat.load(path, model, optimizer).iteration if resumed else 0
-        for iteration in range(first, 9):
-            x, y = batch_of(rank, iteration)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if iteration == 5 and not resumed:
-                offbeat.save(path, model, optimizer).wait()
-        model.flush()
-        kept = [*own_parameters(net).values()]
-        kept += [local_of(t) for s in optimizer.state.values() for t in s.values()]
-        hashes.append(bits_of(kept))
-        model.close()
-    return hashes
+# ---- the equations --------------------------------------------------------------------------
+
+TIED = Case("tied", "nesterov")
 
 
+def gradients_in_columns(world: list[Replica], _: Any, nodes: Any) -> None:
+    """As DDP; before a forward each rank takes the buffers of its place in the first node."""
+    columns = [[world[rank] for rank in ranks] for ranks in zip(*nodes, strict=True)]
+    for t in T:
+        for column in columns:
+            copy_buffers(column)
+        bsp(world, [t])
+    for column in columns:
+        copy_buffers(column)
+
+
+CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
+    **{name: (*given, ADAM, USUAL) for name, given in STRATEGIES.items()},
+    "ddp": (DDP(), gradients_everywhere, ADAM, USUAL),
+    "priorities": (ByteScheduler(), gradients_everywhere, ADAM, USUAL),
+    "slices by priority": (
+        ByteScheduler(update="at_step", partition_elements=5), gradients_everywhere, ADAM, USUAL,
+    ),
+    "wfbp clipped": (WFBP(), gradients_everywhere, ADAM, Loop(clip=0.05)),
+    "wfbp in micro-batches": (WFBP(), gradients_everywhere, ADAM, Loop(micro=2)),
+    "wfbp without gradients": (WFBP(), gradients_everywhere, ADAM, Loop(clear="none")),
+    "wfbp with statistics": (WFBP(), gradients_in_columns, NORMED, USUAL),
+    "wfbp tied": (WFBP(fusion="none"), gradients_everywhere, TIED, USUAL),
+    "slices": (DreamDDP(period=3, split=True, fill=False), sets_average(), ADAM, USUAL),
+    "due at forward": (DreamDDP(period=3, due="forward", split=False), sets_average(), ADAM, USUAL),
+    "sets tied": (PartialSync(period=2), sets_average(), TIED, USUAL),
+}  # fmt: skip
+
+
+def train(name: str, nodes: Shards) -> tuple[Trained, str]:
+    """Train, and give back whole tensors of this rank's replica and the strategy that ran."""
+    strategy, _, case, loop = CASES[name]
+    with job(case, strategy, nodes) as (model, optimizer):
+        scheduler = build_scheduler(case, optimizer)
+        user = User(case, model, optimizer, loop)
+        for t in T:
+            user.iterate(t)
+            if scheduler is not None:
+                scheduler.step()
+        trained = Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
+        trained.plan = model._session.plan
+        ran = str(model._session._strategy)
+    return trained, ran
+
+
+# ---- codecs ---------------------------------------------------------------------------------
+
+CODED = Case("mlp", "sgd")
+
+
+def send_coded(nodes: Shards) -> dict[str, Tensor]:
+    """Average encoded gradients of three iterations, with error feedback."""
+    with job(CODED, WFBP(fusion="none", wire="int8"), nodes) as (model, optimizer):
+        for t in range(3):
+            User(CODED, model, optimizer, USUAL).iterate(t)
+        return whole(model.state_dict())
+
+
+def coded_reference(nodes: Shards) -> dict[str, Tensor]:
+    """Every rank encodes its own shards with padding; blocks begin at shards."""
+    world, used = members(CODED, nodes), codec("int8", {})
+    errors: dict[tuple[int, int, int], Any] = {}
+    for t in range(3):
+        for replica in world:
+            replica.gradients(t)
+        for b, bucket in enumerate(profile_in(CODED, nodes).buckets):
+            for k in range(len(nodes[0])):
+                given = []
+                for m, node in enumerate(nodes):
+                    own = [
+                        _cut(world[node[0]].tensors[n].grad, k, len(node)) for n in bucket.tensors
+                    ]
+                    given.append(np.concatenate(own) + errors.get((b, k, m), 0.0))
+                mean, lost = used.average(given, way("int8", {}))
+                errors |= {(b, k, m): error for m, error in enumerate(lost)}
+                for replica in world:
+                    at = 0
+                    for n in bucket.tensors:
+                        p = replica.tensors[n]
+                        size = padded(p, len(nodes[0]))
+                        kept = p.grad.view(-1)[k * size : (k + 1) * size]
+                        kept.copy_(torch.from_numpy(mean[at : at + kept.numel()]))
+                        at += size
+        for replica in world:
+            replica.step()
+    return dict(world[0].model.state_dict())
+
+
+def _cut(gradient: Any, rank: int, ranks: int) -> Any:
+    """A rank's shard of a gradient, with zeros as padding."""
+    size = padded(gradient, ranks)
+    own = gradient.reshape(-1)[rank * size : (rank + 1) * size].numpy()
+    return np.pad(own, (0, size - len(own)))
+
+
+# ---- options of FSDP ------------------------------------------------------------------------
+
+SINGLE = Case("mlp", "adamw", dtype=torch.float32)
 VARIANTS: dict[str, dict[str, Any]] = {
     "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "whole after forward": {"reshard_after_forward": False},
     "accumulation": {},
-    "clipping": {},
     "evaluation": {"reshard_after_forward": False},
     "activation checkpoints": {},
+    "running statistics": {},
+    "measured": {},
+    "compiled blocks": {},
 }
 
 
 def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
-    """Return the hash of this rank's shards after local SGD of period 3,
-    by offbeat or by all-reduces of this function."""
-    rank = int(os.environ["RANK"])
-    net = build_net().float()
+    """Hash of this rank's shards and buffers after local SGD of period 3, by offbeat or by
+    all-reduces of this function."""
+    case, nodes = NORMED if name == "running statistics" else SINGLE, nodes_of(2, 2)
+    net = build_model(case)
+    if name == "compiled blocks":
+        for layer in net.children():
+            layer.compile(backend="aot_eager")
     shard(net, mesh["inside"], **VARIANTS[name])
-    optimizer: Any = torch.optim.AdamW(net.parameters(), RATE)
+    optimizer: Any = build_optimizer(case, net)
     model: Any = net
+    observed = 2 if name == "measured" else 0
     if averaged_by_us:
+        options: dict[str, Any] = {"profile": profile_in(case, nodes)}
+        if observed:
+            options = {"observe": observed, "min_bucket_bytes": 1}
         strategy = offbeat.LocalSGD(period=3)
-        model, optimizer = offbeat.prepare(
-            net, optimizer, strategy, mesh=mesh["between"], observe=OBSERVED, min_bucket_bytes=1
-        )
-    for iteration in range(OBSERVED + 5):
+        options |= {"mesh": mesh["between"], "timeout_s": TIMEOUT_S}
+        model, optimizer = offbeat.prepare(net, optimizer, strategy, **options)
+    for t in range(observed + 5):
         optimizer.zero_grad()
         for part in range(2 if name == "accumulation" else 1):
-            x, y = batch_of(rank, 10 * part + iteration)
+            x, y = batch(case, rank(), 10 * part + t)
             net.set_requires_gradient_sync(name != "accumulation" or part == 1)
             call = model
             if name == "activation checkpoints":
                 call = partial(checkpoint, model, use_reentrant=False)
-            nn.functional.cross_entropy(call(x.float()), y).backward()
-        if name == "clipping":
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            nn.functional.mse_loss(call(x), y).backward()
+        if not averaged_by_us and t < observed:
+            average(mesh, (p.grad for p in net.parameters() if p.grad is not None))
         optimizer.step()
-        if not averaged_by_us and (iteration < OBSERVED or (iteration - OBSERVED) % 3 == 2):
-            for own in own_parameters(net).values():
-                average(own, mesh["between"])
+        if not averaged_by_us and t >= observed and (t - observed) % 3 == 2:
+            floats = (b for b in net.buffers() if b.is_floating_point())
+            average(mesh, (*(p for p in net.parameters() if p.requires_grad), *floats))
         if name == "evaluation":
             with torch.no_grad():
-                model(x.float())
+                model(x)
     if averaged_by_us:
         model.close()
-    return bits_of(own_parameters(net).values())
+    return bits_of([*own_parameters(net).values(), *net.buffers()])
 
 
-def average(own: Tensor, mesh: DeviceMesh) -> None:
-    """Average a shard between nodes; some ranks hold no elements of some parameters."""
-    if own.numel():
-        dist.all_reduce(own, op=dist.ReduceOp.SUM, group=mesh.get_group())
-        own /= mesh.size()
+def average(mesh: DeviceMesh, tensors: Any) -> None:
+    """Average shards between nodes; some ranks hold no elements of some parameters."""
+    for tensor in tensors:
+        own = local_of(tensor.detach())
+        if own.numel():
+            dist.all_reduce(own, op=dist.ReduceOp.SUM, group=mesh["between"].get_group())
+            own /= mesh["between"].size()
 
 
 def train_variants(names: list[str]) -> dict[str, tuple[str, str]]:
-    """Return by variant the hashes of `train_variant` with and without offbeat."""
-    torch.set_num_threads(1)
+    """By variant the hashes of `train_variant` with and without offbeat."""
     mesh = mesh_of(2)
     return {n: (train_variant(n, True, mesh), train_variant(n, False, mesh)) for n in names}
 
 
-def train_all(calls: list[tuple[str, int, int]]) -> list[Any]:
-    """Return the results of several trainings in one world."""
-    torch.set_num_threads(1)
-    return [train_sharded(*call) for call in calls]
+# ---- guards ---------------------------------------------------------------------------------
 
 
-class Replicas(Task):
-    """The task of `train_sharded` for whole replicas: a replica's gradient is the mean over the
-    batches of its ranks.
-
-    Args:
-        names: names of the parameters by bucket.
-        members: ranks of each replica.
-    """
-
-    def __init__(self, names: list[list[str]], members: int):
-        self._net, self._members = build_net(), members
-        self._parameters = dict(self._net.named_parameters())
-        self._names = names
-        super().__init__([sum(self._parameters[n].numel() for n in own) for own in names])
-        self.start = self.flat(self._parameters)
-
-    def flat(self, tensors: dict[str, Tensor]) -> NDArray[np.float64]:
-        """Return tensors by name as one vector in the order of the buckets, [elements]."""
-        parts = [tensors[n].detach().reshape(-1) for own in self._names for n in own]
-        return torch.cat(parts).numpy().copy()
-
-    def gradient(
-        self, rank: int, iteration: int, buckets: range, weights: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        at = 0
-        for name in (n for own in self._names for n in own):
-            p = self._parameters[name]
-            p.data = torch.from_numpy(weights[at : at + p.numel()].copy()).view_as(p)
-            p.grad, at = None, at + p.numel()
-        for member in range(self._members):
-            x, y = batch_of(rank * self._members + member, iteration)
-            (nn.functional.cross_entropy(self._net(x), y) / self._members).backward()
-        return self.flat({n: p.grad for n, p in self._parameters.items() if p.grad is not None})
+def spoil(policy: str, strategy: str, case: Case, nodes: Shards) -> tuple[str, dict[str, Tensor]]:
+    """Rank 2 has NaN in iteration 1. The error, or whole weights after three iterations."""
+    try:
+        with job(case, strategy, nodes, on_nonfinite=policy) as (model, optimizer):
+            for t in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(model, *batch(case, rank(), t))
+                (loss * (math.nan if (t, rank()) == (1, 2) else 1)).backward()
+                optimizer.step()
+            return "", whole(model.state_dict())
+    except RuntimeError as error:
+        return str(error), {}
 
 
-def sgd(weights: Any, velocity: Any, gradients: Any) -> None:
-    """Apply torch's SGD with momentum to arrays."""
-    velocity[:] = MOMENTUM * velocity + gradients
-    weights[:] = weights - RATE * velocity
+def diverge(consolidating: bool) -> str:
+    """Rank 3 changes its shards, although only gradients are averaged."""
+    nodes = nodes_of(2, 2)
+    try:
+        with job(ADAM, "wfbp", nodes, compare_every=0 if consolidating else 1) as pair:
+            model, optimizer = pair
+            for t in range(3):
+                User(ADAM, model, optimizer, USUAL).iterate(t)
+                if (t, rank()) == (1, 3):
+                    with torch.no_grad():
+                        own_parameters(model)["6.weight"].mul_(1.5)
+            model.consolidate()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
-class MeasuredReplicas(NumpyWorld):
-    """Replicas after the measured iterations, from which a plan counts its iterations."""
+def repair() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Weights and optimizer state of rank 2 differ; `consolidate(repair=True)` averages both.
+    Whole tensors before and after, and a hash of all that this rank holds after."""
+    with job(ADAM, "wfbp", nodes_of(2, 2), compare_every=0) as (model, optimizer):
+        User(ADAM, model, optimizer, USUAL).iterate(0)
+        if rank() == 2:
+            for one in (p for p in model.parameters() if p.requires_grad):
+                local_of(one.detach()).add_(1.0)
+                local_of(optimizer.state[one]["exp_avg"]).add_(1.0)
+        before = whole([model.state_dict(), optimizer.state_dict()["state"]])
+        model.consolidate(repair=True)
+        after = whole([model.state_dict(), optimizer.state_dict()["state"]])
+        state = [t for s in after[1].values() for t in s.values()]
+    return before, after, bits_of([*after[0].values(), *state])
 
-    def __init__(self, task: Replicas, replicas: int):
-        super().__init__(task, replicas, sgd)
-        for iteration in range(OBSERVED):
-            super().gradients(iteration)
-            self.step()
-            self.average("param")
 
-    def gradients(self, iteration: int) -> None:
-        super().gradients(OBSERVED + iteration)
+def find_any() -> list[bool]:
+    """Of a tensor that only the last rank of a node has filled, and of zeros."""
+    shards = Memory(shard(build_model(ADAM), mesh_of(2)["inside"]))
+    return [shards.is_any(torch.full((3,), float(fill and rank() % 2))) for fill in (True, False)]
+
+
+# ---- unification and checkpoints ------------------------------------------------------------
+
+
+def unite(nodes: Shards) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Local training with other running statistics on every rank, then `consolidate`. Whole
+    parameters and own buffers before, after, and the hash of all after."""
+    with job(NORMED, "local-sgd:period=100", nodes) as (model, optimizer):
+        for t in range(3):
+            User(NORMED, model, optimizer, USUAL).iterate(t)
+        before = whole(model.state_dict())
+        model.consolidate()
+        after = whole(model.state_dict())
+    return before, after, bits_of(after.values(), "".join(after))
+
+
+SHARDED, REPLICATED = nodes_of(2, 2), ((0, 1), (2, 3))
+SAVED: dict[str, tuple[str, Sequence[Sequence[int]]]] = {
+    "an outer optimizer": ("diloco:period=4", SHARDED),
+    "merged gradients": ("deft:forward=1:backward=1", SHARDED),
+    "gradients": ("wfbp", SHARDED),
+    "slices": ("dreamddp:period=3:split=true", SHARDED),
+    "replicated, an outer optimizer": ("diloco:period=4", REPLICATED),
+    "replicated, merged gradients": ("deft:forward=1:backward=1", REPLICATED),
+}
+
+
+def train_saved(path: str, strategy: str, nodes: Sequence[Sequence[int]]) -> tuple[str, str]:
+    """Hashes of this rank's weights and optimizer state after 9 iterations: without a pause, and
+    resumed in iteration 6 from a checkpoint."""
+    hashes = []
+    for resumed in (False, True):
+        with job(ADAM, strategy, nodes) as (model, optimizer):
+            first = offbeat.load(path, model, optimizer).iteration if resumed else 0
+            for t in range(first, 9):
+                User(ADAM, model, optimizer, USUAL).iterate(t)
+                if t == 5 and not resumed:
+                    offbeat.save(path, model, optimizer).wait()
+            model.flush()
+            kept = [*own_parameters(model).values()]
+            kept += [local_of(t) for s in optimizer.state.values() for t in s.values()]
+            hashes.append(bits_of(kept))
+    return hashes[0], hashes[1]
+
+
+def train_all_saved(path: str) -> dict[str, tuple[str, str]]:
+    return {name: train_saved(f"{path}/{name}", *how) for name, how in SAVED.items()}
+
+
+SHAPED = Case("mlp", "adamw")
+
+
+def reshape(path: str) -> dict[str, Tensor]:
+    """Train two nodes of two ranks, unite them and save with torch; load into one node of four
+    ranks, which trains one iteration more. Whole tensors of model and optimizer, before the save
+    and after the load, and the weights after that iteration."""
+    with job(SHAPED, "local-sgd:period=3", nodes_of(2, 2)) as (model, optimizer):
+        net, inner = model.module, optimizer.inner
+        for t in range(4):
+            User(SHAPED, model, optimizer, USUAL).iterate(t)
+        model.consolidate()
+        saved = dict(zip(("model", "optimizer"), get_state_dict(net, inner), strict=True))
+        dcp.save(saved, checkpoint_id=path)
+        before = whole(saved["model"])
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("between", "inside"))
+    net = shard(build_model(SHAPED, seed=9), mesh["inside"])
+    inner = build_optimizer(SHAPED, net)
+    found = dict(zip(("model", "optimizer"), get_state_dict(net, inner), strict=True))
+    dcp.load(found, checkpoint_id=path)
+    set_state_dict(net, inner, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    after = whole(net.state_dict())
+    options = {"profile": profile_in(SHAPED, nodes_of(1, 4)), "mesh": mesh["between"]}
+    with prepared(net, inner, "wfbp", **options) as (model, optimizer):
+        User(SHAPED, model, optimizer, USUAL).iterate(4)
+    return {"before": before, "after": after, "trained": whole(net.state_dict())}
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def _fully(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    return shard(build_model(ADAM), mesh, **options)
+
+
+def _partly(mesh: DeviceMesh) -> nn.Module:
+    """Only the last layer."""
+    net = build_model(ADAM)
+    fully_shard(net[-1], mesh=mesh)  # type: ignore[index]
+    return net
+
+
+def _otherwise(mesh: DeviceMesh) -> nn.Module:
+    """Node 1 shards the model as a whole, node 0 layer by layer."""
+    net = build_model(ADAM)
+    return fully_shard(net, mesh=mesh) if rank() > 1 else shard(net, mesh)
+
+
+def _across(mesh: DeviceMesh) -> nn.Module:
+    """Node 1 cuts a weight along its second dimension."""
+
+    def place(p: nn.Parameter) -> Shard | None:
+        return Shard(1) if rank() > 1 and p.shape == (8, 6) else None
+
+    return shard(build_model(ADAM), mesh, shard_placement_fn=place)
+
+
+def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    net = build_model(ADAM)
+    parallelize_module(net, mesh, {"1": ColwiseParallel()})
+    return net
+
+
+def _uneven() -> dict[str, Any]:
+    parts = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [3])]
+    return {"model": _fully(parts[rank() // 3]), "mesh": None, "nodes": [[0, 1, 2], [3]]}
+
+
+def _crossed() -> dict[str, Any]:
+    columns = [DeviceMesh("cpu", ranks) for ranks in ([0, 3], [1, 2])]
+    return {"mesh": columns[rank() in (1, 2)]}
+
+
+MESHES: dict[str, DeviceMesh] = {}
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "HSDP": (
+        lambda: {"model": _fully(MESHES["both"])},
+        "HSDP averages gradients between nodes itself",
+    ),
+    "HSDP in node 1 alone": (
+        lambda: {"model": _fully(MESHES["both"] if rank() > 1 else MESHES["inside"])},
+        "rank 2: parameter '0.weight' is a DTensor with placements (Replicate, Shard)",
+    ),
+    "shards over the dimension between": (
+        lambda: {"model": _fully(MESHES["between"])},
+        "over which the parameters are sharded or replicated already",
+    ),
+    "both dimensions": (
+        lambda: {"mesh": MESHES["both"]},
+        "mesh (2 x 2 ranks) must have one dimension where the model is sharded",
+    ),
+    "no mesh": (
+        lambda: {"mesh": None},
+        "the model is sharded over several ranks, so mesh (None) must be given",
+    ),
+    "nodes of other ranks": (
+        lambda: {"mesh": None, "nodes": [[0, 2], [1, 3]]},
+        "must be the ranks that share a replica: the model is sharded over ranks 0, 1, not 0, 2",
+    ),
+    "nodes of unequal size": (_uneven, "sharded nodes must have equally many ranks, not 3, 1"),
+    "columns of other members": (
+        _crossed,
+        "rank 0 must average with one rank of every node, in the same place of each, not with 0, 3",
+    ),
+    "other groups in node 1": (
+        lambda: {"model": _otherwise(MESHES["inside"])},
+        "the model must be the same on all ranks: rank 2 has \"cut along dimension 0 and gathered "
+        "with '0.weight' to '6.bias' (10)\"",
+    ),
+    "another dimension in node 1": (
+        lambda: {"model": _across(MESHES["inside"])},
+        "rank 2 has \"cut along dimension 1 and gathered with '1.weight' to '1.bias' (2)\"",
+    ),
+    "a part of the model": (
+        lambda: {"model": _partly(MESHES["inside"])},
+        "parameter '1.weight' is trained and not sharded, while others are",
+    ),
+    "tensor parallelism": (
+        lambda: {"model": _tensor_parallel(MESHES["inside"])},
+        "parameter '1.weight' is a DTensor that fully_shard does not manage",
+    ),
+    "shards on the host": (
+        lambda: {"model": _fully(MESHES["inside"], offload_policy=CPUOffloadPolicy(False))},
+        "is offloaded to the CPU (offload_policy)",
+    ),
+    "updates in backward": (
+        lambda: {"strategy": "dreamddp:average=after_update"},
+        "strategy (dreamddp(average=after_update)) must not require updates in backward",
+    ),
+    "updates of fragments in backward": (
+        lambda: {"strategy": "diloco:fragments=2:average=after_update"},
+        "must not require updates in backward where the model is sharded",
+    ),
+    "updates of sets in backward": (
+        lambda: {"strategy": "partial-sync:average=after_update"},
+        "must not require updates in backward where the model is sharded",
+    ),
+    "sums that pass from rank to rank": (
+        lambda: {"strategy": "cyclic"},
+        "strategy (cyclic) must update in optimizer.step() where the model is sharded",
+    ),
+    "gossip": (
+        lambda: {"strategy": "ad-psgd"},
+        "strategy (ad-psgd) must be one with a plan where replicas have several ranks (mesh (ranks "
+        "0, 2): 2 nodes of 2 ranks), because its workers exchange whole models at times of their "
+        "own",
+    ),
+    "servers": (
+        lambda: {"strategy": "ssp"},
+        "strategy (ssp) must be one with a plan where replicas have several ranks",
+    ),
+    "a profile of replicated nodes": (
+        lambda: {"profile": profile_in(ADAM, ((0, 1), (2, 3)))},
+        "the profile does not match",
+    ),
+}  # fmt: skip
+
+
+def refuse_all() -> dict[str, str]:
+    """The error of each case on this rank."""
+    both = mesh_of(2)
+    MESHES.update(both=both, between=both["between"], inside=both["inside"])
+    found = {}
+    for name, (options, _) in REFUSED.items():
+        given = {"mesh": both["between"], "profile": profile_in(ADAM, nodes_of(2, 2))} | options()
+        model = given.pop("model", None) or _fully(both["inside"])
+        strategy = given.pop("strategy", "local-sgd")
+        optimizer = build_optimizer(ADAM, model)
+        try:
+            offbeat.prepare(model, optimizer, strategy, timeout_s=TIMEOUT_S, **given)[0].close()
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+# ---- deaths ---------------------------------------------------------------------------------
+
+
+def train_until_killed(strategy: str, nodes: Sequence[Sequence[int]], who: int) -> None:
+    """Rank `who` ends in iteration 2. The others raise what they have said until their end."""
+    said = io.StringIO()
+    with job(ADAM, strategy, nodes) as (model, optimizer):
+        try:
+            for t in range(20):
+                if (rank(), t) == (who, 2):
+                    os._exit(1)
+                User(ADAM, model, optimizer, USUAL).iterate(t)
+        except RuntimeError as error:
+            sys.last_value = error  # as in a script that does not catch it
+            with contextlib.redirect_stderr(said):
+                model._session.cluster.leave()
+            raise RuntimeError(" ".join(f"{error} {said.getvalue()}".split())) from error

@@ -87,7 +87,7 @@ class MemoryControl(Control):
         given = self._exchange.gather(self.rank, pack(value), "exchanging values")
         return [unpack(data, rank) for rank, data in enumerate(given)]
 
-    def is_same(self, numbers: Sequence[int]) -> bool:
+    def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
         given = self._exchange.gather(self.rank, list(numbers), "comparing values")
         return all(values == given[0] for values in given)
 
@@ -136,10 +136,10 @@ class MemoryCluster(Cluster):
         # A message may run when its last rank has released it, on the links of all its ranks.
         self.control.meet("opening links")
 
-    def average(self, tensor: Tensor) -> None:
+    def average(self, tensor: Tensor, *, is_shard: bool = False) -> None:
         tensor.copy_(combine("all_reduce", self._share(tensor)))
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
+    def broadcast(self, tensor: Tensor, source: int, *, is_shard: bool = False) -> None:
         tensor.copy_(self._share(tensor)[source])
 
     def close(self, failure: BaseException | None = None) -> bool:

@@ -221,7 +221,7 @@ class MemoryNetwork:
 
         verbs: tuple[Verb, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
         by_verb: dict[Verb, Collective] = {verb: partial(act, verb=verb) for verb in verbs}
-        return Collectives(by_verb, send, exchange, index, len(group))
+        return Collectives(by_verb, send, exchange, index, len(group), group)
 
 
 class _Meeting:

@@ -110,7 +110,8 @@ class DDP(Strategy):
         return (Buffer("buckets", kind="grad"),)
 
     def open(self, job: TrainingJob) -> Session:
-        if job.observation.then_stop:  # the job only measures a profile
+        # torch's DDP supports no shards; then the same messages follow FSDP's reduce-scatter.
+        if job.observation.then_stop or job.cluster.topology.sharded:
             return super().open(job)
         from offbeat.core.runtime.ddp_session import open_ddp_session
 

@@ -19,7 +19,14 @@ from offbeat.strategies.dreamddp import DreamDDP, full_sets
 from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, is_real, outer_of, with_outer
-from offbeat.strategies.partial_sync import Average, layer_times, partial_plan, whole_buckets
+from offbeat.strategies.partial_sync import (
+    Average,
+    AverageSetting,
+    average_of,
+    layer_times,
+    partial_plan,
+    whole_buckets,
+)
 
 STEADY = OuterSGD()
 
@@ -47,10 +54,10 @@ class DiLoCo(Wired):
     """Share of a worker's own parameters that is kept when the average of a fragment arrives: 0:
     nothing; 0.5: the published setting; None: all changes since the fragment was sent (`w += new -
     sent`)."""
-    average: Average = "after_update"
+    average: AverageSetting = "auto"
     """Time of a layer's average: after its own update in backward, or before the update, which then
-    takes place in `optimizer.step()`. With a delay or one fragment, updates and averages take place
-    at the step."""
+    takes place in `optimizer.step()`; `auto`: `after_update`, but `before_update` if the model is
+    sharded. With a delay or one fragment, updates and averages take place at the step."""
     due: Literal["end", "forward"] = "end"
     """Deadline of an average: the end of its iteration (`end`), or the next forward of each bucket
     (`forward`), with the same equations. If that is predicted to be faster, `forward` also sends in
@@ -120,7 +127,7 @@ class DiLoCo(Wired):
             return later.delayed_plan(self._setting(profile), self.delay, runs)
         none: solve.Sets = ((),) * self.period
         chosen = self._best_sets(profile)
-        average, pieces = self.average, chosen.pieces
+        average, pieces = self._average, chosen.pieces
         return partial_plan(self.name, profile, chosen.sets, none, average, "local", pieces)
 
     def _fastest_plan(self, profile: Profile) -> Plan:
@@ -140,7 +147,7 @@ class DiLoCo(Wired):
         return DreamDDP(self.period, average=self.average, fill=False, split=False)
 
     def _setting(self, profile: Profile) -> later.Setting:
-        return later.Setting(self.name, profile, self.period, self.average, "local")
+        return later.Setting(self.name, profile, self.period, self._average, "local")
 
     def _late_plans(self, profile: Profile) -> Iterator[Plan]:
         """Yield the plans that `due="forward"` compares with the plan of `due="end"`."""
@@ -155,7 +162,7 @@ class DiLoCo(Wired):
             yield replace(self._planner(), due="forward").schedule(profile)
         elif self.fragments == 1:
             yield later.bucketwise_plan(setting)
-            if self.average == "after_update":
+            if self._average == "after_update":
                 starts = [*full_sets(self._planner(), profile), self._even_sets(profile, 1)]
                 for start in starts:
                     choices = later.forward_choices(setting, start, (), search=False)
@@ -166,6 +173,8 @@ class DiLoCo(Wired):
             dense = replace(setting, period=self.fragments)
             for sets in (self._best_sets(profile), self._even_sets(profile, self.fragments)):
                 start = sets._replace(sets=tuple(filter(None, sets.sets)))
+                if len(start.sets) < self.fragments:  # messages without cost share a fragment
+                    continue
                 start = start._replace(fill=((),) * self.fragments)
                 for choice in later.forward_choices(dense, start, (), search=True):
                     if all(choice.orders):
@@ -186,13 +195,13 @@ class DiLoCo(Wired):
 
     def _runs(self, profile: Profile, count: int) -> later.Candidate:
         """Return fragments of neighbouring buckets, spread over the period."""
-        message_s = layer_times(profile, self.average, "local")[1]
+        message_s = layer_times(profile, self._average, "local")[1]
         return later.neighbours(message_s, count, self.period)
 
     def _even_sets(self, profile: Profile, count: int) -> later.Candidate:
         """Return fragments of even load, spread over the period; of equal buckets, every
         `count`-th one."""
-        message_s = layer_times(profile, self.average, "local")[1]
+        message_s = layer_times(profile, self._average, "local")[1]
         grain_s = later.ROUNDING * max(message_s) or 1.0  # equal buckets differ by rounding errors
         sets = later.even_loads([round(seconds / grain_s) for seconds in message_s], count)
         return self._spread(profile, sets)
@@ -200,7 +209,7 @@ class DiLoCo(Wired):
     def _best_sets(self, profile: Profile) -> later.Candidate:
         """Return DreamDDP's sets for `fragments` iterations, spread over the period."""
         assert self.fragments is not None
-        times = layer_times(profile, self.average, "local")
+        times = layer_times(profile, self._average, "local")
         sets = solve.best(*times, self.fragments)
         if not all(sets):  # DreamDDP fills fewer sets if they suffice to hide all messages
             sets = later.even_loads(times[1], self.fragments)
@@ -211,7 +220,7 @@ class DiLoCo(Wired):
         return later.Candidate(pieces, later.spread(sets, self.period), none)
 
     def at_step(self) -> Strategy | None:
-        after, together = self.average == "after_update", self.fragments == 1 and not self.delay
+        after, together = self._average == "after_update", self.fragments == 1 and not self.delay
         if self.due == "end":
             early = after and not together and not self.delay
             return replace(self, average="before_update") if early else None
@@ -221,13 +230,21 @@ class DiLoCo(Wired):
             return replace(self, due="end") if after else None
         return replace(self, average="before_update", due="end")
 
+    @property
+    def requires_early_updates(self) -> bool:
+        return self.average == "after_update" and self.fragments != 1 and not self.delay
+
+    @property
+    def _average(self) -> Average:
+        return average_of(self.average)
+
     def equations(self, plan: Plan) -> Equations:
         outer = equations_of(self.outer)
         assert outer is not None
         outer.alpha = self.alpha
         if self.delay:
-            return delayed(layer_sets(plan, "average"), self.delay, self.average, None, outer)
-        average = "after_update" if self.fragments == 1 else self.average
+            return delayed(layer_sets(plan, "average"), self.delay, self._average, None, outer)
+        average = "after_update" if self.fragments == 1 else self._average
         return partial(layer_sets(plan), average, outer=outer)
 
     def bound_s(self, profile: Profile) -> float:

@@ -26,7 +26,9 @@ from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD, kinds_of
 from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
 from offbeat.strategies.partial_sync import (
     Average,
+    AverageSetting,
     Piece,
+    average_of,
     layer_set_facts,
     layer_times,
     partial_plan,
@@ -89,9 +91,10 @@ class DreamDDP(Wired):
     jitter makes the plan slower, or a codec (`wire`) is set to reduce bytes."""
     split: Literal["auto", True, False] = "auto"
     """Whether layers are cut into one slice per iteration; `auto`: if that saves at least 2 %."""
-    average: Average = "after_update"
+    average: AverageSetting = "auto"
     """Time of a layer's average: after its own update in backward, or before the update, which then
-    takes place in `optimizer.step()`."""
+    takes place in `optimizer.step()`; `auto`: `after_update`, but `before_update` if the model is
+    sharded."""
     state: StatePolicy = "local"
     """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`),
     or clear it (`reset`)."""
@@ -211,8 +214,16 @@ class DreamDDP(Wired):
     def at_step(self) -> Strategy | None:
         if self.due == "forward":  # with either `average` each bucket is updated separately
             return replace(self, average="before_update", due="end")
-        early = self.average == "after_update"
+        early = self._average == "after_update"
         return replace(self, average="before_update") if early else None
+
+    @property
+    def requires_early_updates(self) -> bool:
+        return self.average == "after_update" and self.due != "delayed"
+
+    @property
+    def _average(self) -> Average:
+        return average_of(self.average)
 
     def equations(self, plan: Plan) -> Equations:
         early = any(effects.is_update(a) and a.at.point == "grad" for a in plan.applies)
@@ -220,8 +231,8 @@ class DreamDDP(Wired):
         outer = equations_of(self.outer)
         late = layer_sets(plan, "average")
         if any(late):
-            return delayed(late, self.delay, self.average, clip, outer)
-        return partial(layer_sets(plan), self.average, self.state, clip, outer)
+            return delayed(late, self.delay, self._average, clip, outer)
+        return partial(layer_sets(plan), self._average, self.state, clip, outer)
 
     def bound_s(self, profile: Profile) -> float:
         if self.due == "forward":
@@ -231,7 +242,7 @@ class DreamDDP(Wired):
         return periodic_bound_s(profile, self.period, fused=True)
 
     def _setting(self, profile: Profile) -> later.Setting:
-        return later.Setting(self.name, profile, self.period, self.average, self.state)
+        return later.Setting(self.name, profile, self.period, self._average, self.state)
 
     def _forward_plan(self, profile: Profile) -> Plan:
         """Return the plan with `due="forward"`: whole buckets, or slices if they save enough."""
@@ -290,7 +301,7 @@ class DreamDDP(Wired):
         """Return the plan with `due="delayed"`: runs of neighbouring buckets, or other sets of
         whole buckets if they are faster."""
         setting, size = self._setting(profile), len(profile.buckets)
-        times = layer_times(profile, self.average, self.state)
+        times = layer_times(profile, self._average, self.state)
         choice = Candidate(whole_buckets(size), _SOLVERS[self.solver](*times, self.period))
         if self.solver == "auto":
             at_once = self._full_sets(profile)
@@ -309,7 +320,7 @@ class DreamDDP(Wired):
         """
         best: Candidate | None = None
         best_s, best_n, best_times = float("inf"), 0, ([], [])
-        backward_s, whole_s = layer_times(profile, self.average, self.state)
+        backward_s, whole_s = layer_times(profile, self._average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
         outside_s = [self._outside_s(profile) + s for s in self._message_cpu_s(profile, cuts)]
         least_s = self._least_costs_s(cuts, backward_s, whole_s, slice_s)
@@ -392,7 +403,7 @@ class DreamDDP(Wired):
         """
         if self.solver != "auto":
             return
-        times = layer_times(profile, self.average, self.state)
+        times = layer_times(profile, self._average, self.state)
         ready_s, everything = list(accumulate(times[0])), range(len(times[0]))
         idle: solve.Sets = ((),) * (self.period - 1)
         none: solve.Sets = ((),) * self.period
@@ -412,7 +423,7 @@ class DreamDDP(Wired):
         if self._needs_simulation(profile) or self._formula_s(least_s, profile) < layers_s:
             yield candidate(self._fuse_for_early_end(profile, ready_s))
         yield one
-        if self.average == "after_update":
+        if self._average == "after_update":
             slowest = profile.slowest()
             local_s = self.period * (slowest.backward_s + slowest.update_s) + message_s
             yield one._replace(cost_s=local_s, at_step=True)
@@ -491,7 +502,7 @@ class DreamDDP(Wired):
         """Return the seconds of a period outside of backward."""
         slowest = profile.slowest()
         outside_s = slowest.other_s + slowest.forward_s
-        if self.average == "before_update":
+        if self._average == "before_update":
             outside_s += slowest.update_s
         return self.period * outside_s
 
@@ -516,7 +527,7 @@ class DreamDDP(Wired):
             profile,
             candidate.sets,
             candidate.fill,
-            self.average,
+            self._average,
             self.state,
             candidate.pieces,
         )

@@ -19,6 +19,13 @@ from offbeat.strategies.solvers import Sets, equal_number
 
 Average = Literal["after_update", "before_update"]
 """Time of a layer's average relative to its update."""
+AverageSetting = Literal["auto", "after_update", "before_update"]
+"""`Average`, or "auto" for `after_update` wherever backward may run updates."""
+
+
+def average_of(setting: AverageSetting) -> Average:
+    """Return the time of a layer's average that a setting selects."""
+    return "after_update" if setting == "auto" else setting
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,10 @@ class PartialSync(Wired):
 
     period: int = 5
     """Every layer is averaged once in `period` iterations."""
-    average: Average = "after_update"
+    average: AverageSetting = "auto"
     """Time of a layer's average: after its own update in backward, or before the update, which then
-    takes place in `optimizer.step()`."""
+    takes place in `optimizer.step()`; `auto`: `after_update`, but `before_update` if the model is
+    sharded."""
     state: StatePolicy = "local"
     """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`),
     or clear it (`reset`)."""
@@ -51,19 +59,24 @@ class PartialSync(Wired):
         object.__setattr__(self, "outer", outer_of(self.outer))
 
     def schedule(self, profile: Profile) -> Plan:
-        backward_s, communication_s = layer_times(profile, self.average, self.state)
+        average = average_of(self.average)
+        backward_s, communication_s = layer_times(profile, average, self.state)
         sets = equal_number(backward_s, communication_s, self.period)
         none: Sets = ((),) * self.period
-        plan = partial_plan(self.name, profile, sets, none, self.average, self.state)
+        plan = partial_plan(self.name, profile, sets, none, average, self.state)
         return plan if self.outer is None else with_outer(plan, self.outer, profile)
 
     def at_step(self) -> Strategy | None:
-        early = self.average == "after_update"
+        early = average_of(self.average) == "after_update"
         return replace(self, average="before_update") if early else None
+
+    @property
+    def requires_early_updates(self) -> bool:
+        return self.average == "after_update"
 
     def equations(self, plan: Plan) -> Equations:
         outer = equations_of(self.outer)
-        return partial(layer_sets(plan), self.average, self.state, outer=outer)
+        return partial(layer_sets(plan), average_of(self.average), self.state, outer=outer)
 
     def bound_s(self, profile: Profile) -> float:
         return periodic_bound_s(profile, self.period, fused=False)

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.former_memory import FormerMemory
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
-from offbeat.core.buckets.shards import Shards, is_sharded, reshard
+from offbeat.core.buckets.shards import Shards, is_sharded, local_of, reshard
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 from offbeat.core.plan.types import moment_of
 
@@ -126,15 +126,14 @@ class Flat:
         self.buckets: list[FlatBucket] = [
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
-        if not self.is_sharded:
-            self.take_gradients(before)
+        self.take_gradients(before)
         if before is not None:
             before.free("grad")
         self.former.note()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds shards of the parameters. FSDP holds their gradients then."""
+        """Whether this rank holds shards of the parameters."""
         return is_sharded(self.parameters[0])
 
     def _alignment(self, key: Key) -> int:
@@ -182,7 +181,7 @@ class Flat:
                 not suffice.
         """
         sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
-        given = [p.grad for p in self.parameters]
+        given = [None if p.grad is None else local_of(p.grad) for p in self.parameters]
         grads = self._create_tensors(sizes, may_fail=True)
         if grads is None:
             given = [None if grad is None else grad.to("cpu", copy=True) for grad in given]
@@ -199,7 +198,7 @@ class Flat:
             self._views = self.views()
             for p, view, value in zip(self.parameters, self._views, given, strict=True):
                 if value is not None:
-                    view.copy_(value)
+                    local_of(view).copy_(value)
                 p.grad = view
 
     def free(self, buffer: str) -> None:
@@ -377,14 +376,15 @@ class Flat:
 
     def views(self, copy: int = 0) -> list[Tensor]:
         """Return one view of a copy of the gradients per parameter, bucket by bucket."""
-        if self._views and self._views[0]._base is self._stores["grad"][copy][self.keys[0]]:
-            return list(self._views)  # the tensors in `p.grad`
         store, views = self._stores["grad"][copy], []
+        if self._views and local_of(self._views[0])._base is store[self.keys[0]]:
+            return list(self._views)  # the tensors in `p.grad`
         for key, (_, _, start, _), offsets, bucket in zip(
             self.keys, self._spans, self._offsets, self.buckets, strict=True
         ):
             for p, offset in zip(bucket.parameters, offsets, strict=False):  # buffers follow
-                views.append(view_like(store[key], p, start + offset))
+                like = self.shards.view_of if self.is_sharded else view_like
+                views.append(like(store[key], p, start + offset))
         return views
 
     def gradients(self, bucket: int, copy: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.shards import local_of
 
 
 class Gradients:
@@ -57,7 +58,7 @@ class Gradients:
         without offbeat does."""
         for b, count in enumerate(self._added_now):
             for p in () if count else self.flat.buckets[b].parameters:
-                if p.grad is not None and not p.grad.any():
+                if p.grad is not None and not local_of(p.grad).any():
                     p.grad = None
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -112,10 +113,11 @@ class Gradients:
                 "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
                 "inner derivative with torch.autograd.grad(..., create_graph=True)"
             )
+        own, given = local_of(view), local_of(gradient)
         if self.late and not self._stale[self.bucket_of[index]]:
-            view.add_(gradient)  # the view holds gradients of earlier iterations
+            own.add_(given)  # the view holds gradients of earlier iterations
         else:
-            view.copy_(gradient)  # the view holds a gradient that was set to None or applied
+            own.copy_(given)  # the view holds a gradient that was set to None or applied
         p.grad = view
         self._hidden.discard(index)
 
@@ -126,7 +128,7 @@ class Gradients:
                 continue
             if p.grad is not view:
                 self.take(index, p)
-            elif self.late or not view.any():
+            elif self.late or not self.flat.shards.is_any(view):
                 continue
             seen[index] = 1
 
@@ -147,7 +149,7 @@ class Gradients:
         place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
         if p.grad is not view:
             if self._stale[b] or not self.late:  # the view holds an applied or removed gradient
-                view.zero_()
+                local_of(view).zero_()
             if self._stale[b]:
                 absent[place] = self._added[copy][b]
             p.grad = view

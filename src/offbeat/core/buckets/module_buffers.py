@@ -46,8 +46,8 @@ class ModuleBuffers:
     counters. Checksums are compared in the first iteration and with every comparison of replicas.
     """
 
-    def __init__(self, model: nn.Module, rank: int, where: torch.device):
-        self._model, self._rank, self._where = model, rank, where
+    def __init__(self, model: nn.Module, is_source: bool, where: torch.device):
+        self._model, self._is_source, self._where = model, is_source, where
         self._checksums: dict[str, int] | None = None
         self._places: list[_Place] = []
         self.size_bytes = 0
@@ -102,12 +102,13 @@ class ModuleBuffers:
         self.size_bytes = at
 
     def pack(self) -> tuple[Tensor, ...]:
-        """Return the bytes of the buffers on rank 0, and memory of their size on other ranks."""
+        """Return the bytes of the buffers on the rank that sends them, and memory of their size on
+        other ranks."""
         if self.before_packing is not None:
             self.before_packing()
         if not self._places:
             return ()
-        if self._rank:
+        if not self._is_source:
             for place in self._places:
                 _ = place.tensor  # raises if the shape differs from rank 0's
             return (torch.empty(self.size_bytes, dtype=torch.uint8, device=self._where),)
@@ -115,8 +116,8 @@ class ModuleBuffers:
         return (torch.cat(parts),)
 
     def unpack(self, tensors: Sequence[Tensor]) -> None:
-        """Write rank 0's bytes into this rank's buffers."""
-        if not self._rank or not tensors:
+        """Write the received bytes into this rank's buffers."""
+        if self._is_source or not tensors:
             return
         [packed] = tensors
         with torch.no_grad():

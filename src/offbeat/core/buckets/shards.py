@@ -63,6 +63,23 @@ class Shards:
         one = self._stored.get(id(p))
         return p if one is None else one._sharded_param_data
 
+    def view_of(self, flat: Tensor, p: Tensor, start: int) -> Tensor:
+        """Return a tensor with the shape of a parameter in other memory.
+
+        Args:
+            flat: flat memory, [elements].
+            p: a sharded parameter.
+            start: first element of `flat` to use; as many as `memory_of(p)` has.
+
+        Returns:
+            DTensor whose local elements are a view of `flat`, without padding.
+        """
+        one = self._stored[id(p)]
+        padded = flat[start : start + one._sharded_param_data.numel()]
+        padded = padded.view(one.padded_sharded_param_size)
+        dim = one.fsdp_placement.dim
+        return one.to_sharded_dtensor(padded.narrow(dim, 0, one.sharded_size[dim]))
+
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
         """Return the squared norm of tensors of the replica, of which each rank gives its part.
 
@@ -75,6 +92,16 @@ class Shards:
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         return float(total)
+
+    def is_any(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of the replica has an element that is not zero.
+
+        All ranks of the node must call it at the same place.
+        """
+        found = local_of(tensor).any().to(torch.int32)
+        if self._group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
 
     def move(self, p: Tensor, memory: Tensor) -> None:
         """Use other memory for a parameter. Its contents are the caller's task.
@@ -112,16 +139,17 @@ def shard_ranks(model: nn.Module) -> tuple[int, ...] | None:
         ValueError: a parameter is sharded in a way that cannot be averaged; names it.
     """
     meshes: dict[tuple[int, ...], str] = {}
-    managed = Shards(model)._stored
-    for name, p in model.named_parameters():
-        if not is_sharded(p):
-            continue
+    named = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
+    for name, p in named:
         _require_one_dimension(name, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    managed = Shards(model)._stored
+    for name, p in named:
         if id(p) not in managed:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that fully_shard does not manage; shard it with "
                 "fully_shard, or keep it whole"
             )
+        _require_plain_storage(name, managed[id(p)])
         meshes.setdefault(tuple(p.device_mesh.mesh.flatten().tolist()), name)  # type: ignore[attr-defined]
     if not meshes:
         return None
@@ -144,6 +172,35 @@ def _require_one_dimension(name: str, mesh: DeviceMesh, placements: Iterable[Any
             "between nodes itself, and tensor parallelism is not supported beside it; give "
             "fully_shard the dimension inside a node, mesh['inside']"
         )
+
+
+def _require_plain_storage(name: str, one: Any) -> None:
+    """Raise ValueError if a parameter's shard is not a plain tensor on the parameter's device."""
+    if one.offload_to_cpu:
+        raise ValueError(
+            f"parameter {name!r} is offloaded to the CPU (offload_policy), but its shard must stay "
+            "on the device of training; leave offload_policy out of fully_shard"
+        )
+    if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {name!r} ({type(one._sharded_local_tensor).__name__}) must be a plain "
+            "tensor, not one that FSDP gathers in another format (fp8); leave the conversion out"
+        )
+
+
+def describe_shards(model: nn.Module) -> dict[str, str]:
+    """Return by name of a sharded parameter the dimension that is cut, and the parameters that
+    FSDP gathers together with it. They must be equal in all nodes."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, str] = {}
+    for module in sharded_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            own = [names.get(id(one.sharded_param), "?") for one in group.fsdp_params]
+            together = f"gathered with {own[0]!r} to {own[-1]!r} ({len(own)})"
+            for name, one in zip(own, group.fsdp_params, strict=True):
+                cut = f"cut along dimension {one.fsdp_placement.dim}"
+                found[f"sharding of parameter {name!r}"] = f"{cut} and {together}"
+    return found
 
 
 def _require_trained_shards(model: nn.Module) -> None:

@@ -74,6 +74,9 @@ class ReplicaGuard(Comparison):
     updates. A comparison is one collective of four numbers before the update of a step, after
     `settle` has completed delayed updates. So all ranks compare the same version. Loading a
     checkpoint sends nothing, because one rank may do it alone.
+
+    With `holders`, the groups of ranks that hold the same shards, weights and optimizer state are
+    compared within these groups.
     """
 
     def __init__(
@@ -83,9 +86,10 @@ class ReplicaGuard(Comparison):
         optimizer: torch.optim.Optimizer,
         every: int,
         settle: Callable[[], None],
+        holders: Groups = (),
     ):
         super().__init__(control, model, optimizer, every)
-        self._settle = settle
+        self._settle, self._holders = settle, holders
         self.skipped = 0  # updates that the script has skipped
 
     def step(self) -> None:
@@ -104,20 +108,20 @@ class ReplicaGuard(Comparison):
         self._settle()
         settings = settings_of(self._optimizer, self._model)
         state = optimizer_state(self._optimizer, self._model)
-        digests = (
-            hash_text(repr(settings)) >> 2,
-            checksum(*weights(self._model).values()) >> 2,
-            digest_of(state),
-            self.skipped,
-        )
-        if not self._control.is_same(digests):
+        common = [hash_text(repr(settings)) >> 2, self.skipped]
+        held = [checksum(*weights(self._model).values()) >> 2, digest_of(state)]
+        if self._holders:
+            is_same = self._control.is_same(held, self._holders) & self._control.is_same(common)
+        else:
+            is_same = self._control.is_same([*common, *held])
+        if not is_same:
             self._require_rounding_only(settings, state)
 
     def _require_rounding_only(self, settings: Settings, state: dict[str, Tensor]) -> None:
         """Raise RuntimeError with the causes, unless replicas differ by rounding only."""
         causes = [self._describe_skips(), describe_difference(self._control.gather(settings))]
         for what, tensors in (("weight", weights(self._model)), ("optimizer state", state)):
-            found = find_difference(tensors, self._control)
+            found = find_difference(tensors, self._control, self._holders)
             causes.append(None if found is None else f"{what} {found}")
         named = [cause for cause in causes if cause]
         if named:

@@ -47,9 +47,12 @@ class FiniteGuard:
         world_size: int,
         names: Callable[[range], str],
         node_size: int = 1,
+        averaging: int | None = None,
     ):
         self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
         self._node_size = node_size  # number of ranks that average on the link `INSIDE`
+        # Number of ranks that average on the other links: all, or the replicas of a sharded model.
+        self._averaging = world_size if averaging is None else averaging
         # Whether this rank's values were bad, for each average between its two halves.
         self._own: dict[tuple[Payload, torch.dtype], bool] = {}
 
@@ -79,9 +82,7 @@ class FiniteGuard:
             is_sum = transfer.payload.buffer == "grad"
             return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
         if self._policy == "skip":
-            inside = base_link(transfer.link) == INSIDE and self._node_size > 1
-            ranks = self._node_size if inside else self._world_size
-            return self._vote(verb, tensor, collectives, ranks)
+            return self._vote(verb, tensor, collectives, self._averaging_on(transfer.link))
         if verb == "all_gather":
             bad = self._own.pop(key, False)
         else:
@@ -93,6 +94,11 @@ class FiniteGuard:
             self._own[key] = bad
             return []
         return [] if is_finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
+
+    def _averaging_on(self, link: str) -> int:
+        """Return the number of ranks that average with each other on a link."""
+        inside = base_link(link) == INSIDE and self._node_size > 1
+        return self._node_size if inside else self._averaging
 
     def _vote(self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int) -> list[int]:
         if verb == "all_gather":
@@ -132,7 +138,7 @@ class FiniteGuard:
         who = _name_ranks(culprits)
         if transfer.ranks is not None:
             raise self._spoilt_sum(culprits, payload.buckets, iteration)
-        if self._policy == "skip" and len(culprits) < self._world_size:
+        if self._policy == "skip" and len(culprits) < self._averaging_on(transfer.link):
             if self._rank == 0:
                 warnings.warn(f"{who} left out of the {what}: not finite", stacklevel=2)
             return

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.random_states import CPU, generator
-from offbeat.core.buckets.shards import own_parameters
+from offbeat.core.buckets.shards import is_sharded, local_of, own_parameters, reshard
 from offbeat.core.plan import Plan
 from offbeat.core.plan.types import BUFFERS
 from offbeat.core.transport.cluster import Cluster
@@ -43,9 +44,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the optimizer's tensors by `parameter.state`."""
+    """Return the optimizer's tensors by `parameter.state`, and the own shards of sharded ones."""
     return {
-        f"{name}.{key}": value.detach()
+        f"{name}.{key}": local_of(value.detach())
         for name, p in model.named_parameters()
         for key, value in optimizer.state.get(p, {}).items()
         if isinstance(value, Tensor)
@@ -182,9 +183,9 @@ def broadcast_model(model: nn.Module, cluster: Cluster) -> None:
 
     They are not sent if checksums are equal already, as after initialization with equal seeds.
     """
-    tensors = _replica_tensors(model)
-    if not _are_equal(tensors, cluster):
-        _copy_from(0, tensors, cluster)
+    held = _held_tensors(model)
+    if not _are_equal(held, cluster):
+        _copy_from(0, held, cluster)
 
 
 def average_replicas(
@@ -192,56 +193,61 @@ def average_replicas(
 ) -> None:
     """Average floating-point tensors of all replicas, and copy rank 0's other tensors.
 
-    Nothing is sent if replicas are identical. Finally checksums are compared.
+    Nothing is sent if replicas are identical. Finally checksums are compared. Shards are averaged
+    over the ranks that hold them, all other tensors over all ranks.
 
     Args:
         model: the model.
         cluster: the cluster.
-        more: further tensors to unify in the same way.
+        more: further tensors to unify in the same way, such as optimizer state.
         staged: average copies, so that the replicas stay as they are if a rank fails meanwhile.
 
     Raises:
         RuntimeError: checksums differ afterwards.
     """
-    stored = [*_replica_tensors(model), *more]
-    tensors = [tensor.detach().clone() for tensor in stored] if staged else stored
-    if not _are_equal(tensors, cluster):
+    stored = _held_tensors(model, more)
+    held = stored.copy() if staged else stored
+    if not _are_equal(held, cluster):
         with cluster.control.collective("averaging replicas"):
-            for tensor in tensors:
+            for is_shard, tensor in held.items():
                 if tensor.is_floating_point():
-                    _in_place(tensor, cluster.where, cluster.average)
+                    act = partial(cluster.average, is_shard=is_shard)
+                    _in_place(tensor, cluster.where, act)
                 else:
-                    _from_replica(0, tensor, cluster)
-    _require_same(tensors, cluster)
+                    _from_replica(0, tensor, is_shard, cluster)
+    _require_same(held, cluster)
     if staged:
         with torch.no_grad():
-            for tensor, average in zip(stored, tensors, strict=True):
+            for (_, tensor), (_, average) in zip(stored.items(), held.items(), strict=True):
                 tensor.copy_(average)
 
 
 def take(source: int, model: nn.Module, cluster: Cluster) -> None:
     """Copy the model of one rank to all ranks, and compare checksums."""
-    tensors = _replica_tensors(model)
-    _copy_from(source, tensors, cluster)
-    _require_same(tensors, cluster)
+    held = _held_tensors(model)
+    _copy_from(source, held, cluster)
+    _require_same(held, cluster)
 
 
-def _are_equal(tensors: Sequence[Tensor], cluster: Cluster) -> bool:
+def _are_equal(held: _Held, cluster: Cluster) -> bool:
     """Return whether all replicas have equal tensors; the same on all ranks."""
-    if cluster.topology.sharded:
-        return not _odd_ranks(tensors, cluster)
-    return cluster.control.is_same([checksum(*tensors) >> 2])
+    if not cluster.control.is_same([checksum(*held.whole) >> 2]):
+        return False
+    groups = cluster.topology.holders
+    return not groups or cluster.control.is_same([checksum(*held.shards)], groups)
 
 
-def _odd_ranks(tensors: Sequence[Tensor], cluster: Cluster) -> list[int]:
-    """Return the ranks whose tensors differ from those of replica 0."""
-    sums, topology = cluster.control.gather(checksum(*tensors)), cluster.topology
-    columns = topology.columns if topology.sharded else (range(len(sums)),)
-    return sorted(rank for own in columns for rank in own if sums[rank] != sums[own[0]])
+def _odd_ranks(held: _Held, cluster: Cluster) -> list[int]:
+    """Return the ranks whose tensors differ from those of the first rank that holds them."""
+    sums = cluster.control.gather((checksum(*held.whole), checksum(*held.shards)))
+    odd = {rank for rank, (whole, _) in enumerate(sums) if whole != sums[0][0]}
+    for own in cluster.topology.columns:
+        odd.update(rank for rank in own if sums[rank][1] != sums[own[0]][1])
+    return sorted(odd)
 
 
-def _require_same(tensors: Sequence[Tensor], cluster: Cluster) -> None:
-    odd = _odd_ranks(tensors, cluster)
+def _require_same(held: _Held, cluster: Cluster) -> None:
+    odd = _odd_ranks(held, cluster)
     if odd:
         raise RuntimeError(
             f"replicas still differ after consolidation: ranks {odd} have other checksums than "
@@ -249,17 +255,17 @@ def _require_same(tensors: Sequence[Tensor], cluster: Cluster) -> None:
         )
 
 
-def require_equal(model: nn.Module, strategy: object, control: Control) -> None:
-    """Require equal parameters on all ranks, for strategies that keep replicas equal.
+def require_equal(model: nn.Module, strategy: object, cluster: Cluster) -> None:
+    """Require equal replicas, for strategies that keep them equal.
 
     Raises:
         RuntimeError: on every rank, if parameters differ by more than rounding; names rank and
             first tensor.
     """
-    named = weights(model)
-    if control.is_same([digest_of(named)]):
+    named, control, groups = weights(model), cluster.control, cluster.topology.holders
+    if control.is_same([digest_of(named)], groups):
         return
-    found = find_difference(named, control)
+    found = find_difference(named, control, groups)
     if found is not None:
         raise RuntimeError(
             f"replicas have diverged, although {strategy} keeps them equal: {found}; {REPAIR}"
@@ -276,22 +282,23 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
     """
     state = optimizer_state(optimizer, model)
     layout = [(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()]
-    if not cluster.control.is_same([hash_text(repr(layout)) >> 2]):
-        found = find_difference(state, cluster.control)
+    groups = cluster.topology.holders
+    if not cluster.control.is_same([hash_text(repr(layout)) >> 2], groups):
+        found = find_difference(state, cluster.control, groups)
         raise RuntimeError(
             f"optimizer states cannot be averaged: {found}; load the same checkpoint on all ranks"
         )
     average_replicas(model, cluster, state.values())
 
 
-def _copy_from(source: int, tensors: Iterable[Tensor], cluster: Cluster) -> None:
+def _copy_from(source: int, held: _Held, cluster: Cluster) -> None:
     with cluster.control.collective(f"taking the weights of replica {source}"):
-        for tensor in tensors:
-            _from_replica(source, tensor, cluster)
+        for is_shard, tensor in held.items():
+            _from_replica(source, tensor, is_shard, cluster)
 
 
-def _from_replica(source: int, tensor: Tensor, cluster: Cluster) -> None:
-    _in_place(tensor, cluster.where, lambda t: cluster.broadcast(t, source))
+def _from_replica(source: int, tensor: Tensor, is_shard: bool, cluster: Cluster) -> None:
+    _in_place(tensor, cluster.where, lambda t: cluster.broadcast(t, source, is_shard=is_shard))
 
 
 def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor], object]) -> None:
@@ -307,7 +314,36 @@ def _in_place(tensor: Tensor, where: torch.device, collective: Callable[[Tensor]
             tensor.copy_(whole)
 
 
-def _replica_tensors(model: nn.Module) -> list[Tensor]:
-    """Return all tensors of a replica: parameters, including frozen ones, and buffers."""
-    tensors = *own_parameters(model).values(), *model.buffers()
-    return [t.detach() for t in tensors if t.numel()]
+@dataclass(frozen=True)
+class _Held:
+    """Tensors of a replica on this rank.
+
+    Attributes:
+        whole: tensors that every rank holds.
+        shards: tensors that only the ranks of a column hold.
+    """
+
+    whole: list[Tensor]
+    shards: list[Tensor]
+
+    def copy(self) -> _Held:
+        """Return copies of all tensors."""
+        return _Held(*([t.clone() for t in own] for own in (self.whole, self.shards)))
+
+    def items(self) -> Iterator[tuple[bool, Tensor]]:
+        """Yield whether a tensor is a shard, and the tensor."""
+        yield from ((False, tensor) for tensor in self.whole)
+        yield from ((True, tensor) for tensor in self.shards)
+
+
+def _held_tensors(model: nn.Module, more: Iterable[Tensor] = ()) -> _Held:
+    """Return parameters, including frozen ones, buffers, and `more` tensors, which may be parts of
+    a sharded replica."""
+    reshard(model)
+    held, is_any = _Held([], []), False
+    for tensor in (*model.parameters(), *model.buffers()):
+        is_any |= is_sharded(tensor)
+        own = held.shards if is_sharded(tensor) else held.whole
+        own.append(local_of(tensor.detach()))
+    (held.shards if is_any else held.whole).extend(more)
+    return _Held(*([t for t in own if t.numel()] for own in (held.whole, held.shards)))

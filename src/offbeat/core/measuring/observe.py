@@ -35,22 +35,17 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.iteration import Iteration, Timestamps
 
 
-def observing_plan(
-    buckets: int, link: str, *, of_parameters: bool = False, broadcasts: bool = False
-) -> Plan:
-    """Return a plan with one message of all gradients, sent when all of them are ready; with
-    `of_parameters`, one of all parameters after the step.
+def observing_plan(buckets: int, link: str, *, broadcasts: bool = False) -> Plan:
+    """Return a plan with one message of all gradients, sent when all of them are ready.
 
     The plan is valid for any order of gradients. With `broadcasts`, a broadcast of rank 0's module
     buffers follows.
     """
-    moments = (Moment("grad", buckets - 1), Moment("step"))
-    after, before = (Moment("step"), Moment("end")) if of_parameters else moments
     message = transfer(
-        "param" if of_parameters else "grad",
+        "grad",
         range(buckets),
-        after=after,
-        before=before,
+        after=Moment("grad", buckets - 1),
+        before=Moment("step"),
         phases=[0],
         link=link,
     )

@@ -232,6 +232,8 @@ class CodedMessage:
             sent += outcome.bytes
             bad += outcome.bad
         own = act.rank in bad if leaves_out else bool(bad)
+        if self.transfer.ranks is None and act.members:
+            bad = [act.members[rank] for rank in bad]
         if self.errors is not None and not own:
             for part, views in zip(self.parts, self.errors, strict=True):
                 _for_each_piece(part.numbers, views[0], lambda x, error: error.copy_(x))

@@ -226,7 +226,7 @@ class DDPSession(LoopSession):
             if repairing:
                 repair(self._model, self._optimizer, self._cluster)
             else:
-                require_equal(self._model, "ddp", self._cluster.control)
+                require_equal(self._model, "ddp", self._cluster)
                 average_replicas(self._model, self._cluster)
 
     def traffic(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.buckets.memory import give_back
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.derive.lean import keeps_gradients
+from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
@@ -62,6 +62,8 @@ class Engine:
         control: Control,
         timeout_s: float,
         replica: int | None = None,
+        *,
+        sends_buffers: bool | None = None,
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
@@ -82,7 +84,8 @@ class Engine:
         # Whether this iteration has, and whether any backward had, a forward in evaluation mode.
         self._evaluated = self._trains_in_eval = False
         self._attached, self._adopted = ExitStack(), ExitStack()  # undo `attach` and `adopt`
-        self.module_buffers = ModuleBuffers(model, control.rank, flat.parameter_tensors()[0].device)
+        is_source = control.rank == 0 if sends_buffers is None else sends_buffers
+        self.module_buffers = ModuleBuffers(model, is_source, flat.parameter_tensors()[0].device)
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -91,9 +94,7 @@ class Engine:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
         self.flat = flat
-        self.gradients: Gradients | AutogradGradients = (
-            ShardGradients(flat) if flat.is_sharded else Gradients(flat, self.control.world_size)
-        )
+        self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
@@ -149,13 +150,15 @@ class Engine:
         Sparse gradients must move to the flat storage, because most optimizers do not support
         sparse tensors.
         """
+        if self.flat.is_sharded:  # votes read the gradients of shards in FSDP's tensors
+            return leaves_gradients(plan)
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
         return keeps_gradients(plan) and not sparse
 
     def _place_gradients(self, *, sent: bool) -> None:
-        """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd
-        creates."""
-        if sent == self.gradients.sent or self.flat.is_sharded:
+        """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd or
+        FSDP creates."""
+        if sent == self.gradients.sent:
             return
         before = self.hooks
         before.remove()
@@ -167,8 +170,12 @@ class Engine:
             self.gradients.drop_unused()
             self.gradients.drop_views()
             self.flat.free("grad")
-            self.gradients = AutogradGradients(self.flat)
-            self.hooks = Sentinels(self.gradients, self)
+            if self.flat.is_sharded:
+                self.gradients = ShardGradients(self.flat)
+                self.hooks = BackwardHooks(self.gradients, self)
+            else:
+                self.gradients = AutogradGradients(self.flat)
+                self.hooks = Sentinels(self.gradients, self)
         self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
     def set_watched(self, watched: UsageRecorder | None) -> None:

@@ -22,7 +22,6 @@ from offbeat.core.console import console
 from offbeat.core.derive import effects
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.derive.deferred import defer_updates
-from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
@@ -126,6 +125,7 @@ class FlatSession(Session):
             cluster.control,
             cluster.timeout_s,
             cluster.replica,
+            sends_buffers=cluster.is_first,
         )
         # Guard from a step to the next forward, for plans whose ranks pass parameters on.
         self._untouched = WeightChanges(
@@ -149,13 +149,14 @@ class FlatSession(Session):
         self._handles += [m.register_state_dict_pre_hook(flush) for m in model.modules()]
 
     def _create_finite_guard(self) -> None:
-        control = self._cluster.control
+        control, topology = self._cluster.control, self._cluster.topology
         self._finite = FiniteGuard(
             self._watch.on_nonfinite,
             control.rank,
             control.world_size,
             self._describe_buckets,
-            len(self._cluster.topology.node_of(control.rank)),
+            len(topology.node_of(control.rank)),
+            topology.replicas if topology.sharded else None,
         )
         self.engine.suspects = NonfiniteMessages(self._finite, self.engine.waiting.fail_with)
 
@@ -267,19 +268,19 @@ class FlatSession(Session):
         """Return the plan for a sharded model, or that of the variant that updates at the step.
 
         Raises:
-            ValueError: the plan sends or changes gradients, which FSDP keeps.
+            ValueError: the plan updates buckets one by one, which FSDP's gathers would miss.
         """
         asked = self._strategy
         if early_remedy(plan) is not None and (variant := asked.at_step()) is not None:
             self._strategy, self._varied = variant, True
-            why = "the model is sharded, and FSDP keeps its gradients until the step"
+            why = "the model is sharded, and FSDP gathers weights at moments of its own"
             self.report_line(f"{why}, so {variant} runs instead of {asked}")
             plan = self._checked_plan(variant)
-        if not leaves_gradients(plan):
+        remedy = early_remedy(plan)
+        if remedy is not None:
             raise ValueError(
-                f"{asked} must leave gradients to the optimizer where the model is sharded "
-                "(fully_shard): FSDP keeps them in tensors of its own; use a strategy that "
-                "averages parameters, such as DreamDDP(average='before_update') or LocalSGD()"
+                f"strategy ({asked}) must update in optimizer.step() where the model is sharded "
+                f"(fully_shard), because FSDP gathers weights at moments of its own; {remedy}"
             )
         return plan
 
@@ -428,7 +429,8 @@ class FlatSession(Session):
         self._replicas, every = None, self._watch.compare_every
         compared = control, self._model, self.engine.optimizer, every
         if every and sends_only_gradients(plan):
-            self._replicas = ReplicaGuard(*compared, self.engine.pauses.flush)
+            settle, holders = self.engine.pauses.flush, self._cluster.topology.holders
+            self._replicas = ReplicaGuard(*compared, settle, holders)
             self._replicas.compare()
         elif every:
             nodes = () if self._cluster.inside is None else self._cluster.topology.nodes
@@ -534,7 +536,6 @@ class FlatSession(Session):
         plan = observing_plan(
             len(flat.buckets),
             first,
-            of_parameters=flat.is_sharded,
             broadcasts=self._broadcasts(self._strategy),
         )
         self._cluster.open(plan.links)
@@ -880,7 +881,7 @@ class FlatSession(Session):
             elif repairing:
                 repair(self._model, self.engine.optimizer, self._cluster)
             else:
-                require_equal(self._model, self._strategy, self._cluster.control)
+                require_equal(self._model, self._strategy, self._cluster)
                 average_replicas(self._model, self._cluster)
         self._united = self.engine.iteration
 

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.core.buckets.flat import ALIGNED_BYTES, require_supported
-from offbeat.core.buckets.shards import shard_ranks
+from offbeat.core.buckets.shards import describe_shards, shard_ranks
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
 from offbeat.core.console import console
 from offbeat.core.files import write_or_warn
@@ -189,11 +189,10 @@ def prepare(
         record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
             takes precedence.
         mesh: device mesh that states which ranks share a replica. For a model that `fully_shard`
-            has divided inside nodes: the dimension between nodes, as in mesh=mesh["between"]; the
-            strategy must average parameters. For whole models: two dimensions, between nodes and
-            inside a node. All ranks of a node hold the whole model and average their gradients
-            in every iteration; the strategy averages between nodes. None, and no `nodes`: every
-            rank trains a replica of its own.
+            has divided inside nodes: the dimension between nodes, as in mesh=mesh["between"]. For
+            whole models: two dimensions, between nodes and inside a node. All ranks of a node hold
+            the whole model and average their gradients in every iteration; the strategy averages
+            between nodes. None, and no `nodes`: every rank trains a replica of its own.
         nodes: the same without a mesh: "auto" for the ranks that torchrun starts on one host
             (LOCAL_WORLD_SIZE), the number of ranks of each node, or lists of ranks, which may be
             of unequal length. The variable OFFBEAT_NODES ("auto" or a number) is the default. The
@@ -657,20 +656,21 @@ def _require_mesh(mesh: object) -> None:
 
 def _require_plan(strategy: Strategy, topology: Topology) -> None:
     """Raise ValueError on every rank if replicas have several ranks and the strategy has a session
-    of its own, which supports one rank per replica only, or if it averages gradients and the model
-    is sharded."""
-    if topology.sharded and strategy.synchronous:
+    of its own, which supports one rank per replica only, or if it requires early updates and the
+    model is sharded."""
+    if topology.sharded and strategy.requires_early_updates:
         raise ValueError(
-            f"strategy ({strategy}) must be one that averages parameters where the model is "
-            "sharded (fully_shard), because FSDP keeps the gradients; use one such as "
-            "dreamddp:period=8 or local-sgd:period=8"
+            f"strategy ({strategy}) must not require updates in backward where the model is "
+            "sharded (fully_shard), because FSDP gathers weights at moments of its own; use "
+            "average='before_update', or leave average out"
         )
     supports = type(strategy).open is Strategy.open or strategy.needs.nodes
     if not topology.is_flat and not supports:
         raise ValueError(
             f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
-            f"({topology.source}: {topology}), such as dreamddp or wfbp; or leave mesh and nodes "
-            "out, so that every rank trains a replica of its own"
+            f"({topology.source}: {topology}), because its workers exchange whole models at times "
+            "of their own, and the ranks of a replica train in step; use one such as dreamddp or "
+            "wfbp, or leave mesh and nodes out, so that every rank trains a replica of its own"
         )
 
 
@@ -755,7 +755,10 @@ def _connect(
         specs, topology = _join_process_group(specs, nodes, timeout_s)
     _register_exit(joined_here)
     rank, size = dist.get_rank(), dist.get_world_size()
-    claim = claim_topology(mesh, nodes, shard_ranks(model), rank, size, os.environ)
+    try:
+        claim = claim_topology(mesh, nodes, shard_ranks(model), rank, size, os.environ)
+    except ValueError as error:  # every rank must raise it
+        claim = NodeClaim("", problem=str(error))
     return connect(specs, where, device, timeout_s, claim, topology)
 
 
@@ -869,6 +872,7 @@ def agree_on_model(
         f"with strides {list(strides)}"
         for i, (name, shape, dtype, trained, strides) in enumerate(tensors)
     }
+    layout |= describe_shards(model)
     layout |= {f"buffer {n!r}": f"{list(b.shape)} {b.dtype}" for n, b in model.named_buffers()}
     difference = describe_difference(control.gather(layout))
     if difference is not None:

@@ -213,6 +213,12 @@ class Strategy(ABC):
         that clip or unscale gradients; None if there is none or none is needed."""
         return None
 
+    @property
+    def requires_early_updates(self) -> bool:
+        """Whether a setting requires updates in backward. A job in which they are impossible is
+        refused then; otherwise it runs `at_step()`."""
+        return False
+
     def monitor(self) -> Monitor | None:
         """Return the monitor of training under this method; None if it needs none."""
         return None

@@ -95,18 +95,18 @@ class Cluster:
         return self.topology.member_of(self.control.rank)
 
     @property
+    def is_first(self) -> bool:
+        """Whether broadcasts on links between replicas copy from this rank."""
+        column = self.topology.column_of(self.control.rank) if self.topology.sharded else None
+        return self.control.rank == (0 if column is None else min(column))
+
+    @property
     def column(self) -> dist.ProcessGroup:
         """Group of the ranks that hold the same part of the model, on the first link.
 
         Where every rank holds a replica of its own, these are all ranks.
         """
         return self.everyone if self.topology.is_flat else self.groups[next(iter(self.specs))]
-
-    @property
-    def holders(self) -> dist.ProcessGroup:
-        """Group of the ranks that hold the same tensors as this rank: its column if the model is
-        sharded, otherwise all ranks."""
-        return self.column if self.topology.sharded else self.everyone
 
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
         """Open links and channels that are not open yet.
@@ -196,14 +196,26 @@ class Cluster:
             ) from error
         return group
 
-    def average(self, tensor: Tensor) -> None:
-        """Average a contiguous tensor over the ranks that hold it, in place."""
-        averaging(self.holders)(tensor)
+    def average(self, tensor: Tensor, *, is_shard: bool = False) -> None:
+        """Average a contiguous tensor in place.
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy a contiguous tensor of replica `source` to the ranks that hold it."""
-        rank = self.topology.nodes[source][self.member if self.topology.sharded else 0]
-        dist.broadcast(tensor, src=rank, group=self.holders)
+        Args:
+            tensor: tensor of this rank.
+            is_shard: average over the ranks of the column, which alone hold this shard. By default,
+                over all ranks.
+        """
+        averaging(self.column if is_shard else self.everyone)(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int, *, is_shard: bool = False) -> None:
+        """Copy a contiguous tensor of a replica to other ranks.
+
+        Args:
+            tensor: tensor of this rank.
+            source: number of the replica. Its first rank sends to all ranks.
+            is_shard: each rank of the replica sends to the other ranks of its column instead.
+        """
+        rank = self.topology.nodes[source][self.member if is_shard else 0]
+        dist.broadcast(tensor, src=rank, group=self.column if is_shard else self.everyone)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the cluster is closed."""
@@ -307,6 +319,8 @@ def connect(
             topology = agree_on_topology(claim, control)
             links = agree_on_links(specs, control, topology)
         cluster.topology = topology
+        if not topology.is_flat:
+            control.nodes = [topology.replica_of(rank) for rank in range(topology.ranks)]
         own = {spec.name: spec for spec in links}
         inside = None if topology.is_flat else own.pop(INSIDE, None)
         if not own:

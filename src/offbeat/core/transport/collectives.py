@@ -45,6 +45,7 @@ class Collectives:
             Shards must be of equal size.
         rank: rank of this process within the group.
         size: number of ranks in the group.
+        members: ranks of the job, by their rank in the group; () where they are equal.
         sent_bytes: `sent_bytes(verb, size)` returns the bytes that the group itself sends for a
             message of `size` bytes.
         levels: parts of collectives that have two levels; None for those of one group.
@@ -55,6 +56,7 @@ class Collectives:
     exchange: Collective = lambda _: None
     rank: int = 0
     size: int = 1
+    members: Sequence[int] = ()
     sent_bytes: Callable[[Verb, int], int] = payload_bytes
     levels: Levels | None = None
 
@@ -128,7 +130,8 @@ def collectives(
     """
     if group.size() == 1:
         silent = dict.fromkeys(VERBS, _do_nothing)
-        return Collectives(silent, _no_send, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
+        members = dist.get_process_group_ranks(group)
+        return Collectives(silent, _no_send, members=members, sent_bytes=lambda *_: 0)  # type: ignore[arg-type]
     halves: Ring | Native = Native(group, owners)
     if backend == "gloo":
         halves = Ring(group, timeout_s, connections, owners)
@@ -139,9 +142,9 @@ def collectives(
         "broadcast": broadcasting(group, connections),
     }
     direct, exchange = sending(group, timeout_s, connections), halves.exchange
-    rank, size = group.rank(), group.size()
+    rank, size, members = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if backend != "gloo" or device.type != "cuda":
-        return Collectives(by_verb, direct, exchange, rank, size)
+        return Collectives(by_verb, direct, exchange, rank, size, members)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
@@ -152,7 +155,7 @@ def collectives(
         act(tensor)
 
     by_verb = {verb: via_host(operation, buffers) for verb, operation in by_verb.items()}
-    return Collectives(by_verb, send, via_host(exchange, buffers), rank, size)
+    return Collectives(by_verb, send, via_host(exchange, buffers), rank, size, members)
 
 
 def two_levels(levels: Levels) -> Collectives:
@@ -163,7 +166,7 @@ def two_levels(levels: Levels) -> Collectives:
     between nodes. Its result is the average over all ranks, whatever the number of ranks per node,
     and has equal bits on all ranks of a node, because only one rank of a node adds up each shard.
 
-    `rank`, `size` and `exchange` are those of the column.
+    `rank`, `size`, `members` and `exchange` are those of the column.
     """
     inside, column = levels.inside, levels.column
 
@@ -202,8 +205,8 @@ def two_levels(levels: Levels) -> Collectives:
         "all_gather": all_gather,
         "broadcast": broadcast,
     }
-    exchange, rank, size = column.exchange, column.rank, column.size
-    return Collectives(by_verb, _no_send, exchange, rank, size, count_bytes, levels)
+    exchange, rank, size, members = column.exchange, column.rank, column.size, column.members
+    return Collectives(by_verb, _no_send, exchange, rank, size, members, count_bytes, levels)
 
 
 def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:

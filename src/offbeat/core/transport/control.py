@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import offbeat
+from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import require_equal
 from offbeat.core.transport.heartbeat import (
@@ -75,9 +76,11 @@ class Control:
         met: number of `Control` objects that all ranks have created, including this one.
         hosts: host name of each rank.
         fails_on_silence: whether a rank without heartbeats counts as failed.
+        nodes: number of each rank's node, for reports; () if every rank is a node of its own.
     """
 
     fails_on_silence = False
+    nodes: Sequence[int] = ()
 
     def __init__(self, timeout_s: float, interface: str | None = None, protocol: str | None = None):
         self.timeout_s, self._interface, self._protocol = timeout_s, interface, protocol
@@ -183,8 +186,16 @@ class Control:
         with self.collective("exchanging values"):
             return packed.gather(value, self.group)
 
-    def is_same(self, numbers: Sequence[int]) -> bool:
-        """Whether all ranks have the same numbers of at most 62 bits, by one small collective."""
+    def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
+        """Whether all ranks have the same numbers of at most 62 bits, by one small collective.
+
+        Args:
+            numbers: numbers of this rank.
+            groups: ranks to compare with each other, in groups; () for all ranks.
+        """
+        if groups:
+            everyone = self.gather([*numbers])
+            return all(everyone[rank] == everyone[own[0]] for own in groups for rank in own)
         signed = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
         largest = signed.clone()
         with self.collective("comparing values"):
@@ -395,7 +406,8 @@ class Control:
         return " ".join(parts)
 
     def _at(self, rank: int) -> str:
-        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'})"
+        node = f", node {self.nodes[rank]}" if self.nodes else ""
+        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'}{node})"
 
     def _last_heard(self, statuses: Sequence[RankStatus]) -> str:
         """Return the last status of the first `SHOWN` ranks."""

@@ -94,6 +94,12 @@ class Topology:
         )
 
     @property
+    def holders(self) -> Groups:
+        """Return the groups of ranks that hold the same part of the model, if it is sharded;
+        otherwise (), because all ranks hold all of it."""
+        return self.columns if self.sharded else ()
+
+    @property
     def outside(self) -> tuple[int, ...]:
         """Return the ranks that are in no column."""
         return tuple(rank for node in self.nodes for rank in node[min(self.sizes) :])
