@@ -28,6 +28,7 @@ which takes processor time. Needs the lab and an otherwise idle machine; about 2
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -246,6 +247,7 @@ def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> b
     from offbeat.core.strategy.parsing import parse
     from offbeat.experiments.compare import compare
     from offbeat.experiments.comparison import Comparison, Contestant, Setup
+    from offbeat.experiments.record.run_directory import PROFILING, load_in
     from offbeat.lab import Cluster
 
     strategy = parse(cell.strategy)
@@ -256,6 +258,8 @@ def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> b
     setup = Setup(script, cluster, pace="auto", servers=servers, timeout_s=LAUNCH_S)
     contestant = Contestant(strategy.name, strategy)
     comparison = Comparison(setup, (contestant,), launches, repeat_disturbed=True)
+    if directory.exists() and load_in(directory / PROFILING) is None:
+        shutil.rmtree(directory)  # interrupted while the profile was measured
     try:
         ended = compare(comparison, directory, resume=(directory / "run.json").exists())
     except ValueError as error:  # settings that differ from those of the first start, for example
