@@ -129,7 +129,13 @@ def test_report_of_a_comparison_shows_it(
     run = write_run(tmp_path / "run", facts, late(facts), iterations=24)
     write_verdict(run)
     assert cli.main(["report", str(run)]) == 0
-    assert "verdict: advised dreamddp:period=8" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "verdict: advised dreamddp:period=8" in printed
+    page = " ".join((run / "report.html").read_text().split())
+    assert "Verdict: advised dreamddp:period=8: 420" in page
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["verdicts"][0].startswith("advised dreamddp:period=8")
+    assert f"verdict: {summary['verdicts'][1]}" in printed
 
 
 def test_a_job_keeps_the_verdict(tmp_path: Path) -> None:
@@ -147,14 +153,13 @@ def test_a_job_keeps_the_verdict(tmp_path: Path) -> None:
 def test_time_to_a_loss_is_shown_beside_the_measurement() -> None:
     methods = [{**one, "seconds": 7200.0, "range_s": [3600.0, 9000.0]} for one in METHODS]
     kept = KeptVerdict.from_dict({**VERDICT, "methods": methods, "work": {"target_loss": 2.3456}})
-    text = kept.compare("dreamddp(period=8)", 4, 0.43, 8000.0)
-    assert "420 ms (399 ms to 441 ms) per iteration, loss 2.346 after 2 h (1 h to 2 h 30 min)" in (
-        text
+    assert kept.advice.endswith(
+        "420 ms (399 ms to 441 ms) per iteration, loss 2.346 after 2 h (1 h to 2 h 30 min)"
     )
-    assert text.endswith("measured loss 2.346 after 2 h 13 min")
-    assert "loss" not in KeptVerdict.from_dict({**VERDICT, "methods": methods}).compare(
-        "ddp", 4, 0.43, 8000.0
-    )
+    parts = kept.parts("dreamddp(period=8)", 4, 0.43, 8000.0)
+    assert parts[-1] == "measured loss 2.346 after 2 h 13 min"
+    without = KeptVerdict.from_dict({**VERDICT, "methods": methods})
+    assert "loss" not in "; ".join([without.advice, *without.parts("ddp", 4, 0.43, 8000.0)])
     assert kept.has_target(2.346)
     assert not kept.has_target(2.36)
     assert not kept.has_target(None)

@@ -44,7 +44,7 @@ def show_run(
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
     from offbeat.experiments.report.breakdown import explain_error
-    from offbeat.jobs.verdict_file import verdict_of_run
+    from offbeat.experiments.report.verdicts import verdict_texts
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -62,12 +62,8 @@ def show_run(
             print(f"output of the script: {logs}")
     if run.given is not None and run.given["computed"]:
         print(f"predicted from a computed profile: {run.given['text']}")
-    if (kept := verdict_of_run(run_dir)) is not None:
-        hosts = int(run.cluster.get("hosts", 0))
-        for row in rows:
-            to_loss_s = row.target_s if kept.has_target(row.target_loss) else None
-            text = kept.compare(row.strategy, hosts, row.iteration_s, to_loss_s)
-            print(*table.wrap(f"verdict: {text}", width), sep="\n")
+    for text in verdict_texts(run, rows):
+        print(*table.wrap(f"verdict: {text}", width), sep="\n")
     for note in run.notes:
         print(f"note: {note}")
     print(f"Report: {page}")

@@ -93,15 +93,25 @@ class KeptVerdict:
             return False
         return math.isclose(loss, self.target_loss, rel_tol=SAME_LOSS)
 
-    def compare(
+    @property
+    def advice(self) -> str:
+        """Return a sentence about the method that the verdict takes."""
+        loss = self.best.loss_text(self.target_loss)
+        return f"advised {self.best.label}: {self.best.text} per iteration{loss}"
+
+    def compare(self, strategy: str, machines: int, measured_s: float | None) -> str:
+        """Return sentences about a run: the advice, and the verdict of its strategy beside the
+        measurement; see `parts`."""
+        return "; ".join([self.advice, *self.parts(strategy, machines, measured_s)])
+
+    def parts(
         self,
         strategy: str,
         machines: int,
         measured_s: float | None,
         to_loss_s: float | None = None,
-    ) -> str:
-        """Return sentences about a run: the advice, and the verdict of its strategy beside the
-        measurement.
+    ) -> list[str]:
+        """Return sentences about the verdict of a strategy beside its measurement.
 
         Args:
             strategy: strategy of the run with its settings.
@@ -109,15 +119,12 @@ class KeptVerdict:
             measured_s: measured seconds per iteration; None without a measurement.
             to_loss_s: measured seconds to the loss of the verdict; None without a measurement.
         """
-        loss = self.target_loss
-        best = f"{self.best.text} per iteration{self.best.loss_text(loss)}"
-        parts = [f"advised {self.best.label}: {best}"]
         if machines not in (0, self.machines):
-            parts.append(
+            return [
                 f"the verdict is for {count_text(self.machines, 'machine')} and the run has "
                 f"{machines:,}, so times cannot be compared"
-            )
-            return "; ".join(parts)
+            ]
+        parts, loss = [], self.target_loss
         own = next((one for one in self.methods if one.strategy == strategy), None)
         if own is None:
             parts.append(f"{strategy} is not in the verdict")
@@ -130,7 +137,7 @@ class KeptVerdict:
             parts.append(f"measured {seconds(measured_s)}, {difference}, {place} the range")
         if loss is not None and to_loss_s is not None:
             parts.append(f"measured loss {loss:.4g} after {duration(to_loss_s)}")
-        return "; ".join(parts)
+        return parts
 
 
 def _method(data: Mapping[str, Any], *, to_loss: bool) -> VerdictMethod:
