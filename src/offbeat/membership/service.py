@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import choice
 from typing import Any
 
 from offbeat import __version__
@@ -27,7 +28,7 @@ from offbeat.membership.registry import Command
 GREETING_S = 10.0  # a connection without proof and HELLO for this time is closed
 IDLE_S = 60.0  # a connection without a request for this time is closed
 ENDING_S = 5.0  # time for the other end of a refused connection to read the refusal
-MOST_STRANGERS = 64  # connections without proof and HELLO
+MOST_STRANGERS = 256  # connections without proof and HELLO
 MOST_CONNECTIONS = 1024
 OTHER_DESCRIPTORS = 64  # of the process, beside those of connections
 MOST_HELLO_BYTES = 4096
@@ -163,13 +164,14 @@ class MembershipService(ConnectionLoop[_Peer]):
         return self._secrets
 
     def _limit_connections(self) -> None:
-        """Close the oldest connections above a limit. Members connect again when they need it."""
+        """Close connections above a limit. Members connect again when they need it."""
         strangers = [peer for peer in self._peers if not peer.is_known]
         if len(strangers) > MOST_STRANGERS:
-            # Connections of this host are closed first, so that it cannot exclude other hosts.
+            # The host with the most of them cannot exclude other hosts. Of its connections a random
+            # one is closed: the oldest one may be a member that answers slowly.
             counts = Counter(peer.host for peer in strangers)
             most = max(counts.values())
-            self._reset(_oldest(peer for peer in strangers if counts[peer.host] == most))
+            self._reset(choice([peer for peer in strangers if counts[peer.host] == most]))
         if len(self._peers) > self._most_connections:
             idle = [peer for peer in self._peers if peer.waiting is None]
             self._reset(_oldest(idle or self._peers))
