@@ -124,12 +124,11 @@ def test_strangers_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 done.set()
 
         def flood(count: int) -> None:
-            socks = []
+            socks = list[socket.socket]()
             for n in range(count):
-                sock = connected(host)
-                with suppress(OSError):
-                    sock.sendall(contents[n % len(contents)])
-                socks.append(sock)
+                with suppress(ConnectionError):
+                    socks.append(connected(host))
+                    socks[-1].sendall(contents[n % len(contents)])
                 peak[0] = max(peak[0], len(host.service._peers))
             for sock in socks:
                 sock.close()
@@ -318,12 +317,15 @@ def test_strangers_of_one_host_do_not_exclude_another(
             assert len(first.recv(32)) == 32
             socks, resets = list[socket.socket](), 0
             for _ in range(20):
-                socks.append(connected(host))
-                with suppress(ConnectionResetError):
-                    socks[-1].recv(32)
-                    continue
-                resets += 1
-                socks.pop().close()
+                sock = None
+                try:
+                    sock = connected(host)
+                    sock.recv(32)
+                    socks.append(sock)
+                except ConnectionResetError:
+                    resets += 1
+                    if sock is not None:
+                        sock.close()
             hosts = [peer.host for peer in list(host.service._peers)]
             assert sorted(hosts) == ["127.0.0.1"] * 3 + ["127.0.0.2"]
             for sock in socks:
