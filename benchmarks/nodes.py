@@ -116,11 +116,12 @@ def cluster_of(hosts: int, ranks: int, rate: int) -> Cluster:
 # ---- bytes ----------------------------------------------------------------------------------
 
 
-def compute_bytes(label: str, hosts: int, ranks: int, size: float) -> tuple[float, float | None]:
-    """Bytes of a host per iteration, between hosts and inside; None where torch decides.
+def compute_bytes(label: str, hosts: int, ranks: int, size: float) -> tuple[float, float]:
+    """Bytes of a host per iteration, between hosts and inside.
 
     A ring of n ranks sends `2 (n - 1) / n` of a message per rank. A ring of all ranks passes each
-    link between hosts once. Between nodes each rank sends its own part of a message.
+    link between hosts once. Between nodes each rank sends its own part of a message. FSDP gathers
+    parameters twice, and scatters gradients once, which sends as much as an all-reduce with gloo.
     """
     kind, _, text = label.partition(" ")
     all_ranks = hosts * ranks
@@ -130,7 +131,7 @@ def compute_bytes(label: str, hosts: int, ranks: int, size: float) -> tuple[floa
         return passes, (ranks - 1) * passes
     between = 2 * (hosts - 1) / hosts * size * share
     if kind != "replicated":
-        return between, None
+        return between, 4 * (ranks - 1) * size
     averages = share + (0.0 if share == 1.0 else 1.0)  # of parameters, and gradients inside
     return between, 2 * (ranks - 1) * size * averages
 
@@ -160,7 +161,7 @@ def byte_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
                 *(label, hosts, ranks),
                 *(round(x / row["model"], 3) for x in (between, row["between"])),
                 round(off, 1),
-                None if inside is None else round(inside / row["model"], 3),
+                round(inside / row["model"], 3),
                 round(row["inside"] / row["model"], 3),
             ]
 
