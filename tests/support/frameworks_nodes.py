@@ -100,13 +100,14 @@ def _reference(seen: list[int], clipped: bool) -> dict[str, Any]:
         loss = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
         loss.backward()
         losses.append(loss.item())
+        if iteration < OBSERVED:
+            average(mesh, (p.grad for p in model.parameters() if p.grad is not None))
         if clipped:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if iteration < OBSERVED or (iteration - OBSERVED) % PERIOD == PERIOD - 1:
-            for p in model.parameters():
-                average(p.to_local().detach(), mesh["between"])
+        if iteration >= OBSERVED and (iteration - OBSERVED) % PERIOD == PERIOD - 1:
+            average(mesh, model.parameters())
     return {"reference_losses": losses, "reference": _whole(model)}
 
 
