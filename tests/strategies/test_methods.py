@@ -299,7 +299,7 @@ def test_a_plan_in_a_file_brings_its_rules(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_plans_of_the_default_settings_are_right(ranks: int) -> None:
     for name in sorted({case[0] for case in CASES}):
         conforms(create(name), profile_of(ranks), ranks=())

@@ -133,7 +133,7 @@ class NoLoCo(Strategy):
             settings |= {"rate": float(self.lr), "their_slow": THEIR_SLOW}
             sent |= {SLOW: THEIR_SLOW}
         applies = [local(len(everything), STEP, range(self.rounds * self.period))]
-        for rank in range(ranks):
+        for rank in range(ranks) if ranks > 1 else ():
             alone = self._phases(done for done, pairs in enumerate(rounds) if (rank,) in pairs)
             for source, target in sent.items() if alone else ():
                 args = (("source", source), ("target", target))
@@ -155,13 +155,22 @@ class NoLoCo(Strategy):
     def _sends(
         self, rounds: Sequence[Sequence[Pair]], sent: dict[str, str], profile: Profile
     ) -> list[Transfer]:
-        """Return the messages of all pairs, in both directions."""
+        """Return the messages of all pairs, in both directions.
+
+        A single rank averages with itself.
+        """
+        everything, link = range(len(profile.buckets)), profile.default_link.name
+        if profile.world_size == 1:
+            last = self._phases(range(self.rounds))
+            return [
+                Transfer(Payload(source, everything), STEP, END, last, link, into=target)
+                for source, target in sent.items()
+            ]
         done_by: dict[Pair, list[int]] = {}
         for done, pairs in enumerate(rounds):
             for pair in pairs:
                 if len(pair) == 2:
                     done_by.setdefault(pair, []).append(done)
-        everything, link = range(len(profile.buckets)), profile.default_link.name
         return [
             Transfer(
                 Payload(source, everything),
