@@ -236,3 +236,8 @@ def test_predictions_count_local_updates() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         create("ps-diloco", settings)
+
+
+def test_tokens_are_those_of_all_workers() -> None:
+    with pytest.raises(ValueError, match=r"tokens \(2 numbers\) must have .* per worker \(3\)"):
+        store_of(PSDiLoCo(tokens=(1, 2)), 3)

@@ -20,6 +20,8 @@ from offbeat.strategies.outer_optimizer import OuterSGD, is_real, outer_of
 if TYPE_CHECKING:
     import torch
 
+    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.separate_workers import Server
     from offbeat.server.layout import Layout
     from offbeat.server.parameters import Store
@@ -119,17 +121,9 @@ class PSDiLoCo(SSP):
         Args:
             rank: rank of the worker.
             iterations: local steps of the change.
-
-        Raises:
-            ValueError: `tokens` has no entry for the worker.
         """
         if self.tokens is None:
             return float(iterations)
-        if rank >= len(self.tokens):
-            raise ValueError(
-                f"tokens ({len(self.tokens)} numbers) must have one number per worker; rank {rank} "
-                "has none"
-            )
         return (self.tokens[rank] * iterations) ** 2 / iterations
 
     def bound_s(self, profile: Profile) -> float:
@@ -139,6 +133,16 @@ class PSDiLoCo(SSP):
         if self.rule == "quorum" and self.quorum is None:
             return slowest.compute_s
         return slowest.compute_s / slowest_scale(profile)
+
+    def open(self, job: TrainingJob) -> Session:
+        self._require_tokens(len(job.ranks.workers))
+        return super().open(job)
+
+    def _require_tokens(self, workers: int) -> None:
+        if self.tokens is not None and len(self.tokens) != workers:
+            raise ValueError(
+                f"tokens ({len(self.tokens)} numbers) must have one number per worker ({workers})"
+            )
 
     def require_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept every optimizer: workers step their own."""
@@ -155,6 +159,8 @@ class PSDiLoCo(SSP):
         from offbeat.server.outer_rules import WEIGHT, CorrectingShard, QuorumShard
         from offbeat.server.parameters import Store
 
+        workers = list(workers)
+        self._require_tokens(len(workers))
         outer = torch.optim.SGD(
             [{"params": group["params"], WEIGHT: 1.0} for group in optimizer.param_groups],
             lr=self.outer.lr,
