@@ -357,3 +357,24 @@ def test_a_client_reports_a_broken_service(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("offbeat.membership.remote.ANSWER_S", 0.1)
         with pytest.raises(ServiceUnreachableError, match=r"has not answered for 0\.3 s"):
             client.state()
+
+
+def test_strangers_leave_room_for_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have at most half of the connections, also where a process may open few files."""
+    monkeypatch.setattr(service, "MOST_CONNECTIONS", 8)
+    with hosted(tmp_path / "j") as host:
+        clients = [host.client() for _ in range(4)]
+        begin(clients[0], "a")
+        for client in clients:
+            client.state()
+        known = [peer for peer in host.service._peers if peer.is_known]
+        assert len(known) == 4
+        socks = list[socket.socket]()
+        for _ in range(20):
+            with suppress(ConnectionResetError):
+                socks.append(connected(host))
+                socks[-1].recv(32)
+        assert {*known} <= host.service._peers
+        assert len(host.service._peers) == 8
+        for sock in socks:
+            sock.close()

@@ -85,6 +85,7 @@ class MembershipService(ConnectionLoop[_Peer]):
         self._ledger, self._read_secrets, self._secrets = ledger, secrets, tuple(secrets())
         self._peers: set[_Peer] = set()
         self._most_connections = max(1, min(MOST_CONNECTIONS, _open_files() - OTHER_DESCRIPTORS))
+        self._most_strangers = max(1, min(MOST_STRANGERS, self._most_connections // 2))
         self._answered_changes = 0
         self._closing = False
         self._report = report or (lambda _: None)
@@ -166,7 +167,7 @@ class MembershipService(ConnectionLoop[_Peer]):
     def _limit_connections(self) -> None:
         """Close connections above a limit. Members connect again when they need it."""
         strangers = [peer for peer in self._peers if not peer.is_known]
-        if len(strangers) > MOST_STRANGERS:
+        if len(strangers) > self._most_strangers:
             # The host with the most of them cannot exclude other hosts. Of its connections a random
             # one is closed: the oldest one may be a member that answers slowly.
             counts = Counter(peer.host for peer in strangers)
