@@ -576,10 +576,24 @@ def test_the_secret_comes_from_a_file(given, here, capsys, monkeypatch):
         ("join 1.2.3.4:5 -m a.b", "join -- 1.2.3.4:5 -m a.b"),
         ("plan --profile p.json", "plan --profile p.json"),
         ("profile", "profile"),
+        (
+            "advise --hosts 4 t.py --lr 3 --rate 20mbit --rehearse --batch=8 x",
+            "advise --hosts 4 --rate 20mbit --rehearse --batch=8 -- t.py --lr 3 x",
+        ),
+        ("rehearse -m a.b --ranks 8 -- --rate 3", "rehearse --ranks 8 -- -m a.b --rate 3"),
+        ("advise --profile p.json", "advise --profile p.json"),
+        ("advise -- t.py --hosts 4", "advise -- t.py --hosts 4"),
     ],
 )
 def test_where_the_script_begins(argv, expected):
     assert cli.mark_script(argv.split()) == expected.split()
+
+
+def test_options_after_the_script_of_a_prediction_are_named():
+    argv = ["advise", "--rate", "1", "t.py", "--hosts", "4", "--lr", "2"]
+    assert cli.moved_options(argv) == ["--hosts"]
+    for argv in ("advise --hosts 4 t.py", "advise t.py -- --hosts 4", "run t.py --hosts 4", ""):
+        assert cli.moved_options(argv.split()) == []
 
 
 # --- imports -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.cli import commands as cli
 from offbeat.cli.advise import launch_command, rate, span
-from offbeat.cli.rehearsed_advice import Losses
+from offbeat.cli.rehearsed_advice import Losses, target_at_equal_times
 from offbeat.core.profile.elsewhere import (
     Network,
     extrapolate,
@@ -831,3 +831,24 @@ def test_losses_of_all_seeds_count():
     assert "the script must use OFFBEAT_SEED" in notes
     assert "the script must divide the data by RANK" in notes
     assert losses.record()["iterations"] == {ddp: [30, 35], other: [30, None]}
+
+
+def test_a_method_that_had_less_time_raises_the_target():
+    """100 iterations: ddp reaches 1.0 after 80 s, the others train for 20, 5, 10 and 200 s."""
+
+    def fall(lowest):
+        return [9.0] * 40 + [lowest] * 60
+
+    curves = {
+        "ddp": [curve_of("ddp", [9.0] * 60 + [0.9] * 40, 80 / 70)],
+        "fast": [curve_of("fast", fall(low), 0.2) for low in (2.0, 3.0)],
+        "faster": [curve_of("faster", fall(3.5), 0.05)],
+        "rises": [curve_of("rises", [9.0] * 50 + [20.0] * 50, 0.1)],
+        "slow": [curve_of("slow", fall(1.5), 2.0)],
+    }
+    target, raised = target_at_equal_times(1.0, curves)
+    assert (target, raised) == (3.5, ("fast", "faster"))
+    assert target_at_equal_times(4.0, curves) == (4.0, ())
+    alone = {label: curves[label] for label in ("ddp", "slow", "rises")}
+    assert target_at_equal_times(1.0, alone) == (1.0, ())
+    assert target_at_equal_times(0.1, {"rises": curves["rises"]}) == (0.1, ())

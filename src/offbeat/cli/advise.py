@@ -576,7 +576,10 @@ def compare_command(
     where += ["--device-speed", question.device_text] if question.device_text else []
     if verdict.work.target_loss is not None:
         where += ["--target", f"loss={verdict.work.target_loss:.4g}"]
-    names = ",".join(text_of(option.strategy) for option in options)
+    strategies = [option.strategy for option in options]
+    if (best := verdict.best.method.strategy) is not None and best not in strategies:
+        strategies.insert(0, best)  # by the time to a loss it can be another one
+    names = ",".join(map(text_of, strategies))
     script = question.script or ("train.py",)
     return shlex.join(["offbeat", "compare", *where, "--strategies", names, *script])
 

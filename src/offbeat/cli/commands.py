@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # imported only by the commands that need them
     from offbeat.experiments.comparison import Comparison
 
 SCRIPT_COMMANDS = ("run", "profile", "compare", "join", "rehearse", "advise")
+PREDICTING_COMMANDS = ("rehearse", "advise")  # their own options may follow the script
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
 REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
@@ -485,8 +486,6 @@ def advise(
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
     facts, code = None, 0
     if script is not None:
-        for note in misplaced_option_notes("advise", args):
-            print(f"offbeat: note: {note}", file=sys.stderr)
         facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)
     elif profile is not None:
         facts = texts.load_profile(profile)
@@ -736,6 +735,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     typed = list(sys.argv[1:] if argv is None else argv)
     try:
+        if moved := moved_options(typed):
+            text = f"{', '.join(moved)} after the script: taken as offbeat {typed[0]}'s"
+            print(f"offbeat: note: {text}; options of the script follow --", file=sys.stderr)
         command, bound, *_ = app.parse_args(
             mark_script(typed), exit_on_error=False, print_error=False
         )
@@ -772,14 +774,50 @@ def mark_script(argv: list[str]) -> list[str]:
         return argv
     if argv[0] == "profile":
         argv = _output_first(argv)
-    arguments = app[argv[0]].assemble_argument_collection()
-    tokens = {name: argument.token_count()[0] for argument in arguments for name in argument.names}
-    at = 1
-    while at < len(argv) and argv[at].startswith("-") and argv[at] != MODULE:
-        if argv[at] == "--":
-            return argv
+    at = _script_position(argv)
+    if argv[at : at + 1] in ([], ["--"]):
+        return argv
+    if argv[0] in PREDICTING_COMMANDS:
+        return _options_first(argv, at)
+    return [*argv[:at], "--", *argv[at:]]
+
+
+def _option_tokens(command: str) -> dict[str, int]:
+    """Return the number of values of each option of a command."""
+    arguments = app[command].assemble_argument_collection()
+    return {name: argument.token_count()[0] for argument in arguments for name in argument.names}
+
+
+def _script_position(argv: Sequence[str]) -> int:
+    """Return the index of the script, or of "--" before it; the length of `argv` without one."""
+    tokens, at = _option_tokens(argv[0]), 1
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in (MODULE, "--"):
         at += 1 + tokens.get(argv[at], 0)
-    return [*argv[:at], "--", *argv[at:]] if at < len(argv) else argv
+    return min(at, len(argv))
+
+
+def _options_first(argv: Sequence[str], at: int) -> list[str]:
+    """Move the command's options that follow the script before it, up to "--"."""
+    tokens, end = _option_tokens(argv[0]), at + (2 if argv[at] == MODULE else 1)
+    own, passed, rest = list[str](), list[str](), [*argv[end:]]
+    while rest and rest[0] != "--":
+        name, has_value, _ = rest[0].partition("=")
+        is_own = name.startswith("--") and name in tokens
+        count = 1 + (tokens[name] if is_own and not has_value else 0)
+        (own if is_own else passed).extend(rest[:count])
+        del rest[:count]
+    return [*argv[:at], *own, "--", *argv[at:end], *passed, *rest[1:]]
+
+
+def moved_options(argv: Sequence[str]) -> list[str]:
+    """Return the options of a command that predicts, where they follow the script."""
+    if not argv or argv[0] not in PREDICTING_COMMANDS or "--help" in argv:
+        return []
+    at = _script_position(argv)
+    if argv[at : at + 1] in ([], ["--"]):
+        return []
+    first = _options_first(argv, at)
+    return [text for text in first[at : first.index("--", at)] if text.startswith("--")]
 
 
 def _output_first(argv: list[str]) -> list[str]:

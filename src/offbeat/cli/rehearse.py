@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app, misplaced_option_notes
+from offbeat.cli.commands import app
 from offbeat.cli.options import (
     REHEARSING,
     DeviceSpeed,
@@ -85,8 +85,6 @@ def rehearse(
     there = _place(facts, ranks, rate, cluster)
     there = there if how.jitter is None else extrapolate(there, jitter=how.jitter)
     progress = Progress(stderr=json_)
-    for note in misplaced_option_notes("rehearse", args):
-        progress.print_error(f"note: {note}")
     whole = (script, *args)
     run_dir = how.resume or out or default_run_dir(script_name(whole), "rehearsal-")
     outcome = rehearse_script(

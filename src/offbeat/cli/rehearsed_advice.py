@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,42 @@ SAME_LOSS = 1e-6  # relative difference of equal losses
 OTHER_TIME = 0.05  # relative difference of seconds per iteration from which a note states both
 
 
+def target_at_equal_times(
+    target: float, curves: Mapping[str, Sequence[RehearsedCurve]]
+) -> tuple[float, tuple[str, ...]]:
+    """Return a loss that all methods reach that had less time than the best one.
+
+    All methods train the same number of iterations. If a method ends above the target before the
+    fastest other method reaches it, then with more iterations it can be the first. So the target is
+    raised to its lowest loss.
+
+    Args:
+        target: loss to reach.
+        curves: curves by label of the method, one per seed.
+
+    Returns:
+        The target, and the labels of the methods for which it was raised.
+    """
+    raised = list[str]()
+    while True:
+        needed_s = {
+            label: max(s if (s := one.seconds_to(target)) is not None else math.inf for one in each)
+            for label, each in curves.items()
+        }
+        best_s = min(needed_s.values(), default=0.0)
+        lowest = {
+            label: max(math.inf if (low := one.lowest_loss()) is None else low for one in each)
+            for label, each in curves.items()
+            if needed_s[label] == math.inf and max(one.ends_s[-1] for one in each) < best_s
+        }
+        lowest = {label: loss for label, loss in lowest.items() if loss < math.inf}
+        if not lowest:
+            return target, tuple(raised)
+        label = min(lowest, key=lambda label: lowest[label])
+        target = lowest[label]
+        raised.append(label)
+
+
 @dataclass(frozen=True)
 class Losses:
     """Rehearsed losses of the methods of a verdict.
@@ -41,6 +78,7 @@ class Losses:
         failures: messages of the failures.
         interrupted: whether Ctrl-C ended the rehearsal.
         run_dir: run directory.
+        raised_for: labels of the methods for which the target was raised.
     """
 
     target_loss: float | None
@@ -48,6 +86,7 @@ class Losses:
     failures: tuple[str, ...]
     interrupted: bool
     run_dir: Path
+    raised_for: tuple[str, ...] = ()
 
     @property
     def work(self) -> Work:
@@ -75,6 +114,11 @@ class Losses:
             f"report is in {self.run_dir}"
         )
         yield from self._suspicions()
+        if self.raised_for:
+            yield (
+                f"the loss is what {' and '.join(self.raised_for)} reached in all iterations, in "
+                "less time than the others; --iterations or a longer script compare lower losses"
+            )
         known = self.work.batches_by_label
         if late := [label for label in self.curves if label not in known]:
             yield f"loss {self.target_loss:.4g} was not reached by {', '.join(late)}"
@@ -172,12 +216,18 @@ def rehearse_methods(
         )
         curves[ALONE] = outcomes[1].curves.get(ALONE_DIR, [])
     complete = len(settings["seeds"])
+    curves = {label: known for label, known in curves.items() if len(known) == complete}
+    target = target_loss(load(run_dir)) if outcomes[0].report else None
+    raised: tuple[str, ...] = ()
+    if target is not None and settings.get("target_loss") is None:
+        target, raised = target_at_equal_times(target, curves)
     return Losses(
-        target_loss(load(run_dir)) if outcomes[0].report else None,
-        {label: known for label, known in curves.items() if len(known) == complete},
+        target,
+        curves,
         tuple(failure for outcome in outcomes for failure in outcome.failures),
         any(outcome.interrupted for outcome in outcomes),
         run_dir,
+        raised,
     )
 
 

@@ -91,10 +91,22 @@ class RehearsedCurve:
             loss: loss to reach.
             smooth: number of last iterations of which the loss is the mean.
         """
-        for stop in range(smooth, len(self.losses) + 1):
-            if fmean(self.losses[stop - smooth : stop]) <= loss:
-                return stop
-        return None
+        means = self._means(smooth)
+        return next((smooth + i for i, mean in enumerate(means) if mean <= loss), None)
+
+    def lowest_loss(self, *, smooth: int = SMOOTH) -> float | None:
+        """Return the lowest mean loss; None if the loss never decreases.
+
+        Args:
+            smooth: number of iterations of which a loss is the mean.
+        """
+        first, *later = *self._means(smooth), float("inf")
+        lowest = min(later)
+        return lowest if lowest < first else None
+
+    def _means(self, smooth: int) -> list[float]:
+        stops = range(smooth, len(self.losses) + 1)
+        return [fmean(self.losses[stop - smooth : stop]) for stop in stops]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the curve as JSON types, without prediction and run."""
