@@ -239,9 +239,8 @@ def find_seconds(row: Mapping[str, Any], aim: float) -> float | None:
 def predict_seconds(label: str, profiles: Mapping[str, Any]) -> float:
     kind, _, text = label.partition(" ")
     replicated = Profile.from_dict(profiles["replicated"])
-    if label == "hsdp":
-        ranks = replicated.topology[0]
-        return hsdp(replicated.of_replicas(), ranks).iteration_s
+    if label == "hsdp":  # compute with FSDP's waits, and updates of shards, are measured
+        return hsdp(Profile.from_dict(profiles["sharded"]).of_replicas(), 1).iteration_s
     if label == "ddp":
         return sim.predict(DDP(), replicated).iteration_s
     return sim.predict(parse(text), Profile.from_dict(profiles[kind])).iteration_s
