@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import Replan
+from offbeat.core.runtime.members import Members
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.transport.topology import Nodes
 
@@ -31,3 +32,4 @@ class Options(TypedDict, total=False):
     record: str | Path | None
     mesh: DeviceMesh | None
     nodes: Nodes | None
+    members: Members | None
