@@ -28,6 +28,7 @@ class Flow:
 
     Attributes:
         link: name of the link.
+        base: name of the link without its channel.
         ranks: ranks that take part.
         seconds: seconds of the message on an idle link.
         transfer_s: part of `seconds` in which the message uses the rate of the link.
@@ -45,8 +46,8 @@ class Flow:
     """
 
     __slots__ = (
-        "additional_s", "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds", "sent",
-        "since_s", "speed", "start_s", "transfer_s", "unseen", "version", "waiters",
+        "additional_s", "base", "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds",
+        "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +61,7 @@ class Flow:
         start_s: float = 0.0,
     ) -> None:
         self.link, self.ranks, self.seconds, self.sent = link, ranks, seconds, sent
+        self.base = base_link(link)
         self.transfer_s, self.additional_s = transfer_s, 0.0
         self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
         if sent:
@@ -143,8 +145,11 @@ class Fluid:
                 self._schedule(now_s + flow.left_s / speed, flow)
 
     def _speed(self, flow: Flow, port: Port) -> float:
-        others = [other for other in self._running[port].values() if other is not flow]
-        alike = [o for o in others if base_link(o.link) == base_link(flow.link)]
+        running = self._running[port]
+        if len(running) == 1:  # the flow itself
+            return 1.0
+        others = [other for other in running.values() if other is not flow]
+        alike = [other for other in others if other.base == flow.base]
         sharing = 1.0
         if alike:
             sends = flow.sent and all(other.sent for other in alike)

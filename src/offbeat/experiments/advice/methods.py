@@ -186,6 +186,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
         strategy.memory(place.profile),
         "simulated",
         partial(_strategy_seconds, strategy),
+        bound_at=partial(_strategy_bound_s, strategy),
     )
 
 
