@@ -52,6 +52,7 @@ COUNTED = {
     "flat wfbp": 4,
     "replicated wfbp": 4,
     "replicated local-sgd:period=4": 4,
+    "sharded wfbp": 4,
     "sharded local-sgd:period=4": 4,
 }
 RACED = (
@@ -60,6 +61,7 @@ RACED = (
     f"flat dreamddp:period={PERIOD}",
     f"replicated dreamddp:period={PERIOD}",
     f"replicated dreamddp:period={PERIOD}:wire=int4",
+    "sharded wfbp",
     f"sharded dreamddp:period={PERIOD}",
     f"sharded dreamddp:period={PERIOD}:wire=int4",
 )
@@ -67,7 +69,7 @@ RATE, RATES, MODELS = 100, (25, 100, 200), ("gpt", "digits")
 AIM, LENGTH, MEAN = 150, 240, 20  # iterations: of DDP until the aim, of each, of a mean loss
 PREDICTED = {
     "replicated": ("ddp", "wfbp", "local-sgd:period=5", "dreamddp:period=5"),
-    "sharded": ("local-sgd:period=5", "dreamddp:period=5", "dreamddp:period=5:wire=int4"),
+    "sharded": ("wfbp", "local-sgd:period=5", "dreamddp:period=5", "dreamddp:period=5:wire=int4"),
 }
 PAIRS = (
     ("fsdp", "sharded local-sgd:period=100000"),
