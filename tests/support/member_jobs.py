@@ -304,7 +304,8 @@ def expected(
                 replica.step(t)
             if t < after.get("lost_from", last):
                 average_at(t - epoch.first_iteration, [*replicas.values()])
-            if t == last - 1 and "lost_from" not in after:  # the change was requested
+            if t == last - 1 and ("lost_from" not in after or after.get("united")):
+                # The change was requested; another one after a failure within it may follow.
                 average([*replicas.values()])
             found |= {(who, t): snapshot(replica.weights) for who, replica in replicas.items()}
     return found

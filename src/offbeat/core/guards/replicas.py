@@ -336,6 +336,11 @@ class _Held:
         yield from ((True, tensor) for tensor in self.shards)
 
 
+def replica_tensors(model: nn.Module) -> list[Tensor]:
+    """Return all tensors of a replica on this rank, detached: parameters and buffers."""
+    return [tensor for _, tensor in _held_tensors(model).items()]
+
+
 def _held_tensors(model: nn.Module, more: Iterable[Tensor] = ()) -> _Held:
     """Return parameters, including frozen ones, buffers, and `more` tensors, which may be parts of
     a sharded replica."""

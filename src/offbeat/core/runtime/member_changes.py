@@ -64,6 +64,8 @@ class MemberChanges:
         # By link: number and result of the last message that has landed, after a failure.
         self._results: dict[str, tuple[int, Sequence[Tensor]]] = {}
         self._change = _Change(0)
+        self._begun = set(member.epoch.members)  # of the newest epoch that has begun
+        self._united_for = -1  # number of the newest epoch before which replicas were averaged
         self._signalled = False
         self._install_handler()
 
@@ -154,6 +156,7 @@ class MemberChanges:
         if given is not None:
             self._change = _Change(self._session.iteration)
             self._session.unite()
+            self._united_for = Epoch.from_dict(given).number
             yield Epoch.from_dict(given)
 
     def _enter_epoch(self, epoch: Epoch) -> None:
@@ -196,6 +199,7 @@ class MemberChanges:
         if samples is not None:
             change = self._change
             samples.advance(epoch.members, self._begins_at, change.failed, change.lost_from)
+        self._results, self._handled = {}, -1  # links and joining members count anew
         try:
             self._cluster.reopen()
             self._session.begin_epoch(has_joining=bool(self._change.joined))
@@ -205,7 +209,7 @@ class MemberChanges:
             self._meet_again(failure)
             self._begin_if_due()
             return
-        self._begins_at, self._results = None, {}
+        self._begins_at, self._begun = None, set(epoch.members)
         self._session.report_line(self._change.describe(len(epoch.members)))
 
     def _read_count(self, iteration: int) -> int:
@@ -242,11 +246,15 @@ class MemberChanges:
                 epoch = self._meet()
             except RuntimeError as error:
                 raise RuntimeError(f"{failure}. {error}") from error
+            if epoch is None:
+                self._leave()
+                return
             self._change.note_members(before.members, epoch.members, failed=True)
             self._change.lost_from = epoch.details["lost_from"]
             try:
                 self._connect(epoch)
                 self._exchange_results(epoch.details["landed"])
+                self._take_average(epoch.details["united"])
             except RuntimeError as error:
                 failure = str(error)
                 continue
@@ -260,31 +268,47 @@ class MemberChanges:
         self._engine.run.forget_errors()
         self._cluster.abandon()
 
-    def _meet(self) -> Epoch:
-        """Return the next epoch, on which all survivors agree."""
-        member, before = self._member, self._member.epoch
+    def _meet(self) -> Epoch | None:
+        """Return the next epoch, on which all survivors agree; None if this member has left.
+
+        If a requested change has failed, its epoch exists, and members of it have not begun. The
+        survivors meet in that epoch, and its joining members request to join again.
+        """
+        member = self._member
+        while True:
+            following = member.membership.epoch(member.epoch.number + 1)
+            if following is None or "landed" in following.details:
+                break
+            if member.name not in following.members:
+                return None
+            self._change.note_members(member.epoch.members, following.members)
+            member.epoch = following
+        before = member.epoch
         keys = member.membership.rendezvous(before.number)
         report = {
             "lost_from": self._change.lost_from,
             FIRST: self._session.iteration + self._session.is_in_iteration,
             "results": {name: order for name, (order, _) in self._results.items()},
+            "united": self._united_for == before.number,
         }
         keys.set(f"survivor/{member.name}", json.dumps(report).encode())
         end_s = time.monotonic() + self._cluster.timeout_s
-        missing = [name for name in before.members if name != member.name]
+        begun = [name for name in before.members if name in self._begun]
+        missing = [name for name in begun if name != member.name]
         while (epoch := member.membership.epoch(before.number + 1)) is None:
             missing = [name for name in missing if not keys.check([f"survivor/{name}"])]
             waits = time.monotonic() < end_s
             if any(waits and not member.is_gone(name) for name in missing):
                 time.sleep(LOOK_EVERY_S)
                 continue
-            alive = [name for name in before.members if keys.check([f"survivor/{name}"])]
+            alive = [name for name in begun if keys.check([f"survivor/{name}"])]
             self._require_enough(alive)
             reports = {n: json.loads(keys.get(f"survivor/{n}", 1.0)) for n in alive}
             first = max(one[FIRST] for one in reports.values())
             more = {
                 "landed": find_landed(reports),
                 "lost_from": max(one["lost_from"] for one in reports.values()),
+                "united": [name for name, one in reports.items() if one["united"]],
             }
             read = self._read_count(first)
             epoch = member.propose(alive, first, read, before.details["addresses"], more)
@@ -321,6 +345,27 @@ class MemberChanges:
                     like = zip(received, message.tensors, strict=True)
                     results = [tensor.to(x.device) for tensor, x in like]
                     self._results[link] = entry["order"], results
+
+    def _take_average(self, united: Sequence[str]) -> None:
+        """Send the average before a requested change to the members that have not completed it.
+
+        Args:
+            united: names of the members that have.
+        """
+        names, own = self._member.epoch.members, self._member.name
+        receivers = [name for name in names if name not in united] if united else []
+        for receiver in receivers:
+            for tensor in self._session.replica_tensors:
+                if own == united[0]:
+                    dist.send(tensor.cpu().contiguous(), names.index(receiver))
+                elif own == receiver:
+                    received = torch.empty_like(
+                        tensor, device="cpu", memory_format=torch.contiguous_format
+                    )
+                    dist.recv(received, names.index(united[0]))
+                    tensor.copy_(received)
+        if united:
+            self._united_for = self._member.epoch.number
 
     def _outcome(self, message: Message) -> Sequence[Tensor] | None:
         """Return the result of a message, or None if it counts as skipped."""

@@ -32,6 +32,7 @@ from offbeat.core.guards.replicas import (
     average_replicas,
     broadcast_model,
     repair,
+    replica_tensors,
     require_equal,
     sends_only_gradients,
     take,
@@ -940,6 +941,11 @@ class FlatSession(Session):
         self.engine.pauses.drain()
         if not sends_only_gradients(self.plan):
             average_replicas(self._model, self._cluster, staged=True)
+
+    @property
+    def replica_tensors(self) -> list[torch.Tensor]:
+        """Return all tensors of the model, detached."""
+        return replica_tensors(self._model)
 
     def begin_epoch(self, *, has_joining: bool) -> None:
         """Plan for the present members and run the plan. Keep the optimizers' states, buffers that

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
 
 OBSERVE = 6
 DEFAULT_STRATEGY = "wfbp"
+JOIN_ATTEMPTS = 3  # of a process that joins a running job, whose members may fail meanwhile
 TIMEOUT_S = 120.0
 OF_INTERFACES = "of network interfaces, at least one, each once, as in ['eth0', 'gloo:eth1']"
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
@@ -119,6 +120,10 @@ REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
 )
 """Function that replaces `prepare` in the threads of a rehearsal: of (model, optimizer, strategy,
 `Watch`)."""
+
+
+class JoinError(RuntimeError):
+    """A member of a running job has failed while this process joined it."""
 
 
 @torch.inference_mode(mode=False)  # tensors created here are trained later
@@ -279,9 +284,17 @@ def prepare(
             "model": fingerprint_of(model),
             "arguments of prepare": options,
         }
-        member, cluster = _connect_member(model, links, timeout_s, members, facts)
-        if member.has_joined:
-            return _join_running_job(model, whole, strategy, cluster, member, watch, metrics)
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                member, cluster = _connect_member(model, links, timeout_s, members, facts)
+                if not member.has_joined:
+                    break
+                return _join_running_job(model, whole, strategy, cluster, member, watch, metrics)
+            except JoinError:
+                if attempts == JOIN_ATTEMPTS:
+                    raise
     recorder = None
     try:
         if not job.stop_after_profile:  # a measurement runs a plan of its own
@@ -1033,18 +1046,36 @@ def _connect_member(
     member.links = [spec.name for spec in specs]
     try:
         member.enter()
-        claim, topology = NodeClaim("", node=(member.rank,)), None
-        if member.has_joined:  # the members have agreed on links before
-            topology = Topology.flat(len(member.epoch.members))
-            names = member.epoch.details["links"]
-            specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
-        member.open_group()
-        cluster = connect(specs, where, device, timeout_s, claim, topology, member.protocol)
+        with _closing_on_failure(member):
+            claim, topology = NodeClaim("", node=(member.rank,)), None
+            if member.has_joined:  # the members have agreed on links before
+                topology = Topology.flat(len(member.epoch.members))
+                names = member.epoch.details["links"]
+                specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
+            member.open_group()
+            cluster = connect(specs, where, device, timeout_s, claim, topology, member.protocol)
     except BaseException:
         member.close()
         raise
     member.links = list(cluster.specs)
     return member, cluster
+
+
+@contextmanager
+def _closing_on_failure(member: JobMember) -> Iterator[None]:
+    """Destroy the process groups if the body fails.
+
+    Raises:
+        JoinError: the body has raised a RuntimeError in a process that joins a running job.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if member.has_joined and isinstance(error, RuntimeError):
+            raise JoinError(str(error)) from error
+        raise
 
 
 def _join_running_job(
@@ -1061,31 +1092,29 @@ def _join_running_job(
     The other members are in `FlatSession.begin_epoch`.
     """
     control = cluster.control
-    try:
-        facts = control.gather(None)[0]
-        cluster.alignment_bytes = facts["alignment_bytes"]
-        broadcast_model(model, cluster)
-        profile = Profile.from_dict(facts["profile"])
-        how = Observation(OBSERVE, None, fingerprint_of(model), None, False)
-        ranks = divide_ranks(0, strategy, control)
-        job = TrainingJob(
-            model,
-            optimizer,
-            cluster,
-            profile,
-            how,
-            watch,
-            LaunchRequest(),
-            ranks,
-            None,
-            member=member,
-            joining=facts,
-        )
-        session = strategy.open(job)
-    except BaseException:
-        cluster.close()
-        member.close()
-        raise
+    with _closing_on_failure(member):
+        try:
+            facts = control.gather(None)[0]
+            cluster.alignment_bytes = facts["alignment_bytes"]
+            broadcast_model(model, cluster)
+            job = TrainingJob(
+                model,
+                optimizer,
+                cluster,
+                Profile.from_dict(facts["profile"]),
+                Observation(OBSERVE, None, fingerprint_of(model), None, False),
+                watch,
+                LaunchRequest(),
+                divide_ranks(0, strategy, control),
+                None,
+                member=member,
+                joining=facts,
+            )
+            session = strategy.open(job)
+        except BaseException:
+            cluster.close()
+            member.close()
+            raise
     return _finish(job, strategy, session, metrics, [0 if metrics else None])
 
 
