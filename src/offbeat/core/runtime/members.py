@@ -28,9 +28,17 @@ from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import LinkSpec, group_environment, ipv4_of
 
 if TYPE_CHECKING:
-    from offbeat.membership import Epoch, Membership, MembershipState, MembershipWatch
+    from offbeat.membership import (
+        Epoch,
+        Membership,
+        MembershipState,
+        MembershipWatch,
+        Rendezvous,
+    )
 
 LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members after a failure
+READY_EVERY_S = 0.01  # seconds between two looks at the members that are ready to connect
+PROBE_AFTER_S = 0.2  # seconds after which missing members are probed, and between two probes
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
 RENEW_S = 5.0  # longest time between two renewals of a request to join
 THREAD_NAME = "offbeat-member"
@@ -213,6 +221,7 @@ class JobMember:
         rank, size = self.rank, len(self.epoch.members)
         timeout = timedelta(seconds=self._timeout_s)
         keys = self.membership.rendezvous(self.epoch.number)
+        self._await_members(keys)
         if rank == 0:
             store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
             keys.set("store", f"{self._address}:{store.port}".encode())
@@ -230,6 +239,27 @@ class JobMember:
                 world_size=size,
                 timeout=timeout,
             )
+
+    def _await_members(self, keys: Rendezvous) -> None:
+        """Wait until all members are ready to connect. torch waits for a member that has failed
+        until the timeout.
+
+        Raises:
+            RuntimeError: a member has failed or is missing after the timeout, or a later epoch
+                exists.
+        """
+        keys.set(f"ready/{self.name}", b"")
+        missing, end_s = [*self.epoch.members], time.monotonic() + self._timeout_s
+        look_s = time.monotonic() + PROBE_AFTER_S
+        while missing := [name for name in missing if not keys.check([f"ready/{name}"])]:
+            if self.membership.epoch(self.epoch.number + 1) is not None:
+                raise RuntimeError(f"epoch {self.epoch.number} has ended before it has begun")
+            now_s = time.monotonic()
+            if now_s > look_s:
+                gone, look_s = [n for n in missing if self.is_gone(n)], now_s + PROBE_AFTER_S
+                if gone or now_s > end_s:
+                    raise RuntimeError(f"member {', '.join(gone or missing)} has not connected")
+            time.sleep(READY_EVERY_S)
 
     # ---- changes ----------------------------------------------------------------------------
 
@@ -262,7 +292,11 @@ class JobMember:
         stay = [name for name in self.epoch.members if name not in gone]
         addresses = dict(self.epoch.details["addresses"])
         addresses |= {r.member: r.details.get("address") for r in state.joining}
-        new = [r.member for r in state.joining if r.member not in stay]
+        new = [
+            request.member
+            for request in state.joining
+            if request.member not in stay and not is_gone(addresses[request.member], request.member)
+        ]
         return (*stay, *(new if stay else ())), addresses
 
     def propose(

@@ -249,7 +249,8 @@ class Cluster:
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
-        opened = (*self.groups.values(), *self._nodes, self._everyone, self.control.group)
+        control = getattr(self.control, "group", None)  # none after `abandon`
+        opened = (*self.groups.values(), *self._nodes, self._everyone, control)
         for group in (one for one in opened if one is not None):  # None would be all groups
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
