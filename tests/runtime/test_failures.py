@@ -98,7 +98,7 @@ def test_silent_peer() -> None:
 @pytest.mark.parametrize("strategy", [DreamDDP(period=2, due="forward"), DeFT()], ids=str)
 def test_a_rank_that_is_stopped_for_a_moment(strategy: Strategy) -> None:
     """Shorter than any timeout: the others wait, and no bit changes."""
-    found = run_world(failing.train_with_a_stop, 2, strategy, 0.3)
+    found = run_world(failing.stop_for_a_moment, 2, strategy, 0.3)
     assert len({bits for of_rank in found for bits in of_rank}) == 1
 
 

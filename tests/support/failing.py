@@ -83,13 +83,19 @@ def happen(how: str) -> None:
     assert how == "has less data"
 
 
-def train_with_a_stop(strategy: Strategy, seconds: float) -> list[str]:
-    """Bits after six iterations, without and with a stop of rank 1 in the third one."""
-    found = []
+def stop_for_a_moment(strategy: Strategy, seconds: float, servers: int = 0) -> list[str]:
+    """Bits after six iterations, without and with a stop of rank 1 in the third one; none of a
+    server."""
+    if servers:
+        os.environ["OFFBEAT_SERVERS"] = str(servers)
+    options = {"profile": profile_of(CASE, world_size())} if strategy.needs.profile else {}
+    found: list[str] = []
     for stops in (False, True):
         module, plain = build(CASE)
-        profile = profile_of(CASE, world_size())
-        with prepared(module, plain, strategy, profile=profile) as (model, optimizer):
+        with (
+            suppress(SystemExit),
+            prepared(module, plain, strategy, **options) as (model, optimizer),
+        ):
             for t in range(6):
                 if stops and t == 3 and rank() == 1:
                     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
