@@ -54,6 +54,7 @@ def train_until(strategy: Strategy, how: str, who: int, timeout_s: float, observ
             break
         iterate(model, optimizer, t)
     model.consolidate()
+    model.close()
     return "done"
 
 
