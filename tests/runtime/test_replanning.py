@@ -17,15 +17,19 @@ from support.drifting import Drifted, Times, train
 from support.models import Case, profile_of
 from support.worlds import run_world
 
-from offbeat import BSP, P3, WFBP, DreamDDP, LocalSGD, Profile, Strategy
+from offbeat import ASCWFBP, BSP, P3, WFBP, DreamDDP, LocalSGD, Plan, Profile, Strategy
 from offbeat.core.derive.exactness import have_same_bits, is_reorderable
 from offbeat.core.measuring.drift import Drift, Level, steps_of, weighted_median
 from offbeat.core.profile.elsewhere import with_slower_links, with_slower_replicas
+from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.launch_request import current_replan
 from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.prediction import BOUNDARY_FACT
 from offbeat.core.sim.ranks import Ranks
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import Message
+from offbeat.core.transport.topology import Topology
 from offbeat.jobs.record_lines import load
 from offbeat.plan import Fact, Payload
 from offbeat.profile import Bucket, Link
@@ -119,6 +123,43 @@ def test_spans_overlap_as_pairwise_comparison_finds() -> None:
         end = start + draw.random() * 10
         expected = any(a < end and start < b for a, b in spans)
         assert _overlaps(spans, start, end) == expected
+
+
+class Echo:
+    """Control of two ranks with equal times."""
+
+    rank, world_size = 0, 2
+
+    def minimum(self, values: list[float]) -> list[float]:
+        return values
+
+
+def exchanged(plan: Plan, times: dict[int, tuple[float, float]]) -> dict[str, float | None]:
+    """Ratios of the links if the messages of the second iteration had these starts and ends, by
+    their place in the plan; the first iteration belongs to no window."""
+    cluster = SimpleNamespace(control=Echo(), device=CPU(), topology=Topology.flat(2), replica=0)
+    meter = BoundaryMeter(plan, PROFILE, 2, cluster)  # type: ignore[arg-type]
+    messages = []
+    for index, t in enumerate(plan.transfers):
+        message = Message(t, 1, index)
+        message.start, message.end = times.get(index, (None, None))
+        messages.append(message)
+    meter.add(Iteration(1, Timestamps(end=100.0), messages, planned=1))
+    assert [meter.is_boundary(planned) for planned in range(4)] == [False, False, True, False]
+    return meter.exchange(2)[0]
+
+
+def test_messages_that_slow_each_other_down_are_left_out() -> None:
+    """Of two channels of one link: the times of a message beside another one say nothing."""
+    plan = ASCWFBP().plan(with_slower_links(PROFILE, 3.0))
+    assert {t.link for t in plan.transfers} == {"net", "net#1"}
+    alone_s = [PROFILE.message_s(t.payload, t.link) for t in plan.transfers]
+    apart = {i: (10.0 * i, 10.0 * i + 2 * alone_s[i]) for i in range(len(alone_s))}
+    assert exchanged(plan, apart) == {"net": pytest.approx(2.0)}
+    second = apart[1][0] - 9.0, apart[1][1]  # begins during the first message
+    beside = apart | {1: second}
+    assert exchanged(plan, {i: beside[i] for i in (0, 1)}) == {"net": None}
+    assert exchanged(plan, beside) == {"net": pytest.approx(2.0)}
 
 
 # ---- plans with the same bits ---------------------------------------------------------------
