@@ -25,7 +25,7 @@ from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
 from offbeat.core.measuring import network_check
 from support.models import Case, batch, build_model, loss_of, profile_of
 from support.oddities import build
-from support.workers import bits, prepared, rank, snapshot, world_size
+from support.workers import bits, bits_of, prepared, rank, snapshot, world_size
 
 CASE = Case("mlp", "nesterov")
 
@@ -86,7 +86,7 @@ def happen(how: str) -> None:
 
 def stop_for_a_moment(strategy: Strategy, seconds: float, servers: int = 0) -> list[str]:
     """Bits after six iterations, without and with a stop of rank 1 in the third one; none of a
-    server."""
+    server. Servers add up in the order of arrival, so rounding is left out there."""
     if servers:
         os.environ["OFFBEAT_SERVERS"] = str(servers)
     options = {"profile": profile_of(CASE, world_size())} if strategy.needs.profile else {}
@@ -103,7 +103,8 @@ def stop_for_a_moment(strategy: Strategy, seconds: float, servers: int = 0) -> l
                     os.kill(os.getpid(), signal.SIGSTOP)
                 iterate(model, optimizer, t)
             model.consolidate()
-            found.append(bits(model))
+            tensors = model.state_dict().values()
+            found.append(bits_of(t.round(decimals=9) for t in tensors) if servers else bits(model))
     return found
 
 

@@ -33,7 +33,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "local-sgd": ("local-sgd", {"period": 2}),
     "partial-sync": ("partial-sync", {"period": 2}),
     "selsync": ("selsync", {"delta": 0.2}),
-    "ps-bsp": ("ps-bsp", {}),
+    "ps-bsp": ("ps-bsp", {"silent_s": 1.0}),
     "ssp": ("ssp", {"silent_s": 1.0}),
     "a2cid2": ("a2cid2", {"topology": "complete", "silent_s": 1.0}),
     "ad-psgd": ("ad-psgd", {"topology": "complete", "silent_s": 1.0}),
