@@ -15,7 +15,7 @@ from support.strategy_lists import ALL
 from survival.cells import EVENTS, OUTCOMES, STRATEGIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
-BEGIN, END = "<!-- made by tests/survival -->\n", "<!-- end of the table -->\n"
+TABLE = re.compile(r"^\| strategy \|.*\n(?:\|.*\n)+", re.MULTILINE)
 REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"
 RUN = [("a2cid2", "a rank is killed"), ("dear", "rank 0 is killed")]
 
@@ -31,7 +31,9 @@ def table(outcomes: dict[tuple[str, str], str]) -> str:
 
 def cells_of(text: str) -> dict[tuple[str, str], str]:
     """The outcomes that the page shows."""
-    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", text.partition(BEGIN)[2].partition(END)[0], re.M)
+    found = TABLE.search(text)
+    assert found is not None
+    rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", found.group(), re.MULTILINE)
     return {
         (name, event): cell
         for name, cells in rows
@@ -46,13 +48,12 @@ def test_the_table_has_all_strategies_and_events() -> None:
         outcomes = {
             (name, event): run(name) for name in STRATEGIES for event, run in EVENTS.items()
         }
-        head, _, rest = text.partition(BEGIN)
-        text = f"{head}{BEGIN}\n{table(outcomes)}{END}{rest.partition(END)[2]}"
+        text = TABLE.sub(table(outcomes), text)
         PAGE.write_text(text)
     shown = cells_of(text)
     assert shown.keys() == {(name, event) for name in STRATEGIES for event in EVENTS}
     assert {strategy for strategy, _ in STRATEGIES.values()} == set(ALL)
-    explained = set(re.findall(r"^\| ([^|]+?) \| [^|]+ \|$", text.partition(BEGIN)[0], re.M))
+    explained = set(re.findall(r"^\| ([^|]+?) \| [^|]+ \|$", text, re.MULTILINE))
     assert explained >= OUTCOMES >= set(shown.values())
 
 
