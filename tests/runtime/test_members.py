@@ -33,7 +33,7 @@ def run(scenario: Scenario) -> tuple[list[Outcome | None], list[Epoch]]:
     killed = [*scenario.kills, *scenario.signals]
     with membership_service() as address:
         ended = watch_world(
-            train_member, scenario.processes, address, scenario, timeout_s=50, doomed=killed
+            train_member, scenario.processes, address, scenario, timeout_s=110, doomed=killed
         )
         epochs = epochs_of(address)
     for one in ended:

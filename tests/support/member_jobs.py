@@ -32,6 +32,7 @@ CASE = Case("mlp", "nesterov")
 BATCH_SIZE = 4
 SECRET = "members of a test"
 TIMEOUT_S = 20.0
+WAIT_S = 45.0  # for a process that starts on a loaded machine
 Weights = dict[str, Tensor]
 
 
@@ -180,7 +181,7 @@ def _has_epoch(address: str, number: int) -> bool:
 
 
 def _await(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
+    end_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end_s, "the condition does not hold within the timeout"
         time.sleep(0.005)
