@@ -46,8 +46,10 @@ def _run(folder: Path, seconds: float, members: int, seed: int) -> dict[str, Any
     draw, context = random.Random(seed), multiprocessing.get_context("spawn")
     (folder / "secret").write_bytes(SECRET)
     (folder / "secret").chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    reserved = socket.socket()  # so that no connection of this host gets the port of the service
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     services, sizes = [_start(folder, port)], list[int]()
     address, names = f"127.0.0.1:{port}", tuple(f"m{n}" for n in range(members))
     client = MembershipClient(address, _secrets, LIMIT_S)
@@ -71,6 +73,7 @@ def _run(folder: Path, seconds: float, members: int, seed: int) -> dict[str, Any
         results = [found.get(timeout=2 * LIMIT_S) for _ in range(members)]
         state = client.state()
     finally:
+        reserved.close()
         services[-1].kill()
         children[-1].kill()
     assert state.epoch is not None

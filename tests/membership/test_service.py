@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.memberships import SECRET, admit, begin, hosted, run_threads, secrets
+from support.memberships import (
+    SECRET,
+    admit,
+    begin,
+    hosted,
+    reserved_port,
+    run_threads,
+    secrets,
+)
 
 from offbeat import __version__, cli
 from offbeat.frames.secret import FILE_VARIABLE, VARIABLE, read_secrets
@@ -114,8 +122,8 @@ def test_replies_that_are_lost_do_not_repeat_a_change(
 
 
 def test_a_missing_service_is_named_after_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    reserved = reserved_port()
+    port = reserved.getsockname()[1]
     client = MembershipClient(f"127.0.0.1:{port}", secrets, timeout_s=0.2)
     with pytest.raises(ServiceUnreachableError) as caught:
         client.state()
@@ -127,6 +135,25 @@ def test_a_missing_service_is_named_after_the_timeout() -> None:
     watch._thread.join(30)
     assert isinstance(watch.error, ServiceUnreachableError)
     assert (watch.state, watch.version) == (None, -1)
+    reserved.close()
+
+
+def test_a_connection_to_itself_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP opens one if the port of the service is chosen for the client. It must not stay open,
+    as the service could not start again."""
+    reserved, connect, opened = reserved_port(), socket.create_connection, list[socket.socket]()
+    address = reserved.getsockname()
+    reserved.close()
+
+    def connect_to_itself(_: object, timeout: float) -> socket.socket:
+        opened.append(connect(address, timeout, address))
+        return opened[-1]
+
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
+    client = MembershipClient(f"127.0.0.1:{address[1]}", secrets)
+    with pytest.raises(ConnectionRefusedError, match="no service listens at its port"):
+        client._connect(20.0, SECRET)
+    assert opened[0].fileno() == -1
 
 
 def test_another_program_at_the_address_is_named() -> None:
@@ -295,11 +322,12 @@ def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
     secret, journal = tmp_path / "secret", tmp_path / "journal"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
+    reserved = reserved_port()
+    port = str(reserved.getsockname()[1])
     options = ["--journal", str(journal), "--host", "127.0.0.1", "--secret", str(secret)]
-    with started(*options, "--port", "0") as (process, text):
-        assert text.endswith("no epoch yet")
-        address = text.split()[3].rstrip(",")
-        client = MembershipClient(address, secrets, 60)
+    with started(*options, "--port", port) as (process, text):
+        assert text.endswith(f"127.0.0.1:{port}, no epoch yet")
+        client = MembershipClient(f"127.0.0.1:{port}", secrets, 60)
         begin(client, "a", "b")
         client.rendezvous(0).set("k", b"v")
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
@@ -307,7 +335,7 @@ def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
         process.kill()
         output = process.communicate()[0]
     assert "epoch 0 with 2 members" in output
-    with started(*options, "--port", address.rpartition(":")[2]) as (process, text):
+    with started(*options, "--port", port) as (process, text):
         assert text.endswith("epoch 0 with 2 members")
         assert client.state().epoch == Epoch(0, ("a", "b"))
         assert client.rendezvous(0).get("k", 0) == b"v"
@@ -315,6 +343,7 @@ def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
         output += process.communicate()[0]
         assert process.returncode == 0, output
     client.close()
+    reserved.close()
     for found in (arguments, output.encode(), text.encode(), journal.read_bytes()):
         assert SECRET not in found
     assert "libtorch" not in imported  # the service needs no torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,20 @@ def secrets() -> tuple[bytes, ...]:
     return (SECRET,)
 
 
+def reserved_port() -> socket.socket:
+    """A socket that keeps a port for services: no connection of this host gets it meanwhile."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
 class ServiceHost:
     """Starts, ends and restarts a service at one address and one journal."""
 
     def __init__(self, journal: Path, read: Callable[[], Sequence[bytes]] = secrets):
         self.journal, self.reports = journal, list[str]()
-        self._read, self._port = read, 0
+        self._read, self._reserved = read, reserved_port()
         self._clients: list[MembershipClient] = []
         self.service = self._start()
 
@@ -32,10 +41,8 @@ class ServiceHost:
         return self.service.address
 
     def _start(self) -> MembershipService:
-        service = open_service(
-            self.journal, "127.0.0.1", self._port, self._read, self.reports.append
-        )
-        self._port = int(service.address.rpartition(":")[2])
+        port = self._reserved.getsockname()[1]
+        service = open_service(self.journal, "127.0.0.1", port, self._read, self.reports.append)
         self._thread = threading.Thread(target=service.serve, daemon=True)
         self._thread.start()
         return service
@@ -58,6 +65,7 @@ class ServiceHost:
         for client in self._clients:
             client.close()
         self.end()
+        self._reserved.close()
 
 
 @contextmanager

@@ -157,14 +157,13 @@ class MembershipClient(Membership):
 
     def _connect(self, limit_s: float, secret: bytes) -> Connection[Kind]:
         """Return a connection after the proof of the secret and the comparison of versions."""
-        connection: Connection[Kind] = Connection(
-            socket.create_connection(self._host, timeout=limit_s),
-            Kind,
-            _room,
-            secret,
-            connects=True,
-        )
+        sock = socket.create_connection(self._host, timeout=limit_s)
+        connection: Connection[Kind] = Connection(sock, Kind, _room, secret, connects=True)
         try:
+            if sock.getsockname() == sock.getpeername():
+                # TCP connects a socket to itself if the system has chosen the port of the service
+                # for it. The service could not start again while it is open.
+                raise ConnectionRefusedError("no service listens at its port")
             own = {"protocol": PROTOCOL_VERSION, "offbeat": __version__}
             connection.send(pack(Kind.HELLO, 0, meta=own))
             frame = connection.await_frame(limit_s)
