@@ -91,7 +91,7 @@ def _saved_bytes(state: Any) -> Tensor:
 
 
 def _load(data: Tensor, where: torch.device = CPU) -> Any:
-    def place(storage: torch.UntypedStorage, sender_device: str) -> torch.UntypedStorage:
+    def place(storage: Any, sender_device: str) -> Any:
         return storage if sender_device == "cpu" or where == CPU else storage.to(device=where)
 
     return torch.load(io.BytesIO(data.numpy().data), weights_only=True, map_location=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -16,9 +17,10 @@ def pinned_memory(size: int, dtype: torch.dtype) -> Tensor:
     where the system does not allow to pin existing memory.
     """
     tensor = torch.empty(size, dtype=dtype, device="cpu")
-    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
     if not size:
         return tensor
+    runtime: Any = torch.cuda.cudart()
+    address = tensor.data_ptr()
     if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=True)
     finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
