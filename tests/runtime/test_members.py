@@ -160,3 +160,10 @@ def test_gradients_are_averaged_over_the_members_of_each_iteration(strategy: Str
     scenario = Scenario(strategy, 40, kills={1: 5}, joins={3: 17}, join_after=1, leaves={0: 25})
     epochs = check(scenario, every(1))
     assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
+
+
+def test_local_steps_of_a_joined_member_survive_a_failure() -> None:
+    scenario = Scenario(LocalSGD(period=3), 16, first=2, joins={2: 4}, kills={1: 10})
+    epochs = check(scenario, every(3))
+    assert [len(e.members) for e in epochs] == [2, 3, 2]
+    assert not epochs[2].details["united"]

@@ -169,6 +169,7 @@ class MemberChanges:
         self._begins_at = self._session.iteration
         try:
             self._connect(epoch)
+            self._united_for = -1  # all members have completed the average before they connect
             return
         except RuntimeError as error:
             failure = str(error)
@@ -364,8 +365,7 @@ class MemberChanges:
                     )
                     dist.recv(received, names.index(united[0]))
                     tensor.copy_(received)
-        if united:
-            self._united_for = self._member.epoch.number
+        self._united_for = -1
 
     def _outcome(self, message: Message) -> Sequence[Tensor] | None:
         """Return the result of a message, or None if it counts as skipped."""
