@@ -192,7 +192,10 @@ def test_a_send_changes_the_receivers_tensor_only(
     log: list[str] = []
     host = _Memory("host", log, is_cuda=False)
     stub = SimpleNamespace(
-        get_rank=lambda: rank, get_global_rank=lambda *_: 0, ReduceOp=torch.distributed.ReduceOp
+        get_rank=lambda: rank,
+        get_global_rank=lambda *_: 0,
+        get_process_group_ranks=lambda _: [0, 1],
+        ReduceOp=torch.distributed.ReduceOp,
     )
     monkeypatch.setattr(collectives_module, "dist", stub)
     monkeypatch.setattr(collectives_module.Scratch, "reserve", lambda *_: host)
@@ -491,6 +494,7 @@ def test_votes_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(size=lambda: 1)
 
     monkeypatch.setattr(JobCluster, "_group", group)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda _: [0])
     specs = {"net": LinkSpec("net", "eth0", "nccl")}
     cluster = JobCluster(SimpleNamespace(), specs, GPU, CPU(), 1.0)  # type: ignore[arg-type]
     cluster.open(["net", "net#1", vote_channel("net")])
