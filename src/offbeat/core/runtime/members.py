@@ -51,7 +51,7 @@ class Members:
     """Settings of a job whose members may join, leave and fail while it trains.
 
     Attributes:
-        service: address of the membership service, as in "10.0.0.1:29610".
+        service: address of the membership service, as in "10.0.0.1:29600".
         first: number of members with which a new job begins; by default WORLD_SIZE, or else 2.
         least: smallest number of members with which training continues.
         join_state: optimizer state of a member that joins a running job. "copy": that of a member;

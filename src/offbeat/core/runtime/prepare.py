@@ -203,7 +203,7 @@ def prepare(
             of unequal length. The variable OFFBEAT_NODES ("auto" or a number) is the default. The
             link inside nodes may be named, as in links=["eth0", "inside=gloo:lo"].
         members: settings of a job whose members may join, leave and fail while it trains, as in
-            `members=offbeat.Members("10.0.0.1:29610")` with the address of a membership service.
+            `members=offbeat.Members("10.0.0.1:29600")` with the address of a membership service.
             Each process needs no rank; start it alone, with the same script. The strategy must
             average parameters. None: the ranks of the job do not change.
         process_group: must be None, because all ranks of the job average.
@@ -999,7 +999,7 @@ def _require_members(
     if not isinstance(members, Members):
         raise ValueError(
             f"members ({members!r}) must be offbeat.Members(service), with the address of a "
-            "membership service, as in '10.0.0.1:29610'"
+            "membership service, as in '10.0.0.1:29600'"
         )
     if not single:
         raise ValueError(
