@@ -198,7 +198,7 @@ PLANTS: dict[str, Plant] = {
     "no_gossip_order": no_gossip_order,
     "stale_gossip_order": stale_gossip_order,
     "collect": unfinished("_collect"),
-    "load_pulled": unfinished("_load_pulled"),
+    "load_pulled": unfinished("_copy_incoming"),
 }
 
 

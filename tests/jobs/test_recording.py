@@ -20,6 +20,7 @@ import offbeat
 from offbeat import WFBP, LocalSGD
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.transport.device import CPU
+from offbeat.core.transport.topology import Topology
 from offbeat.jobs import monitor, observer
 from offbeat.jobs.interval import Interval, LinkSums, LossSums
 from offbeat.jobs.monitor import JobMonitor
@@ -74,7 +75,11 @@ class Job:
         )
         vars(self.control).update(control)
         cluster = SimpleNamespace(
-            control=self.control, device=self.device, where=torch.device("cpu"), specs={}
+            control=self.control,
+            device=self.device,
+            where=torch.device("cpu"),
+            specs={},
+            topology=Topology.flat(1),
         )
         settings = JobSettings(record and str(record), (), "text", "a job")
         self.observer = JobObserver(settings, strategy or WFBP(), cluster)  # type: ignore[arg-type]
