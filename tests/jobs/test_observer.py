@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
         assert [one.exitcode for one in outcomes] == [code] * 2
         zero, one = ((tmp_path / f"stderr{rank}").read_text().splitlines() for rank in range(2))
         found.append({json.loads(line)["event"] for line in zero})
-        assert one == []
+        # Torch's own message that the store of rank 0 is gone can follow at the end.
+        assert [*takewhile(lambda line: not line.startswith("[rank1]:[W"), one)] == []
     assert found[0] == {"start", "graph", "join", "checkpoint", "plan", "end"}
     assert found[1] == found[0]
 
