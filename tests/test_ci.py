@@ -9,7 +9,7 @@ import pytest
 
 RUN = Path(__file__).parents[1] / ".ci" / "run"
 TOOLS = ("bash", "dirname", "timeout", "chmod")
-MADE = """made demo HOSTS=2 RATE=200mbit ITERATIONS=6
+MADE = """made demo HOSTS=2 RATE=200mbit ITERATIONS=20
 made .venv/installed-dev
 made test
 """
