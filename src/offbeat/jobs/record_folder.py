@@ -77,10 +77,10 @@ def previous_attempt(folder: Path, attempt: Mapping[str, Any]) -> str | None:
         folder: folder of runs.
         attempt: `settings.torchrun_attempt` of the process that starts.
     """
-    same = [key for key in ("job", "agent") if attempt[key] != "none"][:1]
+    same = "agent" if attempt["job"] == "none" else "job"
     for run in reversed(find_runs(folder)):
         earlier = _read_object(run / RUN_FILE).get("torchrun")
-        if not isinstance(earlier, dict) or any(earlier.get(k) != attempt[k] for k in same):
+        if not isinstance(earlier, dict) or earlier.get(same) != attempt[same]:
             continue
         restarts = earlier.get("restarts")
         if isinstance(restarts, int) and restarts < attempt["restarts"]:
