@@ -14,6 +14,9 @@ share the processors. Loss: mean over ranks and the last 20 iterations; the aim 
 iterations. HSDP is predicted by the equations of advice. `overhead`: one host of 2 ranks, without
 averages between nodes, beside plain FSDP2 and DDP in turns.
 
+The package torchft races with its own local SGD if it is installed (`pip install torchft`).
+DeToNATION does not: its `prepare_detonation` needs CUDA, as FSDP1 refuses a model on the CPU.
+
 Everything is kept in --out, and a second start goes on from there; after --minutes no further
 launch begins. All but `bytes` need a quiet machine. Needs the lab.
 """
@@ -26,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,6 +69,7 @@ RACED = (
     f"sharded dreamddp:period={PERIOD}",
     f"sharded dreamddp:period={PERIOD}:wire=int4",
 )
+TORCHFT = f"torchft local-sgd:period={PERIOD}"  # races where the package is installed
 RATE, RATES, MODELS = 100, (25, 100, 200), ("gpt", "digits")
 AIM, LENGTH, MEAN = 150, 240, 20  # iterations: of DDP until the aim, of each, of a mean loss
 PREDICTED = {
@@ -217,7 +222,8 @@ def prediction_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
 
 def race(keep: Keep, seeds: int) -> None:
     for seed in range(seeds):
-        turns = RACED[:: -1 if seed % 2 else 1]
+        raced = (*RACED, TORCHFT) if find_spec("torchft") else RACED
+        turns = raced[:: -1 if seed % 2 else 1]
         job = {
             "what": "race",
             "task": "gpt",
@@ -245,13 +251,16 @@ def predict_seconds(label: str, profiles: Mapping[str, Any]) -> float:
         return hsdp(Profile.from_dict(profiles["sharded"]).of_replicas(), 1).iteration_s
     if label == "ddp":
         return sim.predict(DDP(), replicated).iteration_s
+    kind = "sharded" if label == TORCHFT else kind
     return sim.predict(parse(text), Profile.from_dict(profiles[kind])).iteration_s
 
 
 def race_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
     aims = [smooth(run["ddp"]["losses"])[AIM - 1] for run in found.values()]
     base = [find_seconds(run["ddp"], aim) for run, aim in zip(found.values(), aims, strict=True)]
-    for label in RACED:
+    for label in [*RACED, TORCHFT]:
+        if not all(label in run for run in found.values()):
+            continue
         runs = [run[label] for run in found.values()]
         times = [find_seconds(row, aim) for row, aim in zip(runs, aims, strict=True)]
         known = [t for t in times if t is not None]

@@ -2,7 +2,8 @@
 
 A contestant is "ddp", "fsdp" (shards inside nodes, no averages between them), "hsdp" (torch's own
 averages of gradients between nodes), or a kind of nodes and a strategy: "flat wfbp" (a replica per
-rank), "replicated wfbp", "sharded dreamddp:period=10".
+rank), "replicated wfbp", "sharded dreamddp:period=10", "torchft local-sgd:period=10" (shards inside
+nodes, averaged by the package torchft).
 
     offbeat compare --per-node 2 benchmarks/nodes_worker.py --model gpt --sharded
 """
@@ -13,11 +14,15 @@ import argparse
 import gc
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -33,6 +38,7 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.profile import Profile
 
 TORCH = ("ddp", "fsdp", "hsdp")
+PACKAGE = "torchft"
 OBSERVED = 12
 WARM = 10  # iterations before time is taken
 WIDTH = 409  # of the model whose bytes are counted: no shard of it is as large as the others
@@ -68,7 +74,7 @@ class Contestant:
         **options: Any,
     ) -> None:
         kind, _, text = label.partition(" ")
-        if kind in ("fsdp", "hsdp", "sharded"):
+        if kind in ("fsdp", "hsdp", "sharded", PACKAGE):
             mesh = mesh_of()
             shard(model, mesh if kind == "hsdp" else mesh["inside"])
             options["mesh"] = mesh["between"]
@@ -76,7 +82,10 @@ class Contestant:
         self.optimizer: Any = optimizer(model)
         if kind == "ddp":
             self.used = DistributedDataParallel(model)
-        if kind in TORCH:
+        self.package: ExitStack | None = None
+        if kind == PACKAGE:
+            self.package = average_with_torchft(model, self.optimizer, parse(text))
+        if kind in (*TORCH, PACKAGE):
             return
         if kind == "flat":
             between, *_ = json.loads(os.environ["OFFBEAT_LINKS"])
@@ -93,6 +102,52 @@ class Contestant:
         if isinstance(self.used, Model):
             self.used.consolidate()  # pending averages land now, not beside the next contestant's
             self.used.close()
+        if self.package is not None:
+            self.package.close()
+
+
+def average_with_torchft(model: nn.Module, optimizer: Any, strategy: Any) -> ExitStack:
+    """Let torchft average the shards after the optimizer's steps; what is returned ends it."""
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import LocalSGD
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    stack, seconds = ExitStack(), timedelta(seconds=60)
+    rank, inside = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes, member = dist.get_world_size() // inside, rank % inside
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        host = probe.getsockname()[0]
+    port = lighthouse_port = 0
+    if rank == 0:
+        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=nodes)
+        stack.callback(lighthouse.shutdown)
+        lighthouse_port = urlsplit(lighthouse.address()).port
+    if member == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        stack.callback(lambda: store.delete_key("unused"))  # keeps the store until then
+        port = store.port
+    everyone = gather_values((host, port, lighthouse_port))
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=seconds),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=nodes,
+        use_async_quorum=False,
+        rank=member,
+        world_size=inside,
+        store_addr=everyone[rank - member][0],
+        store_port=everyone[rank - member][1],
+        lighthouse_addr=f"http://{everyone[0][0]}:{everyone[0][2]}",
+        replica_id=f"node{rank // inside}",
+        hostname=host,
+        init_sync=False,
+    )
+    stack.callback(manager.shutdown)
+    stack.callback(dist.barrier)  # no node leaves while another one averages
+    stack.enter_context(LocalSGD(manager, model, optimizer, sync_every=strategy.period))
+    return stack
 
 
 # ---- bytes ----------------------------------------------------------------------------------
@@ -178,7 +233,7 @@ def run_race(
     torch.manual_seed(seed)
     batches = task.batches(seed, size, rank)
     kind = label.partition(" ")[0]
-    options = {} if kind in TORCH else {"profile": profiles[kind]}
+    options = {"profile": profiles[kind]} if kind in profiles else {}
     mine = Contestant(label, task.model(), task.optimizer, **options)
     rates = [group["lr"] for group in mine.optimizer.param_groups]
     losses, ends_s = [], []
@@ -273,7 +328,7 @@ def work(job: dict[str, Any]) -> None:
             found[label] = count_bytes(label, iterations)
     elif job["what"] == "race":
         task, folder = task_of(job["task"]), Path(job["folder"])
-        kinds = {label.partition(" ")[0] for label in job["contestants"]} - {*TORCH}
+        kinds = {label.partition(" ")[0] for label in job["contestants"]} - {*TORCH, PACKAGE}
         profiles = {
             kind: measure_profile(kind, task, folder / f"{kind}.json") for kind in sorted(kinds)
         }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import frameworks_workers
-from support.frameworks_nodes import CLIPPED, both_worlds
+from support.frameworks_nodes import CLIPPED, LIGHTNING, both_worlds
 from support.worlds import run_world
 
 import offbeat
@@ -117,6 +117,18 @@ def test_shards_inside_nodes_train_as_with_torch_alone(
         assert len(found) == 12
         assert found == pytest.approx(wanted, abs=1e-4)
         assert found[-1] < 0.9 * found[0]
+
+
+def test_lightning_saves_the_average_of_sharded_replicas(nodes: list[dict[str, Any]]) -> None:
+    """torch reads it in a single process; the optimizer's state is in it by the same names."""
+    for rank in nodes:
+        found = rank[LIGHTNING]
+        assert {*found["averaged"]} <= {*found["read"]}
+        for name, weight in found["averaged"].items():
+            torch.testing.assert_close(found["read"][name], weight, rtol=0, atol=0)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            kept = [name for name in found["states"] if name.endswith(f".{moment}")]
+            assert len(kept) == len(found["averaged"])
 
 
 @pytest.mark.parametrize("script", sorted(Path(frameworks_workers.SCRIPTS).glob("with_*.py")))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from support.worlds import run_world
 from torch import nn
 
+from offbeat.core.measuring import beside_compute
 from offbeat.core.measuring.beside_compute import (
     MESSAGES,
     ROUNDS,
@@ -129,6 +132,31 @@ def test_a_host_computes_its_share_of_a_processor() -> None:
     idle = Profile((Bucket("a", 0.0, 0.0, 1 << 20),), (LINK,), 2, pace=8.0)
     with ComputeLoad(idle):
         pass
+
+
+def test_messages_inside_nodes_are_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def note(_probe: Any, mean: str, link: Link, *_: Any) -> list[tuple[int, float]]:
+        measured.append((link.name, mean))
+        return [(1 << 16, 2e-3)]
+
+    monkeypatch.setattr(beside_compute, "measure_extra", note)
+    by_verb = {name: {"all_reduce": f"on {name}"} for name in ("net", "inside")}
+    links = {n: SimpleNamespace(collectives=SimpleNamespace(by_verb=v)) for n, v in by_verb.items()}
+    control = SimpleNamespace(world_size=4)
+    cluster: Any = SimpleNamespace(
+        control=control, links=links, probe_group=lambda _: None, device=None
+    )
+    flat: Any = SimpleNamespace(parameter_tensors=lambda: [torch.zeros(1)], sizes_bytes=[1 << 18])
+    inside = replace(LINK, name="inside")
+    bucket = Bucket("all", 0.02, 0.02, 1 << 18)
+    profile = Profile((bucket,), (LINK,), 2, pace=8.0, topology=(2, 2), inside=inside)
+    found = measure_beside(cluster, flat, profile)
+    assert measured == [("net", "on net"), ("inside", "on inside")]
+    for before, after in zip(profile.all_links, found.all_links, strict=True):
+        assert after.name == before.name
+        assert after.latency_s == pytest.approx(before.latency_s + 2e-3)
 
 
 def of_ranks(pace: float) -> tuple[Profile, dict[str, int]]:

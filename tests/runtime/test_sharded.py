@@ -7,7 +7,7 @@ on it.
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from reference.training import average_gradients
 from support.comparing import assert_close, assert_same
-from support.models import Case, build_model
+from support.models import build_model
 from support.node_jobs import ADAM, members
 from support.sharded_jobs import (
     CASES,
@@ -27,6 +27,7 @@ from support.sharded_jobs import (
     SHAPED,
     SHARDED,
     VARIANTS,
+    call,
     coded_reference,
     diverge,
     find_any,
@@ -44,18 +45,27 @@ from support.sharded_jobs import (
 )
 from support.worlds import one_of, run_world, watch_world
 
+from offbeat.core.buckets.shards import MEMORY
+
 WIDE = ("wfbp", "slices", "diloco", "selsync")
 MANY = ("deft", "slices by priority", "dreamddp", "partial")
+STAGED = (
+    *("dreamddp", "slices", "fragments due at forward", "partial", "dreamddp delayed"),
+    *("selsync", "wfbp tied", "deft"),
+)
 
 
-def check(name: str, names: tuple[str, ...], replicas: int, ranks: int) -> None:
+def check(
+    name: str, names: tuple[str, ...], replicas: int, ranks: int, memory: str = MEMORY
+) -> None:
     nodes = nodes_of(replicas, ranks)
-    calls = tuple((one, nodes) for one in names)
+    calls = tuple((one, nodes, memory) for one in names)
     results = one_of(train, replicas * ranks, calls, names.index(name))
     _, equations, case, loop = CASES[name]
     world = members(case, nodes, loop)
     equations(world, results[0][0].plan, nodes)
-    for (trained, _), replica in zip(results, world, strict=True):
+    for (trained, are_staged), replica in zip(results, world, strict=True):
+        assert are_staged == (memory != MEMORY)
         assert trained.plan.digest == results[0][0].plan.digest
         assert_same(trained, replica, f"rank {replica.rank}")
 
@@ -63,6 +73,12 @@ def check(name: str, names: tuple[str, ...], replicas: int, ranks: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_nodes_of_two_ranks(name: str) -> None:
     check(name, tuple(CASES), 2, 2)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_shards_in_memory_of_an_unknown_name(name: str) -> None:
+    """They are copied before and after each use."""
+    check(name, STAGED, 2, 2, "_name_of_another_version")
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -75,27 +91,53 @@ def test_three_nodes_of_two_ranks(name: str) -> None:
     check(name, MANY, 3, 2)
 
 
-def test_each_rank_encodes_its_shards() -> None:
-    nodes = nodes_of(2, 2)
-    expected = coded_reference(nodes)
-    for model in run_world(send_coded, 4, nodes):
+# ---- what takes turns in one world ----------------------------------------------------------
+
+SPOILT = {"gradients": ("wfbp", ADAM), "codes": ("wfbp:wire=int8:fusion=none", CODED)}
+Results = Callable[[str], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results_of(folder: Path) -> Results:
+    """A function of a name: what each rank of two nodes of two has found."""
+    calls = {
+        "codes": (send_coded, SHARDED),
+        "options": (train_variants, tuple(VARIANTS)),
+        **{f"skipped {name}": (spoil, "skip", *how, SHARDED) for name, how in SPOILT.items()},
+        "repaired": (repair,),
+        "any": (find_any,),
+        "united": (unite, SHARDED),
+        "saved": (train_all_saved, str(folder / "saved")),
+        "reshaped": (reshape, str(folder / "reshaped")),
+        "refused": (refuse_all,),
+    }
+    return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
+
+
+def test_each_rank_encodes_its_shards(results_of: Results) -> None:
+    expected = coded_reference(SHARDED)
+    for model in results_of("codes"):
         assert_close(model, expected, "model", 1e-6)
 
 
-def test_options_of_fsdp() -> None:
+def test_options_of_fsdp(results_of: Results) -> None:
     """The same bits as a loop that averages the shards itself."""
-    for found in run_world(train_variants, 4, [*VARIANTS]):
+    for found in results_of("options"):
         assert {name: ours == theirs for name, (ours, theirs) in found.items()} == dict.fromkeys(
             VARIANTS, True
         )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "case"), [("wfbp", ADAM), ("wfbp:wire=int8:fusion=none", CODED)], ids=str
-)
-def test_values_that_are_not_finite(strategy: str, case: Case) -> None:
-    """The node is named, or left out of the averages of all its shards."""
-    nodes = nodes_of(2, 2)
+@pytest.mark.parametrize("what", SPOILT)
+def test_values_that_are_not_finite(results_of: Results, what: str) -> None:
+    """One rank of a node has them. The node is named by all ranks, or left out of the averages of
+    all its shards."""
+    (strategy, case), nodes = SPOILT[what], SHARDED
     for rank, (error, _) in enumerate(run_world(spoil, 4, "raise", strategy, case, nodes)):
         assert f"rank {2 + rank % 2} sent values that are not finite" in error
     world = members(case, nodes)
@@ -109,7 +151,7 @@ def test_values_that_are_not_finite(strategy: str, case: Case) -> None:
         for replica in world:
             replica.step()
     expected = world[0].model.state_dict()
-    for error, model in run_world(spoil, 4, "skip", strategy, case, nodes):
+    for error, model in results_of(f"skipped {what}"):
         assert not error
         assert_close(model, expected, "model", 1e-12 if strategy == "wfbp" else 0.01)
 
@@ -121,8 +163,8 @@ def test_shards_that_diverge_are_found(consolidating: bool) -> None:
         assert "'6.weight' of rank 3 and of rank 1 differ" in error
 
 
-def test_shards_are_repaired_with_their_state() -> None:
-    ranks = run_world(repair, 4)
+def test_shards_are_repaired_with_their_state(results_of: Results) -> None:
+    ranks = results_of("repaired")
     assert len({bits for *_, bits in ranks}) == 1
     before, after = ([one[i] for one in ranks] for i in range(2))
     for name, tensor in after[0][0].items():
@@ -133,13 +175,13 @@ def test_shards_are_repaired_with_their_state() -> None:
         torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-14, atol=1e-14)
 
 
-def test_a_nonzero_element_counts_on_all_ranks_of_a_node() -> None:
-    assert run_world(find_any, 4) == [[True, False]] * 4
+def test_a_nonzero_element_counts_on_all_ranks_of_a_node(results_of: Results) -> None:
+    assert results_of("any") == [[True, False]] * 4
 
 
-def test_buffers_are_united_over_all_ranks() -> None:
+def test_buffers_are_united_over_all_ranks(results_of: Results) -> None:
     """Parameters over replicas, running statistics over ranks, each of which has its own."""
-    ranks = run_world(unite, 4, nodes_of(2, 2))
+    ranks = results_of("united")
     assert len({bits for *_, bits in ranks}) == 1
     before, after, _ = zip(*ranks, strict=True)
     assert len({one["2.running_mean"].sum().item() for one in before}) == 4
@@ -149,15 +191,15 @@ def test_buffers_are_united_over_all_ranks() -> None:
             torch.testing.assert_close(tensor, mean, rtol=1e-14, atol=1e-14)
 
 
-def test_checkpoints_continue_bit_by_bit(tmp_path: Path) -> None:
-    for found in run_world(train_all_saved, 4, str(tmp_path)):
+def test_checkpoints_continue_bit_by_bit(results_of: Results) -> None:
+    for found in results_of("saved"):
         alike = {name: whole == resumed for name, (whole, resumed) in found.items()}
         assert alike == dict.fromkeys(SAVED, True)
 
 
-def test_torch_reads_checkpoints(tmp_path: Path) -> None:
+def test_torch_reads_checkpoints(results_of: Results, folder: Path) -> None:
     """Into another shape of nodes, and into a model of a single process."""
-    ranks = run_world(reshape, 4, str(tmp_path))
+    ranks = results_of("reshaped")
     for found in ranks:
         assert_close(found["after"], ranks[0]["before"], "model", 0.0)
         assert_close(found["trained"], ranks[0]["trained"], "model", 0.0)
@@ -165,18 +207,13 @@ def test_torch_reads_checkpoints(tmp_path: Path) -> None:
     alone = {"model": build_model(SHAPED, seed=9).state_dict()}
     with warnings.catch_warnings():  # torch states that there is a single process
         warnings.simplefilter("ignore")
-        dcp.load(alone, checkpoint_id=str(tmp_path), no_dist=True)
+        dcp.load(alone, checkpoint_id=str(folder / "reshaped"), no_dist=True)
     assert_close(alone["model"], ranks[0]["before"], "model", 0.0)
 
 
-@cache
-def refusals() -> list[dict[str, str]]:
-    return run_world(refuse_all, 4)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_is_refused_on_every_rank(name: str) -> None:
-    for found in refusals():
+def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
+    for found in results_of("refused"):
         assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
 
 
@@ -184,6 +221,7 @@ def test_is_refused_on_every_rank(name: str) -> None:
     ("strategy", "nodes", "who"),
     [
         ("wfbp", SHARDED, 1),
+        ("wfbp", SHARDED, 0),  # hosts the store
         ("local-sgd:period=2", SHARDED, 2),
         ("dreamddp:period=2", REPLICATED, 3),
     ],

@@ -13,9 +13,10 @@ from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.partial_sync import layer_times
-from offbeat.strategies.wfbp import message_seconds
+from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
 
 ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
+SECONDS = random_timelines.SECONDS
 FORWARD, STEP = Moment("forward"), Moment("step")
 
 
@@ -70,6 +71,27 @@ def test_optimal_fusion_takes_what_the_solver_says(profile):
     end_s = solve.fusion_finish(groups, profile.ready_s, message_seconds(profile))
     expected_s = computed_s(profile) + max(end_s - profile.backward_s, 0.0)
     assert predict(WFBP(), profile).iteration_s == exactly(expected_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_timelines.profiles(most_buckets=5, links=("net",), rank_scales=False), SECONDS)
+def test_fusion_includes_what_messages_take_from_compute(profile, each_s):
+    """No other division into messages is simulated to be faster."""
+    link = replace(profile.links[0], cpu_s_per_message=0.125 + each_s, cpu_s_per_byte=each_s / 8)
+    buckets = tuple(replace(b, size_bytes=1 + b.size_bytes) for b in profile.buckets)
+    profile = replace(profile, buckets=buckets, links=(link,), world_size=2)
+    fastest_s = min(
+        predict_plan(gradients_when_ready("wfbp", profile, groups), profile).iteration_s
+        for groups in divisions(len(buckets))
+    )
+    assert predict(WFBP(), profile).iteration_s == exactly(fastest_s)
+
+
+def divisions(count):
+    """All divisions of buckets into groups of neighbours."""
+    for mask in range(1 << (count - 1)):
+        cuts = [i + 1 for i in range(count - 1) if mask >> i & 1]
+        yield tuple(map(range, [0, *cuts], [*cuts, count]))
 
 
 @settings(max_examples=40, deadline=None)

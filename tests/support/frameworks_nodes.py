@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +24,11 @@ from support.worlds import run_world
 
 NODES, INSIDE = 2, 2
 OBSERVED, PERIOD = 6, 2  # iterations that all average, then one of so many
+SAVED = 8  # the iteration after which Lightning saves, between two averages
+LIGHTNING = "with_lightning_nodes.py"
 CLIPPED = {
     "with_accelerate_nodes.py": True,
-    "with_lightning_nodes.py": False,
+    LIGHTNING: False,
     "with_trainer_nodes.py": True,
 }
 
@@ -55,14 +58,45 @@ def in_nodes(directory: str) -> dict[str, dict[str, Any]]:
 def _run(name: str, where: Path) -> dict[str, Any]:
     before, sys.argv = sys.argv, [name, str(where)]
     try:
-        with _noted() as seen:
+        with _noted() as seen, _lightning_saves(where) as saved:
             names = runpy.run_path(str(SCRIPTS / name), run_name="__main__")
     finally:
         sys.argv = before
     model = names["model"]
     found = {"losses": names["losses"], "weights": _whole(getattr(model, "module", model))}
     forget_accelerate()
-    return found | _reference(seen, CLIPPED[name])
+    averaged = [SAVED] if name == LIGHTNING else []
+    return found | saved | _reference(seen, CLIPPED[name], averaged)
+
+
+@contextmanager
+def _lightning_saves(where: Path) -> Iterator[dict[str, Any]]:
+    """Let Lightning save a checkpoint after iteration `SAVED`. Give back the whole weights after
+    that, and what torch reads from the checkpoint: weights, and names of the optimizer's state."""
+    import lightning
+    from tiny_llama import build
+
+    found: dict[str, Any] = {}
+    before = lightning.LightningModule.on_train_batch_end
+
+    def save(module: Any, *_: Any) -> None:
+        if module.trainer.global_step != SAVED + 1:
+            return
+        module.trainer.save_checkpoint(where / "checkpoint")
+        found["averaged"] = _whole(module.model)
+
+    lightning.LightningModule.on_train_batch_end = save
+    try:
+        yield found
+    finally:
+        lightning.LightningModule.on_train_batch_end = before
+    if found:
+        path = str(where / "checkpoint")
+        read = {"state_dict": {f"model.{n}": t for n, t in build().state_dict().items()}}
+        dcp.load(read, checkpoint_id=path, no_dist=True)
+        found["read"] = {_short(n): t for n, t in read["state_dict"].items()}
+        kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        found["states"] = sorted(n for n in kept if n.startswith("optimizer_0.state."))
 
 
 @contextmanager
@@ -84,8 +118,9 @@ def _noted() -> Iterator[list[int]]:
         Counting.__getitem__ = take
 
 
-def _reference(seen: list[int], clipped: bool) -> dict[str, Any]:
-    """The same training with averages of this function between the nodes."""
+def _reference(seen: list[int], clipped: bool, averaged: Sequence[int]) -> dict[str, Any]:
+    """The same training with averages of this function between the nodes, also after the iterations
+    `averaged`."""
     from tiny_llama import Counting, build
 
     data, model = Counting(), build()
@@ -106,12 +141,18 @@ def _reference(seen: list[int], clipped: bool) -> dict[str, Any]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if iteration >= OBSERVED and (iteration - OBSERVED) % PERIOD == PERIOD - 1:
+        planned = iteration >= OBSERVED and (iteration - OBSERVED) % PERIOD == PERIOD - 1
+        if planned or iteration in averaged:
             average(mesh, model.parameters())
     return {"reference_losses": losses, "reference": _whole(model)}
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = {name.removeprefix("model.model."): p for name, p in model.named_parameters()}
-    whole = {name: p.full_tensor().detach().clone() for name, p in parameters.items()}  # type: ignore[attr-defined]
-    return {name.removeprefix("model."): weight for name, weight in whole.items()}
+    return {
+        _short(name): p.full_tensor().detach().clone()  # type: ignore[attr-defined]
+        for name, p in model.named_parameters()
+    }
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model.model.").removeprefix("model.")

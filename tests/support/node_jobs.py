@@ -152,6 +152,12 @@ def sets_average(**settings: Any) -> Equations:
     return run
 
 
+def stepped() -> Outer:
+    """The outer step of DiLoCo."""
+    usual = OuterSGD()
+    return Outer(usual.lr, usual.momentum, usual.nesterov)
+
+
 def late_sets(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
     sets = sets_in(world[0].case, nodes, plan, "average")
     delayed_sync(world, T, sets=sets, delay=1, average="before_update")
@@ -220,9 +226,7 @@ DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
     ),
     "diloco": (
         DiLoCo(period=3, fragments=1),
-        lambda world, *_: local_sgd(
-            world, T, period=3, outer=Outer(OuterSGD().lr, OuterSGD().momentum, OuterSGD().nesterov)
-        ),
+        lambda world, *_: local_sgd(world, T, period=3, outer=stepped()),
     ),
     "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
     "selsync": (SelSync(delta=0.15), selected(0)),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -27,7 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat import DDP, WFBP, ByteScheduler, DreamDDP, PartialSync, Strategy
+from offbeat import DDP, WFBP, ByteScheduler, DiLoCo, DreamDDP, PartialSync, Strategy
+from offbeat.core.buckets import shards
 from offbeat.core.buckets.shards import Shards as Memory
 from offbeat.core.buckets.shards import local_of, own_parameters
 from offbeat.core.codecs import codec, way
@@ -53,8 +55,14 @@ from support.node_jobs import (
     padded,
     profile_in,
     sets_average,
+    stepped,
 )
 from support.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank, world_size
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns: different ones take turns in one world."""
+    return function(*args)
 
 
 def nodes_of(replicas: int, ranks: int) -> Shards:
@@ -93,14 +101,20 @@ def whole(value: Any) -> Any:
 
 @contextmanager
 def job(
-    case: Case, strategy: Strategy | str, nodes: Sequence[Sequence[int]], **options: Any
+    case: Case,
+    strategy: Strategy | str,
+    nodes: Sequence[Sequence[int]],
+    before: Callable[[nn.Module], None] = lambda _: None,
+    **options: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """A prepared model whose replicas begin with different weights, and its optimizer."""
+    """A prepared model whose replicas begin with different weights, and its optimizer. `before`
+    gets the model before it is prepared."""
     mesh = mesh_of(len(nodes))
     net = build_model(case, seed=rank() // len(nodes[0]))
     if isinstance(nodes, Shards):
         shard(net, mesh["inside"])
         mesh = mesh["between"]
+    before(net)
     options = {"profile": profile_in(case, nodes), "compare_every": 2} | options
     optimizer = build_optimizer(case, net)
     with prepared(net, optimizer, strategy, mesh=mesh, **options) as pair:
@@ -137,13 +151,29 @@ CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
     "wfbp tied": (WFBP(fusion="none"), gradients_everywhere, TIED, USUAL),
     "slices": (DreamDDP(period=3, split=True, fill=False), sets_average(), ADAM, USUAL),
     "due at forward": (DreamDDP(period=3, due="forward", split=False), sets_average(), ADAM, USUAL),
+    "fragments due at forward": (
+        DiLoCo(period=4, fragments=2, due="forward"), sets_average(outer=stepped()), ADAM, USUAL,
+    ),
     "sets tied": (PartialSync(period=2), sets_average(), TIED, USUAL),
 }  # fmt: skip
 
 
-def train(name: str, nodes: Shards) -> tuple[Trained, str]:
-    """Train, and give back whole tensors of this rank's replica and the strategy that ran."""
+def train(name: str, nodes: Shards, memory: str = shards.MEMORY) -> tuple[Trained, bool]:
+    """Train, and give back whole tensors of this rank's replica, and whether its shards were
+    staged. `memory` is the name by which shards are looked for in torch."""
     strategy, _, case, loop = CASES[name]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        patch.setattr(shards, "MEMORY", memory)
+        trained, are_staged = _train(strategy, case, loop, nodes)
+    words = " ".join(said.getvalue().split())
+    assert (are_staged and rank() == 0) == ("stores shards otherwise than expected" in words)
+    return trained, are_staged
+
+
+def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[Trained, bool]:
     with job(case, strategy, nodes) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
         user = User(case, model, optimizer, loop)
@@ -153,8 +183,8 @@ def train(name: str, nodes: Shards) -> tuple[Trained, str]:
                 scheduler.step()
         trained = Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
         trained.plan = model._session.plan
-        ran = str(model._session._strategy)
-    return trained, ran
+        are_staged = model._session.engine.flat.shards.are_staged
+    return trained, are_staged
 
 
 # ---- codecs ---------------------------------------------------------------------------------
@@ -273,7 +303,7 @@ def average(mesh: DeviceMesh, tensors: Any) -> None:
             own /= mesh["between"].size()
 
 
-def train_variants(names: list[str]) -> dict[str, tuple[str, str]]:
+def train_variants(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """By variant the hashes of `train_variant` with and without offbeat."""
     mesh = mesh_of(2)
     return {n: (train_variant(n, True, mesh), train_variant(n, False, mesh)) for n in names}
@@ -283,13 +313,27 @@ def train_variants(names: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def spoil(policy: str, strategy: str, case: Case, nodes: Shards) -> tuple[str, dict[str, Tensor]]:
-    """Rank 2 has NaN in iteration 1. The error, or whole weights after three iterations."""
+    """The shards of rank 3 have NaN in iteration 1, those of rank 2 are finite. The error, or whole
+    weights after three iterations."""
+    now = list[int]()
+
+    def spoil_shard(p: Tensor) -> None:
+        if (now[-1], rank()) == (1, 3):
+            assert p.grad is not None
+            local_of(p.grad).fill_(math.nan)
+
+    def prepare_to_spoil(net: nn.Module) -> None:  # earlier than the hooks that send
+        for p in net.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(spoil_shard)
+
     try:
-        with job(case, strategy, nodes, on_nonfinite=policy) as (model, optimizer):
+        with job(case, strategy, nodes, prepare_to_spoil, on_nonfinite=policy) as pair:
+            model, optimizer = pair
             for t in range(3):
+                now.append(t)
                 optimizer.zero_grad()
-                loss = loss_of(model, *batch(case, rank(), t))
-                (loss * (math.nan if (t, rank()) == (1, 2) else 1)).backward()
+                loss_of(model, *batch(case, rank(), t)).backward()
                 optimizer.step()
             return "", whole(model.state_dict())
     except RuntimeError as error:
@@ -331,8 +375,8 @@ def repair() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
 
 def find_any() -> list[bool]:
     """Of a tensor that only the last rank of a node has filled, and of zeros."""
-    shards = Memory(shard(build_model(ADAM), mesh_of(2)["inside"]))
-    return [shards.is_any(torch.full((3,), float(fill and rank() % 2))) for fill in (True, False)]
+    memory = Memory(shard(build_model(ADAM), mesh_of(2)["inside"]))
+    return [memory.is_any(torch.full((3,), float(fill and rank() % 2))) for fill in (True, False)]
 
 
 # ---- unification and checkpoints ------------------------------------------------------------

@@ -76,6 +76,7 @@ class Pace(ComputeObserver):
         self._clock_s = self._late_s = self._computed_s = 0.0
         # number of gradients so far, by bucket (`attach_backward_hooks`)
         self._seen = [0] * buckets
+        self._is_first = True  # whether no iteration has ended
         self._late: list[float] = []  # largest delay of each iteration as a share of its compute
         self._begin_s = self._busy_s = self._kernel_s = 0.0
 
@@ -138,8 +139,9 @@ class Pace(ComputeObserver):
         return float(lognormal(self._random.standard_normal(1), self._jitter)[0])
 
     def _close_iteration(self) -> None:
-        if self._computed_s:
+        if self._computed_s and not self._is_first:  # torch loads modules in the first iteration
             self._late.append(self._late_s / self._computed_s)
+        self._is_first = self._is_first and not self._computed_s
         self._late_s = self._computed_s = 0.0
 
     # ---- the report -------------------------------------------------------------------------
@@ -147,9 +149,9 @@ class Pace(ComputeObserver):
     def record(self) -> dict[str, float]:
         """Return the pace and its statistics for the JSON record of a run.
 
-        "iterations" and "missed" count iterations, and those later than `LATE`. "worst" and "mean"
-        are delays as shares of compute. "busy" and "interrupts" are shares of the machine's
-        processor time used by this process and by interrupts.
+        "iterations" and "missed" count iterations after the first one, and those later than `LATE`.
+        "worst" and "mean" are delays as shares of compute. "busy" and "interrupts" are shares of
+        the machine's processor time used by this process and by interrupts.
         """
         self._close_iteration()
         whole_s = max(time.perf_counter() - self._begin_s, 1e-9) * processors()

@@ -15,6 +15,7 @@ from offbeat.strategies.solvers import (
     Fusion,
     MessageSeconds,
     cap_fusion,
+    delaying_fusion,
     greedy_fusion,
     no_fusion,
     optimal_fusion,
@@ -31,7 +32,8 @@ class WFBP(Synchronous):
 
     fusion: Literal["none", "ddp", "mg-wfbp", "optimal"] = "optimal"
     """Fusion of neighbouring buckets into messages: `none`, by size as in DDP (`ddp`: 25 MB, the
-    first message 1 MB), greedy (`mg-wfbp`) or exact (`optimal`)."""
+    first message 1 MB), greedy (`mg-wfbp`) or exact (`optimal`). `optimal` includes the processor
+    time that messages take from compute."""
 
     name: ClassVar[str] = "wfbp"
     citation: ClassVar[str] = (
@@ -112,8 +114,12 @@ def fuse_as_ddp(profile: Profile) -> Fusion:
 
 
 def _fuse_optimally(profile: Profile) -> Fusion:
-    link = profile.default_link.name
-    return optimal_fusion(profile.ready_s, partial(profile.messages_ending_s, link, "grad"))
+    link = profile.default_link
+    messages_ending_s = partial(profile.messages_ending_s, link.name, "grad")
+    if not link.cpu_s_per_message:
+        return optimal_fusion(profile.ready_s, messages_ending_s)
+    sending_s = [link.cpu_s_per_byte * b.payload_bytes("grad") for b in profile.buckets]
+    return delaying_fusion(profile.ready_s, messages_ending_s, link.cpu_s_per_message, sending_s)
 
 
 def message_seconds(profile: Profile) -> MessageSeconds:

@@ -209,6 +209,24 @@ class Flat:
 
     # ---- named buffers ----------------------------------------------------------------------
 
+    def copy_in(self, run: range | None = None) -> None:
+        """Copy shards that FSDP keeps in its own memory to the flat tensors, before code uses the
+        parameters there.
+
+        Args:
+            run: run of buckets; None for all buckets.
+        """
+        if self.shards.are_staged:
+            self.shards.copy_in(self._parameters_in(run))
+
+    def copy_out(self, run: range) -> None:
+        """Copy such shards back to FSDP's memory, after code has changed the flat tensors."""
+        if self.shards.are_staged:
+            self.shards.copy_out(self._parameters_in(run))
+
+    def _parameters_in(self, run: range | None) -> list[nn.Parameter]:
+        return [self.parameters[i] for i in self.indices(run or range(len(self.buckets)))]
+
     def adopt(self, buffers: Mapping[str, Buffer], *, continues: bool = False) -> None:
         """Allocate the buffers of a plan and delete all other buffers.
 
@@ -220,6 +238,7 @@ class Flat:
             buffers: buffers by name.
             continues: all existing buffers keep their contents, such as a velocity.
         """
+        self.copy_in()
         for name in set(self._stores) - set(buffers):
             del self._stores[name], self._newest[name]
         for name, buffer in buffers.items():
@@ -245,6 +264,7 @@ class Flat:
 
     def restart(self, buffer: Buffer) -> None:
         """Reset a plan's buffer to its start value: the parameters, or zero."""
+        self.copy_in()
         like = self._stores["grad" if buffer.kind == "grad" else "param"][0]
         for copy in self._stores[buffer.name]:
             for key, tensor in copy.items():
@@ -363,6 +383,8 @@ class Flat:
 
     def contents(self, buffer: str) -> list[list[Tensor]]:
         """Return all copies of a buffer, the newest first: one tensor per dtype and device."""
+        if buffer == "param":
+            self.copy_in()
         stores = self._stores[buffer]
         return [list(stores[self.copy_index(buffer, age)].values()) for age in range(len(stores))]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.coupling import is_wrapper, shield_parameters, trial_copy
 from offbeat.core.buckets.flat import Flat, align, place_like
 from offbeat.core.buckets.random_states import preserve_random_states
-from offbeat.core.buckets.shards import is_sharded, local_of
+from offbeat.core.buckets.shards import is_sharded, local_of, set_local
 
 Names = dict[str, torch.dtype]
 
@@ -56,9 +56,9 @@ class StateStore:
             if value is None:
                 place.zero_()
             elif is_sharded(value):
-                if value._local_tensor is not place:  # type: ignore[attr-defined]
+                if local_of(value) is not place:
                     place.copy_(local_of(value))
-                    value._local_tensor = place  # type: ignore[attr-defined]
+                    set_local(value, place)
             elif value is not place:
                 place.copy_(value)
                 self._optimizer.state[p][name] = place

@@ -1,15 +1,20 @@
 """Parameters that `fully_shard` has divided between the ranks of a node.
 
-The only module that uses private names of `torch.distributed.fsdp`. Each rank stores one part of
-every parameter, its shard, padded to equal sizes on all ranks of the node. FSDP gathers whole
-parameters from the padded shards before a forward and reduces gradients to shards in backward.
-Ranks with the same place in their nodes hold equal parts, so averages of replicas are averages of
-shards.
+The only module that uses private names of `torch.distributed.fsdp` and of DTensors. Each rank
+stores one part of every parameter, its shard, padded to equal sizes on all ranks of the node. FSDP
+gathers whole parameters from the padded shards before a forward and reduces gradients to shards in
+backward. Ranks with the same place in their nodes hold equal parts, so averages of replicas are
+averages of shards.
+
+Shards move into flat memory if torch's private names are as expected. Otherwise they are staged:
+they stay where FSDP has them, and are copied to the flat memory before each use there and back
+after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +23,9 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+MEMORY = "_sharded_param_data"
+"""Attribute of torch's `FSDPParam` that holds the padded shard of a parameter, [n]."""
 
 
 def is_sharded(p: Tensor) -> bool:
@@ -33,13 +41,30 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def set_local(tensor: Any, memory: Tensor) -> None:
+    """Use other memory for the elements that this rank holds of a DTensor."""
+    tensor._local_tensor = memory
+
+
 def shard_bytes(p: Tensor) -> int:
     """Return the bytes that each rank stores of a parameter, with padding."""
-    if not is_sharded(p):
-        return p.numel() * p.element_size()
-    dim, ranks = p.placements[0].dim, p.device_mesh.size()  # type: ignore[attr-defined]
-    rows = -(-p.size(dim) // ranks)
-    return rows * (p.numel() // max(p.size(dim), 1)) * p.element_size()
+    shape = _padded_shape(p) if is_sharded(p) else p.shape
+    return math.prod(shape) * p.element_size()
+
+
+def _padded_shape(p: Any) -> list[int]:
+    """Return the shape of each rank's shard of a parameter, with padding."""
+    shape, dim = list(p.shape), p.placements[0].dim
+    shape[dim] = -(-shape[dim] // p.device_mesh.size())
+    return shape
+
+
+def _without_padding(flat: Tensor, p: Any) -> Tensor:
+    """Return a view of a padded shard, [n], as the elements that this rank holds."""
+    shape, dim = _padded_shape(p), p.placements[0].dim
+    begin = p.device_mesh.get_local_rank() * shape[dim]
+    length = max(0, min(shape[dim], p.size(dim) - begin))
+    return flat.view(shape).narrow(dim, 0, length)
 
 
 class Shards:
@@ -50,18 +75,29 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module):
-        self._where = next(model.parameters()).device
+        parameters = [*model.parameters()]
+        self._where = parameters[0].device
+        sharded = [p for p in parameters if is_sharded(p)]
         self._group: dist.ProcessGroup | None = None  # of the ranks that share the replica
-        self._stored: dict[int, Any] = {}  # torch's FSDPParam by id of the parameter
-        for module in sharded_modules(model):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                self._stored |= {id(one.sharded_param): one for one in group.fsdp_params}
-                self._group = group.mesh_info.mesh.get_group()
+        if sharded:
+            self._group = sharded[0].device_mesh.get_group()  # type: ignore[attr-defined]
+        # torch's FSDPParam by id of the parameter; empty if shards are staged
+        self._stored = _stored_shards(model)
+        self.are_staged: bool = bool(sharded) and not self._stored
+        self._staged: dict[int, Tensor] = {}  # flat memory of staged shards, by id of the parameter
 
     def memory_of(self, p: Tensor) -> Tensor:
-        """Return the memory of a parameter: its padded shard as [n], or itself if it is whole."""
-        one = self._stored.get(id(p))
-        return p if one is None else one._sharded_param_data
+        """Return the memory of a parameter: its padded shard as [n], or itself if it is whole. Of a
+        staged shard, return the flat memory with the present elements."""
+        if not is_sharded(p):
+            return p
+        if not self.are_staged:
+            return getattr(self._stored[id(p)], MEMORY)
+        memory = self._staged.get(id(p))
+        if memory is None:
+            memory = local_of(p).new_zeros(math.prod(_padded_shape(p)))
+        _without_padding(memory, p).copy_(local_of(p).detach())
+        return memory
 
     def view_of(self, flat: Tensor, p: Tensor, start: int) -> Tensor:
         """Return a tensor with the shape of a parameter in other memory.
@@ -74,11 +110,8 @@ class Shards:
         Returns:
             DTensor whose local elements are a view of `flat`, without padding.
         """
-        one = self._stored[id(p)]
-        padded = flat[start : start + one._sharded_param_data.numel()]
-        padded = padded.view(one.padded_sharded_param_size)
-        dim = one.fsdp_placement.dim
-        return one.to_sharded_dtensor(padded.narrow(dim, 0, one.sharded_size[dim]))
+        size = math.prod(_padded_shape(p))
+        return _shard_like(p, _without_padding(flat[start : start + size], p))
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
         """Return the squared norm of tensors of the replica, of which each rank gives its part.
@@ -110,19 +143,76 @@ class Shards:
             p: the parameter.
             memory: tensor of the shape of `memory_of(p)`.
         """
-        one = self._stored.get(id(p))
-        if one is None:
+        if not is_sharded(p):
             p.data = memory
-            return
-        shard, dim = one.sharded_param, one.fsdp_placement.dim
-        length = shard._local_tensor.size(dim) if shard._local_tensor.numel() else 0
-        one._sharded_param_data = memory
-        shard._local_tensor = memory.view(one.padded_sharded_param_size).narrow(dim, 0, length)
+        elif self.are_staged:
+            self._staged[id(p)] = memory
+        else:
+            setattr(self._stored[id(p)], MEMORY, memory)
+            set_local(p, _without_padding(memory, p))
+
+    def copy_in(self, parameters: Iterable[Tensor]) -> None:
+        """Copy staged shards to their flat memory, before code uses it."""
+        for p in parameters if self.are_staged else ():
+            self.memory_of(p)
+
+    def copy_out(self, parameters: Iterable[Tensor]) -> None:
+        """Copy the flat memory of staged shards to FSDP's, after code has changed it."""
+        for p in parameters if self.are_staged else ():
+            local_of(p).detach().copy_(_without_padding(self._staged[id(p)], p))
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules that `fully_shard` was applied to."""
-    return [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return [m for m in model.modules() if _is_sharded_module(m)]
+
+
+def _is_sharded_module(module: nn.Module) -> bool:
+    # Importing the class takes .8 s, and models without it need no import.
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
+def _parameter_groups(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the named parameters that each sharded module gathers, which are all of its parameters
+    except those of sharded modules within it."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken: set[int] = set()
+    for module in reversed(sharded_modules(model)):
+        own = [p for p in module.parameters() if id(p) not in taken and is_sharded(p)]
+        taken.update(map(id, own))
+        yield [(names.get(id(p), "?"), p) for p in own]
+
+
+def _torch_records(model: nn.Module) -> dict[int, Any]:
+    """Return torch's `FSDPParam` of sharded parameters, by id; nothing if its names are unknown."""
+    found: dict[int, Any] = {}
+    for module in sharded_modules(model):
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch had a single group per module before
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for one in getattr(group, "fsdp_params", ()):
+                found[id(getattr(one, "sharded_param", None))] = one
+    return found
+
+
+def _stored_shards(model: nn.Module) -> dict[int, Any]:
+    """Return torch's `FSDPParam` of all sharded parameters, by id; nothing if one of them stores
+    its shard otherwise than expected."""
+    found = _torch_records(model)
+    for p in model.parameters():
+        if is_sharded(p) and not _is_memory_of(p, found.get(id(p))):
+            return {}
+    return found
+
+
+def _is_memory_of(p: Tensor, one: Any) -> bool:
+    """Return whether the elements of a parameter are a view of the padded shard of a record."""
+    padded, own = getattr(one, MEMORY, None), local_of(p)
+    if padded is None or padded.numel() != math.prod(_padded_shape(p)):
+        return False
+    return not own.numel() or padded.data_ptr() == own.data_ptr()
 
 
 def reshard(model: nn.Module) -> None:
@@ -142,14 +232,15 @@ def shard_ranks(model: nn.Module) -> tuple[int, ...] | None:
     named = [(name, p) for name, p in model.named_parameters() if is_sharded(p)]
     for name, p in named:
         _require_one_dimension(name, p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    managed = Shards(model)._stored
+    records = _torch_records(model)
+    managed = records or {id(p) for group in _parameter_groups(model) for _, p in group}
     for name, p in named:
         if id(p) not in managed:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that fully_shard does not manage; shard it with "
                 "fully_shard, or keep it whole"
             )
-        _require_plain_storage(name, managed[id(p)])
+        _require_plain_storage(name, p, records.get(id(p)))
         meshes.setdefault(tuple(p.device_mesh.mesh.flatten().tolist()), name)  # type: ignore[attr-defined]
     if not meshes:
         return None
@@ -174,16 +265,16 @@ def _require_one_dimension(name: str, mesh: DeviceMesh, placements: Iterable[Any
         )
 
 
-def _require_plain_storage(name: str, one: Any) -> None:
-    """Raise ValueError if a parameter's shard is not a plain tensor on the parameter's device."""
-    if one.offload_to_cpu:
+def _require_plain_storage(name: str, p: Any, one: Any) -> None:
+    """Raise ValueError if a parameter's shard is not a plain tensor on the device of training."""
+    if getattr(one, "offload_to_cpu", p.device.type != p.device_mesh.device_type):
         raise ValueError(
             f"parameter {name!r} is offloaded to the CPU (offload_policy), but its shard must stay "
             "on the device of training; leave offload_policy out of fully_shard"
         )
-    if hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather"):
+    if hasattr(local_of(p), "fsdp_pre_all_gather"):
         raise ValueError(
-            f"parameter {name!r} ({type(one._sharded_local_tensor).__name__}) must be a plain "
+            f"parameter {name!r} ({type(local_of(p)).__name__}) must be a plain "
             "tensor, not one that FSDP gathers in another format (fp8); leave the conversion out"
         )
 
@@ -191,15 +282,12 @@ def _require_plain_storage(name: str, one: Any) -> None:
 def describe_shards(model: nn.Module) -> dict[str, str]:
     """Return by name of a sharded parameter the dimension that is cut, and the parameters that
     FSDP gathers together with it. They must be equal in all nodes."""
-    names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, str] = {}
-    for module in sharded_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            own = [names.get(id(one.sharded_param), "?") for one in group.fsdp_params]
-            together = f"gathered with {own[0]!r} to {own[-1]!r} ({len(own)})"
-            for name, one in zip(own, group.fsdp_params, strict=True):
-                cut = f"cut along dimension {one.fsdp_placement.dim}"
-                found[f"sharding of parameter {name!r}"] = f"{cut} and {together}"
+    for group in _parameter_groups(model):
+        for name, p in group:
+            together = f"gathered with {group[0][0]!r} to {group[-1][0]!r} ({len(group)})"
+            cut = f"cut along dimension {p.placements[0].dim}"  # type: ignore[attr-defined]
+            found[f"sharding of parameter {name!r}"] = f"{cut} and {together}"
     return found
 
 

@@ -98,7 +98,7 @@ class OriginError(RuntimeError):
 
 def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     """Average one part over all ranks of a group and store the results in `part`."""
-    bad = not (_is_finite(part.numbers) and _is_finite(part.plain))
+    bad = act.is_any(not (_is_finite(part.numbers) and _is_finite(part.plain)))
     if bad:
         part.numbers.zero_()
         part.plain = torch.zeros_like(part.plain)

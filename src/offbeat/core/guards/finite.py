@@ -35,6 +35,9 @@ class FiniteGuard:
     `reduce_scatter` and `all_gather` are the halves of one average. Values are checked in the first
     half, and the result in the second half.
 
+    A replica whose ranks average their shards in messages of their own counts as bad as a whole:
+    its ranks agree before each message, so that all shards take the same branch.
+
     A sum that passes from rank to rank is checked by its sender and its receiver. A rank never
     sends a bad sum that it has received, so the sender of a bad sum has caused it. A bad sum is
     refused with both policies.
@@ -65,8 +68,20 @@ class FiniteGuard:
         """Whether averages leave out ranks with values that are not finite."""
         return self._policy == "skip"
 
-    def run(self, transfer: Transfer, tensor: Tensor, collectives: Collectives) -> list[int]:
+    def run(
+        self,
+        transfer: Transfer,
+        tensor: Tensor,
+        collectives: Collectives,
+        is_any: Callable[[bool], bool] = bool,
+    ) -> list[int]:
         """Run the collective of a transfer.
+
+        Args:
+            transfer: transfer of the message.
+            tensor: tensor of the message.
+            collectives: collectives of the link, by verb.
+            is_any: whether a fact holds on any rank of this rank's replica, see `Collectives`.
 
         Returns:
             Ranks whose values were not finite, the same on every rank. With `raise` the result of
@@ -74,21 +89,24 @@ class FiniteGuard:
         """
         verb, key = transfer.verb, (transfer.payload, tensor.dtype)
         act = collectives[verb]
-        if not tensor.numel() or verb == "broadcast":  # broadcasts send bytes
+        if verb == "broadcast":  # broadcasts send bytes
             act(tensor)
             return []
         if transfer.ranks is not None:
             act(tensor)
             is_sum = transfer.payload.buffer == "grad"
             return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
+        # All ranks of the replica call `is_any`, also those without elements.
+        bad = verb != "all_gather" and is_any(not is_finite(tensor))
+        if not tensor.numel():
+            act(tensor)
+            return []
         if self._policy == "skip":
-            return self._vote(verb, tensor, collectives, self._averaging_on(transfer.link))
+            return self._vote(verb, tensor, collectives, self._averaging_on(transfer.link), bad)
         if verb == "all_gather":
             bad = self._own.pop(key, False)
-        else:
-            bad = not is_finite(tensor)
-            if bad:
-                tensor.data.fill_(math.nan)
+        elif bad:
+            tensor.data.fill_(math.nan)
         act(tensor)
         if verb == "reduce_scatter":
             self._own[key] = bad
@@ -100,11 +118,12 @@ class FiniteGuard:
         inside = base_link(link) == INSIDE and self._node_size > 1
         return self._node_size if inside else self._averaging
 
-    def _vote(self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int) -> list[int]:
+    def _vote(
+        self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int, bad: bool
+    ) -> list[int]:
         if verb == "all_gather":
             collectives[verb](tensor)
             return []
-        bad = not is_finite(tensor)
         culprits = self._culprits(bad, tensor, collectives)
         if bad and len(culprits) < ranks:
             tensor.data.zero_()

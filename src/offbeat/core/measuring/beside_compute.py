@@ -81,14 +81,15 @@ def measure_beside(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     if cluster.control.world_size == 1 or not profile.pace or like.device.type != "cpu":
         return profile
     total = sum(flat.sizes_bytes)
-    links = []
-    for link in profile.links:
+    links, count = [], len(profile.all_links)
+    for link in profile.all_links:
         probe = Probe(cluster.probe_group(link.name), like, cluster.device)
         mean = cluster.links[link.name].collectives.by_verb["all_reduce"]
-        budget = Budget(BESIDE_S / len(profile.links), float("inf"))
+        budget = Budget(BESIDE_S / count, float("inf"))
         extra = measure_extra(probe, mean, link, total, profile, budget)
         links.append(with_extra(link, extra))
-    return replace(profile, links=tuple(links))
+    between, inside = links[: len(profile.links)], links[len(profile.links) :]
+    return replace(profile, links=tuple(between), inside=next(iter(inside), None))
 
 
 def measure_extra(

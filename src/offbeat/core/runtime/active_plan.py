@@ -101,6 +101,7 @@ class ActivePlan:
             messages,
             votes,
             self.context,
+            flat,
             engine.device,
             engine.suspects,
             note_later=note_later,

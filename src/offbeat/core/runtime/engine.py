@@ -67,7 +67,8 @@ class Engine:
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
-        self.staged = False  # whether all messages are copies; the members of the job may change
+        # Whether all messages are copies: the members of the job may change, or shards are staged.
+        self.staged = False
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = ComputeObserver(), 0
@@ -93,7 +94,7 @@ class Engine:
     def attach(self, flat: Flat) -> None:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
-        self.flat = flat
+        self.flat, self.staged = flat, self.staged or flat.shards.are_staged
         self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
         self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)

@@ -176,7 +176,8 @@ class FlatSession(Session):
     def _guard_links(self) -> None:
         for link in self._cluster.links.values():
             link.keeps_last = self.engine.staged
-            link.guard = self._finite.run if self._finite.active else None
+            guard = partial(self._finite.run, is_any=link.collectives.is_any)
+            link.guard = guard if self._finite.active else None
             link.leaves_out = self._finite.leaves_out
 
     def run_from(
@@ -202,6 +203,11 @@ class FlatSession(Session):
             plan = self._checked_plan(self._strategy)
             if self.engine.flat.is_sharded:
                 plan = self._plan_of_shards(plan)
+        if self.engine.flat.shards.are_staged:
+            self.report_line(
+                f"torch {torch.__version__} stores shards otherwise than expected, so parameters "
+                "are copied before and after each average"
+            )
         trial = None
         if habits is not None:
             plan = self._suitable_plan(plan, habits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.plan import Apply, Transfer, Vote
@@ -40,19 +41,25 @@ class TensorActions:
         messages: Messages,
         votes: Votes,
         context: StorageContext,
+        flat: Flat,
         device: Device,
         suspects: NonfiniteMessages | None,
         *,
         note_later: bool,
     ):
-        self.messages, self.votes, self.context = messages, votes, context
+        self.messages, self.votes, self.context, self._flat = messages, votes, context, flat
         self._buckets, self._suspects = range(program.plan.buckets), suspects
         self._note_later = note_later  # whether the step checks averaged gradients
         self.mark, self.steps = device.mark, program.steps
 
     def receive(self, iteration: Iteration, index: int) -> None:
         message = iteration.messages[index]
+        target, run = message.transfer.target, message.transfer.payload.buckets
+        if target == "param":
+            self._flat.copy_in(run)  # a message may hold only a slice
         self.messages.complete(message)
+        if target == "param":
+            self._flat.copy_out(run)
         if message.culprits and self._suspects is not None:
             gradients = message.transfer.payload.buffer == "grad"
             self._suspects.note(message, later=gradients and self._note_later)
@@ -63,11 +70,17 @@ class TensorActions:
     def apply(self, iteration: Iteration, apply: Apply) -> None:
         if self.votes.allows(apply, iteration.planned) and not self._uses_lost(apply):
             self.context.iteration = iteration
+            if not self._flat.shards.are_staged or effects.is_update(apply):
+                RULES[apply.rule](self.context, apply)
+                return
+            self._flat.copy_in(apply.buckets)
             RULES[apply.rule](self.context, apply)
+            self._flat.copy_out(apply.buckets)
 
     def cast_votes(self, iteration: Iteration, votes: Sequence[Vote]) -> None:
         context = self.context
         context.iteration = iteration
+        self._flat.copy_in()
         ballots = [VOTES[vote.rule](context, vote, vote.buckets or self._buckets) for vote in votes]
         self.votes.send_ballots(votes, iteration.planned, ballots)
 
@@ -82,6 +95,8 @@ class TensorActions:
             self.messages.pass_over(message)
             return False
         if self.votes.allows(message.transfer, iteration.planned):
+            if message.transfer.payload.buffer == "param":
+                self._flat.copy_in(message.transfer.payload.buckets)
             self.messages.release(message, iteration.planned)
             return True
         iteration.spared_bytes += self.messages.size(message.transfer)

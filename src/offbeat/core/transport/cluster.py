@@ -16,6 +16,7 @@ from offbeat.core.plan import INSIDE, Groups, base_link, groups_of, is_vote_chan
 from offbeat.core.transport.collectives import (
     Collectives,
     Levels,
+    agreement_within,
     averaging,
     collectives,
     two_levels,
@@ -67,7 +68,7 @@ class Cluster:
     inside: LinkSpec | None = None
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
-    _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # inside legs of links
+    _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # of the ranks of a node
     _sent_before: dict[str, int] = field(default_factory=dict)  # by links of earlier groups
     alignment_bytes: int = 1
     closed: bool = False
@@ -153,6 +154,11 @@ class Cluster:
         if self._everyone is None and not parts:
             self._everyone = group
         act = self._collectives(group, spec)
+        if topology.sharded and not is_vote_channel(name):
+            # On the host, because NCCL needs one order of launches over all its groups.
+            within = replace(_on_any_interface(spec), backend="gloo")
+            self._nodes.append(self._group(name, within, topology.nodes))
+            return replace(act, is_any=agreement_within(self._nodes[-1]))
         if self.inside is None or spec is self.inside or not parts:
             return act
         node = self._group(name, self.inside, topology.nodes)

@@ -49,6 +49,8 @@ class Collectives:
         sent_bytes: `sent_bytes(verb, size)` returns the bytes that the group itself sends for a
             message of `size` bytes.
         levels: parts of collectives that have two levels; None for those of one group.
+        is_any: whether a fact about a message holds on any rank of this rank's replica, whose ranks
+            average their shards in messages of their own. They all call it for each message.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -59,6 +61,7 @@ class Collectives:
     members: Sequence[int] = ()
     sent_bytes: Callable[[Verb, int], int] = payload_bytes
     levels: Levels | None = None
+    is_any: Callable[[bool], bool] = bool
 
 
 @dataclass(frozen=True)
@@ -257,6 +260,17 @@ def averaging(group: dist.ProcessGroup, connections: int = 1) -> Collective:
         run_in_pieces(reduce, tensor.data, connections)
 
     return average
+
+
+def agreement_within(group: dist.ProcessGroup) -> Callable[[bool], bool]:
+    """Return a function of a fact of each rank of a group: whether it holds on any of them."""
+
+    def is_any(fact: bool) -> bool:
+        found = torch.tensor([fact], dtype=torch.int32, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return bool(found)
+
+    return is_any
 
 
 def broadcasting(group: dist.ProcessGroup, connections: int = 1) -> Collective:

@@ -7,9 +7,12 @@ and the link is free, and takes `message_s(group)` seconds.
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offbeat.strategies.solvers import inputs as _check
 from offbeat.strategies.solvers.inputs import Numbers
+
+PATIENCE = 8  # further numbers of messages to try without a gain
 
 Fusion = tuple[range, ...]  # groups that cover the buckets 0..L-1 in order
 MessageSeconds = Callable[[range], float]
@@ -134,6 +137,60 @@ def optimal_fusion(
         end_s[i + 1] = ends_s[first[i]]
     starts, stop = [], count
     while stop > 0:
+        stop = int(first[stop - 1])
+        starts.append(stop)
+    return _groups(starts[::-1] or [0], count)
+
+
+def delaying_fusion(
+    ready_s: Sequence[float],
+    messages_ending_s: Callable[[int, int], Numbers],
+    each_s: float,
+    sending_s: Sequence[float],
+) -> Fusion:
+    """Return the fusion with the earliest end of backward and messages, if sending delays backward.
+
+    Each number of messages is solved exactly in O(L^2). The search ends after `PATIENCE` further
+    messages without a gain. Of equally good fusions the one with the fewest messages is taken.
+
+    Args:
+        ready_s: seconds from the start of backward to each bucket's gradient, non-decreasing,
+            without messages.
+        messages_ending_s: as for `optimal_fusion`.
+        each_s: seconds by which each message delays the backward after its release.
+        sending_s: further seconds of delay for each bucket.
+
+    Raises:
+        ValueError: `ready_s` or `sending_s` is invalid.
+
+    Source: ours, f(m, e) = min over s <= e of max(f(m-1, s-1), ready_e + (m-1) each_s + sum of
+    sending_s before s) + message_s(s..e) for m messages.
+    """
+    ready = _check.ready(ready_s)
+    count = len(ready)
+    before_s = np.concatenate([[0.0], np.cumsum(_check.numbers("sending_s", sending_s))])
+    messages_s = [messages_ending_s(0, i + 1) for i in range(count)]
+    end_s = np.full(count + 1, np.inf)  # end_s[i]: earliest end of the messages of i buckets
+    end_s[0] = 0.0
+    firsts: list[NDArray[np.intp]] = []
+    best_s, chosen = np.inf, 0
+    for earlier in range(count):
+        backward_s = ready[-1] + (earlier + 1) * each_s + before_s[-1]
+        if backward_s >= best_s or earlier >= chosen + PATIENCE:
+            break
+        next_s = np.full(count + 1, np.inf)
+        first = np.zeros(count, dtype=np.intp)
+        for i in range(count):
+            ready_here_s = ready[i] + earlier * each_s + before_s[: i + 1]
+            ends_s = np.maximum(end_s[: i + 1], ready_here_s) + messages_s[i]
+            first[i] = ends_s.argmin()
+            next_s[i + 1] = ends_s[first[i]]
+        firsts.append(first)
+        end_s = next_s
+        if (seconds := max(end_s[-1], backward_s)) < best_s:
+            best_s, chosen = seconds, earlier + 1
+    starts, stop = [], count
+    for first in reversed(firsts[:chosen]):
         stop = int(first[stop - 1])
         starts.append(stop)
     return _groups(starts[::-1] or [0], count)
