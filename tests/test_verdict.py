@@ -458,6 +458,64 @@ def test_needed_rates_are_those_of_a_scan(strategy):
     assert known == sorted(known)
 
 
+def bisected_rate(share_at, share):
+    """The least rate for a share by plain bisection, if the share rises with the rate."""
+    lower, upper = needs.LEAST_RATE_BPS, needs.MOST_RATE_BPS
+    if share_at(upper) < share:
+        return None
+    if share_at(lower) >= share:
+        return lower
+    while upper > lower * needs.TOLERANCE:
+        middle = math.sqrt(lower * upper)
+        lower, upper = (middle, upper) if share_at(middle) < share else (lower, middle)
+    return upper
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [DDP(), LocalSGD(5), DreamDDP(3, due="forward"), DreamDDP(4, due="delayed")],
+    ids=str,
+)
+def test_needed_rates_with_jitter_are_those_of_a_bisection_that_tries_twice_as_many(strategy):
+    place = Place(replace(profile_of(layers=4), jitter=0.1))
+    method = making.of_strategy(strategy, place)
+    needed_s, tried = place.profile.compute_s, {}
+
+    def seconds_at(there):
+        rate_bps = round(there.rate_bps, 3)
+        if rate_bps not in tried:
+            tried[rate_bps] = method.seconds_at(there)
+        return tried[rate_bps]
+
+    def share_at(rate_bps):
+        return needed_s / seconds_at(place.at_rate(rate_bps))
+
+    found = needs.rates_of(seconds_at, place, now_s=method.iteration_s, bound_at=method.bound_at)
+    count = len(tried)
+    slow = {share: bisected_rate(share_at, share) for share in found}
+    assert 2 * count <= len(tried)
+    for share, rate_bps in slow.items():
+        if rate_bps is None:
+            assert found[share] is None
+            continue
+        # A plan that is made anew may be slower at a greater rate, which a bisection misses.
+        failed = max(r for r, seconds in tried.items() if needed_s / seconds < share)
+        least, most = max(rate_bps, failed) / needs.TOLERANCE, max(rate_bps, failed)
+        assert least * (1 - 1e-3) <= found[share] <= most * needs.TOLERANCE * (1 + 1e-3)
+
+
+def test_waiting_on_a_line_is_known_from_three_rates():
+    tried = []
+
+    def share_at(rate_bps):
+        tried.append(rate_bps)
+        return 1 / (1 + 1e8 / rate_bps)
+
+    found = needs.rates_for(share_at, needs.SHARES, known={1e6: 1 / 101})
+    assert found == pytest.approx({s: 1e8 / (1 / s - 1) for s in needs.SHARES}, rel=1e-3)
+    assert len(tried) <= 3
+
+
 def test_a_needed_rate_lies_above_all_rates_that_fail():
     def share_at(rate_bps):
         return 0.3 if 4e8 < rate_bps < 6e8 else rate_bps / (rate_bps + 1e8)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from offbeat import SSP, Profile
 from offbeat.core.sim.separate_workers import Server, server_of
 from offbeat.profile import Bucket, Link
-from offbeat.server.simulation import fair_shares, run_served
+from offbeat.server.simulation import Pipe, fair_shares, run_served
 from offbeat.sim import Ranks, predict
 
 CLOCKS = 60
@@ -98,10 +100,39 @@ def test_a_straggler_costs_less_with_staleness() -> None:
 
 
 def test_fair_shares() -> None:
-    caps, everyone = np.array([1.0, 10.0, 10.0]), np.array([True] * 3)
-    assert fair_shares(caps, everyone, 9.0).tolist() == [1.0, 4.0, 4.0]
-    assert fair_shares(caps, everyone, 3.0).tolist() == [1.0, 1.0, 1.0]
-    assert fair_shares(caps, np.array([True, False, True]), 30.0).tolist() == [1.0, 0.0, 10.0]
+    assert fair_shares([1.0, 10.0, 10.0], 9.0) == [1.0, 4.0, 4.0]
+    assert fair_shares([1.0, 10.0, 10.0], 3.0) == [1.0, 1.0, 1.0]
+    assert fair_shares([1.0, 10.0], 30.0) == [1.0, 10.0]
+    assert fair_shares([], 30.0) == []
+
+
+def test_a_pipe_serves_flows_as_small_steps_of_time_do() -> None:
+    """Against flows that advance by their fair shares in steps of 1e-4 s."""
+    caps, capacity, step_s = (3.0, 1.0, 8.0), 6.0, 1e-4
+    starts = {0: (0.0, 4.0), 1: (0.5, 1.5), 2: (0.7, 3.0)}  # worker: seconds, bytes
+    pipe, ends_s, pending = Pipe(caps, capacity), {}, dict(starts)
+    while pending or pipe.next_end()[1] >= 0:
+        start_s, worker = min(((s, n) for n, (s, _) in pending.items()), default=(math.inf, -1))
+        end_s, done = pipe.next_end()
+        if start_s < end_s:
+            pipe.start(worker, pending.pop(worker)[1], start_s)
+        else:
+            pipe.end(done, end_s)
+            ends_s[done] = end_s
+    left, slow_s = {n: size for n, (_, size) in starts.items()}, {}
+    for tick in range(22_000):
+        now_s = tick * step_s
+        active = [n for n in left if left[n] > 0 and starts[n][0] <= now_s + step_s / 2]
+        active.sort(key=lambda n: caps[n])
+        rest, free = len(active), capacity
+        for n in active:
+            rate = min(caps[n], free / rest)
+            rest, free = rest - 1, free - rate
+            left[n] -= rate * step_s
+            if left[n] <= 0:
+                slow_s[n] = now_s + step_s
+    assert ends_s == pytest.approx(slow_s, abs=5 * step_s)
+    assert pipe.busy_s == pytest.approx(max(slow_s.values()), abs=5 * step_s)
 
 
 def profile(workers: int, **rest: float) -> Profile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from offbeat.server.strategies import SSP
 
 CLOCKS = 200  # simulated clocks if compute times have no jitter
-
-
-Rates = NDArray[np.float64]
+LEAST_RATE = 1e-300  # bytes per second; avoids a division by 0
 
 
 class Pipe:
@@ -40,58 +38,59 @@ class Pipe:
     A flow is limited by its worker's entry in `caps`, their sum by `capacity` (bytes/s).
     """
 
-    def __init__(self, caps: Rates, capacity: float):
+    def __init__(self, caps: Sequence[float], capacity: float):
         self._caps, self._capacity = caps, capacity
-        self._left = np.zeros(len(caps))
-        self._active = np.zeros(len(caps), dtype=bool)
-        self._rates = np.zeros(len(caps))
+        self._ranking = sorted(range(len(caps)), key=lambda worker: caps[worker])
+        self._left: dict[int, float] = {}  # bytes by worker with a flow
+        self._rates: dict[int, float] = {}
+        self._next: tuple[float, int] = (math.inf, -1)
         self._now_s = 0.0
         self.busy_s = 0.0
 
     def start(self, worker: int, size_bytes: float, now_s: float) -> None:
         """Start a flow of `size_bytes` for a worker without a flow."""
         self._advance(now_s)
-        self._left[worker], self._active[worker] = size_bytes, True
+        self._left[worker] = size_bytes
         self._share()
 
     def end(self, worker: int, now_s: float) -> None:
         """End a worker's flow at the time that `next_end` has returned."""
         self._advance(now_s)
-        self._active[worker] = False
+        del self._left[worker]
         self._share()
 
     def next_end(self) -> tuple[float, int]:
         """Return the end of the next flow in seconds and its worker; (inf, -1) without flows."""
-        if not self._active.any():
-            return math.inf, -1
-        left_s = np.where(self._active, self._left / np.maximum(self._rates, 1e-300), math.inf)
-        worker = int(left_s.argmin())
-        return self._now_s + max(float(left_s[worker]), 0.0), worker
+        return self._next
 
     def _advance(self, now_s: float) -> None:
         elapsed_s, self._now_s = now_s - self._now_s, now_s
-        if self._active.any():
-            self._left -= self._rates * elapsed_s
+        if self._left:
+            for worker, rate in self._rates.items():
+                self._left[worker] -= rate * elapsed_s
             self.busy_s += elapsed_s
 
     def _share(self) -> None:
-        self._rates = np.where(
-            self._active, fair_shares(self._caps, self._active, self._capacity), 0
+        """Set the rates that hold from now on, and the end of the next flow."""
+        active = [worker for worker in self._ranking if worker in self._left]
+        shares = fair_shares([self._caps[worker] for worker in active], self._capacity)
+        self._rates = dict(zip(active, shares, strict=True))
+        ends_s = (
+            (self._left[worker] / max(rate, LEAST_RATE), worker)
+            for worker, rate in self._rates.items()
         )
+        left_s, worker = min(ends_s, default=(math.inf, -1))
+        self._next = self._now_s + max(left_s, 0.0), worker
 
 
-def fair_shares(caps: Rates, active: NDArray[np.bool_], capacity: float) -> Rates:
-    """Max-min fair rates of the active flows, none above its cap."""
-    rates = np.zeros(len(caps))
-    order = np.flatnonzero(active)
-    order = order[np.argsort(caps[order], kind="stable")]
-    left = capacity
-    if len(order) and caps[order[0]] * len(order) >= capacity:  # no cap is below the even share
-        rates[order] = capacity / len(order)
-        return rates
-    for position, worker in enumerate(order):
-        rates[worker] = min(caps[worker], left / (len(order) - position))
-        left -= rates[worker]
+def fair_shares(caps: Sequence[float], capacity: float) -> list[float]:
+    """Return the max-min fair rates of flows with ascending caps, none above its cap."""
+    if caps and caps[0] * len(caps) >= capacity:  # no cap is below the even share
+        return [capacity / len(caps)] * len(caps)
+    rates, left = list[float](), capacity
+    for position, cap in enumerate(caps):
+        rates.append(min(cap, left / (len(caps) - position)))
+        left -= rates[-1]
     return rates
 
 
@@ -155,9 +154,9 @@ class ServedJob:
         self._s, self._each_push = s, each_push
         self._clocks, workers = compute_s.shape
         self._workers = [WorkerState() for _ in range(workers)]
-        self._inwards = Pipe(np.array(server.caps), server.rate)
+        self._inwards = Pipe(server.caps, server.rate)
         sends = server.rate if server.send_rate is None else server.send_rate
-        self._outwards = Pipe(np.array(server.receive_caps or server.caps), sends)
+        self._outwards = Pipe(server.receive_caps or server.caps, sends)
         self._events: list[tuple[float, int, str, int]] = []
         self._count = 0
         self._cpu_free_s = 0.0

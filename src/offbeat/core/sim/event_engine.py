@@ -62,6 +62,7 @@ class _World:
         }
         # Messages that at least one of their ranks has not yet queued.
         self._flows: dict[tuple[int, int, int], Flow] = {}
+        self._costs: dict[tuple[int, int], tuple[float, float, float]] = {}
         self._ending: deque[tuple[Flow, float]] = deque()  # messages with their ends
         self._fluid = Fluid(job.profile)
         # Number of ranks that have voted and time of the last one, by vote and iteration.
@@ -96,17 +97,25 @@ class _World:
         key = id(t), iteration, ranks[0]
         flow = self._flows.get(key)
         if flow is None:
-            costs = self.job.costs
-            seconds = costs.message_s(t, ranks) if is_on else 0.0
-            seconds *= self.job.spread.factor(t, iteration)
-            transfer_s = seconds * costs.rate_share(t)
-            flow = Flow(t.link, ranks, seconds, transfer_s, sent=t.ranks is not None)
-            flow.additional_s = costs.additional_s(t) if seconds else 0.0
+            seconds, rate_share, additional_s = self._message_costs(t, ranks)
+            seconds = seconds * self.job.spread.factor(t, iteration) if is_on else 0.0
+            sent = t.ranks is not None
+            flow = Flow(t.link, ranks, seconds, seconds * rate_share, sent=sent)
+            flow.additional_s = additional_s if seconds else 0.0
             self._flows[key] = flow
         flow.unseen -= 1
         if not flow.unseen:
             del self._flows[key]
         return flow
+
+    def _message_costs(self, t: Transfer, ranks: tuple[int, ...]) -> tuple[float, float, float]:
+        """Return the seconds of a message, the share that uses the rate, and the additional
+        seconds after a pause."""
+        key = id(t), ranks[0]
+        if key not in self._costs:
+            costs = self.job.costs
+            self._costs[key] = costs.message_s(t, ranks), costs.rate_share(t), costs.additional_s(t)
+        return self._costs[key]
 
     def mark_ready(self, flow: Flow, now_s: float) -> None:
         """Record that a rank has released a message or that its queue has reached it.

@@ -97,7 +97,7 @@ class SharedQueue(LinkQueue):
 
     def releases_s(self, released_s: NDArray[np.float64]) -> list[Times]:
         """Return when messages are released, given the times of each rank, `[message, rank]`."""
-        return released_s.max(axis=1).tolist()
+        return np.maximum.reduce(released_s, axis=1).tolist()
 
 
 class SeparateQueues(SharedQueue):

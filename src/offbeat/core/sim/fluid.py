@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import permutations
 
@@ -35,6 +35,7 @@ class Flow:
         additional_s: additional seconds after a pause of the link.
         sent: whether it is a send from the first rank to the second. A send uses one direction of
             each rank's connection to the link; any other message uses both.
+        use: `link` and `sent`, which determine its speed beside other flows on a near link.
         ports: ports that the message uses.
         missing: number of open conditions before the start: for each rank, that it has released the
             message and that its queue has reached it.
@@ -47,7 +48,7 @@ class Flow:
 
     __slots__ = (
         "additional_s", "base", "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds",
-        "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "version", "waiters",
+        "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "use", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -61,11 +62,13 @@ class Flow:
         start_s: float = 0.0,
     ) -> None:
         self.link, self.ranks, self.seconds, self.sent = link, ranks, seconds, sent
-        self.base = base_link(link)
+        self.base, self.use = base_link(link), (link, sent)
         self.transfer_s, self.additional_s = transfer_s, 0.0
-        self.ports: list[Port] = [(rank, out) for rank in ranks for out in (True, False)]
+        self.ports: list[Port]
         if sent:
             self.ports = [(ranks[0], True), (ranks[1], False)]
+        else:
+            self.ports = [(rank, out) for rank in ranks for out in (True, False)]
         self.missing = 2 * len(ranks)
         self.unseen = len(ranks)
         self.start_s = start_s
@@ -98,7 +101,8 @@ class Fluid:
         self._agenda: list[tuple[float, int, int, Flow]] = []  # time, tie-break, version, flow
         self._ties = 0
         self._running: dict[Port, dict[str, Flow]] = {}  # flows by port and link
-        self._speeds: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._speeds: dict[tuple[tuple[str, bool], ...], float] = {}  # by use, the flow's own first
+        self._distant: dict[str, bool] = {}
 
     def add(self, flow: Flow) -> None:
         """Schedule the start of a flow at its `start_s`."""
@@ -125,19 +129,19 @@ class Fluid:
             self._running.setdefault(port, {})[flow.link] = flow
         self._update_speeds([flow, *self._neighbours(flow)], now_s)
 
-    def _neighbours(self, flow: Flow) -> Iterator[Flow]:
-        """Yield each running flow that shares a port with `flow`, once."""
-        seen = {id(flow)}
+    def _neighbours(self, flow: Flow) -> list[Flow]:
+        """Return each running flow that shares a port with `flow`, once."""
+        found: dict[int, Flow] = {}
         for port in flow.ports:
-            for other in list(self._running[port].values()):
-                if id(other) not in seen:
-                    seen.add(id(other))
-                    yield other
+            for other in self._running[port].values():
+                if other is not flow:
+                    found[id(other)] = other
+        return [*found.values()]
 
-    def _update_speeds(self, flows: list[Flow] | Iterator[Flow], now_s: float) -> None:
+    def _update_speeds(self, flows: Iterable[Flow], now_s: float) -> None:
         """Subtract the work done until `now_s`, and set the speeds that hold from `now_s`."""
         for flow in flows:
-            speed = min(self._speed(flow, port) for port in flow.ports)
+            speed = min([self._speed(flow, port) for port in flow.ports])
             if speed != flow.speed:
                 left_s = flow.left_s - (now_s - flow.since_s) * flow.speed
                 flow.left_s = max(left_s, 0.0)  # rounding must not make the end precede `now_s`
@@ -145,10 +149,22 @@ class Fluid:
                 self._schedule(now_s + flow.left_s / speed, flow)
 
     def _speed(self, flow: Flow, port: Port) -> float:
+        """Return the speed of a flow at a port. On a near link it depends on links and directions
+        of the flows at the port alone."""
         running = self._running[port]
         if len(running) == 1:  # the flow itself
             return 1.0
-        others = [other for other in running.values() if other is not flow]
+        if flow.base not in self._distant:
+            self._distant[flow.base] = self._profile.is_distant(flow.base)
+        if self._distant[flow.base]:
+            return self._speed_beside(flow, running.values())
+        key = (flow.use, *[other.use for other in running.values()])
+        if key not in self._speeds:
+            self._speeds[key] = self._speed_beside(flow, running.values())
+        return self._speeds[key]
+
+    def _speed_beside(self, flow: Flow, running: Iterable[Flow]) -> float:
+        others = [other for other in running if other is not flow]
         alike = [other for other in others if other.base == flow.base]
         sharing = 1.0
         if alike:
@@ -156,12 +172,9 @@ class Fluid:
             if sends or self._profile.shares_rate_only(flow.link):
                 others = [other for other in others if other not in alike]
                 sharing += len(alike)
-                if self._profile.is_distant(flow.link):
+                if self._distant[flow.base]:
                     sharing = max(1.0, flow.load + sum(other.load for other in alike))
-        key = flow.link, tuple(other.link for other in others)
-        if key not in self._speeds:
-            self._speeds[key] = self._profile.speed(*key)
-        return self._speeds[key] / sharing
+        return self._profile.speed(flow.link, [other.link for other in others]) / sharing
 
     def _schedule(self, at_s: float, flow: Flow) -> None:
         self._ties += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from offbeat.core.sim.ranks import Ranks, lognormal
 from offbeat.core.sim.timed_program import TimedProgram
 
 _KEPT = 64  # number of iterations in the cache of factors
+_KEPT_DRAWS = 1024  # number of iterations in the cache of draws of all simulations
 
 # Times of all ranks: a float if all ranks are alike, else an array with one value per rank.
 Times = Any
@@ -76,11 +78,16 @@ class Spread:
         if iteration not in self._factors:
             if len(self._factors) == _KEPT:
                 del self._factors[next(iter(self._factors))]
-            # Use a separate stream, because compute jitter uses the seed itself.
-            draws = np.random.default_rng((self._seed, 1, iteration))
-            normal = draws.standard_normal(len(self._jitters))
+            normal = _normal_draws(self._seed, iteration, len(self._jitters))
             self._factors[iteration] = lognormal(normal, self._jitters)
         return self._factors[iteration]
+
+
+@lru_cache(maxsize=_KEPT_DRAWS)
+def _normal_draws(seed: int, iteration: int, count: int) -> NDArray[np.float64]:
+    """Return the draws of an iteration's messages, which several simulations share."""
+    # Use a separate stream, because compute jitter uses the seed itself.
+    return np.random.default_rng((seed, 1, iteration)).standard_normal(count)
 
 
 @dataclass

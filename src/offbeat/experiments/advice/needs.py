@@ -15,6 +15,7 @@ SHARES = (0.5, 0.8, 0.9, 0.95)
 TOLERANCE = 1.05  # ratio of neighbouring rates at the end of a search
 LEAST_RATE_BPS, MOST_RATE_BPS = 1e5, 1e13
 ROUNDING = 1e-9
+CONVEX_ROUNDING = 1e-6  # waiting above a chord that counts as rounding, relative
 LIMIT_TOLERANCE = 1.01  # ratio of neighbouring rates at the end of a search by a limit
 MOST_MACHINES = 64
 MOST_CONNECTIONS = 16
@@ -31,10 +32,12 @@ def rates_for(
 ) -> dict[float, float | None]:
     """Return for each share the least rate at which it is reached, to a relative `tolerance`.
 
-    The search brackets the share between two rates. Waiting per compute, `1 / share - 1`, is nearly
-    linear in the reciprocal of the rate, so the next rate is interpolated; every third rate halves
-    the bracket. Plans change with the rate, so a greater rate may have a smaller share; the result
-    lies above every rate that was tried and does not reach the share.
+    The seconds of a plan are convex in the seconds of its messages, so waiting per compute,
+    `1 / share - 1`, is convex in the reciprocal of the rate. It lies below the chord of two rates
+    and above the extensions of chords. Chords of few rates determine the result, and all shares use
+    the rates that were tried for one share. Plans change with the rate: where shares contradict
+    convexity, the result is bracketed by two rates instead. A greater rate may have a smaller
+    share; the result lies above every rate that was tried and does not reach the share.
 
     Args:
         share_at: share of computing time at a rate in bits per second.
@@ -42,7 +45,7 @@ def rates_for(
         known: shares that are known, by rate; at least one.
         limit_at: upper limit of the share at a rate, which does not fall with the rate and costs
             much less than `share_at`; None if there is none.
-        tolerance: ratio of two rates that end the search.
+        tolerance: ratio of two rates between which a search ends.
 
     Returns:
         Bits per second; None if the share is not reached at `MOST_RATE_BPS`.
@@ -68,15 +71,16 @@ def rates_for(
             if _share(share_at, seen, lower) >= share:
                 return lower
         for step in count():
-            if upper <= lower * tolerance:
-                return upper
-            rate_bps = math.sqrt(lower * upper)
-            if step % 3 < 2:
+            least, enough = _range_of(seen, lower, upper, share)
+            if enough <= least * tolerance:
+                return enough
+            rate_bps = math.sqrt(least * enough)
+            if step % 3 < 2 and least <= lower * (1 + ROUNDING):
                 rate_bps = _interpolated_rate(lower, upper, limits | seen, share)
                 # The bracket ends as soon as both of its ends are near the result.
                 rate_bps *= tolerance ** (0.4 if step % 3 == 0 else -0.4)
-                margin = tolerance**0.2
-                rate_bps = min(max(rate_bps, lower * margin), upper / margin)
+            margin = tolerance**0.2
+            rate_bps = min(max(rate_bps, lower * margin), upper / margin)
             if _share(share_at, seen, rate_bps) < share:
                 lower = rate_bps
             else:
@@ -90,6 +94,51 @@ def rates_for(
             for share, rate in found.items()
         ):
             return found
+
+
+def _range_of(
+    seen: Mapping[float, float], lower: float, upper: float, share: float
+) -> tuple[float, float]:
+    """Return a rate below which the share is not reached, and one from which it is, if waiting is
+    convex in the reciprocal of the rate; otherwise, or if the share at `lower` is unknown, `lower`
+    and `upper`.
+
+    Args:
+        seen: shares by rate.
+        lower: greatest rate that does not reach the share.
+        upper: least rate above `lower`.
+        share: share to reach.
+    """
+    if lower not in seen:
+        return lower, upper
+    wanted = 1 / share - 1
+    slow, fast = _point(seen, lower), _point(seen, upper)
+    slower = max((rate for rate in seen if rate < lower), default=None)
+    faster = min((rate for rate in seen if rate > upper), default=None)
+    enough = _crossing(slow, fast, wanted)
+    least = slow[0]
+    for near, far, opposite in ((slow, slower, fast), (fast, faster, slow)):
+        if far is None:
+            continue
+        beyond = _point(seen, far)
+        slope = (near[1] - beyond[1]) / (near[0] - beyond[0])
+        extended = near[1] + slope * (opposite[0] - near[0])
+        if extended > opposite[1] + CONVEX_ROUNDING * (1 + abs(opposite[1])):
+            return lower, upper
+        if slope > 0:
+            least = min(least, near[0] + (wanted - near[1]) / slope)
+    return 1 / max(least, enough), 1 / enough
+
+
+def _point(seen: Mapping[float, float], rate_bps: float) -> tuple[float, float]:
+    """Return the reciprocal of a rate, and waiting per compute there."""
+    return 1 / rate_bps, 1 / seen[rate_bps] - 1
+
+
+def _crossing(slow: tuple[float, float], fast: tuple[float, float], wanted: float) -> float:
+    """Return the reciprocal of the rate at which the chord of two points has this waiting."""
+    part = (wanted - fast[1]) / (slow[1] - fast[1]) if slow[1] > fast[1] else 0.0
+    return fast[0] + part * (slow[0] - fast[0])
 
 
 def _least_rate(
@@ -119,11 +168,8 @@ def _share(share_at: Callable[[float], float], seen: dict[float, float], rate_bp
 def _interpolated_rate(
     lower: float, upper: float, seen: Mapping[float, float], share: float
 ) -> float:
-    """Return the rate at which waiting per compute, linear in `1 / rate`, has the value of the
-    share."""
-    low, high, wanted = (1 / value - 1 for value in (seen[lower], seen[upper], share))
-    part = (low - wanted) / (low - high) if low > high else 0.5
-    return 1 / (1 / lower + part * (1 / upper - 1 / lower))
+    """Return the rate at which the chord of two rates has the waiting of the share."""
+    return 1 / _crossing(_point(seen, lower), _point(seen, upper), 1 / share - 1)
 
 
 def rates_of(
@@ -185,7 +231,9 @@ def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MA
 
     if not pays(1):
         return 1
-    below, above = 1, most
+    if pays(most - 1):
+        return most
+    below, above = 1, most - 1
     while above - below > 1:
         middle = (below + above) // 2
         if pays(middle):
