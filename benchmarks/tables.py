@@ -94,6 +94,8 @@ def page_text(text: str) -> str:
         if kind == "list":
             return f"{start}\n{list_text()}\n{end}"
         name, wanted = words.split()
+        if name not in names():
+            return f"{start}\nNot measured yet.\n\n{end}"
         result = load(name)
         table = next(table for table in result["tables"] if table["name"] == wanted)
         return f"{start}\n{table_text(result, table, selected=True)}\n{end}"

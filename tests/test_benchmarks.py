@@ -186,3 +186,19 @@ def test_a_script_imports_names_that_exist(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offbeat"):
             exec(ast.unparse(node))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_best_strategy_is_found_without_simulating_all(seed, monkeypatch) -> None:
+    """Against all simulations, with the tolerances of bounds; one profile has jitter."""
+    advice = benchmark("advice")
+    from offbeat.experiments.advice import predict_option
+
+    strategies = [one for one in advice.everything(2) if one.name != "p3"]  # many slices: slow
+    monkeypatch.setattr(advice, "everything", lambda _: strategies)
+    profile = advice.profile_of(seed)
+    found = [predict_option(one, profile) for one in strategies]
+    best_s = min(one.update_s for one in found if one is not None and one.staleness <= 2)
+    seconds, strategy = advice.best(profile, 2)
+    assert seconds == predict_option(strategy, profile).update_s
+    assert best_s <= seconds <= best_s / (1 - advice.MERITED)
