@@ -8,11 +8,13 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from offbeat.cli import commands as cli
 from offbeat.cli.advise import Question, answer
 from offbeat.core.strategy.parsing import parse, text_of
+from offbeat.core.strategy.registry import BUILT_IN, find, module_names
 from offbeat.core.strategy.suggestions import periods
 from offbeat.experiments.advice import (
     CHANGES,
@@ -21,12 +23,18 @@ from offbeat.experiments.advice import (
     predict_option,
 )
 from offbeat.experiments.advice import selection as advising
+from offbeat.experiments.advice.selection import candidates, excluded_strategies
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.compare import given_profile
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import DDP, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create
 from offbeat.strategies.compressible import SUGGESTED_WIRES as WIRES
+from offbeat.strategies.methods.demo import DeMo
+from offbeat.strategies.methods.des_loc import DESLOC
+from offbeat.strategies.methods.eager import Eager
+from offbeat.strategies.methods.noloco import NoLoCo, draw_pairs, rounds_to_all
+from offbeat.strategies.methods.sparseloco import SparseLoCo
 
 STALENESS = 4
 WITHIN = 1.03
@@ -188,6 +196,69 @@ def test_what_is_staler_than_allowed_is_no_option(monkeypatch):
     for allowed, listed in ((stale, True), (stale - 1, False)):
         options = advise(merging(), max_staleness=allowed).options
         assert (MERGING in [option.strategy for option in options]) == listed
+
+
+def test_every_strategy_has_suggestions_or_a_reason_against_them():
+    profile, found, reasons = profile_of(0), set(), excluded_strategies()
+    for name in (*BUILT_IN, *module_names()):
+        cls = find(name)
+        suggested = {one.name for one in cls.suggestions(profile, 999)}
+        assert suggested <= {name}
+        assert bool(suggested) != bool(cls.unadvised), name
+        found |= suggested
+    assert {one.name for one in candidates(profile, 999)} == found
+    left_out = [name for names in reasons.values() for name in names]
+    assert sorted([*found, *left_out]) == sorted([*BUILT_IN, *module_names()])
+    asked = Question(Work.of(), everything=True, max_staleness=1)
+    shown = answer(asked, slow(), None)
+    text = " ".join(shown.text(80, verbose=True).split())
+    for reason, names in reasons.items():
+        assert f"{', '.join(names)}: never advised; {reason}" in text
+        assert all(shown.data["never_advised"][name] == reason for name in names)
+
+
+@pytest.mark.parametrize("name", ["sparseloco", "eager"])
+def test_published_methods_are_candidates_with_their_periods_if_staleness_allows_it(name):
+    cls, profile = find(name), slow()
+    shortest = min(cls.suggestions(profile, 999), key=lambda one: one.period)
+    option = predict_option(shortest, profile)
+    assert option.change == {"sparseloco": "lossy", "eager": "late"}[name]
+    assert shortest in candidates(profile, option.staleness)
+    assert not [*cls.suggestions(profile, option.staleness - 1)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "staleness", "text"),
+    [
+        (DESLOC(4), 3, "averaged: parameters, every 4 iterations"),
+        (NoLoCo(4), 3, "averaged: random pairs, every 4 iterations, and replicas differ"),
+        (Eager(4), 7, "averaged: parameters, every 4 iterations, which land 4 later, applied by"),
+        (SparseLoCo(4), 3, "averaged: parameters, every 4 iterations, lossy: sent as topk2"),
+        (DeMo(), 0, "lossy: the optimizer steps on signs of the largest components"),
+    ],
+    ids=str,
+)
+def test_published_methods_state_what_they_change(strategy, staleness, text):
+    option = predict_option(strategy, replace(slow(), world_size=2))
+    assert option.staleness == staleness
+    assert describe_change(option).startswith(text)
+
+
+def test_rounds_of_pairs_until_a_change_has_reached_all():
+    """Against products of the averaging matrices: the first one without a zero."""
+    for ranks, count, seed in ((2, 3, 0), (4, 5, 1), (5, 4, 2), (8, 16, 3)):
+        rounds = [draw_pairs(ranks, seed, done) for done in range(count)]
+        needed = []
+        for first in range(count):
+            product, done = np.eye(ranks), 0
+            while (product == 0).any() and done < ranks**2:
+                matrix = np.zeros((ranks, ranks))
+                for pair in rounds[(first + done) % count]:
+                    matrix[np.ix_(pair, pair)] = 1 / len(pair)
+                product, done = matrix @ product, done + 1
+            needed.append(done)
+        assert rounds_to_all(rounds, ranks) == max(needed)
+    assert rounds_to_all([[(0, 1), (2, 3)]], 4) == 16  # never
 
 
 def test_periods_end_with_the_longest():

@@ -24,6 +24,7 @@ from offbeat.experiments.advice import CHANGES, MAX_STALENESS, advise
 from offbeat.experiments.advice.methods import ALONE
 from offbeat.experiments.advice.needs import LEAST_RATE_BPS, SHARES
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
+from offbeat.experiments.advice.selection import excluded_strategies
 from offbeat.experiments.advice.verdict import (
     Predictions,
     Row,
@@ -512,6 +513,9 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
     link = place.profile.default_link
     if link.connections > 1:
         yield f"link {link.name!r} has {link.connections} connections between two machines"
+    if verbose:
+        for reason, names in excluded_strategies().items():
+            yield f"{', '.join(names)}: never advised; {reason}"
     if place.estimated and verbose:
         yield "message times are estimated from the rate; `offbeat profile` measures them"
     if place.devices > 1:
@@ -622,6 +626,9 @@ def to_dict(verdict: Verdict, command: str | None) -> dict[str, Any]:
         "advised": text_of(advice.chosen.strategy),
         "compared": [text_of(option.strategy) for option in advice.compared],
         "notes": list(advice.notes),
+        "never_advised": {
+            name: reason for reason, names in excluded_strategies().items() for name in names
+        },
         "options": [
             {
                 "strategy": text_of(option.strategy),

@@ -30,6 +30,7 @@ def record_of(name: str, cls: type[Strategy]) -> dict[str, Any]:
         "settings": cls().settings(),
         "summary": (cls.__doc__ or "").partition("\n")[0],
         "citation": cls.citation,
+        "unadvised": cls.unadvised,
     }
 
 
@@ -52,6 +53,8 @@ def full_text(name: str, cls: type[Strategy], width: int) -> str:
     same = "the same numbers as DDP" if cls.synchronous else "other numbers than DDP"
     lines = [name, *_paragraphs(inspect.cleandoc(cls.__doc__ or ""), width), ""]
     lines += _wrap(f"Computes {same}. Source: {cls.citation}.", width, INDENT)
+    if cls.unadvised:
+        lines += _wrap(f"Never advised: {cls.unadvised}.", width, INDENT)
     settings = fields(cls)
     if not settings:
         return "\n".join([*lines, "", "It has no settings."])

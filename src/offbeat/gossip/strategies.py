@@ -49,6 +49,9 @@ class Gossip(Strategy):
     """Action if the graph is partitioned: training fails (`raise`), or the larger part goes on."""
 
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = (
+        "replicas differ until the end of training, as only pairs of workers average"
+    )
     needs: ClassVar[Needs] = Needs(
         profile=False, allows_joining=True, survives_ranks=True, one_optimizer=True
     )
@@ -87,6 +90,13 @@ class Gossip(Strategy):
             f"{self.name} has no plan: its workers exchange in pairs when it suits them; `offbeat "
             "graph` tells how fast they agree"
         )
+
+    @property
+    def applies_late(self) -> bool:
+        return True
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        return "late: pairs of workers average while all compute, and replicas differ"
 
     def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
         """Return the copies of the parameters that exchanges need: the values that exchanges

@@ -63,6 +63,7 @@ class SSP(Strategy):
 
     name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "it needs further machines as servers"
     rehearsal: ClassVar[str] = "offbeat.rehearsal.servers:open_rehearsed_session"
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
@@ -79,6 +80,15 @@ class SSP(Strategy):
         require_count("snapshot_every", self.snapshot_every)
         if not isinstance(self.silent_s, (int, float)) or not 0 < self.silent_s < math.inf:
             raise ValueError(f"silent_s ({self.silent_s!r}) must be a number of seconds above 0")
+
+    @property
+    def applies_late(self) -> bool:
+        return self.s > 0 or self.apply == "push"
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        if not self.applies_late:
+            return None
+        return f"late: parameters lack gradients of up to {self.s} clocks"
 
     def iterations_at(self, clock: int) -> int:
         """Return the number of iterations before a clock.

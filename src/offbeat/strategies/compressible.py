@@ -53,6 +53,10 @@ class Wired(Strategy):
                 stacklevel=3,
             )
 
+    @property
+    def is_lossy(self) -> bool:
+        return self.wire != NONE
+
     def costed(self, profile: Profile) -> Profile:
         wire = self._wire(profile)
         return profile if wire is None else profile_for_wire(profile, wire, sends=self.sends)

@@ -85,6 +85,7 @@ class Cyclic(Wired):
 
     name: ClassVar[str] = "cyclic"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "only rank 0 has the newest parameters and the optimizer state"
     sends: ClassVar[bool] = True
     citation: ClassVar[str] = "Fournier and Oyallon, Cyclic Data Parallelism, 2024, Eq. 5 to 7"
 
@@ -104,18 +105,23 @@ class Cyclic(Wired):
     def applies_late(self) -> bool:
         return True
 
+    def describe_change(self, plan: Plan | None) -> str | None:
+        return "late: workers compute in turns, partly with parameters of the iteration before"
+
     def schedule(self, profile: Profile) -> Plan:
         if self.stagger != "auto":
             return self._staggered_plan(self.stagger, profile)
         least = self._staggered_plan("least", profile)
         if profile.world_size == 1 or len(least.transfers) > MOST_SIMULATED:
             return least
-        paper = self._staggered_plan("paper", profile)
         # Without jitter, a few iterations are enough for the comparison.
         links = tuple(replace(link, jitter=0.0) for link in profile.links)
         steady = replace(profile, jitter=0.0, rank_jitter=(), links=links)
-        least_s, paper_s = (predict_plan(p, steady).iteration_s for p in (least, paper))
-        return paper if paper_s < least_s * (1 - STAGGER_GAIN) else least
+        enough_s = predict_plan(least, steady).iteration_s * (1 - STAGGER_GAIN)
+        if self.bound_s(steady) >= enough_s:
+            return least  # no stagger is faster by the required gain
+        paper = self._staggered_plan("paper", profile)
+        return paper if predict_plan(paper, steady).iteration_s < enough_s else least
 
     def _staggered_plan(self, stagger: Literal["least", "paper"], profile: Profile) -> Plan:
         job = self._job(profile)

@@ -66,6 +66,7 @@ class DiLoCo(Wired):
 
     name: ClassVar[str] = "diloco"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "it is as fast as dreamddp with its period; only its losses differ"
     citation: ClassVar[str] = (
         "Douillard et al., DiLoCo, 2023, Algorithm 1; Douillard et al., Streaming DiLoCo with "
         "overlapping communication, 2025, Algorithm 2"

@@ -51,6 +51,7 @@ class FedAvg(Wired):
 
     name: ClassVar[str] = "fedavg"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "its steps depend on the data of each worker"
     citation: ClassVar[str] = (
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized "
         "Data, AISTATS 2017, Algorithm 1"

@@ -51,6 +51,7 @@ class PartialSync(Wired):
 
     name: ClassVar[str] = "partial-sync"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "dreamddp with its period is as fast or faster"
     citation: ClassVar[str] = "Tang et al., DreamDDP, 2025, Section 3.1, Example 1"
 
     def __post_init__(self) -> None:

@@ -72,6 +72,7 @@ class SelSync(Wired):
 
     name: ClassVar[str] = "selsync"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = "its messages depend on votes during training"
     citation: ClassVar[str] = (
         "Tyagi and Swany, Accelerating Distributed ML Training via Selective Synchronization, "
         "CLUSTER 2023, Algorithm 1"

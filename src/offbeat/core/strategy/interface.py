@@ -73,6 +73,7 @@ class Strategy(ABC):
         citation: source of the method.
         synchronous: whether the method computes the same as torch's DDP.
         needs: requirements on a job.
+        unadvised: reason why `suggestions` has no settings; empty if it has some.
         rehearsal: function that opens the session of a replica in a rehearsal, as `module:name`; by
             default the session of the strategy's plan.
     """
@@ -81,6 +82,7 @@ class Strategy(ABC):
     citation: ClassVar[str]
     synchronous: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs()
+    unadvised: ClassVar[str] = ""
     rehearsal: ClassVar[str] = OPEN_PLAN_SESSION
 
     def __post_init__(self) -> None:
@@ -174,7 +176,8 @@ class Strategy(ABC):
     def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
         """Return the settings among which advice chooses for a profile.
 
-        By default there are none, and advice only lists the default settings.
+        By default there are none, and advice only lists the default settings; `unadvised` states
+        the reason.
 
         Args:
             profile: profile of the job.
@@ -187,6 +190,19 @@ class Strategy(ABC):
         """Return whether gradients or averages are applied in a later iteration than in the one
         that sends them."""
         return False
+
+    @property
+    def is_lossy(self) -> bool:
+        """Return whether messages carry codes instead of numbers."""
+        return False
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        """Return a phrase for what the method changes against DDP; None if advice derives it.
+
+        Args:
+            plan: plan of this strategy; None without one.
+        """
+        return None
 
     def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
         """Return the buffers that a rank holds in addition to parameters, gradients and optimizer

@@ -170,13 +170,16 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
         _predict(strategy, place, with_slower_links(place.profile, times)).iteration_s
         for times in (low, high)
     ]
-    same = strategy.synchronous
+    change: Change = "late" if strategy.applies_late else "averaged"
+    if strategy.synchronous:
+        change = CHANGES[0]
+    clocks, iterations = getattr(strategy, "s", 0), getattr(strategy, "accumulate", 1)
     return Method(
         text_of(strategy),
         strategy,
-        "same numbers" if same else "late",
-        "same numbers as DDP" if same else "asynchronous: no machine waits for all others",
-        0,
+        change,
+        strategy.describe_change(None) or "same numbers as DDP",
+        (clocks + 1) * iterations - 1,
         place.machines + served,
         place.machines,
         prediction.iteration_s,

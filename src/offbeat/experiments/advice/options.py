@@ -72,7 +72,9 @@ def option_of(strategy: Strategy, plan: Plan, prediction: Prediction) -> Option:
     if not strategy.synchronous:
         change = "late" if stale or strategy.applies_late else "averaged"
         if any(t.payload.buffer != "grad" for t in plan.transfers):
-            stale = plan.period - 1 + late
+            # Several averages can make a period of the plan, as moments have other periods.
+            period = getattr(strategy, "period", plan.period)
+            stale = period * plan.fact("rounds", 1) - 1 + late
     if any(t.wire is not None for t in plan.transfers):
         change = "lossy"
     sent = sum(prediction.bytes_per_iteration.values())
@@ -95,17 +97,20 @@ def describe_change(option: Option) -> str:
         return "same numbers as DDP"
     if plan.votes:
         return "averaged where a vote accepts; the time is that of accepted votes"
-    if any(t.verb == "send" for t in plan.transfers):
-        return f"updates in turns; see `offbeat strategies {option.strategy.name}`"
-    if option.change == "late" and not hasattr(option.strategy, "delay"):
-        return f"late: gradients are applied up to {stale} iteration{'s'[: stale > 1]} later"
+    if (text := option.strategy.describe_change(plan)) is not None:
+        return text
     period = getattr(option.strategy, "period", None)
+    if option.change == "late" and period is None:
+        return f"late: gradients are applied up to {stale} iteration{'s'[: stale > 1]} later"
     if period is None and any(t.payload.buffer == "param" for t in plan.transfers):
         period = plan.period
     parts = [] if period is None else [f"averaged: parameters, every {period} iterations"]
     delay = plan.fact("staleness", 0) if period is not None else 0
     if delay > 0:
         parts.append(f"which land {delay} later")
+    if (outer := getattr(option.strategy, "outer", None)) is not None:
+        parts.append(f"applied by an outer optimizer ({outer})")
     if option.change == "lossy":
-        parts.append(f"lossy: sent as {getattr(option.strategy, 'wire', 'codes')}")
+        codec = next(t.wire.name for t in plan.transfers if t.wire is not None)
+        parts.append(f"lossy: sent as {getattr(option.strategy, 'wire', codec)}")
     return ", ".join(parts)

@@ -25,7 +25,6 @@ SLOWER = 1.5  # slowdown of messages in the robustness check; 1.8 was measured i
 AS_GOOD_THEN = 0.05  # acceptable extra time with slower messages, over the fastest
 WORTH_A_TRY = 0.25  # extra time up to which a gentler strategy is compared, over the fastest
 MOST_COMPARED = 3
-PLAIN = "none"  # setting `wire` of strategies that send numbers as they are
 UNEVEN = 1.25  # ratio of slowest rank to median above which a note suggests gossip
 
 
@@ -111,7 +110,7 @@ def _simulate_candidates(
     if now is not None:
         found = [one for one in found if one.bound_s(one.costed(now)) <= most_s]
     bounds_s = [candidate.bound_s(candidate.costed(profile)) for candidate in found]
-    same = [i for i, one in enumerate(found) if one.synchronous and not _is_wired(one)]
+    same = [i for i, one in enumerate(found) if one.synchronous and not one.is_lossy]
     rest = sorted(set(range(len(found))) - set(same), key=lambda i: (_step(bounds_s[i]), i))
     options: dict[int, Option] = {}
     for i in (*same, *rest):
@@ -169,8 +168,8 @@ def _robustest(
 def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:
     """Return the candidates of all registered strategies, the gentlest first.
 
-    Without staleness only strategies with DDP's numbers are candidates. Strategies whose time
-    depends on the data, on servers or on a graph of neighbours suggest no settings.
+    Without staleness only strategies with DDP's numbers are candidates. Some strategies suggest no
+    settings; see `excluded_strategies`.
     """
     found = [
         strategy
@@ -179,8 +178,17 @@ def candidates(profile: Profile, max_staleness: int) -> list[Strategy]:
         for strategy in find(name).suggestions(profile, max_staleness)
     ]
     if not max_staleness:
-        found = [s for s in found if s.synchronous and not _is_wired(s)]
+        found = [s for s in found if s.synchronous and not s.is_lossy]
     return sorted(found, key=_order)
+
+
+def excluded_strategies() -> dict[str, list[str]]:
+    """Return by reason the names of the registered strategies that are never candidates."""
+    found: dict[str, list[str]] = {}
+    for name in strategy_names():
+        if reason := find(name).unadvised:
+            found.setdefault(reason, []).append(name)
+    return found
 
 
 def has_defaults(cls: type[Strategy]) -> bool:
@@ -188,16 +196,11 @@ def has_defaults(cls: type[Strategy]) -> bool:
     return all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(cls))
 
 
-def _is_wired(strategy: Strategy) -> bool:
-    """Return whether a strategy sends codes instead of numbers."""
-    return getattr(strategy, "wire", PLAIN) != PLAIN
-
-
 def _order(strategy: Strategy) -> tuple[bool, bool, bool, float]:
     """Return the sort key of candidates: synchronous ones, averages by period, late ones, and at
     the end all with a codec."""
     period = getattr(strategy, "period", 0 if strategy.synchronous else math.inf)
-    return _is_wired(strategy), not strategy.synchronous, strategy.applies_late, period
+    return strategy.is_lossy, not strategy.synchronous, strategy.applies_late, period
 
 
 def _near_fastest(found: Iterable[Option], more: float) -> list[Option]:

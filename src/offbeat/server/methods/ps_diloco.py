@@ -20,6 +20,7 @@ from offbeat.strategies.outer_optimizer import OuterSGD, is_real, outer_of
 if TYPE_CHECKING:
     import torch
 
+    from offbeat.core.plan import Plan
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.separate_workers import Server
@@ -114,6 +115,14 @@ class PSDiLoCo(SSP):
     def waits_for_steps(self) -> bool:
         """Whether a pull waits for the next step of the servers."""
         return self.rule == "quorum"
+
+    @property
+    def applies_late(self) -> bool:
+        return self.rule == "heloco" or self.quorum is not None
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        late = ", some of them late" if self.applies_late else ""
+        return f"averaged: changes on servers, every {self.period} iterations{late}"
 
     def weight(self, rank: int, iterations: int) -> float:
         """Return the weight of a worker's change: squared tokens per iteration.

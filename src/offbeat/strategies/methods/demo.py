@@ -60,6 +60,9 @@ class DeMo(Strategy):
 
     name: ClassVar[str] = "demo"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = (
+        "its optimizer is SGD without momentum, with a learning rate of its own"
+    )
     citation: ClassVar[str] = (
         "Peng, Quesnelle and Kingma, DeMo: Decoupled momentum optimization, arXiv 2411.19870, "
         "2024, Algorithm 1"
@@ -82,6 +85,14 @@ class DeMo(Strategy):
     @property
     def _wire(self) -> Wire:
         return Wire(CODEC, (("fraction", float(self.fraction)),), error=MOMENTUM)
+
+    @property
+    def is_lossy(self) -> bool:
+        return True
+
+    def describe_change(self, plan: Plan | None) -> str | None:
+        step = "signs of " if self.sign else ""
+        return f"lossy: the optimizer steps on {step}the largest components of a momentum"
 
     def schedule(self, profile: Profile) -> Plan:
         everything, single = range(len(profile.buckets)), profile.world_size == 1

@@ -40,6 +40,9 @@ class DESLOC(Strategy):
 
     name: ClassVar[str] = "des-loc"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = (
+        "it is not faster than local-sgd with its period; only its losses differ"
+    )
     citation: ClassVar[str] = (
         "Iacob et al., DES-LOC: Desynced low communication adaptive optimizers for training "
         "foundation models, arXiv 2505.22549, 2025, Algorithm 1"

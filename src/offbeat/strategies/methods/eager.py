@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from offbeat.strategies.local_sgd import EVERY_ITERATION
 from offbeat.strategies.outer_optimizer import OuterSGD, outer_of
 
 STEADY = OuterSGD()
+PUBLISHED_PERIODS = (30, 50, 100, 500)  # of the papers on DiLoCo; advice compares them
 STEP = Moment("step")
 OWN, SENT, AVERAGE, VELOCITY = "own start", "sent", "average", "velocity"
 
@@ -106,6 +108,11 @@ class Eager(Strategy):
         object.__setattr__(self, "outer", outer_of(self.outer))
         if self.outer is None:
             raise ValueError("outer (None) must be an OuterSGD; without one use DreamDDP()")
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        # A change is sent after up to `period` iterations and takes as many to arrive.
+        return [cls(period) for period in PUBLISHED_PERIODS if 2 * period - 1 <= max_staleness]
 
     @property
     def applies_late(self) -> bool:

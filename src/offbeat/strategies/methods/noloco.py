@@ -101,6 +101,9 @@ class NoLoCo(Strategy):
 
     name: ClassVar[str] = "noloco"
     synchronous: ClassVar[bool] = False
+    unadvised: ClassVar[str] = (
+        "replicas differ until the end of training, as only pairs of workers average"
+    )
     citation: ClassVar[str] = (
         "Kolehmainen et al., NoLoCo: No-all-reduce low communication training method for large "
         "models, arXiv 2506.10911, 2025"
@@ -122,6 +125,9 @@ class NoLoCo(Strategy):
                 "never become smaller"
             )
 
+    def describe_change(self, plan: Plan | None) -> str | None:
+        return f"averaged: random pairs, every {self.period} iterations, and replicas differ"
+
     def schedule(self, profile: Profile) -> Plan:
         everything, ranks = range(len(profile.buckets)), profile.world_size
         rounds = [draw_pairs(ranks, self.seed, done) for done in range(self.rounds)]
@@ -142,6 +148,7 @@ class NoLoCo(Strategy):
         applies.append(Apply(step_in_pair.__name__, everything, END, last, args=args))
         buffers = [Buffer(SLOW, start="param"), Buffer(VELOCITY), *map(Buffer, sent.values())]
         size = profile.payload_bytes("param", everything)
+        spread = rounds_to_all(rounds, ranks)
         return Plan(
             self.name,
             len(everything),
@@ -149,7 +156,10 @@ class NoLoCo(Strategy):
             tuple(applies),
             buffers=tuple(buffers),
             period=self.rounds * self.period,
-            facts=(Fact("memory_bytes", len(buffers) * size, "further buffers on every rank"),),
+            facts=(
+                Fact("memory_bytes", len(buffers) * size, "further buffers on every rank"),
+                Fact("rounds", spread, f"averages until a change reaches all, at most {ranks**2}"),
+            ),
         )
 
     def _sends(
@@ -236,6 +246,27 @@ class NoLoCo(Strategy):
         message_s = profile.message_s(payload, link, "send") if profile.world_size > 1 else 0.0
         hidden_s = slowest.backward_s + slowest.update_s
         return slowest.other_s + slowest.forward_s + max(hidden_s, message_s / self.period)
+
+
+def rounds_to_all(rounds: Sequence[Sequence[Pair]], ranks: int) -> int:
+    """Return the largest number of rounds until a change has reached all ranks; at most as many as
+    the square of their number, if repeated pairs never reach some of them.
+
+    Args:
+        rounds: pairs of each round, which repeat.
+        ranks: number of ranks.
+    """
+    most = 1
+    for first in range(len(rounds)):
+        known, done = [{rank} for rank in range(ranks)], 0
+        while any(len(sources) < ranks for sources in known) and done < ranks * ranks:
+            for pair in rounds[(first + done) % len(rounds)]:
+                together = set[int]().union(*(known[rank] for rank in pair))
+                for rank in pair:
+                    known[rank] = together
+            done += 1
+        most = max(most, done)
+    return most
 
 
 def draw_pairs(ranks: int, seed: int, done: int) -> list[Pair]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
 
 CODEC = "topk2"
+PUBLISHED_PERIODS = (15, 30, 50, 100, 250)  # of the paper's experiments; advice compares them
 STEP = Moment("step")
 
 
@@ -81,6 +83,14 @@ class SparseLoCo(Strategy):
             )
         if not is_real(self.lr) or not 0 < self.lr < float("inf"):
             raise ValueError(f"lr ({self.lr!r}) must be a number above 0; 1 takes the average")
+
+    @classmethod
+    def suggestions(cls, profile: Profile, max_staleness: int) -> Iterable[Strategy]:
+        return [cls(period) for period in PUBLISHED_PERIODS if period <= max_staleness + 1]
+
+    @property
+    def is_lossy(self) -> bool:
+        return True
 
     @property
     def _wire(self) -> Wire:
