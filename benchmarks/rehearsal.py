@@ -1,32 +1,40 @@
 """Rehearsals: time of 32 replicas under ten strategies, and ranking beside measured runs.
 
     python benchmarks/rehearsal.py speed [--replicas 32] [--iterations 500] [--processes 2]
-                                         [--rate 100] [--json FILE]
+                                         [--strategies NAMES] [--rate 100] [--json FILE]
     python benchmarks/rehearsal.py ranking [--models gpt,digits] [--rate 25] [--steps 200]
-                                           [--seeds 0,1,2] [--keep FOLDER] [--json FILE]
+                                           [--seeds 0,1,2] [--keep FOLDER] [--minutes M]
+                                           [--json FILE]
 
-`speed`: the small GPT of `tasks.py` in this process and its forks: seconds of each rehearsal,
-simulated seconds per iteration, and the loss at the end. The profile is measured here, on one core;
-messages are estimated from the rate.
+`speed`: the small GPT of `tasks.py`, one strategy per process and `--processes` at the same time:
+seconds of each rehearsal, simulated seconds per iteration, and the loss at the end. The profile is
+measured here, on one core; messages are estimated from the rate. A run of fewer than 500 iterations
+also states the time of 500 iterations, computed from the seconds of its later iterations.
 
 `ranking`: seconds to a loss of seven strategies on 4 emulated hosts, measured by `offbeat compare`
 and rehearsed from the profile of that run, with the same seeds. A pair of strategies agrees if the
-same one is sooner. Needs the lab and a quiet machine.
+same one is sooner. Needs the lab and a quiet machine. `--minutes` ends the command after this time;
+the same command with the same `--keep` continues it, and keeps complete launches and curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import signal
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from targets import measured
 from tasks import GPT, Batch
 
@@ -54,6 +62,7 @@ from offbeat.strategies import (
 )
 
 PERIOD = 10
+ITERATIONS = 500  # of the target
 STRATEGIES: dict[str, Strategy] = {
     "ddp": DDP(),
     "dear": DeAR(),
@@ -89,80 +98,129 @@ def gpt_loss(model: Any, batch: Batch) -> Any:
 
 
 def rehearsed_speed(options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a rehearsal of all strategies, and their curves."""
+    """Seconds of the rehearsal of each strategy, and their curves."""
     here = Profile.from_dict(measured(GPT))
     profile = on_networks(here, options.replicas, [Network("net", 1e6 * options.rate)])
+    names = options.strategies.split(",")
     began_s = time.perf_counter()
-    curves = offbeat.rehearse(
+    # Processes are spawned, because threads of OpenMP do not survive a fork.
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        work = partial(
+            timed_rehearsal,
+            profile=profile.to_dict(),
+            replicas=options.replicas,
+            iterations=options.iterations,
+        )
+        rows = dict(zip(names, pool.map(work, names), strict=True))
+    minutes = (time.perf_counter() - began_s) / 60
+    print(f"\n{'strategy':24s} seconds  s per iteration: rehearsal  simulated    loss")
+    for name, row in rows.items():
+        print(
+            f"{name:24s} {row['seconds']:7.1f} {row['later_iteration_s']:26.3f} "
+            f"{row['simulated_iteration_s']:10.3f} {row['loss']:7.3f}"
+        )
+    print(
+        f"{len(rows)} strategies, {options.replicas} replicas, {options.iterations} iterations: "
+        f"{minutes:.1f} minutes with {options.processes} processes (measured)"
+    )
+    result = {
+        "replicas": options.replicas,
+        "iterations": options.iterations,
+        "processes": options.processes,
+        "minutes": minutes,
+        "strategies": rows,
+    }
+    if options.iterations < ITERATIONS:
+        more = ITERATIONS - options.iterations
+        each_s = [row["seconds"] + more * row["later_iteration_s"] for row in rows.values()]
+        computed = makespan(each_s, options.processes) / 60
+        print(f"{ITERATIONS} iterations: {computed:.1f} minutes (computed, not measured)")
+        result["computed_minutes"] = {str(ITERATIONS): computed}
+    return result
+
+
+def timed_rehearsal(
+    name: str, *, profile: dict[str, Any], replicas: int, iterations: int
+) -> dict[str, Any]:
+    """Seconds of one rehearsal in this process, and the end of its curve."""
+    torch.set_num_threads(1)
+    ends_s: list[float] = []
+    began_s = time.perf_counter()
+    [curve] = offbeat.rehearse(
         GPT.model,
         GPT.optimizer,
-        partial(batches, ranks=options.replicas),
-        list(STRATEGIES.values()),
-        profile,
-        iterations=options.iterations,
+        partial(batches, ranks=replicas),
+        STRATEGIES[name],
+        Profile.from_dict(profile),
+        iterations=iterations,
         loss=gpt_loss,
         jitter=0.1,
-        processes=options.processes,
-        progress=_print_progress,
-    )
-    minutes = (time.perf_counter() - began_s) / 60
-    print(f"\n{len(curves)} strategies, {options.replicas} replicas: {minutes:.1f} minutes")
-    rows = {}
-    for name, curve in curves.items():
-        rows[name] = {"iteration_s": curve.iteration_s, "loss": curve.losses[-1]}
-        print(curve)
-    return {"minutes": minutes, "strategies": rows}
+        progress=lambda *_: ends_s.append(time.perf_counter()),
+    ).values()
+    seconds = time.perf_counter() - began_s
+    half = len(ends_s) // 2  # the first iterations are slower
+    print(f"{name}: {seconds:.1f} s", flush=True)
+    return {
+        "seconds": seconds,
+        "later_iteration_s": (ends_s[-1] - ends_s[half - 1]) / (len(ends_s) - half),
+        "simulated_iteration_s": curve.iteration_s,
+        "loss": curve.losses[-1],
+    }
 
 
-def _print_progress(strategy: str, iterations: int) -> None:
-    if iterations % 100 == 0:
-        print(f"{strategy}: {iterations} iterations", flush=True)
+def makespan(each_s: Sequence[float], processes: int) -> float:
+    """Seconds until all pieces of work are done that idle processes take in turn."""
+    busy_s = [0.0] * processes
+    for seconds in each_s:
+        busy_s[busy_s.index(min(busy_s))] += seconds
+    return max(busy_s)
 
 
 # ---- ranking --------------------------------------------------------------------------------
 
 
-def ranking(model: str, options: argparse.Namespace) -> dict[str, Any]:
+def ranking(model: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """Seconds to a loss of each strategy, measured and rehearsed, and the share of pairs that
-    agree."""
+    agree. None if the time was too short; complete launches and curves are kept.
+
+    Raises:
+        SystemExit: a launch or a rehearsal has failed, or no loss is a target.
+    """
     script = (*SCRIPTS[model], "--steps", str(options.steps))
     seeds = tuple(int(seed) for seed in options.seeds.split(","))
     contestants = tuple(Contestant(name, STRATEGIES[name]) for name in RANKED)
-    cluster = Cluster.from_toml(f'hosts = {HOSTS}\nrate = "{options.rate}mbit"\n')
-    with tempfile.TemporaryDirectory() as folder:
-        keep = options.keep or Path(folder)
-        run_dir = keep / f"{model}-measured"
-        outcome = compare(
-            Comparison(
-                Setup(script, cluster, pace="auto"), contestants, len(seeds), given_seeds=seeds
-            ),
-            run_dir,
-        )
-        if outcome.failures:
-            sys.exit("; ".join(outcome.failures))
-        run = load(run_dir)
-        target = target_loss(run)
-        if target is None:
-            sys.exit(f"{model}: no loss is a target; train longer with --steps")
-        rehearsal = ScriptRehearsal(
-            script,
-            contestants,
-            Profile.load(run_dir / "profile.json"),
-            seeds=seeds,
-            target_loss=target,
-        )
-        rehearsed_dir = keep / f"{model}-rehearsed"
-        found = rehearse_script(rehearsal, rehearsed_dir)
-        if found.failures:
-            sys.exit("; ".join(found.failures))
-        real = {row.label: row.target_s for row in summarize(run)}
-        again = {row.label: row.target_s for row in summarize(load(rehearsed_dir))}
-    agreed = compared = 0
-    for one, other in combinations(RANKED, 2):
-        pairs = [(times[one], times[other]) for times in (real, again)]
-        if all(None not in pair for pair in pairs):
-            compared += 1
-            agreed += len({a < b for a, b in pairs}) == 1  # type: ignore[operator]
+    cluster = Cluster.from_toml(f'hosts = {HOSTS}\nrate = "{options.rate:g}mbit"\n')
+    run_dir, rehearsed_dir = (
+        options.keep / f"{model}-{what}" for what in ("measured", "rehearsed")
+    )
+    outcome = compare(
+        Comparison(Setup(script, cluster, pace="auto"), contestants, len(seeds), given_seeds=seeds),
+        run_dir,
+        resume=(run_dir / "run.json").exists(),
+    )
+    if outcome.failures:
+        sys.exit("; ".join(outcome.failures))
+    if outcome.interrupted:
+        return None
+    run = load(run_dir)
+    target = target_loss(run)
+    if target is None:
+        sys.exit(f"{model}: no loss is a target; train longer with --steps")
+    rehearsal = ScriptRehearsal(
+        script,
+        contestants,
+        Profile.load(run_dir / "profile.json"),
+        seeds=seeds,
+        target_loss=target,
+    )
+    found = rehearse_script(rehearsal, rehearsed_dir, resume=(rehearsed_dir / "run.json").exists())
+    if found.failures:
+        sys.exit("; ".join(found.failures))
+    if found.interrupted:
+        return None
+    real = {row.label: row.target_s for row in summarize(run)}
+    again = {row.label: row.target_s for row in summarize(load(rehearsed_dir))}
+    agreed, compared = agreement(real, again)
     print(f"\n### {model}: seconds to loss {target:.4g}, measured and rehearsed")
     for name in RANKED:
         print(f"{name:24s} {_text(real[name])} {_text(again[name])}")
@@ -178,21 +236,69 @@ def ranking(model: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def agreement(
+    real: Mapping[str, float | None], again: Mapping[str, float | None]
+) -> tuple[int, int]:
+    """Pairs of which the same one is sooner in both, and all pairs of which one is sooner in both.
+
+    A strategy without a time never reaches the loss. It is later than all that reach it.
+    """
+    agreed = compared = 0
+    for one, other in combinations(real, 2):
+        first = []
+        for times in (real, again):
+            a, b = (math.inf if times[name] is None else times[name] for name in (one, other))
+            first.append(None if a == b else a < b)  # type: ignore[operator]
+        if None not in first:
+            compared += 1
+            agreed += first[0] == first[1]
+    return agreed, compared
+
+
 def _text(seconds: float | None) -> str:
     return "   never" if seconds is None else f"{seconds:8.2f}"
 
 
+def _interrupt(*_: object) -> None:
+    """End a comparison or a rehearsal as Ctrl-C does. Complete launches and curves are kept."""
+    raise KeyboardInterrupt
+
+
+def rank_models(options: argparse.Namespace) -> dict[str, Any]:
+    """The ranking of each model, up to the first one for which the time was too short."""
+    result: dict[str, Any] = {}
+    if options.minutes is not None:
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
+    try:
+        for model in options.models.split(","):
+            found = ranking(model, options)
+            if found is None:
+                raise KeyboardInterrupt
+            result[model] = found
+    except KeyboardInterrupt:
+        missing = [model for model in options.models.split(",") if model not in result]
+        print(f"not complete: {', '.join(missing)}; repeat the command with --keep {options.keep}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return result
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=("speed", "ranking"))
     parser.add_argument("--replicas", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--models", default="gpt,digits")
     parser.add_argument("--rate", type=float, default=None, help="Mbit/s")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--keep", type=Path, default=None)
+    parser.add_argument("--keep", type=Path, default=Path("runs", "ranking"))
+    parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     if options.part == "speed":
@@ -200,7 +306,7 @@ def main() -> None:
         result = rehearsed_speed(options)
     else:
         options.rate = options.rate or 25.0
-        result = {model: ranking(model, options) for model in options.models.split(",")}
+        result = rank_models(options)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1))
 

@@ -117,6 +117,14 @@ def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
     assert parameters == pytest.approx(sizes, rel=2e-3)
 
 
+def test_pairs_of_a_ranking_and_times_of_processes() -> None:
+    rehearsal = benchmark("rehearsal")
+    real = {"a": 1.0, "b": 2.0, "c": None}
+    assert rehearsal.agreement(real, {"a": 2.0, "b": 1.0, "c": None}) == (2, 3)
+    assert rehearsal.agreement(real, {"a": 2.0, "b": None, "c": None}) == (2, 2)
+    assert rehearsal.makespan([3.0, 4.0, 2.0, 2.0], 2) == 6.0
+
+
 def test_every_result_is_complete() -> None:
     for name in tables.names():
         result = tables.load(name)  # compares the length of every row with the columns

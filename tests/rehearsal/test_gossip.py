@@ -12,6 +12,7 @@ from support.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
 
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.sim import Ranks
+from offbeat.core.sim.separate_workers import server_of
 from offbeat.core.strategy.parsing import parse
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.graphs import topology
@@ -19,14 +20,15 @@ from offbeat.gossip.mixing import exchange, follow, jump, mix
 from offbeat.gossip.prediction import simulate_strategy
 from offbeat.sim import predict
 
+ALIKE = Ranks()
 END, BEGIN, APPLY, SNAPSHOT = range(4)  # of events at the same time the first ones come first
 
 
-def equations(strategy, profile):
+def equations(strategy, profile, ranks=ALIKE):
     """Weights that each forward has seen, by worker, and the exchanges of each pair."""
     task = Quadratic(SIZES, K, T)
     start, a, c = task.numbers
-    timeline = simulate_strategy(strategy, profile, Ranks(), gradients=40 * K)
+    timeline = simulate_strategy(strategy, profile, ranks, gradients=40 * K)
     edges = sorted((min(e), max(e)) for e in topology(strategy.topology, K).edges)
     mixing = Agreement(edges).constants(strategy.rate, momentum=strategy.momentum)
     events, count = [], Counter()
@@ -125,6 +127,29 @@ def test_consolidate_averages_and_training_goes_on():
         np.testing.assert_array_equal(one, averages[0])
     assert [len(rows) for rows in seen] == [T] * K
     assert len(curve.ends_s) == T
+
+
+def test_exchanges_take_the_slower_direction():
+    """With one worker per host, an exchange lasts the latency plus the bytes at the smallest of
+    both uplinks and both downlinks."""
+    profile = quadratic_profile(K)
+    strategy = parse("ad-psgd:topology=complete")
+    even = server_of(profile, 1)
+    up, down = (1.0, 0.5, 2.0), (0.25, 4.0, 4.0)
+    ranks = Ranks(link_rates={"net": up}, receive_rates={"net": down})
+    timeline = simulate_strategy(strategy, profile, ranks, gradients=40 * K)
+    size_bytes = sum(bucket.size_bytes for bucket in profile.buckets)
+    assert len(timeline.exchange_edge) > 2 * K
+    for (i, j), start_s, end_s in zip(
+        timeline.exchange_edge, timeline.exchange_start_s, timeline.exchange_end_s, strict=True
+    ):
+        rate = even.caps[0] * min(up[i], up[j], down[i], down[j])
+        assert end_s - start_s == pytest.approx(even.latency_s + size_bytes / rate, rel=1e-9)
+    _, seen = rehearse_quadratic("ad-psgd:topology=complete", differences=ranks)
+    expected, _ = equations(strategy, profile, ranks)
+    np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
+    _, others = rehearse_quadratic("ad-psgd:topology=complete")
+    assert abs(np.array(others) - np.array(seen)).max() > 1e-6
 
 
 def test_live_weights_are_refused():

@@ -163,6 +163,25 @@ def test_clock_is_the_simulators(name):
     np.testing.assert_allclose(curve.ends_s, expected, rtol=1e-12)
 
 
+def test_pushes_take_uplinks_and_pulls_take_downlinks():
+    """A clock of PS-BSP is compute, a push over an uplink, a step, and a pull over a downlink, if
+    the server has room for all workers."""
+    profile, up, down = quadratic_profile(K), 0.25, 2.0
+    ranks = Ranks(
+        link_rates={"net": (up,) * K},
+        receive_rates={"net": (down,) * K},
+        server_rates={"net": (100.0, 100.0)},
+    )
+    curve, _ = rehearse_quadratic("ps-bsp", differences=ranks)
+    even = server_of(profile, 1)
+    size_bytes, rate = even.size_bytes, even.caps[0]
+    compute_s = profile.other_s + profile.forward_s + profile.backward_s
+    wait_s = size_bytes / (up * rate) + size_bytes / (down * rate) + 2 * even.latency_s
+    clock_s = compute_s + wait_s + even.apply_s
+    expected = [compute_s + clock * clock_s for clock in range(T)]
+    np.testing.assert_allclose(curve.ends_s, expected, rtol=1e-9)
+
+
 def test_reads_and_consolidate_see_the_server():
     """All workers have the same parameters after `consolidate`, and training goes on."""
     found = []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
@@ -17,6 +18,7 @@ from offbeat.profile import Bucket, Link
 from support.quadratic import MOMENTUM, RATE, Net, Quadratic
 
 ITERATIONS, ROWS = 7, 4
+EXCHANGES = 3  # least number of exchanges of each worker of a recorded job
 SIZES, K, T = (5, 3, 7, 4, 6), 3, 9  # of the quadratic
 
 
@@ -95,6 +97,73 @@ def train_here(strategies: Sequence[str], seed: int) -> dict[str, tuple[list[flo
     return found
 
 
+class Recorded(NamedTuple):
+    """A job that keeps a record: strategy, servers among its last ranks, consolidation."""
+
+    name: str
+    servers: int = 0
+    consolidates: bool = False  # before the last iteration
+
+
+def train_recorded(
+    jobs: Sequence[Recorded], seed: int, folder: str
+) -> list[tuple[list[float], Tensor] | None]:
+    """Losses and final parameters of this rank of jobs that keep a record; None on a server.
+
+    A job ends when each worker of gossip has exchanged several times.
+    """
+    found: list[tuple[list[float], Tensor] | None] = []
+    rank = int(os.environ["RANK"])
+    for number, job in enumerate(jobs):
+        os.environ["OFFBEAT_SERVERS"] = str(job.servers)
+        random.seed(seed + rank)
+        np.random.seed(seed + rank)
+        torch.manual_seed(seed + rank)
+        module = make_model()
+        optimizer = make_optimizer(module)
+        record = f"{folder}/{number}"
+        try:
+            model, optimizer = offbeat.prepare(module, optimizer, job.name, record=record)
+        except SystemExit:
+            found.append(None)
+            continue
+        losses: list[float] = []
+        while len(losses) < 2 * ITERATIONS or not _has_exchanged(model, job):
+            for batch in batches(rank):
+                losses.append(_train_on(batch, model, optimizer))
+                _keep_busy(rank)
+        if job.consolidates:
+            model.consolidate()
+            losses.append(_train_on(next(batches(rank)), model, optimizer))
+        model.close()
+        found.append((losses, flat(module)))
+    return found
+
+
+def _train_on(batch: tuple[Tensor, Tensor], model: Any, optimizer: Any) -> float:
+    optimizer.zero_grad()
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _has_exchanged(model: Any, job: Recorded) -> bool:
+    if job.servers:
+        return True
+    counts = model._session._gossip.counts.exchanges
+    least = torch.tensor(sum(counts.values()))
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least) >= EXCHANGES
+
+
+def _keep_busy(rank: int) -> None:
+    """Compute longer on higher ranks, so that ranks are in different iterations."""
+    numbers = torch.ones(100, 100)
+    for _ in range(20 * rank):
+        numbers = numbers @ numbers / 100
+
+
 def flat(module: nn.Module) -> Tensor:
     return torch.cat([t.detach().reshape(-1).double() for t in module.state_dict().values()])
 
@@ -105,6 +174,7 @@ def rehearse(
     ranks: int = 2,
     more_ranks: int | None = None,
     profile: Profile | None = None,
+    iterations: int = ITERATIONS,
     **more: Any,
 ) -> tuple[list[nn.Module], offbeat.RehearsedCurve]:
     """The replicas after the rehearsal, and its curve."""
@@ -121,7 +191,7 @@ def rehearse(
         strategy,
         profile or profile_of(ranks),
         more_ranks,
-        iterations=ITERATIONS,
+        iterations=iterations,
         **more,
     )
     [curve] = found.values()

@@ -25,6 +25,7 @@ from offbeat.cli.output import FAILED, INTERRUPTED, print_result, show_run
 
 if TYPE_CHECKING:
     from offbeat.core.profile import Profile
+    from offbeat.experiments.advice.place import Place
 
 
 @app.command
@@ -40,7 +41,10 @@ def rehearse(
         Path | None, option("Measured profile (JSON); otherwise the script is measured here.")
     ] = None,
     ranks: Annotated[
-        int | None, number("Number of ranks.  [default: those of the profile]")
+        int | None, number("Number of replicas.  [default: those of the profile]")
+    ] = None,
+    per_node: Annotated[
+        int | None, number("Ranks that share a replica.  [default: those of the profile]")
     ] = None,
     rate: Annotated[str | None, option("Rate of every link.  [default: the profile's]")] = None,
     cluster: Annotated[
@@ -49,6 +53,10 @@ def rehearse(
     device_speed: DeviceSpeed = None,
     iterations: Annotated[
         int | None, number("Iterations of each strategy.  [default: until the script ends]")
+    ] = None,
+    order: Annotated[
+        Path | None,
+        option("Record of a job under gossip or with servers, whose order is repeated."),
     ] = None,
     how: Rehearsing = REHEARSING,
     out: OutDir = None,
@@ -66,9 +74,12 @@ def rehearse(
     from offbeat.experiments.progress import Progress
     from offbeat.experiments.script import script_name
     from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+    from offbeat.rehearsal.rehearse import require_no_jitter
 
     require_one_folder(out, how.resume)
     settings = how.settings(iterations)
+    if order is not None:
+        require_no_jitter(how.jitter)
     if ranks is not None:
         texts.require_range("--ranks", ranks, 2, "one rank sends nothing")
     if profile is None and cluster is None and (ranks is None or rate is None):
@@ -82,13 +93,22 @@ def rehearse(
         return code
     if device := texts.parse_device_speed(device_speed):
         facts = device.apply(facts)
-    there = _place(facts, ranks, rate, cluster)
+    place = _place(facts, ranks, rate, cluster, per_node)
+    there = place.profile
     there = there if how.jitter is None else extrapolate(there, jitter=how.jitter)
     progress = Progress(stderr=json_)
     whole = (script, *args)
     run_dir = how.resume or out or default_run_dir(script_name(whole), "rehearsal-")
     outcome = rehearse_script(
-        ScriptRehearsal(whole, contestants, there, measured=facts, **settings),
+        ScriptRehearsal(
+            whole,
+            contestants,
+            there,
+            measured=facts,
+            differences=place.ranks,
+            order=order,
+            **settings,
+        ),
         run_dir,
         progress,
         resume=how.resume is not None,
@@ -103,15 +123,32 @@ def rehearse(
     return FAILED if outcome.failures else 0
 
 
-def _place(profile: Profile, ranks: int | None, rate: str | None, cluster: Path | None) -> Profile:
-    """Return the profile of the rehearsed job."""
+def _place(
+    profile: Profile,
+    ranks: int | None,
+    rate: str | None,
+    cluster: Path | None,
+    per_node: int | None,
+) -> Place:
+    """Return the machines of the rehearsed job. Messages inside a node count as free, unless the
+    profile has measured them."""
     from offbeat.experiments.advice.place import place_of, place_on_cluster
     from offbeat.lab import Cluster
     from offbeat.lab.units import parse_rate_bps
 
+    if per_node is not None:
+        texts.require_range("--per-node", per_node, 1, "it is the number of ranks of a replica")
+    if per_node is not None or cluster is not None:
+        profile = profile if profile.sharded else profile.of_replicas()
     if cluster is None:
-        return place_of(profile, ranks, parse_rate_bps(rate, "--rate")).profile
+        return place_of(profile, ranks, parse_rate_bps(rate, "--rate"), per_node or 1)
     if ranks is not None or rate is not None:
         raise ValueError("--cluster replaces --ranks and --rate; give one or the other")
     texts.require_file(cluster, 'write one with the lines hosts = 32 and rate = "100mbit"')
-    return place_on_cluster(profile, Cluster.load(cluster)).profile
+    there = Cluster.load(cluster)
+    if there.processes_per_host > 1:
+        raise ValueError(
+            f"processes_per_host ({there.processes_per_host}) of {cluster} must be 1 in a "
+            "rehearsal; write as many hosts as replicas, or ranks for ranks that share one"
+        )
+    return place_on_cluster(profile, there, per_node or 1)

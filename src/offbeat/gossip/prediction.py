@@ -136,7 +136,11 @@ def simulate_strategy(
     return simulate(
         edge_rates(graph_of(strategy, server, size_bytes), strategy.rate),
         _workers(profile, ranks),
-        Network(size_bytes, server.caps, delay_s=server.latency_s + _coding_s(strategy, profile)),
+        Network(
+            size_bytes,
+            server.exchange_caps,
+            delay_s=server.latency_s + _coding_s(strategy, profile),
+        ),
         units=units,
         gradients=gradients,
         seed=seed,
@@ -156,7 +160,7 @@ def graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
     workers = len(server.caps)
     if strategy.topology != "measured":
         return topology(strategy.topology, workers)
-    rates = np.minimum.outer(server.caps, server.caps)
+    rates = np.minimum.outer(server.exchange_caps, server.exchange_caps)
     delays = np.full_like(rates, server.latency_s)
     return measured(rates, delays, size_bytes, momentum=strategy.momentum, even=True).graph
 

@@ -117,8 +117,8 @@ class JobObserver(Recorder):
         self.id = run_id = str(everyone[0]["id"])
         self._writer: BackgroundWriter | None = None
         self.keeps_end = settings.record is not None
-        folder = Path(settings.record) / run_id if settings.record else None
-        if folder is not None:
+        if settings.record:
+            self.folder = folder = Path(settings.record) / run_id
             self._writer = BackgroundWriter(folder, control.rank, clock)
             self._line("head", id=self.id, rank=control.rank, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip

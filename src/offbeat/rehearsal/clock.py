@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, simulate
@@ -24,10 +25,12 @@ class Clock:
         trace: timeline of the whole rehearsal, with the spans of the last iterations. A trace with
             a single row is that of every rank.
         prediction: predicted steady state of the last plan, with its votes.
+        sizes: ranks of each replica; empty for one rank each.
     """
 
     trace: Trace
     prediction: Prediction
+    sizes: tuple[int, ...] = ()
 
     @property
     def ends_s(self) -> tuple[float, ...]:
@@ -36,14 +39,20 @@ class Clock:
 
     def ends_of(self, rank: int) -> tuple[float, ...]:
         """Return the end of each iteration on one rank, in seconds from the start."""
-        return self.trace.ends_s[min(rank, len(self.trace.ends_s) - 1)]
+        return self.trace.ends_s[min(self._replica_of(rank), len(self.trace.ends_s) - 1)]
 
     def spans_of(self, rank: int) -> list[Span]:
         """Return the spans of one rank; none for ranks whose spans the simulation leaves out."""
+        replica = self._replica_of(rank)
         if len(self.trace.ends_s) == 1:
             shown = self.trace.spans if rank < MAX_RANKS else ()
-            return [replace(span, rank=rank) for span in shown]
-        return [span for span in self.trace.spans if span.rank == rank]
+        else:
+            shown = [span for span in self.trace.spans if span.rank == replica]
+        return [replace(span, rank=rank) for span in shown]
+
+    def _replica_of(self, rank: int) -> int:
+        """Return the replica of a rank, whose row of the trace is that of all its ranks."""
+        return bisect(list(accumulate(self.sizes)), rank) if self.sizes else rank
 
 
 def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 0) -> Clock:
@@ -56,7 +65,8 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         seed: seed of the jitter.
     """
     if run.trace is not None:
-        return Clock(run.trace, predict(strategy, profile, seed=seed))
+        ranks = run.differences
+        return Clock(run.trace, predict(strategy, profile, seed=seed, ranks=ranks))
     courses, log = run.courses, run.logs[0]
     iterations = len(log.losses)
     parts: list[Trace] = []
@@ -78,7 +88,7 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         )
         parts.append(trace)
     prediction = predict(strategy, profile, seed=seed, votes=votes or None, ran=courses[-1].plan)
-    return Clock(_join_traces(parts), prediction)
+    return Clock(_join_traces(parts), prediction, profile.topology)
 
 
 def _join_traces(parts: Sequence[Trace]) -> Trace:

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.plan import Groups, base_link, groups_of
+from offbeat.core.plan import INSIDE, Groups, base_link, groups_of, is_vote_channel
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.interfaces import LinkSpec
 from offbeat.core.transport.packed import pack, unpack
-from offbeat.core.transport.topology import Topology
 from offbeat.rehearsal.links import MemoryNetwork, combine
 from offbeat.rehearsal.turns import Turns
 
@@ -89,7 +88,8 @@ class MemoryControl(Control):
 
     def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
         given = self._exchange.gather(self.rank, list(numbers), "comparing values")
-        return all(values == given[0] for values in given)
+        parts = groups or (tuple(range(self.world_size)),)
+        return all(given[rank] == given[part[0]] for part in parts for rank in part)
 
     def share(self, tensor: Tensor) -> list[Tensor]:
         """Return copies of the tensors of all ranks, by rank. Every rank must call it."""
@@ -120,19 +120,28 @@ class MemoryCluster(Cluster):
     ) -> None:
         specs = {name: LinkSpec(name, backend="memory") for name in names}
         super().__init__(control, specs, where, device, control.timeout_s)
-        self.topology, self.network = Topology.flat(control.world_size), network
+        self.topology, self.network = network.topology, network
+        if not self.topology.is_flat:
+            self.inside = LinkSpec(INSIDE, backend="memory")
+            control.nodes = [self.topology.replica_of(rank) for rank in range(network.ranks)]
         self.open(specs)
 
     def open(self, names: Iterable[str], within: Mapping[str, Groups] | None = None) -> None:
         for name in dict.fromkeys([*names, *(self.links if within is not None else ())]):
-            parts = tuple(groups_of(name, within or {}))
+            parts, nodes = tuple(groups_of(name, within or {})), None
+            if self.inside is not None:
+                is_inside = base_link(name) == INSIDE
+                parts = self.topology.nodes if is_inside else ()
+                nodes = None if is_inside or is_vote_channel(name) else self.topology
             if name in self.links and self._parts[name] == parts:
                 continue
-            if base_link(name) not in self.specs:
-                known = ", ".join(self.specs)
-                raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
+            known = [*self.specs, *([INSIDE] if self.inside is not None else ())]
+            if base_link(name) not in known:
+                raise ValueError(
+                    f"link ({name!r}) must be one of {', '.join(known)}, or a channel of one"
+                )
             self._parts[name] = parts
-            self.links[name] = self.network.open(name, self.control.rank, parts, self.device)
+            self.links[name] = self.network.open(name, self.control.rank, parts, self.device, nodes)
         # A message may run when its last rank has released it, on the links of all its ranks.
         self.control.meet("opening links")
 
@@ -140,7 +149,7 @@ class MemoryCluster(Cluster):
         tensor.copy_(combine("all_reduce", self._share(tensor)))
 
     def broadcast(self, tensor: Tensor, source: int, *, is_shard: bool = False) -> None:
-        tensor.copy_(self._share(tensor)[source])
+        tensor.copy_(self._share(tensor)[self.topology.nodes[source][0]])
 
     def close(self, failure: BaseException | None = None) -> bool:
         self.closed = True

@@ -17,6 +17,7 @@ from offbeat.core.files import write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
+from offbeat.core.sim import Ranks
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Contestant, require_labels
@@ -30,13 +31,15 @@ from offbeat.experiments.new_run import (
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM
-from offbeat.experiments.report.headline import REHEARSED
+from offbeat.experiments.report.headline import REHEARSED, REPLAYED
 from offbeat.experiments.script import require_runnable, script_name
 from offbeat.jobs.words import count_text
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
+from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.rehearse import (
     RehearsedCurve,
     require_sampling,
+    require_whole_replicas,
     trained_replicas,
 )
 
@@ -62,6 +65,8 @@ class ScriptRehearsal:
         command: command line of the user.
         measured: profile from which the one of the job was computed, to resume with; None: the
             profile of the job.
+        differences: differences between ranks, for strategies without a plan.
+        order: folder of the record of a job whose order is repeated.
     """
 
     script: tuple[str, ...]
@@ -74,19 +79,26 @@ class ScriptRehearsal:
     target_loss: float | None = None
     command: tuple[str, ...] = ()
     measured: Profile | None = None
+    differences: Ranks = field(default_factory=Ranks)
+    order: Path | None = None
 
     def __post_init__(self) -> None:
         require_runnable(self.script)
         require_labels(self.contestants)
         for contestant in self.contestants:
             reference_of(contestant.strategy)  # raises for a class of the script
-            if self.replicas < self.profile.world_size:
+            require_whole_replicas(contestant.strategy, self.profile)
+            if self.replicas < self.profile.ranks:
                 require_sampling(contestant.strategy, self.profile)
+        if self.order is not None:
+            recorded = RecordedOrder.load(self.order)
+            for contestant in self.contestants:
+                recorded.require(contestant.strategy, self.replicas, self.iterations)
 
     @property
     def replicas(self) -> int:
-        """Number of replicas to train."""
-        return trained_replicas(self.sample, self.profile.world_size)
+        """Number of ranks to train, each with a model."""
+        return trained_replicas(self.sample, self.profile.ranks)
 
 
 @dataclass
@@ -218,6 +230,8 @@ class _Children:
             seed,
             str(folder.parent),
             str(folder),
+            self._rehearsal.differences,
+            None if self._rehearsal.order is None else str(self._rehearsal.order),
         ).save(folder / JOB)
         begun = datetime.now(UTC)
         with (folder / LOG).open("wb") as log:
@@ -236,7 +250,8 @@ class _Children:
         curve = self._add_curve(contestant, folder)
         took_s = (datetime.now(UTC) - begun).total_seconds()
         self._progress.print_line(
-            f"{what}: {len(curve.losses):,} iterations in {curve.ends_s[-1]:.4g} s (simulated), "
+            f"{what}: {len(curve.losses):,} iterations in {curve.ends_s[-1]:.4g} s "
+            f"({'recorded' if curve.replayed else 'simulated'}), "
             f"loss {curve.losses[-1]:.4g}; the rehearsal took {took_s:.0f} s"
         )
 
@@ -285,13 +300,16 @@ def _last_lines(log: Path) -> str:
 
 
 def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
-    profile = rehearsal.profile
+    profile, replayed = rehearsal.profile, rehearsal.order is not None
     ranks = profile.world_size
+    sizes = {"ranks": max(profile.topology)} if profile.topology else {}
     links = [
         {"name": link.name, "rate": f"{network_rate_bps(link, ranks) / 1e6:.4g}mbit"}
         for link in profile.links
     ]
-    part = "" if rehearsal.replicas == ranks else f" {rehearsal.replicas} replicas were trained."
+    trained = rehearsal.replicas
+    part = "" if trained == profile.ranks else f" {trained} replicas were trained."
+    how = REPLAYED if replayed else REHEARSED
     common = describe(
         rehearsal.script,
         rehearsal.contestants,
@@ -301,10 +319,11 @@ def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
     )
     return {
         **common,
-        "cluster": {"hosts": ranks, "links": links},
+        "cluster": {"hosts": ranks, "links": links, **sizes},
         "lab": "rehearsal",
-        "note": f"{REHEARSED[0].upper()}{REHEARSED[1:]}.{part}",
-        "rehearsed": rehearsal.replicas,
+        "note": f"{how[0].upper()}{how[1:]}.{part}",
+        "rehearsed": trained,
+        "options": {"order": str(rehearsal.order) if replayed else None},
         "iterations": rehearsal.iterations,
         "seed": rehearsal.seeds[0],
         "skip": 0,  # simulated iterations have no warm-up

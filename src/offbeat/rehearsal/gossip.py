@@ -10,7 +10,6 @@ import torch
 
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.sim import Ranks
 from offbeat.core.sim.separate_workers import server_of
 from offbeat.gossip.agreement import PERIOD, Agreement
 from offbeat.gossip.anchors import NEVER
@@ -25,7 +24,8 @@ from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import NOTICE, NOTICE_S
 from offbeat.rehearsal.cluster import MemoryCluster, MemoryControl
 from offbeat.rehearsal.events import BEGIN, END, Event, EventOrder
-from offbeat.rehearsal.turns import Turns
+from offbeat.rehearsal.links import MemoryNetwork
+from offbeat.rehearsal.replayed_gossip import GossipReplay, ReplayedState
 
 SHARED = "gossip"
 FIRST = 64  # gradients per worker of the first simulation; each further one is twice as long
@@ -53,17 +53,16 @@ class GossipOrder(EventOrder):
     Args:
         strategy: strategy of the job.
         profile: profile of the job.
-        seed: seed of the simulation.
-        turns: turns of the workers.
+        network: seed of the simulation, differences between ranks, and turns of the workers.
     """
 
     drops_gradients = True
 
-    def __init__(self, strategy: GossipStrategy, profile: Profile, seed: int, turns: Turns) -> None:
-        super().__init__(profile.world_size, turns)
-        self._strategy, self._profile, self._seed = strategy, profile, seed
+    def __init__(self, strategy: GossipStrategy, profile: Profile, network: MemoryNetwork) -> None:
+        super().__init__(profile.world_size, network.turns)
+        self._strategy, self._profile, self._network = strategy, profile, network
         self._members: dict[int, _Member] = {}
-        server = server_of(profile, 1, Ranks())
+        server = server_of(profile, 1, network.differences)
         graph = graph_of(strategy, server, message_bytes(strategy, profile))
         self._agreement = Agreement(sorted((min(e), max(e)) for e in graph.edges))
         self._counted = 0  # exchanges since `Agreement.counted_from`
@@ -120,9 +119,9 @@ class GossipOrder(EventOrder):
         self._timeline = simulate_strategy(
             self._strategy,
             self._profile,
-            Ranks(),
+            self._network.differences,
             gradients=self._gradients,
-            seed=self._seed,
+            seed=self._network.seed,
         )
         self._events = _events_of(self._timeline)
 
@@ -204,9 +203,11 @@ def _events_of(timeline: Timeline) -> list[Event]:
 
 
 class RehearsedGossipSession(GossipSession):
-    """Session of a worker whose exchanges are events of the simulated time."""
+    """Session of a worker whose exchanges are events of simulated time or of a recorded order."""
 
-    def __init__(self, job: TrainingJob, joined: GossipSetup, order: GossipOrder) -> None:
+    def __init__(
+        self, job: TrainingJob, joined: GossipSetup, order: GossipOrder | GossipReplay
+    ) -> None:
         super().__init__(job, joined, None)
         self._order, self._rank = order, job.cluster.control.rank
 
@@ -264,6 +265,19 @@ def _recent(records: Sequence[ExchangeRecord]) -> list[ExchangeRecord]:
     return list(records[-2048:])
 
 
+def _open_order(
+    strategy: GossipStrategy, profile: Profile, network: MemoryNetwork, fingerprint: str
+) -> GossipOrder | GossipReplay:
+    """Return the order of the events: a recorded one, or that of the simulator."""
+    if network.recorded is not None:
+        network.recorded.require_model(fingerprint)
+        network.timeline = network.recorded.trace
+        return GossipReplay(network.recorded, network.turns)
+    order = GossipOrder(strategy, profile, network)
+    network.timeline = lambda: order.trace(str(strategy), profile)
+    return order
+
+
 def open_rehearsed_session(strategy: GossipStrategy, job: TrainingJob) -> RehearsedGossipSession:
     """Return the session of a worker in a rehearsal.
 
@@ -277,12 +291,18 @@ def open_rehearsed_session(strategy: GossipStrategy, job: TrainingJob) -> Rehear
     if strategy.weights != "snapshot":
         raise ValueError(SNAPSHOTS_ONLY)
     require_elementwise(job.optimizer)
-    setup = GossipSetup(job.model, job.optimizer, strategy, job.observation.model, cluster)
-    network = cluster.network
+    network, fingerprint = cluster.network, job.observation.model
+    setup = GossipSetup(
+        job.model,
+        job.optimizer,
+        strategy,
+        fingerprint,
+        cluster,
+        state=State if network.recorded is None else ReplayedState,
+    )
     order = network.shared.get(SHARED)
     if order is None:
-        order = network.shared[SHARED] = GossipOrder(strategy, profile, network.seed, network.turns)
-        network.timeline = lambda: order.trace(str(strategy), profile)
+        order = network.shared[SHARED] = _open_order(strategy, profile, network, fingerprint)
     setup.clock = Clock(own_s=lambda: order.now_s)
     setup.clock.set_unit(order.unit_s, since_s=0.0)
     session = RehearsedGossipSession(job, setup, order)

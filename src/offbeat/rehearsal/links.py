@@ -16,10 +16,19 @@ from torch import Tensor
 from offbeat.core.guards.finite import all_finite
 from offbeat.core.plan import Groups, Transfer, Verb
 from offbeat.core.runtime.prepared import Model
+from offbeat.core.sim import Ranks
 from offbeat.core.sim.trace import Trace
-from offbeat.core.transport.collectives import Collective, Collectives, shards
+from offbeat.core.transport.collectives import (
+    Collective,
+    Collectives,
+    Levels,
+    shards,
+    two_levels,
+)
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.link import Message, MessageLink
+from offbeat.core.transport.topology import Topology
+from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.turns import Turns
 
 EXCHANGE_S = 60.0  # longest wait within a collective; the threads of all its ranks run
@@ -51,14 +60,21 @@ class MemoryLink(MessageLink):
         name: name of the link or channel.
         rank: rank of the link.
         group: ranks of its collectives.
+        act: its collectives.
         network: queues of all links.
         device: device of the marks.
     """
 
     def __init__(
-        self, name: str, rank: int, group: tuple[int, ...], network: MemoryNetwork, device: Device
+        self,
+        name: str,
+        rank: int,
+        group: tuple[int, ...],
+        act: Collectives,
+        network: MemoryNetwork,
+        device: Device,
     ) -> None:
-        super().__init__(name, network.collectives(name, rank, group), device)
+        super().__init__(name, act, device)
         self.rank, self.group, self._network = rank, group, network
 
     def enqueue(self, transfer: Transfer, iteration: int) -> Message:
@@ -102,14 +118,25 @@ class MemoryNetwork:
         ranks: number of ranks.
         turns: turns of the ranks.
         seed: seed of the simulated time.
+        recorded: order of a recorded job that the rehearsal repeats; None: the simulator's order.
+        topology: nodes of the ranks.
+        differences: differences between ranks in simulated time.
         queues: messages that have not run, by link and rank, in the order of the link.
         models: prepared model of each rank.
         shared: objects that the sessions of all ranks use together, by name.
         timeline: returns the simulated time of the job, for strategies without a plan.
     """
 
-    def __init__(self, ranks: int, turns: Turns, seed: int = 0) -> None:
-        self.ranks, self.turns, self.seed = ranks, turns, seed
+    def __init__(
+        self,
+        topology: Topology,
+        turns: Turns,
+        seed: int = 0,
+        recorded: RecordedOrder | None = None,
+        differences: Ranks | None = None,
+    ) -> None:
+        self.topology, self.turns, self.seed, self.recorded = topology, turns, seed, recorded
+        self.ranks, self.differences = topology.ranks, differences or Ranks()
         self.queues: dict[tuple[str, int], deque[MemoryMessage]] = defaultdict(deque)
         self.models: dict[int, Model] = {}
         self.shared: dict[str, Any] = {}
@@ -118,11 +145,24 @@ class MemoryNetwork:
         self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._pool: ThreadPoolExecutor | None = None
 
-    def open(self, name: str, rank: int, parts: Groups, device: Device) -> MemoryLink:
-        """Return a link of one rank; `parts` are the groups of its collectives, () for one group of
-        all ranks."""
+    def open(
+        self, name: str, rank: int, parts: Groups, device: Device, nodes: Topology | None = None
+    ) -> MemoryLink:
+        """Return a link of one rank.
+
+        Args:
+            name: name of the link or channel.
+            rank: the rank.
+            parts: groups of its collectives; () for one group of all ranks.
+            device: device of the marks.
+            nodes: nodes that send each message once; None: every rank sends its own messages.
+        """
         group = next((part for part in parts if rank in part), tuple(range(self.ranks)))
-        self._links[name, rank] = link = MemoryLink(name, rank, group, self, device)
+        if nodes is None:
+            act = self.collectives(name, rank, group)
+        else:
+            act = self._two_levels(name, rank, nodes)
+        self._links[name, rank] = link = MemoryLink(name, rank, group, act, self, device)
         self.queues[name, rank].clear()
         return link
 
@@ -196,18 +236,33 @@ class MemoryNetwork:
             link.send(message)
         except BaseException as error:
             message.error = error
-            self._meetings[link.name, link.group].abort()
+            for (name, _), meeting in self._meetings.items():
+                if name.startswith(link.name):
+                    meeting.abort()
 
     # ---- collectives of one rank ------------------------------------------------------------
 
-    def collectives(self, name: str, rank: int, group: tuple[int, ...]) -> Collectives:
-        """Return the collectives of a rank for messages that all ranks run at the same time."""
+    def _two_levels(self, name: str, rank: int, nodes: Topology) -> Collectives:
+        """Return the collectives of a rank whose node sends each message once."""
+        owners, weight = len(nodes.columns), nodes.weight_of(nodes.replica_of(rank))
+        inside = self.collectives(f"{name} inside", rank, nodes.node_of(rank), owners)
+        column = nodes.column_of(rank) or nodes.outside
+        between = self.collectives(f"{name} between", rank, column)
+        return two_levels(Levels(inside, between, owners, weight, rank, self.ranks))
+
+    def collectives(
+        self, name: str, rank: int, group: tuple[int, ...], owners: int | None = None
+    ) -> Collectives:
+        """Return the collectives of a rank for messages that all ranks run at the same time.
+
+        The first `owners` ranks own a shard each; None: all of them.
+        """
         meeting = self._meetings.setdefault((name, group), _Meeting(len(group)))
         index = group.index(rank)
 
         def act(tensor: Tensor, verb: Verb) -> None:
             given = meeting.exchange(index, tensor.data.clone())
-            tensor.data.copy_(combine(verb, given))
+            tensor.data.copy_(combine(verb, given, owners))
 
         def exchange(tensor: Tensor) -> None:
             given = meeting.exchange(index, tensor.data.clone())
@@ -244,17 +299,19 @@ class _Meeting:
         self._barrier.abort()
 
 
-def combine(verb: Verb, given: Sequence[Tensor]) -> Tensor:
+def combine(verb: Verb, given: Sequence[Tensor], owners: int | None = None) -> Tensor:
     """Return the result of a collective on all ranks.
 
     Args:
         verb: collective; "send" is from the first to the second rank.
         given: tensors of all ranks of the group.
+        owners: number of ranks that own a shard; None: all of them.
     """
     if verb in ("broadcast", "send"):
         return given[0]
     if verb == "all_gather":
-        return torch.cat([shards(x, len(given))[k] for k, x in enumerate(given)])
+        count = len(given) if owners is None else owners
+        return torch.cat([shards(x, count)[k] for k, x in enumerate(given[:count])])
     total = given[0].clone()
     for tensor in given[1:]:
         total += tensor

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import nan
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import fmean
 from threading import Thread
 from typing import Any
@@ -22,12 +23,13 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.rules import SETTINGS
 from offbeat.core.runtime.training_job import Watch
-from offbeat.core.sim import Prediction
+from offbeat.core.sim import Prediction, Ranks
 from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.strategy.parsing import parse
-from offbeat.experiments.report.headline import REHEARSED
+from offbeat.experiments.report.headline import REHEARSED, REPLAYED
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.job import Run, train_replicas
+from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Replica
 
 SMOOTH = 10  # iterations of which a loss is the mean
@@ -49,6 +51,7 @@ class RehearsedCurve:
         held_out: (iteration, result of `evaluate`) of the average of the replicas.
         votes: outcomes by vote and iteration.
         decisions: iteration and text of each decision of the runtime.
+        replayed: whether order and times are those of a recorded job.
         prediction: predicted steady state of the last plan.
         run: logs of all replicas, and plans.
     """
@@ -61,6 +64,7 @@ class RehearsedCurve:
     held_out: tuple[tuple[int, float], ...] = ()
     votes: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     decisions: tuple[tuple[int, str], ...] = ()
+    replayed: bool = False
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
     run: Run | None = field(default=None, compare=False, repr=False)
 
@@ -130,7 +134,8 @@ class RehearsedCurve:
         of = "" if self.trained == self.ranks else f", {self.trained} of them trained"
         return (
             f"{self.strategy} on {self.ranks} ranks{of}: loss {self.losses[-1]:.4g} after "
-            f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s ({REHEARSED})"
+            f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s "
+            f"({REPLAYED if self.replayed else REHEARSED})"
         )
 
 
@@ -149,6 +154,8 @@ def rehearse(
     sample: int | None = None,
     jitter: float | None = None,
     seed: int = 0,
+    order: str | Path | None = None,
+    differences: Ranks | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, RehearsedCurve]:
@@ -166,8 +173,10 @@ def rehearse(
         batches: returns the batches of a replica, given its number. After its last batch a replica
             begins again with the first one.
         strategies: strategies, or their names and settings as "dreamddp:period=8".
-        profile: profile of the model. With another number of ranks it is extrapolated.
-        ranks: number of ranks of the job; None for that of the profile.
+        profile: profile of the model. With another number of ranks it is extrapolated. If its
+            replicas have several ranks, each of these has a model and batches of its own, and the
+            ranks of a replica average their gradients.
+        ranks: number of replicas of the job; None for that of the profile.
         iterations: number of iterations.
         loss: function of (model, batch) that returns the scalar to minimize. None: the model
             returns it, given the batch.
@@ -178,6 +187,12 @@ def rehearse(
         jitter: relative standard deviation of compute times; None for that of the profile.
         seed: replica k starts with the random streams (Python, NumPy, torch) of seed `seed + k`.
             The jitter has the seed `seed`.
+        order: folder of the record of a job under gossip or with servers. The rehearsal repeats its
+            exchanges, pushes and pulls in their recorded order, instead of that of the simulator,
+            and the curve has the measured times of the job. With the same seeds, the weights are
+            those of the job.
+        differences: differences between ranks, such as slow uplinks, for gossip and servers; None
+            for those of the profile. Plans run at the rates of the profile.
         processes: number of processes that rehearse strategies at the same time. Each of them
             computes in one thread.
         progress: called with a strategy and its number of finished iterations.
@@ -186,8 +201,8 @@ def rehearse(
         Curve of each strategy, by its name and settings.
 
     Raises:
-        ValueError: an argument is invalid, the profile does not match the model, or a strategy
-            cannot train the model.
+        ValueError: an argument is invalid, the profile does not match the model, a strategy cannot
+            train the model, or strategy, ranks or iterations are not those of `order`.
 
     The random streams of the caller stay as they are.
     """
@@ -208,10 +223,27 @@ def rehearse(
         evaluate,
         evaluate_every,
     )
-    trained = trained_replicas(sample, there.world_size)
-    for strategy in chosen if trained < there.world_size else ():
-        require_sampling(strategy, there)
-    rehearse_one = partial(_rehearse_one, script=script, profile=there, replicas=trained, seed=seed)
+    trained = trained_replicas(sample, there.ranks)
+    for strategy in chosen:
+        require_whole_replicas(strategy, there)
+        if trained < there.ranks:
+            require_sampling(strategy, there)
+    differences = differences or Ranks()
+    differences.fit(there)
+    recorded = None if order is None else RecordedOrder.load(order)
+    if recorded is not None:
+        require_no_jitter(jitter)
+        for strategy in chosen:
+            recorded.require(strategy, trained, iterations)
+    rehearse_one = partial(
+        _rehearse_one,
+        script=script,
+        profile=there,
+        replicas=trained,
+        seed=seed,
+        order=recorded,
+        differences=differences,
+    )
     curves = run_all(rehearse_one, chosen, min(processes, len(chosen)), progress)
     return {curve.strategy: curve for curve in curves}
 
@@ -247,9 +279,40 @@ def trained_replicas(sample: int | None, ranks: int) -> int:
     return sample
 
 
+def require_no_jitter(jitter: float | None) -> None:
+    """Raise ValueError if a rehearsal with the times of a recorded job has a jitter."""
+    if jitter is not None:
+        raise ValueError(
+            f"jitter ({jitter}) must be left out with order, whose times are those of the recorded "
+            "job; leave it or order out"
+        )
+
+
+def require_whole_replicas(strategy: Strategy, profile: Profile) -> None:
+    """Raise ValueError if ranks share a replica in a way that a rehearsal does not have."""
+    if profile.sharded:
+        raise ValueError(
+            "profile (sharded) must be of whole replicas, because FSDP divides a model between "
+            "processes, and all ranks of a rehearsal are in one process; rehearse the profile of "
+            "one rank per replica, with the batch of a node on each rank"
+        )
+    supports = type(strategy).open is Strategy.open or strategy.needs.nodes
+    if profile.topology and not supports:
+        raise ValueError(
+            f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
+            f"({', '.join(map(str, profile.topology))}), because its workers exchange whole models "
+            "at times of their own; use one such as dreamddp or wfbp, or one rank per replica"
+        )
+
+
 def require_sampling(strategy: Strategy, profile: Profile) -> None:
     """Raise ValueError if fewer replicas than ranks cannot stand for all ranks."""
     remedy = "leave sample out to train every replica"
+    if profile.topology:
+        raise ValueError(
+            f"sample must be left out where replicas have several ranks ({profile.topology}), "
+            f"whose gradients are averaged; {remedy}"
+        )
     if not strategy.needs.profile:
         raise ValueError(
             f"sample must be left out with {strategy}, whose workers differ by their neighbours or "
@@ -322,6 +385,8 @@ def _rehearse_one(
     profile: Profile,
     replicas: int,
     seed: int,
+    order: RecordedOrder | None,
+    differences: Ranks,
 ) -> RehearsedCurve:
     held_out: list[tuple[int, float]] = []
     run = train_replicas(
@@ -330,6 +395,8 @@ def _rehearse_one(
         profile,
         replicas=replicas,
         seed=seed,
+        order=order,
+        differences=differences,
     )
     return curve_of(strategy, run, profile, seed=seed, held_out=held_out)
 
@@ -348,13 +415,14 @@ def curve_of(
     votes = log.votes.get("by_vote", {})
     return RehearsedCurve(
         str(strategy),
-        profile.world_size,
+        profile.ranks,
         len(run.logs),
         tuple(fmean(nan if x is None else x for x in column) for column in columns),
         clock.ends_s,
         tuple(held_out),
         {name: tuple(map(bool, column["yes"])) for name, column in votes.items()},
         tuple(log.decisions),
+        run.replayed,
         clock.prediction,
         run,
     )

@@ -24,6 +24,7 @@ from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.device import device_of
+from offbeat.core.transport.topology import AUTO, Topology
 from offbeat.experiments.record.recorder import VoteLog
 from offbeat.rehearsal.checkpoints import DiscardingSaver
 from offbeat.rehearsal.cluster import Exchange, MemoryCluster, MemoryControl
@@ -163,6 +164,25 @@ class ReplicaRecorder(Recorder):
         self.log.sent_bytes, self.log.notes = dict(bytes_sent), self.notes
 
 
+def _require_nodes(parts: Mapping[str, object], topology: Topology) -> None:
+    """Raise ValueError unless the script states the nodes of the rehearsal, or none.
+
+    Args:
+        parts: arguments of `prepare` about ranks that share a replica.
+        topology: nodes of the rehearsal.
+    """
+    sizes = {*topology.sizes}
+    fitting = (topology.nodes, [*map(list, topology.nodes)], *(sizes if len(sizes) == 1 else ()))
+    for name, value in parts.items():
+        fits = name == "nodes" and (value in fitting or value == AUTO)
+        if value is not None and not fits:
+            raise ValueError(
+                f"{name} ({value}) must be that of the rehearsal, whose replicas have "
+                f"{', '.join(map(str, sorted(sizes)))} ranks, stated by its profile; leave {name} "
+                "out, or rehearse with --per-node"
+            )
+
+
 class EndOfRehearsal(BaseException):
     """Ends a script after the last iteration. Not an Exception: scripts must not catch it."""
 
@@ -234,8 +254,7 @@ class Replica:
             optimizer: optimizer of the module, or a list of several.
             strategy: strategy of the script, which is not used.
             watch: checks during training.
-            parts: arguments of `offbeat.prepare` about ranks that share a replica; each must be
-                None.
+            parts: arguments of `offbeat.prepare` about ranks that share a replica.
 
         Raises:
             ValueError: the strategy cannot train the model, or models of replicas differ.
@@ -245,12 +264,7 @@ class Replica:
                 "model must be the only one of a rehearsal; train both as one module with one "
                 "optimizer"
             )
-        for name, value in parts.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be left out in a rehearsal, in which every rank is a whole "
-                    "replica; rehearse as many ranks as the job has nodes"
-                )
+        _require_nodes(parts, self._network.topology)
         whole, is_list = joined_optimizer(model, optimizer, self.strategy)
         where = next(model.parameters()).device
         control = MemoryControl(self.rank, self.ranks, self.exchange, self._store, 0.0)
@@ -258,7 +272,10 @@ class Replica:
         cluster = MemoryCluster(control, self._network, links, where, device_of(where))
         fingerprint = agree_on_model(model, whole, self.strategy, control)
         broadcast_model(model, cluster)
+        recorded = self._network.recorded
         servers = int(self.strategy.needs.servers)  # one, which is no replica
+        if recorded is not None:
+            servers = recorded.servers
         job = MemoryJob(
             model,
             whole,

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.sim import Ranks
 from offbeat.core.sim.separate_workers import server_of
 from offbeat.rehearsal.cluster import MemoryCluster, MemoryControl
 from offbeat.rehearsal.events import BEGIN, END, PUSH, Event, EventOrder
-from offbeat.rehearsal.turns import Turns
+from offbeat.rehearsal.links import MemoryNetwork
+from offbeat.rehearsal.replayed_servers import ServedReplay
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Settings
-from offbeat.server.parameters import Store
+from offbeat.server.parameters import Shard, Store
 from offbeat.server.serving import layout_of
 from offbeat.server.session import SSPSession
 from offbeat.server.simulation import simulate_served
@@ -73,21 +73,25 @@ class ServedOrder(EventOrder):
         strategy: strategy of the job.
         profile: profile of the job.
         store: store of the server.
-        seed: seed of the simulation.
-        turns: turns of the workers.
+        network: seed of the simulation, differences between ranks, and turns of the workers.
     """
 
     drops_gradients = False
     end_kind = PUSH
 
     def __init__(
-        self, strategy: SSP, profile: Profile, store: Store, seed: int, turns: Turns
+        self, strategy: SSP, profile: Profile, store: Store, network: MemoryNetwork
     ) -> None:
-        super().__init__(profile.world_size, turns)
+        super().__init__(profile.world_size, network.turns)
         self.store = store
         store.use_clock(lambda: self.now_s)
         self._simulate = partial(
-            simulate_served, strategy, profile, Ranks(), server_of(profile, 1), seed=seed
+            simulate_served,
+            strategy,
+            profile,
+            network.differences,
+            server_of(profile, 1, network.differences),
+            seed=network.seed,
         )
         self._traffic = [_Traffic() for _ in range(profile.world_size)]
         self._clocks, self._next = FIRST, 0
@@ -95,6 +99,11 @@ class ServedOrder(EventOrder):
         self._complete_s = -1.0  # time before which the events are those of any longer simulation
 
     # ---- workers ----------------------------------------------------------------------------
+
+    @property
+    def shards(self) -> dict[int, Shard]:
+        """Return the shards of the server, by number."""
+        return self.store.shards
 
     @property
     def lowest_clock(self) -> float:
@@ -263,15 +272,17 @@ class SimulatedClient:
         resumed: 0, as nothing is resumed.
         clock: number of the next push.
         bytes_sent: bytes of all pushes.
+        log: None, as a rehearsal records no order.
     """
 
     layout: Layout
     rank: int
-    order: ServedOrder
+    order: ServedOrder | ServedReplay
     control: MemoryControl
     resumed: int = 0
     clock: int = 0
     bytes_sent: int = 0
+    log: None = None
     outgoing: Values = field(init=False)
     incoming: Values = field(init=False)
 
@@ -322,7 +333,7 @@ class SimulatedClient:
 
     def state(self) -> list[tuple[int, list[tuple[int, str, Any]]]]:
         found = []
-        for number, shard in self.order.store.shards.items():
+        for number, shard in self.order.shards.items():
             values = [
                 (place, name, value.detach().clone() if isinstance(value, Tensor) else value)
                 for place, piece in enumerate(shard.pieces)
@@ -335,6 +346,20 @@ class SimulatedClient:
         self.order.leave(self.rank)
 
 
+class ReplayedClient(SimulatedClient):
+    """Client of a worker whose parameters arrive as in a recorded job."""
+
+    def arrived_clock(self) -> int | None:
+        assert isinstance(self.order, ServedReplay)
+        if not self.order.has_arrived(self.rank):
+            return None
+        self.await_arrival()
+        return super().arrived_clock()
+
+    def expedite_pull(self) -> None:
+        """Return at once: the recorded order has the answer."""
+
+
 class RehearsedServerSession(SSPSession):
     """Session of a worker whose pushes and pulls are events of the simulated time.
 
@@ -342,6 +367,7 @@ class RehearsedServerSession(SSPSession):
     """
 
     def __init__(self, strategy: SSP, job: TrainingJob, client: SimulatedClient) -> None:
+        assert isinstance(client.order, ServedOrder)
         self._order, self._rank = client.order, client.rank
         super().__init__(strategy, job, _as_client(client), None)
 
@@ -379,28 +405,44 @@ def _as_client(client: SimulatedClient) -> Client:
     return client  # type: ignore[return-value] # has the methods that sessions use
 
 
-def open_rehearsed_session(strategy: SSP, job: TrainingJob) -> RehearsedServerSession:
-    """Return the session of a worker in a rehearsal with one server, which is no replica.
+def _open_order(
+    strategy: SSP, job: TrainingJob, layout: Layout, network: MemoryNetwork
+) -> ServedOrder | ServedReplay:
+    """Return the order of the events: a recorded one, or that of the simulator."""
+    recorded, profile = network.recorded, job.profile
+    assert profile is not None
+    if recorded is not None:
+        recorded.require_model(job.observation.model)
+        network.timeline = recorded.trace
+        return ServedReplay(strategy, job, layout, recorded, network.turns)
+    store = strategy.make_store(layout, 0, job.optimizer, job.ranks.workers)
+    order = ServedOrder(strategy, profile, store, network)
+    network.timeline = partial(order.trace, str(strategy), profile, strategy.accumulate)
+    return order
+
+
+def open_rehearsed_session(strategy: SSP, job: TrainingJob) -> SSPSession:
+    """Return the session of a worker in a rehearsal with one server, which is no replica, or with
+    the servers of a recorded job.
 
     Raises:
         ValueError: servers cannot step the parameters in pieces with this optimizer.
     """
-    cluster, profile = job.cluster, job.profile
+    cluster = job.cluster
     assert isinstance(cluster, MemoryCluster)
     assert isinstance(cluster.control, MemoryControl)
-    assert profile is not None
     layout, network = layout_of(job.optimizer, strategy, job.ranks), cluster.network
-    order: ServedOrder | None = network.shared.get(SHARED)
+    order = network.shared.get(SHARED)
     if order is None:
-        store = strategy.make_store(layout, 0, job.optimizer, job.ranks.workers)
-        order = ServedOrder(strategy, profile, store, network.seed, network.turns)
-        network.shared[SHARED] = order
-        network.timeline = partial(order.trace, str(strategy), profile, strategy.accumulate)
+        order = network.shared[SHARED] = _open_order(strategy, job, layout, network)
     cluster.control.meet("the start of the server")
     if job.recorder is not None:
         job.recorder.start(str(strategy), None, observed=0)
-    client = SimulatedClient(layout, cluster.control.rank, order, cluster.control)
-    base = strategy.session_class()
+    base, rank = strategy.session_class(), cluster.control.rank
+    if network.recorded is not None:
+        replayed = ReplayedClient(layout, rank, order, cluster.control)
+        return base(strategy, job, _as_client(replayed), None)
+    client = SimulatedClient(layout, rank, order, cluster.control)
     bases = (RehearsedServerSession,) if base is SSPSession else (RehearsedServerSession, base)
     session: type[RehearsedServerSession] = type(f"Rehearsed{base.__name__}", bases, {})
     return session(strategy, job, client)

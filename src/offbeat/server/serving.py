@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from offbeat.core.console import console
+from offbeat.core.runtime.event_log import open_event_log
 from offbeat.core.runtime.training_job import RankRoles, TrainingJob
-from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.frames.job_secret import common_secret, own_address
 from offbeat.server.client import Client
@@ -32,22 +32,28 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
     if strategy.snapshot is not None:
         snapshots = Snapshots(strategy.snapshot, number, strategy.snapshot_every)
     clock = _common_snapshot(snapshots, ranks, cluster.control)
+    log = open_event_log(job, str(strategy))
     if snapshots is not None and clock is not None:
         snapshots.restore(store, clock)
+        if log is not None:
+            log.refuse(f"servers resumed from the snapshot of clock {clock}")
     _free_model(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
-    service = Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots)
+    service = Service(
+        store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots, log=log
+    )
     if job.stop_request is not None:
         job.stop_request.attach_server(lambda: service.is_connected)
     service.serve()
+    if log is not None:
+        log.save()
 
 
-def client_of(
-    optimizer: torch.optim.Optimizer, strategy: SSP, ranks: RankRoles, cluster: Cluster
-) -> Client:
+def client_of(strategy: SSP, job: TrainingJob) -> Client:
     """Return a worker's client, connected to all servers."""
-    layout, control = layout_of(optimizer, strategy, ranks), cluster.control
+    ranks, cluster, control = job.ranks, job.cluster, job.cluster.control
+    layout = layout_of(job.optimizer, strategy, ranks)
     resumed = _common_snapshot(None, ranks, control)
     if resumed is not None and control.rank == 0:
         iteration = strategy.iterations_at(resumed)
@@ -72,6 +78,7 @@ def client_of(
         beat_s=strategy.silent_s / BEATS,
         gone=_remedy(strategy),
         resumed=resumed or 0,
+        log=open_event_log(job, str(strategy)),
     )
 
 

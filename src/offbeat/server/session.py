@@ -42,7 +42,7 @@ class SSPSession(LoopSession):
     def __init__(self, strategy: SSP, job: TrainingJob, client: Client, pace: Pace | None):
         watch = ParameterWatch(job.model)
         watch.attach(p for p in job.model.parameters() if p.requires_grad)
-        super().__init__(job, pace, watch)
+        super().__init__(job, pace, watch, client.log)
         self._strategy, self._client, layout = strategy, client, client.layout
         self._held = layout.parameters
         self._outgoing = layout.views(client.outgoing)
@@ -279,5 +279,5 @@ def open_served_session(strategy: SSP, job: TrainingJob) -> SSPSession:
     pace = job.requested_pace()
     if job.recorder:
         job.recorder.start(str(strategy), None, observed=0)
-    client = client_of(job.optimizer, strategy, job.ranks, job.cluster)
+    client = client_of(strategy, job)
     return strategy.session_class()(strategy, job, client, pace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offbeat.core.measuring.replica_sample import Sample
@@ -20,6 +21,7 @@ class Recorder:
 
     Attributes:
         id: id of the run in checkpoints; None for a run that no checkpoint names.
+        folder: folder of the record; None without files.
         needs_ready_times: whether the time at which each bucket is ready is recorded. It costs a
             hook per bucket.
         splits_every: iterations between two reads of torch's own times of a backward (DDP only).
@@ -36,6 +38,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.id: str | None = None
+        self.folder: Path | None = None
         self.keeps_end = False
         self.origin_s: float = time.perf_counter()
         self.plan: Plan | None = None

@@ -25,7 +25,7 @@ class Ranks:
         link_rates: for a link by name, the rate of each rank on the link and its channels, relative
             to the profile's. A collective runs at the rate of its slowest rank.
         receive_rates: for a link by name, the rate at which each rank receives, if it differs from
-            the one at which it sends. Only strategies with servers use it.
+            the one at which it sends. Only gossip and strategies with servers use it.
         server_rates: for a link by name, the rates at which a server sends and receives, relative
             to the profile's.
 

@@ -33,6 +33,12 @@ class Server:
     send_rate: float | None = None
     receive_caps: tuple[float, ...] = ()
 
+    @property
+    def exchange_caps(self) -> tuple[float, ...]:
+        """Return the bytes per second of each worker in both directions at once."""
+        pairs = zip(self.caps, self.receive_caps or self.caps, strict=True)
+        return tuple(min(pair) for pair in pairs)
+
 
 def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Server:
     """Return one of `servers` equal servers on the profile's default link."""

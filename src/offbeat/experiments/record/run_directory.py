@@ -208,6 +208,7 @@ class Run:
         device: the user's device, with predicted seconds per iteration by label.
         rehearsed: number of trained replicas of a rehearsal, whose times are simulated; 0 for a
             measured run.
+        replayed: whether order and times of a rehearsal are those of a recorded job.
     """
 
     path: Path
@@ -236,6 +237,7 @@ class Run:
     seeds: tuple[int, ...] = ()
     device: Mapping[str, Any] | None = None
     rehearsed: int = 0
+    replayed: bool = False
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -307,6 +309,7 @@ def load(run_dir: str | Path) -> Run:
         contestants=tuple(contestants),
         emulated=bool(data.get("emulated")) or _has_emulated_record(contestants),
         repetitions=repetitions,
+        replayed=bool((data.get("options") or {}).get("order")),
         profile=profile,
         profile_load=load_in(path / PROFILING),
         problems=problems,

@@ -1,0 +1,146 @@
+"""A rehearsal with a recorded order repeats the weights of real processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import rehearsed
+from support.rehearsed import Recorded
+from support.worlds import run_world
+
+from offbeat.core.runtime.event_log import RecordedEvents
+
+WORLD, SEED = 4, 5
+JOBS = (
+    Recorded("a2cid2:topology=complete"),
+    Recorded("a2cid2:rate=3:wire=int8:exchange=before_mixing", consolidates=True),
+    Recorded("ad-psgd:topology=ring"),
+    Recorded("ssp:s=2", servers=1, consolidates=True),
+    Recorded("ssp:apply=push:accumulate=2", servers=2),
+    Recorded("ps-diloco:period=2:quorum=2:grace_s=0.001", servers=1),
+    Recorded("ps-diloco:period=2:rule=heloco", servers=1),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recorded job: its folder, and losses and final parameters of its workers."""
+
+    job: Recorded
+    folder: Path
+    results: list[tuple[list[float], torch.Tensor]]
+
+    @property
+    def iterations(self) -> int:
+        return len(self.results[0][0])
+
+    def rehearse(self, **more: Any) -> Any:
+        """Models and curve of a rehearsal with the recorded order."""
+        last = self.iterations - 1 if self.job.consolidates else None
+        settings: dict[str, Any] = {
+            "ranks": len(self.results),
+            "iterations": self.iterations,
+            "seed": SEED,
+            "loss": _loss_that_consolidates(last),
+            "order": self.folder,
+        }
+        return rehearsed.rehearse(more.pop("name", self.job.name), **{**settings, **more})
+
+
+def _loss_that_consolidates(before: int | None) -> Callable[[Any, Any], torch.Tensor]:
+    """The loss of a model that consolidates before an iteration."""
+    counts = Counter[int]()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if counts[id(model)] == before:
+            model.consolidate()
+        counts[id(model)] += 1
+        return model(*batch)
+
+    return loss
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    folder = tmp_path_factory.mktemp("records")
+    ranks = run_world(rehearsed.train_recorded, WORLD, JOBS, SEED, str(folder), timeout_s=150.0)
+    return [
+        Job(job, next((folder / str(i)).iterdir()), [r[i] for r in ranks if r[i] is not None])
+        for i, job in enumerate(JOBS)
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(JOBS)), ids=[job.name for job in JOBS])
+def test_weights_are_those_of_the_real_job(jobs, number):
+    job = jobs[number]
+    assert len(job.results) == WORLD - job.job.servers
+    models, curve = job.rehearse()
+    for rank, (losses, tensors) in enumerate(job.results):
+        np.testing.assert_allclose(curve.run.logs[rank].losses, losses, rtol=0, atol=1e-12)
+        torch.testing.assert_close(rehearsed.flat(models[rank]), tensors, rtol=0, atol=1e-12)
+    logs = [RecordedEvents(job.folder / f"order{rank}.json") for rank in range(len(job.results))]
+    ends_s = [max(column) for column in zip(*(log.ends_s for log in logs), strict=True)]
+    assert list(curve.ends_s) == ends_s
+    assert curve.replayed
+    assert "times of the recorded job" in str(curve)
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_another_order_has_other_weights(jobs, number):
+    """The order determines the result, so that equal weights are no accident."""
+    models, curve = jobs[number].rehearse(order=None)
+    assert not curve.replayed
+    tensors = jobs[number].results[0][1]
+    assert abs(rehearsed.flat(models[0]) - tensors).max() > 1e-6
+
+
+def test_another_job_is_refused(jobs):
+    job = jobs[0]
+    count = job.iterations
+    for more, words in (
+        ({"ranks": 3}, "ranks (3) must be those of order"),
+        ({"name": "a2cid2:topology=ring"}, "strategy (a2cid2) must be that of order"),
+        ({"name": "wfbp"}, "strategy (wfbp) must be that of order"),
+        ({"iterations": count - 1}, f"iterations ({count - 1}) must be those of order"),
+        ({"jitter": 0.1}, "jitter (0.1) must be left out with order"),
+        ({"order": job.folder.parent}, "must be a record of the job"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            job.rehearse(**more)
+        assert words in str(raised.value)
+
+
+def test_another_script_is_refused(jobs):
+    """A script that consolidates where the recorded one did not."""
+    with pytest.raises(ValueError, match="script must make the calls of the recorded job"):
+        jobs[2].rehearse(loss=_loss_that_consolidates(2))
+
+
+def test_broken_records_are_refused(jobs, tmp_path):
+    folder = tmp_path / "record"
+    shutil.copytree(jobs[0].folder, folder)
+    path = folder / "order2.json"
+    data = json.loads(path.read_text())
+    for change, words in (
+        ({"problem": "a checkpoint was loaded"}, "cannot be repeated: a checkpoint was loaded"),
+        ({"strategy": "ad-psgd"}, "must have files of one job; those of ranks 0 and 2"),
+        ({"ends_s": data["ends_s"][:-1]}, "of the ranks in order"),
+        ({"schema": 2}, "schema (2)"),
+        ({"kinds": None}, "must be a file that a job has written"),
+    ):
+        path.write_text(json.dumps(data | change))
+        with pytest.raises(ValueError) as raised:
+            jobs[0].rehearse(order=folder)
+        assert words in str(raised.value)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"without order2\.json"):
+        jobs[0].rehearse(order=folder)
