@@ -17,6 +17,8 @@ from support import rehearsed
 from support.rehearsed import Recorded
 from support.worlds import run_world
 
+import offbeat
+from offbeat.cli import main
 from offbeat.core.runtime.event_log import RecordedEvents
 
 WORLD, SEED = 4, 5
@@ -101,6 +103,54 @@ def test_another_order_has_other_weights(jobs, number):
     assert not curve.replayed
     tensors = jobs[number].results[0][1]
     assert abs(rehearsed.flat(models[0]) - tensors).max() > 1e-6
+
+
+SCRIPT = """
+import os
+import random
+import numpy as np
+import torch
+import offbeat
+from support import rehearsed
+
+rank, seed, passes = int(os.environ["RANK"]), int(os.environ["OFFBEAT_SEED"]), {passes}
+random.seed(seed + rank)
+np.random.seed(seed + rank)
+torch.manual_seed(seed + rank)
+module = rehearsed.make_model()
+model, optimizer = offbeat.prepare(module, rehearsed.make_optimizer(module))
+for _ in range(passes):
+    for batch in rehearsed.batches(rank):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_script_repeats_the_job(jobs, tmp_path, monkeypatch, capsys):
+    """`offbeat rehearse --order` writes a curve and a report with the times of the job."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    job = jobs[0]
+    passes = job.iterations // rehearsed.ITERATIONS
+    (tmp_path / "train.py").write_text(SCRIPT.format(passes=passes))
+    rehearsed.profile_of(WORLD).save(tmp_path / "profile.json")
+    typed = ["rehearse", "--profile", str(tmp_path / "profile.json"), "--seeds", str(SEED)]
+    typed += ["--strategies", job.job.name, "--order", str(job.folder), "--out"]
+    assert main([*typed, str(tmp_path / "run"), str(tmp_path / "train.py")]) == 0
+    assert "replayed: losses real" in " ".join(capsys.readouterr().out.split())
+    [path] = (tmp_path / "run").glob("*/rep0/curve.json")
+    curve = offbeat.RehearsedCurve.from_dict(json.loads(path.read_text()))
+    losses = np.mean([losses for losses, _ in job.results], axis=0)
+    np.testing.assert_allclose(curve.losses, losses, rtol=0, atol=1e-12)
+    assert curve.replayed
+
+    (tmp_path / "train.py").write_text(SCRIPT.format(passes=passes - 1))
+    assert main([*typed, str(tmp_path / "short"), str(tmp_path / "train.py")]) == 1
+    words = f"iterations ({7 * (passes - 1)}) must be those of order"
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert main([*typed, str(tmp_path / "x"), "--jitter", "0.1", str(tmp_path / "train.py")]) == 2
+    assert "jitter (0.1) must be left out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_another_job_is_refused(jobs):

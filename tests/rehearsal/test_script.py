@@ -123,3 +123,38 @@ def test_wrong_use(folder, capsys):
 
 def test_torch_state_of_this_process_is_untouched():
     assert torch.distributed.get_rank.__module__.startswith("torch.distributed")
+
+
+NODES = """
+import os
+import offbeat
+from support import rehearsed
+import torch
+
+rank = int(os.environ["RANK"])
+place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+torch.manual_seed(rank)
+module = rehearsed.make_model()
+model, optimizer = offbeat.prepare(module, rehearsed.make_optimizer(module), nodes="auto")
+for batch in rehearsed.batches(rank):
+    optimizer.zero_grad()
+    model(*batch).backward()
+    optimizer.step()
+print(" ".join(place), rehearsed.flat(module)[:6].tolist())
+"""
+
+
+def test_replicas_of_two_ranks(folder, monkeypatch, capsys):
+    """`--per-node 2`: both ranks of a node print the same weights, and the report has all ranks."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    (folder / "nodes.py").write_text(NODES)
+    typed = command(folder, "nodes", "local-sgd:period=2", "--per-node", "2")
+    assert main([*typed, str(folder / "nodes.py")]) == 0
+    assert "rehearsed: losses real, time simulated" in " ".join(capsys.readouterr().out.split())
+    repetition = folder / "nodes" / "local-sgd-period=2" / "rep0"
+    words = [(repetition / f"rank{r}.log").read_text().split(maxsplit=3) for r in range(6)]
+    assert [line[:3] for line in words] == [[str(r % 2), "2", str(r // 2)] for r in range(6)]
+    assert [words[r][3] for r in (0, 2, 4)] == [words[r][3] for r in (1, 3, 5)]
+    curve = json.loads((repetition / "curve.json").read_text())
+    assert (curve["ranks"], curve["trained"]) == (6, 6)
+    assert json.loads((folder / "nodes" / "run.json").read_text())["cluster"]["ranks"] == 2
