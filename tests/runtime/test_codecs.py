@@ -15,6 +15,7 @@ import torch._inductor.config
 from support.memory import memory_links, run_ranks
 from support.quadratic import MOMENTUM, RATE, Net, Quadratic, interpreted, model_of, ran
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.cli.texts import contestants
 from offbeat.core.buckets.flat import Flat
@@ -118,6 +119,58 @@ def test_tables_are_encoded_as_their_rows_are(name, count, size):
         assert torch.equal(row, lost[i])
         assert torch.equal(alone, found[i])
     torch.testing.assert_close(total, by_row, rtol=0, atol=1e-12)
+
+
+class CallCounter(TorchDispatchMode):
+    """Counts the operations that torch runs in the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_for_a_table(name, count, size):
+    """Operations that encode a table, and decode it to a table and to the sum of its rows."""
+    x, used = torch.randn(count, size), of(name)
+    codes, total = torch.empty(count, used.bytes_of(size), dtype=torch.uint8), torch.zeros(size)
+    with CallCounter() as counter:
+        code(used).encode(x, codes)
+        code(used).add(codes, x)
+        code(used).add_all(codes, total)
+    return counter.calls
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+def test_a_table_beyond_one_pass_needs_two(name):
+    """The shards of a bucket for eight ranks: 8 x 8,704 numbers are more than a piece."""
+    half, whole = calls_for_a_table(name, 4, 8_700), calls_for_a_table(name, 8, 8_700)
+    assert whole <= 2 * half + 8  # 8: both need a division into parts
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "sign"])
+@pytest.mark.parametrize(("count", "size"), [(8, 8_700), (5, 30_000), (9, 16_384), (2, 65_537)])
+def test_divided_tables_change_no_bit(name, count, size):
+    way, drawn = code(of(name)), torch.Generator().manual_seed(1)
+    x, total = torch.randn(count, size, generator=drawn), torch.ones(size)
+    given, found = x.clone(), torch.ones(count, size)
+    codes = torch.empty(count, of(name).bytes_of(size), dtype=torch.uint8)
+    way.encode(x, codes)
+    way.add(codes, found)
+    way.add_all(codes, total)
+    by_row = torch.ones(size)
+    for i, row in enumerate(given):
+        own, alone = torch.empty_like(codes[i]), torch.ones(size)
+        way.encode(row, own)
+        way.add(own, alone)
+        way.add(own, by_row)
+        assert torch.equal(own, codes[i])
+        assert torch.equal(row, x[i])
+        assert torch.equal(alone, found[i])
+    torch.testing.assert_close(total, by_row, rtol=1e-6, atol=1e-6)
 
 
 def there_and_back(name, shape):

@@ -44,8 +44,8 @@ class BlockCode(ABC):
         return self._scratch[key][: like.numel()].view(like.shape)
 
     def encode(self, x: Tensor, codes: Tensor) -> None:
-        if x.dim() > 1 and not _fits_one_pass(x):
-            for one, to in zip(x, codes, strict=True):
+        if x.dim() > 1 and _rows_per_pass(x) < len(x):
+            for one, to in zip(_split_table(x), _split_table(codes, x), strict=True):
                 self.encode(one, to)
             return
         for given, numbers, scales in _passes(x, *self._parts(codes)):
@@ -55,8 +55,8 @@ class BlockCode(ABC):
             _copy_back(rows, given)
 
     def add(self, codes: Tensor, out: Tensor) -> None:
-        if out.dim() > 1 and not _fits_one_pass(out):
-            for one, to in zip(codes, out, strict=True):
+        if out.dim() > 1 and _rows_per_pass(out) < len(out):
+            for one, to in zip(_split_table(codes, out), _split_table(out), strict=True):
                 self.add(one, to)
             return
         for to, numbers, scales in _passes(out, *self._parts(codes)):
@@ -65,12 +65,16 @@ class BlockCode(ABC):
             _copy_back(rows, to)
 
     def add_all(self, codes: Tensor, out: Tensor) -> None:
+        if len(codes) == 1:
+            self.add(codes[0], out)
+            return
         each = out.expand(len(codes), -1)
-        if _fits_one_pass(each):
-            arrived = self._buffer(each, 2).zero_()
-            self.add(codes, arrived)
-            for one in arrived:
-                out += one
+        if _rows_per_pass(each) > 1:
+            for like, some in zip(_split_table(each), _split_table(codes, each), strict=True):
+                arrived = self._buffer(like, 2).zero_()
+                self.add(some, arrived)
+                for one in arrived:
+                    out += one
             return
         for to, numbers, scales in _passes(out, *self._parts(codes)):
             rows = in_blocks(to)
@@ -118,9 +122,26 @@ def zero_tiny(scales: Tensor) -> Tensor:
     return halves.masked_fill_(halves < LEAST_SCALE, 0.0)
 
 
-def _fits_one_pass(x: Tensor) -> bool:
-    """Return whether one pass can process all rows of a table, padded to whole blocks."""
-    return len(x) * -(-x.shape[-1] // BLOCK) * BLOCK <= elements_per_pass(x)
+def _rows_per_pass(x: Tensor) -> int:
+    """Return how many rows of a table one pass can process, padded to whole blocks; 0 if a row
+    needs several passes."""
+    return elements_per_pass(x) // max(-(-x.shape[-1] // BLOCK) * BLOCK, 1)
+
+
+def _split_table(x: Tensor, like: Tensor | None = None) -> Iterator[Tensor]:
+    """Yield tables of at most as many rows as one pass can process, of about equal length; single
+    rows if that is not even two.
+
+    Args:
+        x: table to split.
+        like: table of the numbers of these rows; by default `x`.
+    """
+    most = _rows_per_pass(x if like is None else like)
+    if most < 2:
+        yield from x
+        return
+    count = max(1, -(-len(x) // most))  # tables
+    yield from x.split(max(1, -(-len(x) // count)))
 
 
 def _passes(x: Tensor, numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
