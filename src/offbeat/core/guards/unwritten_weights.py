@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter, methodcaller
 
 from torch import nn
 
 from offbeat.core.buckets.checksum import checksum
+
+States = tuple[list[int], ...]
+"""Columns of numbers, one number per parameter in each."""
+_version, _address = attrgetter("_version"), methodcaller("data_ptr")
 
 
 class WeightChanges:
@@ -18,17 +23,18 @@ class WeightChanges:
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
-        self._named = list(named)
+        named = list(named)
+        self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self.note()
 
     def note(self, *, contents: bool = False) -> None:
         """Record versions and addresses, or checksums if `contents`. Later changes are reported."""
         self._contents = contents
-        self._known = self._states()
+        self._known: States | None = self._states()
 
     def forget(self) -> None:
         """Allow changes until the next `note`."""
-        self._known = []
+        self._known = None
 
     def changed_name(self) -> str | None:
         """Return the name of the first parameter that has changed since `note`, or None."""
@@ -36,12 +42,14 @@ class WeightChanges:
 
     def changed_names(self) -> list[str]:
         """Return the names of all parameters that have changed since `note`."""
-        if not self._known:
+        if self._known is None or (now := self._states()) == self._known:
             return []
-        states = zip(self._named, self._known, self._states(), strict=True)
-        return [name for (name, _), known, now in states if now != known]
+        before_and_now = zip(zip(*self._known, strict=True), zip(*now, strict=True), strict=True)
+        changed = [before != state for before, state in before_and_now]
+        return [name for name, has_changed in zip(self._names, changed, strict=True) if has_changed]
 
-    def _states(self) -> list[object]:
+    def _states(self) -> States:
+        # One call of `map` per column: every step and every forward read all parameters.
         if self._contents:
-            return [checksum(p) for _, p in self._named]
-        return [(p._version, p.data_ptr()) for _, p in self._named]
+            return ([*map(checksum, self._parameters)],)
+        return [*map(_version, self._parameters)], [*map(_address, self._parameters)]

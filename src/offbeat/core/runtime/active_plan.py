@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -237,17 +238,17 @@ class ActivePlan:
         updates = takewhile(effects.is_update, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.allows(apply, planned)]
 
-    @property
+    @cached_property
     def averages_gradients(self) -> bool:
         """Whether the plan averages only gradients, in the iteration that computes them."""
         return sends_only_gradients(self.plan) and not self.windows.late
 
-    @property
+    @cached_property
     def has_delayed_averages(self) -> bool:
         """Whether the plan averages snapshots of parameters while training continues."""
         return bool(effects.delayed_applies(self.plan))
 
-    @property
+    @cached_property
     def has_transfers_at_forward(self) -> bool:
         """Whether parameters are in flight or change between the end of an iteration and the next
         forward."""

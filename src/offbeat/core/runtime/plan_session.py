@@ -163,8 +163,8 @@ class FlatSession(Session):
 
     def _allows_any_optimizer(self) -> bool:
         """Return whether other optimizers may use the gradients between backward and step."""
-        plan = self.engine.plan
-        early = early_remedy(plan) is not None or self.engine.run.windows.late
+        plan, run = self.engine.plan, self.engine.run
+        early = run.updates.remedy is not None or run.windows.late
         observing = self._observer is not None and not self._strategy.synchronous
         return sends_only_gradients(plan) and not early and not observing
 
@@ -782,7 +782,7 @@ class FlatSession(Session):
         finding = self._guard.iteration() if self._guard is not None else None
         if finding is not None:
             self._apply_finding(finding)
-        if self._replanner is not None:
+        if self._replanner is not None and self._replanner.is_due(self.engine.cursor.planned):
             self._run_between_members(partial(self._plan_again, self._replanner))
         if self.changes is not None:
             self.changes.on_iteration_end()

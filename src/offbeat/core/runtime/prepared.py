@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offbeat.core.buckets.coupling import is_wrapper
+from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.transport.cluster import Cluster
@@ -507,6 +508,22 @@ def _would_move(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
     return kinds[0] != kinds[1] or elsewhere
 
 
+def _add_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `step` with the hooks of the script.
+
+    torch would wrap every `step` in a record for its profiler. The user's optimizer has that record
+    already, within this step.
+    """
+    with_hooks = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def run(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return (with_hooks if has_hooks(self) else step)(self, *args, **kwargs)
+
+    run.hooked = True  # type: ignore[attr-defined] # torch leaves it as it is
+    return run
+
+
 class Optimizer(torch.optim.Optimizer):
     """The user's optimizer, whose `step` also communicates.
 
@@ -543,6 +560,7 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.state = state
             self._session.optimizer_reloaded()
 
+    @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         if closure is not None and not _evaluates_once(self.inner):
             loss, _ = self._session.drive(self.inner.step, closure)
@@ -680,6 +698,7 @@ class OptimizerPart(Optimizer):
         super().__init__(inner, session)
         self._whole, self._stepped = whole, stepped  # ids of parts that have stepped
 
+    @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = _evaluate(closure)
         if not self._session.awaits_step or id(self) in self._stepped:

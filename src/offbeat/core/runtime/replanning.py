@@ -281,6 +281,11 @@ class Replanner:
         if self._meter is not None:
             self._meter.add(done)
 
+    def is_due(self, planned: int) -> bool:
+        """Return whether a boundary precedes an iteration of the plan, so that `propose` exchanges
+        measured times."""
+        return self._meter is not None and self._meter.is_boundary(planned)
+
     def propose(self, planned: int, noise: GradientNoise | None) -> Proposal | None:
         """At a boundary, exchange measured times with all ranks. Return a proposal if a level has
         changed, otherwise None.
