@@ -17,11 +17,13 @@ from torch import Tensor
 
 from offbeat.core.codecs import Codec, PowerSGD, RandomK
 from offbeat.core.codecs.codec import Memory, shards
+from offbeat.core.codecs.pieces import PIECE
 from offbeat.core.codecs.powersgd import matrix_shape
-from offbeat.core.codecs.rows import Rows, read_heads, write_heads
+from offbeat.core.codecs.rows import HEAD_BYTES, Rows, make_tables, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.collectives import Collectives, Duplex
 
+PARTS = 4  # parts that two ranks encode, send and decode one after the other
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.
 HEAD = 4
@@ -170,6 +172,8 @@ def _mean_factor(bad: Sequence[int], how: Settings, size: int) -> float:
 def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
     """Send all codes to all ranks. Every rank sums in rank order, so all ranks get equal bits."""
     x, codes = part.numbers, code(how.codec)
+    if act.duplex is not None and how.codec.piecewise and x.numel() > PIECE:
+        return _average_in_parts(part, how, act, act.duplex, bad)
     rows = Rows(how.codec.bytes_of(x.numel(), x.dtype.itemsize), part.plain.nbytes)
     table = rows.make(act.size, x.device)
     own = table[act.rank]
@@ -183,6 +187,42 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
     part.mean = mean.div_(act.size)
     part.plain = _plain_mean(table, rows, part.plain)
     return Outcome(bad_ranks, table.nbytes // 2)
+
+
+def _average_in_parts(
+    part: Part, how: Settings, act: Collectives, duplex: Duplex, bad: bool
+) -> Outcome:
+    """Average over two ranks as `_average_by_gather` does, with the same bits and bytes.
+
+    A part of the numbers is encoded while earlier parts are sent, and decoded while later parts
+    arrive.
+    """
+    x, codes = part.numbers, code(how.codec)
+    cuts = [cut for cut in shards(x.numel(), PARTS, PIECE) if cut.start < cut.stop]
+    sizes = [how.codec.bytes_of(cut.stop - cut.start, x.dtype.itemsize) for cut in cuts]
+    layouts = [Rows(size, head_bytes=0) for size in sizes]
+    layouts[0] = replace(layouts[0], head_bytes=HEAD_BYTES)
+    layouts[-1] = replace(layouts[-1], plain_bytes=part.plain.nbytes)
+    tables = make_tables(layouts, act.size, x.device)
+    # Receives begin first: gloo sends to a rank that is ready to receive.
+    arrivals = [duplex.receive(table[1 - act.rank]) for table in tables]
+    write_heads(tables[0][act.rank], bad, how.origin)
+    plain = layouts[-1].plain_numbers(tables[-1][act.rank], part.plain.dtype)
+    plain.copy_(part.plain)
+    sent = []
+    for cut, rows, table in zip(cuts, layouts, tables, strict=True):
+        codes.encode(x[cut], rows.codes(table[act.rank]))
+        sent.append(duplex.send(table[act.rank]))
+    mean = part.zeros()
+    for cut, rows, table, arrive in zip(cuts, layouts, tables, arrivals, strict=True):
+        arrive()
+        codes.add_all(rows.codes(table), mean[cut])
+    for finish in sent:
+        finish()
+    bad_ranks = _check_heads(tables[0])
+    part.mean = mean.div_(act.size)
+    part.plain = _plain_mean(tables[-1], layouts[-1], part.plain)
+    return Outcome(bad_ranks, sum(table.nbytes for table in tables) // 2)
 
 
 def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:

@@ -39,6 +39,9 @@ class Codec(ABC):
         ways: exchanges of the codes that a codec supports which is not linear, the default first.
             Without `scatter`, no mean is encoded again.
         rounds: number of successive messages in one average.
+        piecewise: whether a message may be encoded and decoded in parts of whole `pieces.PIECE`
+            numbers, with the same result. Two ranks then send its first part while they encode the
+            next one.
     """
 
     name: ClassVar[str]
@@ -48,6 +51,7 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     ways: ClassVar[tuple[str, ...]] = ("gather", "scatter")
     rounds: ClassVar[int] = 1
+    piecewise: ClassVar[bool] = False
 
     @abstractmethod
     def bytes_of(self, size: int, itemsize: int = 4) -> int:

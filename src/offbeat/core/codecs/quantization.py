@@ -15,6 +15,8 @@ LARGEST = 65504.0  # fp16 clamps larger numbers; the next message carries the di
 class HalfCodec(Codec):
     """Base of codecs that send two bytes per number."""
 
+    piecewise: ClassVar[bool] = True
+
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
         return 2 * size
 
@@ -50,6 +52,7 @@ class BlockCodec(Codec):
     """
 
     grain: ClassVar[int] = BLOCK
+    piecewise: ClassVar[bool] = True
     width: ClassVar[int]
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:

@@ -152,7 +152,12 @@ class MessageLink:
         """Drop the reference to the process group, which is then destroyed. The link must be
         closed."""
         self.collectives = replace(
-            self.collectives, by_verb={}, send=_refuse, exchange=_refuse, levels=None
+            self.collectives,
+            by_verb={},
+            send=_refuse,
+            exchange=_refuse,
+            levels=None,
+            duplex=None,
         )
 
     def _submit(self, message: Message) -> None:
