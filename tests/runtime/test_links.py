@@ -402,7 +402,7 @@ def test_who_cannot_be_reached() -> None:
 
 
 def interfaces_of_groups(variable: str) -> list[str | None]:
-    """The interface of the default group, of that for control messages and of that for saving."""
+    """The interface of the default group, of that of the link and of that for saving."""
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     if variable:
         os.environ["GLOO_SOCKET_IFNAME"] = variable
@@ -430,7 +430,7 @@ def test_all_groups_are_on_the_first_link_unless_the_variable_names_another_inte
     variable: str,
 ) -> None:
     named = variable or "lo"
-    expected = [named, named, "lo", variable or None, named]
+    expected = [named, "lo", variable or None, named]
     assert run_world(interfaces_of_groups, 2, variable) == [expected] * 2
 
 

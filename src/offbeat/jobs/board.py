@@ -25,9 +25,10 @@ OnRound = Callable[[Mapping[int, Interval], float | None], None]
 
 
 class Board:
-    """Thread that publishes the intervals of this rank, and on rank 0 reads those of all ranks.
+    """Publishes the intervals of this rank, and on rank 0 reads those of all ranks.
 
-    Training never waits for the store: a lost store ends the thread and not the training.
+    Training never waits for the store: requests run in a thread, which a lost store ends. Rank 0
+    has the thread for the whole job. Other ranks have it while they publish.
 
     Args:
         control: agreement between the ranks of the job.
@@ -57,41 +58,66 @@ class Board:
         self._newest: dict[int, Interval] = {}
         self._known: set[int] = set()  # ranks that have published
         self._unsent: Interval | None = None
-        self._wake, self._stopped = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
+        self._wake, self._stopped, self._lost = threading.Event(), False, False
+        self._changing = threading.Lock()  # of `_thread`
+        self._thread: threading.Thread | None = None
+        if on_round is not None:
+            self._start(self._run)
 
     def post(self, interval: Interval) -> None:
         """Publish the newest interval of this rank. Returns at once."""
         self._unsent = interval
-        if self._on_round is None:
-            self._wake.set()
+        self._publish()
 
     def post_sample(self, number: int, elements: SampledElements) -> None:
         """Publish the current values of sampled parameters under a number. Returns at once."""
         self._unsent_sample = number, elements.weight, elements.numbers()
-        if self._on_round is None:
-            self._wake.set()
+        self._publish()
 
     def close(self) -> None:
         """End the thread after a last round."""
         self._stopped = True
         self._wake.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        thread = self._thread
+        if thread is not None and threading.current_thread() is not thread:
+            thread.join(CLOSE_S)
+
+    def _start(self, run: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def _publish(self) -> None:
+        """On ranks that do not read, publish in a thread, unless one publishes already."""
+        with self._changing:
+            if self._on_round is None and self._thread is None and not self._lost:
+                self._start(self._run_once)
+
+    def _run_once(self) -> None:
+        """Publish until there is nothing new."""
+        while self._try_exchange():
+            with self._changing:
+                if self._unsent is None and self._unsent_sample is None:
+                    self._thread = None
+                    return
 
     def _run(self) -> None:
         stopped = False
         while not stopped:
-            self._wake.wait(None if self._on_round is None else ROUND_S)
+            self._wake.wait(ROUND_S)
             self._wake.clear()
             stopped = self._stopped
-            try:
-                self._exchange()
-            except RuntimeError:  # the store is lost, and the heartbeat reports it
+            if not self._try_exchange():
                 return
-            if self._on_round is not None:
-                self._on_round(dict(self._newest), self.divergence)
+            assert self._on_round is not None
+            self._on_round(dict(self._newest), self.divergence)
+
+    def _try_exchange(self) -> bool:
+        """Return whether the store has responded. If it is lost, the heartbeat reports it."""
+        try:
+            self._exchange()
+        except RuntimeError:
+            self._lost = True
+        return not self._lost
 
     def _exchange(self) -> None:
         unsent, self._unsent = self._unsent, None

@@ -422,6 +422,7 @@ class FlatSession(Session):
         if plan.votes or plan.groups:  # votes and messages of all ranks need a common channel
             names.append(vote_channel(next(iter(self._cluster.specs))))
         self._cluster.open(names, plan.groups)
+        self._cluster.close_channels(names)  # of the measurement, or of the plan before
         self._guard_links()
         self.plan = plan
         if self._recorder:

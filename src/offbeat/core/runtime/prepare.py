@@ -772,7 +772,7 @@ def _connect(
         claim = claim_topology(mesh, nodes, shard_ranks(model), rank, size, os.environ)
     except ValueError as error:  # every rank must raise it
         claim = NodeClaim("", problem=str(error))
-    return connect(specs, where, device, timeout_s, claim, topology)
+    return connect(specs, where, device, timeout_s, claim, topology, owns_default=joined_here)
 
 
 def _link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpec]:
@@ -1053,7 +1053,16 @@ def _connect_member(
                 names = member.epoch.details["links"]
                 specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
             member.open_group()
-            cluster = connect(specs, where, device, timeout_s, claim, topology, member.protocol)
+            cluster = connect(
+                specs,
+                where,
+                device,
+                timeout_s,
+                claim,
+                topology,
+                member.protocol,
+                owns_default=True,
+            )
     except BaseException:
         member.close()
         raise

@@ -68,7 +68,7 @@ class Cluster:
     inside: LinkSpec | None = None
     _parts: dict[str, Groups] = field(default_factory=dict)
     _everyone: dist.ProcessGroup | None = None
-    _nodes: list[dist.ProcessGroup] = field(default_factory=list)  # of the ranks of a node
+    _nodes: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # of a node, by link
     _sent_before: dict[str, int] = field(default_factory=dict)  # by links of earlier groups
     alignment_bytes: int = 1
     closed: bool = False
@@ -140,6 +140,35 @@ class Cluster:
             self._parts[name] = parts
             self.links[name] = LinkThread(name, act, self.device)
 
+    def close_channels(self, used: Iterable[str]) -> None:
+        """Close the channels of gloo that are open and not in use: connections and threads.
+
+        Every rank must call it with the same names, after the release of all messages.
+
+        Args:
+            used: names of links and channels that remain open.
+
+        Raises:
+            RuntimeError: a message of a channel has not arrived within the timeout.
+        """
+        kept = {*used, *self.specs}
+        for name in [name for name in self.groups if name in self.links and name not in kept]:
+            if dist.get_backend(self.groups[name]) != "gloo":
+                continue  # NCCL waits for the other ranks when it closes a group
+            link = self.links.pop(name)
+            self._sent_before[name] = self._sent_before.get(name, 0) + link.bytes_sent
+            with self.control.waiting(f"closing channel {name!r}"):
+                if not link.close(self.timeout_s):
+                    raise RuntimeError(
+                        f"messages of channel {name!r} have not arrived in {self.timeout_s:g} s. "
+                        f"{self.control.report_failure()}"
+                    )
+            link.drop_group()
+            del self._parts[name]
+            for groups in (self.groups, self._nodes):
+                if (group := groups.pop(name, None)) is not None:
+                    dist.destroy_process_group(group)
+
     def _open_link(self, name: str, spec: LinkSpec, parts: Groups) -> Collectives:
         """Open the process groups of a link or channel. Return its collectives."""
         topology = self.topology
@@ -157,12 +186,11 @@ class Cluster:
         if topology.sharded and not is_vote_channel(name):
             # On the host, because NCCL needs one order of launches over all its groups.
             within = replace(_on_any_interface(spec), backend="gloo")
-            self._nodes.append(self._group(name, within, topology.nodes))
-            return replace(act, is_any=agreement_within(self._nodes[-1]))
+            node = self._nodes[name] = self._group(name, within, topology.nodes)
+            return replace(act, is_any=agreement_within(node))
         if self.inside is None or spec is self.inside or not parts:
             return act
-        node = self._group(name, self.inside, topology.nodes)
-        self._nodes.append(node)
+        node = self._nodes[name] = self._group(name, self.inside, topology.nodes)
         owners = len(topology.columns)
         inside = self._collectives(node, self.inside, owners)
         weight = topology.weight_of(self.replica)
@@ -185,12 +213,15 @@ class Cluster:
 
     def _group(self, name: str, spec: LinkSpec, parts: Groups) -> dist.ProcessGroup:
         """Return a process group on the link's interface, after a first message in it."""
+        control, like = self.control, None
+        if (spec.backend, spec.interface, spec.connections) == ("gloo", control.interface, 1):
+            like = control.group
         try:
             with (
                 group_environment(spec),
                 self.control.waiting(f"opening link {name!r}"),
             ):
-                group = new_group(str(spec.backend), self.timeout_s, parts)
+                group = new_group(str(spec.backend), self.timeout_s, parts, like)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
                 dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)
                 self.device.finish()
@@ -230,8 +261,9 @@ class Cluster:
 
     def bytes_sent(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by link and by each channel in use."""
-        before = self._sent_before
-        sent = {name: link.bytes_sent + before.get(name, 0) for name, link in self.links.items()}
+        sent = dict.fromkeys(self.links, 0) | self._sent_before
+        for name, link in self.links.items():
+            sent[name] += link.bytes_sent
         return {name: size for name, size in sent.items() if size or name in self.specs}
 
     def close(self, failure: BaseException | None = None) -> bool:
@@ -256,8 +288,9 @@ class Cluster:
         if not all(closed):
             return False
         control = getattr(self.control, "group", None)  # none after `abandon`
-        opened = (*self.groups.values(), *self._nodes, self._everyone, control)
-        for group in (one for one in opened if one is not None):  # None would be all groups
+        opened = (*self.groups.values(), *self._nodes.values(), self._everyone, control)
+        kept = (None, dist.group.WORLD)  # both would destroy all groups
+        for group in (one for one in opened if one not in kept):
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
         return True
@@ -300,6 +333,8 @@ def connect(
     claim: NodeClaim | None = None,
     topology: Topology | None = None,
     protocol: str | None = None,
+    *,
+    owns_default: bool = False,
 ) -> Cluster:
     """Return a cluster with control and all links.
 
@@ -312,12 +347,16 @@ def connect(
         claim: what this rank states of the nodes; None: every rank holds a replica of its own.
         topology: the nodes, if all ranks have agreed on nodes and links before.
         protocol: protocol of members, see `Control`.
+        owns_default: whether offbeat has created the default process group, see `Control`.
 
     Raises:
         ValueError: on every rank, if links or nodes differ between ranks, or if a link does not
             connect all ranks that use it.
     """
-    control = Control(timeout_s, topology and control_interface(specs, topology), protocol)
+    flat = None if protocol is None else Topology.flat(1)  # a member has a replica of its own
+    known = topology or flat
+    interface = known and control_interface(specs, known)
+    control = Control(timeout_s, interface, protocol, owns_default=owns_default)
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:
         links = specs

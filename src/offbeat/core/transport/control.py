@@ -18,6 +18,7 @@ import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import require_equal
+from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.heartbeat import (
     ABORTED,
     ACTIVE,
@@ -36,6 +37,7 @@ from offbeat.core.transport.heartbeat import (
     process_heartbeat,
 )
 from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.tagged import all_gather
 from offbeat.core.transport.versions import compare_versions, publish_versions
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
@@ -59,7 +61,9 @@ STORE_HAS_ENDED = (
 class Control:
     """Process group for agreement between ranks, and heartbeat of this rank.
 
-    The group is separate from those of links, so that large messages do not delay it.
+    The group is separate from those of links, so that large messages do not delay it. It is the
+    default process group if offbeat has created that one. Messages have a tag of their own, so that
+    collectives of the script in that group do not mix with them.
 
     Args:
         timeout_s: timeout of waits in seconds.
@@ -67,9 +71,12 @@ class Control:
         protocol: protocol of the members of the job, which change while it runs, so that counts of
             a process may differ; each of their process groups has a store of its own. None: all
             ranks must have the same version of offbeat.
+        owns_default: whether offbeat has created the default process group, with this timeout and
+            on this interface. Then control messages use it, if it is one of gloo.
 
     Attributes:
         timeout_s: timeout of waits in seconds.
+        interface: network interface of the group; None: gloo has chosen it.
         rank: rank of this process.
         world_size: number of ranks.
         group: gloo group of all ranks.
@@ -82,8 +89,16 @@ class Control:
     fails_on_silence = False
     nodes: Sequence[int] = ()
 
-    def __init__(self, timeout_s: float, interface: str | None = None, protocol: str | None = None):
-        self.timeout_s, self._interface, self._protocol = timeout_s, interface, protocol
+    def __init__(
+        self,
+        timeout_s: float,
+        interface: str | None = None,
+        protocol: str | None = None,
+        *,
+        owns_default: bool = False,
+    ):
+        self.timeout_s, self.interface, self._protocol = timeout_s, interface, protocol
+        self._owns_default = owns_default
         self.connect()
 
     def connect(self) -> None:
@@ -106,7 +121,7 @@ class Control:
                 self.meet(f"prepare/{count}")
                 _met += protocol is None
                 compare_versions(versions, self.rank, self.world_size, timeout_s)
-                self.group = self.create_group()
+                self.group = self._open_group()
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
@@ -121,10 +136,16 @@ class Control:
         self._joint_calls: dict[str, int] = {}
         self.hosts: list[str] = self.gather(host)
 
+    def _open_group(self) -> dist.ProcessGroup:
+        default = dist.group.WORLD
+        if self._owns_default and default is not None and dist.get_backend() == "gloo":
+            return default
+        return self.create_group()
+
     def create_group(self) -> dist.ProcessGroup:
         """Return a new gloo group of all ranks on the interface for control messages."""
-        with group_environment(LinkSpec("", self._interface)):
-            return new_group("gloo", self.timeout_s)
+        with group_environment(LinkSpec("", self.interface)):
+            return new_group("gloo", self.timeout_s, like=getattr(self, "group", None))
 
     def meet(self, what: str) -> None:
         """Wait in the store until all ranks have called it. It may be repeated after a failure.
@@ -187,7 +208,7 @@ class Control:
             return packed.gather(value, self.group)
 
     def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
-        """Whether all ranks have the same numbers of at most 62 bits, by one small collective.
+        """Whether all ranks have the same numbers of at most 63 bits, by one small exchange.
 
         Args:
             numbers: numbers of this rank.
@@ -196,35 +217,31 @@ class Control:
         if groups:
             everyone = self.gather([*numbers])
             return all(everyone[rank] == everyone[own[0]] for own in groups for rank in own)
-        signed = torch.tensor([*numbers, *(-n for n in numbers)], dtype=torch.int64, device="cpu")
-        largest = signed.clone()
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         with self.collective("comparing values"):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        # The maximum and the negated maximum of negations (the minimum) are equal on all ranks.
-        return all(int(a) == -int(b) for a, b in zip(*largest.chunk(2), strict=True))
+            rows = all_gather(own, self.group)
+        return bool((rows == own).all())
 
     def minimum(self, values: Sequence[float]) -> list[float]:
-        """Return the least value over ranks of each of these numbers, by one small collective. The
+        """Return the least value over ranks of each of these numbers, by one small exchange. The
         result has the same bits on all ranks.
 
         Args:
             values: numbers of this rank, equally many on all ranks; none may be NaN.
         """
-        least = torch.tensor(values, dtype=torch.float64, device="cpu")
+        own = torch.tensor(values, dtype=torch.float64, device="cpu")
         with self.collective("comparing measured times"):
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group)
-        return least.tolist()
+            return all_gather(own, self.group).amin(0).tolist()
 
     def largest(self, number: int) -> int:
-        """Return the largest number of all ranks, by one small collective.
+        """Return the largest number of all ranks, by one small exchange.
 
         Raises:
-            RuntimeError: the collective has failed. Nothing is reported.
+            RuntimeError: the exchange has failed. Nothing is reported.
         """
-        found = torch.tensor([number], dtype=torch.int64, device="cpu")
+        own = torch.tensor([number], dtype=torch.int64, device="cpu")
         with self.waiting("comparing values"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return int(found)
+            return int(all_gather(own, self.group).max())
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """Require equal values on all ranks.
@@ -421,12 +438,24 @@ class Control:
 
 
 def new_group(
-    backend: str, timeout_s: float, parts: Sequence[Sequence[int]] = ()
+    backend: str,
+    timeout_s: float,
+    parts: Sequence[Sequence[int]] = (),
+    like: dist.ProcessGroup | None = None,
 ) -> dist.ProcessGroup:
-    """Return a new process group of all ranks, or of the part that holds this rank."""
+    """Return a new process group of all ranks, or of the part that holds this rank.
+
+    Args:
+        backend: "gloo" or "nccl".
+        timeout_s: timeout of its collectives in seconds.
+        parts: ranks of each part; () for one group of all ranks.
+        like: group of gloo whose thread and listening socket a new group of gloo shares; None: it
+            has its own.
+    """
     mine, timeout = None, timedelta(seconds=timeout_s)
-    for part in parts or [range(dist.get_world_size())]:  # every rank must create every group
-        group = dist.new_group(list(part), backend=backend, timeout=timeout)
-        mine = group if dist.get_rank() in part else mine
+    with share_devices(like):
+        for part in parts or [range(dist.get_world_size())]:  # every rank must create every group
+            group = dist.new_group(list(part), backend=backend, timeout=timeout)
+            mine = group if dist.get_rank() in part else mine
     assert isinstance(mine, dist.ProcessGroup)
     return mine

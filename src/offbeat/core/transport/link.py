@@ -157,6 +157,7 @@ class MessageLink:
             send=_refuse,
             exchange=_refuse,
             levels=None,
+            is_any=bool,
             duplex=None,
         )
 

@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.core.transport.tagged import all_gather, broadcast
+
 CPU = torch.device("cpu")
+SIZE_BYTES, FIRST_BYTES = 8, 248  # of the first exchange: the size of the value, and its begin
 TUPLE = "()"  # {"()": [1, 2]} is the tuple (1, 2), which a JSON list is not
 JSON_TYPES = "use None, numbers, text, lists, tuples and dicts with text keys"
 ONE_VERSION = "start all ranks with the same version of offbeat"
@@ -48,7 +51,8 @@ def unpack(data: bytes, rank: int) -> Any:
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, by rank.
 
-    Sizes are exchanged first, then the bytes, padded to the largest size.
+    The first exchange holds the sizes, and values of up to `FIRST_BYTES` bytes. If one is larger,
+    all bytes follow, padded to the largest size.
 
     Raises:
         ValueError: on every rank, if a value cannot be packed; names the rank.
@@ -68,10 +72,11 @@ def broadcast_state(
     is_source = dist.get_rank() == source
     data = _saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
-    dist.broadcast(size, source, group)
+    root = dist.get_group_rank(group, source)
+    broadcast(size, root, group)
     if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    dist.broadcast(data, source, group)
+    broadcast(data, root, group)
     return state if is_source else _load(data, where)
 
 
@@ -98,14 +103,17 @@ def _load(data: Tensor, where: torch.device = CPU) -> Any:
 
 
 def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    ranks = dist.get_world_size(group)
-    sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device="cpu"), group=group)
-    most = max(map(int, sizes))
-    padded = torch.frombuffer(bytearray(mine.ljust(most, b" ")), dtype=torch.uint8)
-    rows = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in range(ranks)]
-    dist.all_gather(rows, padded, group=group)
-    return [row.numpy().tobytes() for row in rows]  # JSON ignores the padding with spaces
+    def exchange(own: bytes) -> list[bytes]:
+        tensor = torch.empty(len(own), dtype=torch.uint8, device="cpu")
+        tensor.numpy().data[:] = own
+        return [row.tobytes() for row in all_gather(tensor, group).numpy()]
+
+    first = mine[:FIRST_BYTES].ljust(FIRST_BYTES)
+    rows = exchange(len(mine).to_bytes(SIZE_BYTES, "little") + first)
+    sizes = [int.from_bytes(row[:SIZE_BYTES], "little") for row in rows]
+    most = max(sizes)
+    rows = [row[SIZE_BYTES:] for row in rows] if most <= FIRST_BYTES else exchange(mine.ljust(most))
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def _tag_tuples(value: Any, place: str) -> Any:

@@ -1,0 +1,54 @@
+"""Devices of gloo: the thread and the listening socket of process groups on one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+THREADS = 2  # threads per device that run collectives of a group, as in torch's own groups
+_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)  # None: torch without gloo
+
+
+@contextmanager
+def share_devices(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Create groups of gloo in the block on the devices of `group`, a group of gloo. With None, and
+    if torch does not provide the devices, each new group has its own.
+
+    A device has a thread that reads and writes all connections of its groups, a listening socket
+    and a poll object. Every group keeps its own connections. `torch.distributed.new_group` passes
+    no options to gloo, so the class that it creates is replaced while the block runs.
+    """
+    devices = [] if group is None else _devices_of(group)
+    if not devices:
+        yield
+        return
+
+    class SharingGroup(_Gloo):
+        """Group on the given devices; `new_group` creates it."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+            options = _Gloo._Options()
+            options._devices, options._threads = devices, THREADS * len(devices)
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    patched: Any = distributed_c10d
+    patched.ProcessGroupGloo = SharingGroup
+    try:
+        yield
+    finally:
+        patched.ProcessGroupGloo = _Gloo
+
+
+def _devices_of(group: dist.ProcessGroup) -> list[Any]:
+    """Return the devices of a group; an empty list if torch does not provide them."""
+    with suppress(AttributeError, RuntimeError, TypeError):
+        backend: Any = group._get_backend(torch.device("cpu"))
+        return list(backend.options._devices)
+    return []

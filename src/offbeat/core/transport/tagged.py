@@ -1,0 +1,68 @@
+"""Collectives of control messages, by messages between two ranks with a tag of their own.
+
+gloo matches the collectives of a group by their order. A script, or a thread of it, may use the
+default process group at the same time as control messages do. Messages with a tag match only each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.core.transport.heartbeat import mark_peer_error
+
+TAG = 0x0FFBEA7
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, of equal length and dtype and in the memory of the host, as
+    the rows of a table by rank.
+
+    It takes ceil(log2 N) rounds; gloo's own all-gather takes N - 1.
+
+    Source: Bruck et al. 1997, Efficient Algorithms for All-to-All Communications.
+    """
+    rank, ranks = group.rank(), group.size()
+    # Row i is that of rank + i.
+    rows = torch.empty(ranks, own.numel(), dtype=own.dtype, device="cpu")
+    rows[0] = own
+    count = 1  # complete rows
+    with _mark_errors():
+        while count < ranks:
+            more = min(count, ranks - count)
+            receives = group.recv([rows[count : count + more]], (rank + count) % ranks, TAG)
+            sends = group.send([rows[:more]], (rank - count) % ranks, TAG)
+            receives.wait()
+            sends.wait()
+            count += more
+    return rows.roll(rank, 0)
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Copy a contiguous tensor of the rank `source` of the group to all ranks of the group, along a
+    binomial tree."""
+    rank, ranks = group.rank(), group.size()
+    place, width = (rank - source) % ranks, 1  # the source has the place 0
+    while width < ranks and not place & width:
+        width *= 2
+    with _mark_errors():
+        if place:
+            group.recv([tensor], (rank - width) % ranks, TAG).wait()
+        while width := width // 2:
+            if place + width < ranks:
+                group.send([tensor], (rank + width) % ranks, TAG).wait()
+
+
+@contextmanager
+def _mark_errors() -> Iterator[None]:
+    """Mark a RuntimeError of the block as an error of a wait for other ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        mark_peer_error(error)
+        raise
