@@ -16,6 +16,7 @@ each variant and with DDP; losses are real. About 8 minutes of one core; runs ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -48,7 +49,13 @@ CONTESTANTS: dict[str, Strategy] = {
     "delayed by 1": DreamDDP(PERIOD, due="delayed"),
     "delayed by 2": DreamDDP(PERIOD, due="delayed", delay=2),
 }
-QUALITY = {"DDP": BSP(), **CONTESTANTS, "delayed by 4": DreamDDP(PERIOD, due="delayed", delay=4)}
+LATE = DreamDDP(PERIOD, due="delayed", delay=4)
+QUALITY = {
+    "DDP": BSP(),
+    **CONTESTANTS,
+    "delayed by 4": LATE,
+    "delayed by 4, gain .5": replace(LATE, gain=0.5),
+}
 QUALITY_RATE = 50  # Mbit/s, for which plans are made
 SOLO = "profile of GPT"
 # Where averages are late and the link is slow, the first iterations run ahead of it, for up to two

@@ -6,6 +6,7 @@
 
 The GPT with two layers and the digits network with a convolution, 4 and 8 hosts. `losses` trains
 the real models, without a lab: held-out loss of the mean of all replicas every 10 iterations.
+Methods with servers train in a rehearsal, and have no times.
 `times` takes seconds and bytes per iteration in the lab, where a host only takes the time of
 compute. `tables` joins both: iterations until DDP's loss times seconds per iteration, and the loss
 when a rank has sent as many bytes as local SGD in half of its run (`--megabytes` for others).
@@ -27,8 +28,14 @@ from statistics import median
 from typing import Any
 
 import front
-from front_worker import EVERY, PERIOD
+import torch
+from front_worker import EVERY, PERIOD, TASKS
 from threads import remembered
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from offbeat.profile import Link, Profile
+from offbeat.rehearsal.rehearse import rehearse
 
 HOSTS, RATES, SEEDS = (4, 8), (25, 100), 3
 BUDGET = f"local-sgd:period={PERIOD}"  # sends the bytes at which losses are compared
@@ -46,6 +53,17 @@ CONTESTANTS = (
     "demo",
     "demo:fraction=0.03",
 )
+# Methods with servers train in a rehearsal, for numbers of hosts. Their quorum is three quarters of
+# the workers. With heloco each worker's change is a step of its own.
+SERVED = {
+    f"ps-diloco:period={PERIOD}": {},
+    f"ps-diloco:period={PERIOD}, a quorum": {4: "quorum=3", 8: "quorum=6"},
+    f"ps-diloco:period={PERIOD}, heloco": {
+        4: "rule=heloco:outer=0.2/0.3",
+        8: "rule=heloco:outer=0.1/0.3",
+    },
+}
+JITTER = 0.1  # of compute in these rehearsals, so that not always the same workers are late
 SIGN_RATES = {"gpt": 1e-3, "digits": 3e-4}  # learning rates of steps by signs
 
 
@@ -57,7 +75,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         for seed in range(options.seeds):
             for task, hosts in cases:
                 sgd = {label: SIGN_RATES[task] for label in CONTESTANTS if label.startswith("demo")}
-                run = partial(front.losses, task, hosts, seed, [*CONTESTANTS], sgd)
+                run = partial(losses, task, hosts, seed, sgd)
                 yield f"{task}, {hosts} hosts, seed {seed}", run
         return
     keep = options.times.with_suffix(".profiles")
@@ -68,6 +86,44 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
                 more: dict[str, Any] = {"advised": False, "adam": task == "gpt"}
                 run = partial(front.times, task, hosts, rate, turns, keep, **more)
                 yield f"{task}, {hosts} hosts, {rate} Mbit/s, {n}", run
+
+
+def losses(task: str, hosts: int, seed: int, sgd: Mapping[str, float]) -> dict[str, Any]:
+    """Return for each contestant (iteration, held-out loss) every few iterations."""
+    planned = front.losses(task, hosts, seed, [*CONTESTANTS], sgd)
+    return planned | {label: served(label, task, hosts, seed) for label in SERVED}
+
+
+def served(label: str, name: str, hosts: int, seed: int) -> list[tuple[int, float]]:
+    """Return (iteration, held-out loss) of a method with servers, in a rehearsal."""
+    task = TASKS[name]
+    settings = SERVED[label].get(hosts, "")
+    text = ":".join(filter(None, (label.partition(",")[0], settings)))
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(seed)
+        return task.model()
+
+    def make_optimizer(model: nn.Module) -> Any:
+        optimizer = task.optimizer(model)
+        return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / task.warmup))
+
+    torch.set_num_threads(1)
+    profile = Profile(front.buckets_of(name), (Link("net", 1e-3, 2e6),), hosts)
+    [curve] = rehearse(
+        make_model,
+        make_optimizer,
+        partial(task.batches, seed, hosts),
+        text,
+        profile,
+        iterations=front.LENGTHS[name],
+        loss=task.loss,
+        evaluate=task.held_out_loss,
+        evaluate_every=EVERY,
+        jitter=JITTER,
+        seed=seed,
+    ).values()
+    return [(iteration + 1, loss) for iteration, loss in curve.held_out]
 
 
 def loss_at(curve: Sequence[Sequence[float]], iteration: float) -> float:
@@ -101,18 +157,19 @@ def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[st
     }
     length = front.LENGTHS[task]
     budget = options.megabytes * 1e6 if options.megabytes else sent.get(BUDGET, 0) * length / 2
-    for label in CONTESTANTS:
+    for label in (*CONTESTANTS, *SERVED):
         needed = [front.reached(c[label], front.aim_of(c["ddp"], task)) for c in curves]
         reached = [n for n in needed if n is not None]
         cells = [label, front.spread(reached, ".0f") if reached else ""]
         cells[1] += f" (never: {len(needed) - len(reached)})" if len(reached) < len(needed) else ""
         cells.append(front.spread([c[label][-1][1] for c in curves], ".3f") if curves else "")
-        at = [loss_at(c[label], budget / max(sent[label], 1)) for c in curves] if sent else []
-        less = bool(sent) and sent[label] * length < budget
+        of_label = sent.get(label)
+        at = [loss_at(c[label], budget / max(of_label, 1)) for c in curves] if of_label else []
+        less = bool(of_label) and of_label * length < budget
         cells.append((f"{'<' * less}" + front.spread(at, ".3f")) if at else "")
-        cells.append(f"{sent[label] / 1e3:.1f}" if sent else "")
+        cells.append(f"{of_label / 1e3:.1f}" if of_label else "")
         for found in runs.values():
-            taken = [each[label]["iteration_s"] for each in found]
+            taken = [each[label]["iteration_s"] for each in found if label in each]
             cell = front.spread([1e3 * s for s in taken], ".1f") if taken else ""
             if taken and len(reached) == len(needed) > 0:
                 cell += f", **{median(taken) * median(reached):.1f} s**"

@@ -370,6 +370,31 @@ NAMES = {
         "send grad[0:2]@net must name two ranks, from and to",
         [0],
     ),
+    "exchange of one rank": (
+        plan_of(
+            move("param", 0, 2, STEP, END, verb="exchange", ranks=(1, 1), into="x"),
+            buffers=(Buffer("x"),),
+        ),
+        "exchange param[0:2] 1<->1 into x@net must name two ranks",
+        [0],
+    ),
+    "exchange in place": (
+        plan_of(move("param", 0, 2, STEP, END, verb="exchange", ranks=(0, 1))),
+        "exchange param[0:2] 0<->1@net must name the buffer that the payload of the other rank "
+        "goes into",
+        [0],
+    ),
+    "codes of an exchange": (
+        plan_of(
+            move(
+                "param", 0, 2, STEP, END, verb="exchange", ranks=(0, 1), into="x", wire=Wire("int8")
+            ),
+            buffers=(Buffer("x"),),
+        ),
+        "exchange param[0:2] 0<->1 into x@net cannot be encoded as int8: only all_reduce and send "
+        "can",
+        [0],
+    ),
     "send of an older copy": (
         replace(
             deft_plan(),

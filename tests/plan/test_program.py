@@ -10,7 +10,7 @@ from support.random_plans import moment_at, random_plan, ranks_of
 from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.windows import Windows
 from offbeat.core.plan.program import Program, position
-from offbeat.plan import Apply, Moment, Phases, Plan, local, transfer
+from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, local, transfer
 
 STEP, END = Moment("step"), Moment("end")
 
@@ -92,6 +92,21 @@ def test_who_sends_and_who_receives():
     ]
     assert told(plan, 0, 1) == []
     assert told(plan, 0, 2) == [("end", ["wait grad[0:1]"])]
+
+
+def test_both_ranks_of_an_exchange_release_and_wait():
+    one = range(1)
+    moved = transfer(
+        "param", one, after=STEP, before=END, phases=[0], link="net",
+        verb="exchange", ranks=(0, 2), into="theirs",
+    )  # fmt: skip
+    plan = Plan("pair", 1, (moved,), (local(1, STEP, [0]),), buffers=(Buffer("theirs"),))
+    for rank in (0, 2):
+        released = ["local[0:1]", "release param[0:1]"]
+        assert told(plan, 0, rank) == [("step", released), ("end", ["wait param[0:1]"])]
+    assert told(plan, 0, 1) == [("step", ["local[0:1]"])]
+    assert moved.id == "exchange param[0:1] 0<->2 into theirs@net"
+    assert (moved.way, moved.only_receives(2), moved.in_place) == (None, False, False)
 
 
 @pytest.mark.parametrize("seed", range(40))

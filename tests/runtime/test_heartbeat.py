@@ -608,8 +608,8 @@ def test_a_rank_that_has_stopped_waiting_is_not_missing() -> None:
 
 def test_a_rank_that_comes_as_the_wait_ends_is_not_missing() -> None:
     class Late(PrefixStore):
-        def wait(self, keys: list[str], _: object) -> None:
-            self.set(keys[1], "")
+        def wait(self, _keys: list[str], _: object) -> None:
+            self.set("1", "")
             raise RuntimeError("wait timeout")
 
     store = Late("wait", HashStore())

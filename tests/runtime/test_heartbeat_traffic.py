@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from offbeat.core.runtime.prepare import TIMEOUT_S
 from offbeat.core.transport import heartbeat, heartbeat_traffic
 from offbeat.core.transport.heartbeat import (
     ABORTED,
@@ -304,5 +305,16 @@ def test_table_is_read_for_a_new_version_only(clock: Clock) -> None:
 def test_interval_grows_with_the_number_of_ranks() -> None:
     assert heartbeat_traffic.interval_s(64) == 0.5
     assert heartbeat_traffic.interval_s(512) == 4.0
+    assert heartbeat_traffic.interval_s(1024) == heartbeat_traffic.interval_s(100_000) == 8.0
     assert traffic_bps(1) == 0.0
-    assert traffic_bps(100_000) <= 8 * RECEIVED_BYTES * heartbeat_traffic.MAX_EXCHANGES_PER_S
+    assert traffic_bps(1024) <= 8 * RECEIVED_BYTES * heartbeat_traffic.MAX_EXCHANGES_PER_S
+    assert traffic_bps(8192) == RECEIVED_BYTES * 8191
+
+
+def test_failures_of_large_jobs_are_detected_before_waits_end() -> None:
+    """The detector needs a heartbeat of each rank, and the collector reads it half an interval
+    later."""
+    for ranks in (64, 1024, 8192, 100_000):
+        detector = heartbeat.FailureDetector(0, ranks)
+        assert detector.poll_s <= 4.0
+        assert detector.timeout_s + detector.interval_s + detector.poll_s < TIMEOUT_S

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.core.transport.collectives import Collectives
+from offbeat.core.transport.collectives import Collectives, _no_send
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.plan import Moment, Verb, transfer
@@ -173,11 +174,16 @@ def test_what_is_passed_over_lets_the_next_one_go() -> None:
     assert link.bytes_sent == 2 * 8
 
 
-def test_a_message_between_two_ranks_is_sent() -> None:
+@pytest.mark.parametrize("verb", ["send", "exchange"])
+def test_a_message_between_two_ranks_is_sent(verb: Verb) -> None:
     sent: list[tuple[float, int, int]] = []
-    act = Collectives({}, lambda t, source, target: sent.append((t[0].item(), source, target)))
+
+    def note(t: Tensor, source: int, target: int) -> None:
+        sent.append((t[0].item(), source, target))
+
+    act = Collectives({}, note) if verb == "send" else Collectives({}, _no_send, swap=note)
     link = LinkThread("net", act, CPU())
-    message = link.enqueue(replace(TRANSFER, verb="send", ranks=(2, 0)), 5)
+    message = link.enqueue(replace(TRANSFER, verb=verb, ranks=(2, 0)), 5)
     release(link, message)
     assert message.wait(LONG_S)
     assert link.close()

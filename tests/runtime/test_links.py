@@ -19,6 +19,7 @@ import torch.distributed as dist
 from support.worlds import run_world, watch_world
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.cli import commands as cli
@@ -34,10 +35,20 @@ from offbeat.core.transport.collectives import (
     collectives,
     shards,
 )
-from offbeat.core.transport.control import new_group
+from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.interfaces import LinkSpec, ipv4_of, parse_link, unreachable
+from offbeat.core.transport.interfaces import (
+    LAZY_CONNECTIONS,
+    MOST_CHECKED,
+    LinkSpec,
+    _peers,
+    group_environment,
+    ipv4_of,
+    parse_link,
+    unreachable,
+)
 from offbeat.core.transport.store_agreement import StoreAgreement
+from offbeat.core.transport.topology import Topology
 from offbeat.plan import Moment, Verb, transfer
 
 HOST = torch.device("cpu")
@@ -131,6 +142,37 @@ def run_exchange(elements: list[int]) -> list[list[float]]:
         group.exchange(x)
         found.append([v for shard in shards(x, world_size) for v in shard.unique().tolist()])
     return found
+
+
+def run_swaps(connections: int) -> list[list[float]]:
+    """What each rank has after exchanges of pairs; the sizes are of one piece and of several."""
+    rank, world_size = join()
+    group = collectives(new_group("gloo", 30.0), "gloo", HOST, 30.0, connections)
+    found = []
+    for distance, size in ((1, 5), (2, 100_003)):
+        other = rank ^ distance
+        x = torch.full((size,), float(rank))
+        pair = sorted((rank, other))
+        if other < world_size:
+            group.swap(x, *pair)
+        found.append(x.unique().tolist())
+    return found
+
+
+def run_lazily() -> list[Any]:
+    """Connections of groups whose pairs connect with their first message, and their results."""
+    os.environ[LAZY_CONNECTIONS] = "1"
+    rank, _ = join()
+    files = len([*Path("/proc/self/fd").iterdir()])
+    control = Control(30.0)
+    found: list[Any] = [control.gather(rank), control.minimum([rank, -rank])]
+    group = collectives(control.group, "gloo", HOST, 30.0)
+    for verb in ("all_reduce", "reduce_scatter", "all_gather"):
+        x = torch.full((40_000,), float(rank))
+        group.by_verb[verb](x)
+        found.append(x.mean().item() if verb != "reduce_scatter" else None)
+    control.close()
+    return [*found, len([*Path("/proc/self/fd").iterdir()]) > files]
 
 
 def wait_for_a_silent_rank(limit_s: float, verb: Verb) -> float:
@@ -252,6 +294,17 @@ def test_an_exchange_hands_every_rank_its_shards() -> None:
     elements = [3, edges[0], edges[0] + 3, edges[1] - 3, edges[1], 99_999]
     for rank, found in enumerate(run_world(run_exchange, 3, elements)):
         assert found == [[10.0 * source + rank for source in range(3)]] * len(elements)
+
+
+def test_two_ranks_exchange_tensors_in_both_directions() -> None:
+    for found, first in zip(run_world(run_swaps, 3, 2), (1.0, 0.0, 2.0), strict=True):
+        assert found[0] == [first]
+    assert [row[1] for row in run_world(run_swaps, 4, 2)] == [[2.0], [3.0], [0.0], [1.0]]
+
+
+def test_groups_work_if_pairs_connect_with_their_first_message() -> None:
+    expected = [[0, 1, 2, 3, 4], [0.0, -4.0], 2.0, None, 2.0, True]
+    assert run_world(run_lazily, 5) == [expected] * 5
 
 
 class Noted:
@@ -455,6 +508,58 @@ def test_ranks_agree_by_the_store(version: str, expected: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(agreement_of, [store] * 2, range(2), ["1", version])
         assert list(found) == [expected] * 2
+
+
+def test_the_store_sends_one_summary_to_each_rank() -> None:
+    """Ranks other than 0 wait for one key and read one value, whatever the number of ranks."""
+    reads: list[tuple[int, int]] = []
+
+    class Counted(PrefixStore):
+        rank = 0
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            reads.append((self.rank, len(keys)))
+            super().wait(keys, timeout)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            reads.append((self.rank, len(keys)))
+            return super().multi_get(keys)
+
+    store, ranks = HashStore(), 6
+
+    def gather(rank: int) -> list[Any]:
+        counted = Counted("all", store)
+        counted.rank = rank
+        return StoreAgreement(counted, rank, ranks, 10.0).gather(("value", rank % 2))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        assert [*pool.map(gather, range(ranks))] == [
+            [("value", r % 2) for r in range(ranks)]
+        ] * ranks
+    assert sorted(reads) == [(0, ranks), (0, ranks), *((rank, 1) for rank in range(1, ranks))]
+
+
+def test_only_the_ranks_that_collectives_use_are_checked_in_large_jobs() -> None:
+    few, many = Topology.flat(MOST_CHECKED), Topology.flat(1000)
+    assert [*_peers(LO, 3, few)] == [*range(MOST_CHECKED)]
+    everyone = [_peers(LO, rank, many) for rank in range(1000)]
+    for rank, peers in enumerate(everyone):
+        assert rank not in peers
+        assert {(rank + 1) % 1000, (rank - 1) % 1000} <= {*peers}
+        assert len(peers) == 20
+        assert all(rank in everyone[peer] for peer in peers)
+    nodes = Topology(tuple((2 * node, 2 * node + 1) for node in range(100)))
+    assert all(peer % 2 == 1 for peer in _peers(LO, 7, nodes))
+
+
+def test_large_jobs_connect_pairs_with_their_first_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, ranks, expected in ((None, 64, None), (None, 65, "1"), ("0", 65, "0")):
+        monkeypatch.delenv(LAZY_CONNECTIONS, raising=False)
+        if given is not None:
+            monkeypatch.setenv(LAZY_CONNECTIONS, given)
+        with group_environment(LO, ranks):
+            assert os.environ.get(LAZY_CONNECTIONS) == expected
+        assert os.environ.get(LAZY_CONNECTIONS) == given
 
 
 def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

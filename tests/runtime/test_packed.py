@@ -6,7 +6,11 @@ import ast
 import math
 import re
 import struct
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from support import talking
 from support.worlds import run_world
 
 import offbeat
+from offbeat.core.transport import packed
 from offbeat.core.transport.packed import TUPLE, pack, unpack, unreadable
 
 PLAIN = st.recursive(
@@ -60,6 +65,74 @@ def test_what_cannot_be_said_is_named(value: Any, place: str, kind: str) -> None
         unpack(pack(value), 0)
     assert place in str(caught.value)
     assert kind in str(caught.value)
+
+
+class MemoryGroup:
+    """Process group of threads; counts the messages and bytes that its rank sends."""
+
+    def __init__(self, rank: int, ranks: int, mail: dict[tuple[int, int], Queue[Any]]):
+        self._rank, self._ranks, self._mail = rank, ranks, mail
+        self.messages = self.bytes = 0
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._ranks
+
+    def send(self, tensors: list[torch.Tensor], target: int, _tag: int) -> Any:
+        self.messages += 1
+        self.bytes += tensors[0].nbytes
+        self._mail[self._rank, target].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, _tag: int) -> Any:
+        box = self._mail[source, self._rank]
+        return SimpleNamespace(wait=lambda: tensors[0].copy_(box.get(timeout=20)))
+
+
+def on_ranks(ranks: int, act: Any) -> tuple[list[Any], list[MemoryGroup]]:
+    """What every rank returns, and the groups of the ranks."""
+    mail: dict[tuple[int, int], Queue[Any]] = defaultdict(Queue)
+    for pair in ((a, b) for a in range(ranks) for b in range(ranks)):
+        mail[pair]  # before the threads
+    groups = [MemoryGroup(rank, ranks, mail) for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(act, groups)), groups
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("kinds", [1, 2, 9])
+def test_every_rank_gets_all_values_in_logarithmic_rounds(ranks: int, kinds: int) -> None:
+    values = [{"rank": rank % kinds, "long": "x" * 300 * (rank % kinds)} for rank in range(ranks)]
+
+    def twice(group: Any) -> list[Any]:
+        first = packed.gather(values[group.rank()], group)
+        return [first, packed.gather(group.rank(), group)]
+
+    found, groups = on_ranks(ranks, twice)
+    assert found == [[values, [*range(ranks)]]] * ranks
+    rounds = (ranks - 1).bit_length()
+    assert max(group.messages for group in groups) <= rounds * (2 if kinds == 1 else 3)
+    if kinds == 1:
+        assert len({id(value) for value in found[0][0]}) == 1
+
+
+def test_equal_values_are_sent_once() -> None:
+    found, groups = on_ranks(8, lambda group: packed.gather("x" * 10_000, group))
+    assert found == [["x" * 10_000] * 8] * 8
+    assert max(group.bytes for group in groups) == 7 * (packed.SIZE_BYTES + packed.FIRST_BYTES)
+    _, groups = on_ranks(8, lambda group: packed.gather("x" * 10_000 * (group.rank() == 0), group))
+    assert sum(group.bytes for group in groups) < 8 * 7 * 256 + 7 * 10_100
+
+
+def test_joined_values_of_all_ranks() -> None:
+    values = [("a", 0.1), None, ("a", 0.1), {"b": [1]}]
+    data = packed.join([pack(value) for value in values])
+    assert packed.split(data) == values
+    assert len(packed.join([pack("x" * 1000)] * 1000)) < 200
+    with pytest.raises(ValueError, match="rank 2 cannot send its value"):
+        packed.split(packed.join([pack(1), pack(2), pack({3})]))
 
 
 def test_ranks_tell_each_other() -> None:

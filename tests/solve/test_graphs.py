@@ -6,6 +6,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
+from offbeat.gossip import graphs
 from offbeat.gossip.graphs import constants, edge_rates, parts, topology
 
 ORACLE = [  # of the algorithms' specification, at rate 1: chi1, chi2, eta, alpha~
@@ -63,6 +64,25 @@ def test_constants_by_another_way(seed):
     assert (found.chi1, found.chi2) == (pytest.approx(chi1), pytest.approx(chi2))
     assert found.eta == pytest.approx(1 / (2 * math.sqrt(chi1 * chi2)))
     assert found.alpha_tilde == pytest.approx(math.sqrt(chi1 / chi2) / 2)
+
+
+@pytest.mark.parametrize("n", [7, 8, 64])
+@pytest.mark.parametrize("name", ["ring", "exponential", "complete", "torus"])
+def test_constants_of_large_graphs_are_those_of_a_matrix(monkeypatch, name, n):
+    if name == "torus" and n == 7:
+        return  # has one row
+    dense = of(name, n)
+    monkeypatch.setattr(graphs, "MOST_DENSE", 0)
+    found = of(name, n)
+    assert found.lambda2 == pytest.approx(dense.lambda2, rel=1e-10)
+    assert (found.chi2, found.eta) == (pytest.approx(dense.chi2), pytest.approx(dense.eta))
+
+
+def test_a_large_graph_with_one_slow_edge_is_no_ring(monkeypatch):
+    rates = edge_rates(topology("ring", 12)) | {(3, 4): 0.01}
+    dense = constants(rates, 12)
+    monkeypatch.setattr(graphs, "MOST_DENSE", 0)
+    assert constants(rates, 12) == dense
 
 
 def test_rates_scale_time():

@@ -233,6 +233,29 @@ def demo(fraction: float, beta: float, sign: bool) -> Program:
     return program
 
 
+def delayed(period: int, delay: int, gain: float, sets: Sequence[Sequence[int]]) -> Program:
+    """Snapshots after the step; what is learnt since then stays. `sets`: the buckets of each
+    iteration."""
+
+    def program(task: Task, ranks: int, iterations: int, optimizer: Optimizer) -> list[Array]:
+        workers = [Worker(task, rank, optimizer) for rank in range(ranks)]
+        ends = np.cumsum([0, *task.sizes])
+        used, taken = [], []
+        for t in range(iterations):
+            used.append(np.array([worker.w for worker in workers]))
+            for worker in workers:
+                worker.step(worker.gradient(t))
+            taken.append(np.array([worker.w for worker in workers]))
+            for b in sets[(t - delay) % period] if t >= delay else ():
+                part = slice(ends[b], ends[b + 1])
+                then = taken[t - delay][:, part]
+                for k, worker in enumerate(workers):
+                    worker.w[part] += gain * (then.mean(axis=0) - then[k])
+        return used
+
+    return program
+
+
 SMALL, LARGE = (7, 12, 5), (4100, 300, 70)
 CASES: list[tuple[str, dict[str, Any], Program, Sequence[int], Optimizer]] = [
     ("eager", {"period": 3, "outer": "0.7/0.9"}, eager(3, 0.7, 0.9, True), SMALL, momentum),
@@ -272,6 +295,25 @@ def test_computes_what_a_plain_program_computes(case: Any, ranks: int) -> None:
     trained = interpret_plan(plan, task, ranks, iterations, optimizer, seed=1)
     expected = program(task, ranks, iterations, optimizer)
     assert np.ptp(expected[-1], axis=0).max() > 0 or name in ("sparseloco", "demo")
+    for t, (found, wanted) in enumerate(zip(trained, expected, strict=True)):
+        assert abs(found - wanted).max() <= TOLERANCE, f"iteration {t}"
+
+
+@pytest.mark.parametrize(("period", "delay", "gain"), [(3, 1, 0.5), (4, 3, 0.7), (4, 2, 1.0)])
+def test_delayed_averages_are_those_of_a_plain_program(
+    period: int, delay: int, gain: float
+) -> None:
+    settings = {"period": period, "due": "delayed", "delay": delay, "gain": gain}
+    plan = create("dreamddp", settings).plan(profile_of(4))
+    [kept] = {apply.arg("kept", 0.0) for apply in plan.applies if apply.rule == "delta"}
+    assert kept == pytest.approx(1 - gain)
+    sets: list[list[int]] = [[] for _ in range(period)]
+    for t in plan.transfers:
+        sets[next(iter(t.phases))] += t.payload.buckets
+    assert sorted(b for members in sets for b in members) == [0, 1, 2]
+    task = Task(SMALL)
+    trained = interpret_plan(plan, task, 4, 14, momentum, seed=1)
+    expected = delayed(period, delay, gain, sets)(task, 4, 14, momentum)
     for t, (found, wanted) in enumerate(zip(trained, expected, strict=True)):
         assert abs(found - wanted).max() <= TOLERANCE, f"iteration {t}"
 

@@ -77,6 +77,9 @@ class MemoryControl:
         )
         return [unpack(data, rank) for rank, data in enumerate(given)]
 
+    def share_first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
     def agree(self, what: str, value: Any, remedy: str) -> None:
         assert len({str(v) for v in self.gather(value)}) == 1, what
 
@@ -132,8 +135,13 @@ def _collectives(world: World, rank: int, name: str, groups: Groups) -> Collecti
         own = mine.index(rank)
         tensor.copy_(torch.cat([shards(given[r], len(mine))[own] for r in mine]))
 
-    by_verb = {verb: combined(verb) for verb in VERBS if verb != "send"}
-    return Collectives(by_verb, send, exchange, mine.index(rank), len(mine))  # type: ignore[arg-type]
+    def swap(tensor: Tensor, one: int, other: int) -> None:
+        pair = world.meeting((name, one, other), (one, other))
+        given = pair.meet(rank, tensor.clone(), dict)
+        tensor.copy_(given[other if rank == one else one])
+
+    by_verb = {verb: combined(verb) for verb in VERBS if verb not in ("send", "exchange")}
+    return Collectives(by_verb, send, exchange, mine.index(rank), len(mine), swap=swap)  # type: ignore[arg-type]
 
 
 def _mean(given: dict[int, Tensor]) -> Tensor:

@@ -33,6 +33,9 @@ STOP_S = 20.0  # longest time from the signal to the end; launchers kill 30 s af
 SECOND_S = 2.0  # an earlier second signal counts as the first one, sent by another launcher
 WATCH_EVERY_S = 0.1  # seconds between two looks at the other ranks after the signal
 LOOK_EVERY_S = 1.0  # seconds between two looks at the store for a signal of another rank
+MOST_LOOKS_PER_S = 2048  # limit of the looks of all ranks for a signal, with a pause of at most 4 s
+LONGEST_LOOK_S = 4.0
+MOST_WATCHES_PER_S = 8192  # limit of the looks of all ranks after the signal
 END_S = 2.0  # longest wait for another thread that writes the end
 STORE_LINGER_S = 0.5  # time in which the other ranks read the store that rank 0 may host
 THREAD_NAME = "offbeat-stopping"
@@ -219,22 +222,24 @@ class StopRequest:
 
     def _exchange(self, store: Any) -> None:
         """Learn of a signal of another rank, agree on the last iteration, and wait for its end."""
+        ranks = self._control.world_size
+        look_every_s = max(LOOK_EVERY_S, min(ranks / MOST_LOOKS_PER_S, LONGEST_LOOK_S))
         try:
             while self._requester is None:
                 if self._closed.is_set():
                     return
                 if store.check([REQUESTED]):
                     self._request(int(store.get(REQUESTED)))
-                elif self._changed.wait(LOOK_EVERY_S):
+                elif self._changed.wait(look_every_s):
                     self._changed.clear()
             assert self._last is not None
             store.set(REQUESTED, str(self._requester))
-            last = max(self._collect(store, "last", self._last))
+            last = self._await_all(store, "last", self._last)
             with self._lock:
                 self._last, self._requester = last, int(store.get(REQUESTED))  # of all ranks
             self._agreed.set()
             self._saved.wait()
-            self._collect(store, "saved", last)
+            self._await_all(store, "saved", last)
             if self._control.rank == 0:
                 time.sleep(STORE_LINGER_S)
         except RuntimeError:  # the failure detector also reports a lost store
@@ -242,15 +247,20 @@ class StopRequest:
         finally:
             self._all_saved.set()
 
-    def _collect(self, store: Any, name: str, number: int) -> list[int]:
-        """Publish a number of this rank. Return those of all ranks when all have published."""
-        ranks = range(self._control.world_size)
+    def _await_all(self, store: Any, name: str, number: int) -> int:
+        """Publish a number of this rank. Return the largest of all ranks when all have published.
+
+        The last rank that publishes reads the numbers of all ranks, and no other one does.
+        """
+        ranks, largest = range(self._control.world_size), f"{name}/largest"
         store.set(f"{name}/{self._control.rank}", str(number))
-        store.add(name, 1)
-        while store.add(name, 0) < len(ranks):
-            if self._closed.wait(WATCH_EVERY_S):
+        if store.add(name, 1) == len(ranks):
+            numbers = store.multi_get([f"{name}/{rank}" for rank in ranks])
+            store.set(largest, str(max(map(int, numbers))))
+        while not store.check([largest]):
+            if self._closed.wait(max(WATCH_EVERY_S, len(ranks) / MOST_WATCHES_PER_S)):
                 raise RuntimeError("the model was closed")
-        return [*map(int, store.multi_get([f"{name}/{rank}" for rank in ranks]))]
+        return int(store.get(largest))
 
     def _reason_to_end_now(self) -> str | None:
         """Return why this rank ends without the end of the iteration; None if it does not."""

@@ -212,12 +212,16 @@ class MemoryNetwork:
         if messages[0].coded is not None:
             return False
         columns = zip(*(message.tensors for message in messages), strict=True)
-        results = [combine(t.verb, [tensor.data for tensor in column]) for column in columns]
+        given = [[tensor.data for tensor in column] for column in columns]
+        results = [combine(t.verb, column) for column in given]
         guarded = links[0].guard is not None and t.verb != "broadcast"
         if guarded and not all_finite(results):
             return False
-        for link, message in zip(links, messages, strict=True):
-            for tensor, result in zip(message.tensors, results, strict=True):
+        of_link = [results] * len(links)
+        if t.verb == "exchange":
+            of_link = [[column[1 - place].clone() for column in given] for place in range(2)]
+        for link, message, own in zip(links, messages, of_link, strict=True):
+            for tensor, result in zip(message.tensors, own, strict=True):
                 tensor.data.copy_(result)
             link.count(message)
         return True
@@ -274,9 +278,15 @@ class MemoryNetwork:
             if rank == target:
                 tensor.data.copy_(given[0])
 
+        def swap(tensor: Tensor, one: int, other: int) -> None:
+            pair = self._meetings.setdefault((name, (one, other)), _Meeting(2))
+            own = int(rank == other)
+            given = pair.exchange(own, tensor.data.clone())
+            tensor.data.copy_(given[1 - own])
+
         verbs: tuple[Verb, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
         by_verb: dict[Verb, Collective] = {verb: partial(act, verb=verb) for verb in verbs}
-        return Collectives(by_verb, send, exchange, index, len(group), group)
+        return Collectives(by_verb, send, exchange, index, len(group), group, swap=swap)
 
 
 class _Meeting:
@@ -303,7 +313,8 @@ def combine(verb: Verb, given: Sequence[Tensor], owners: int | None = None) -> T
     """Return the result of a collective on all ranks.
 
     Args:
-        verb: collective; "send" is from the first to the second rank.
+        verb: collective; "send" is from the first to the second rank. Of an exchange the result is
+            the mean, which is finite if both tensors are.
         given: tensors of all ranks of the group.
         owners: number of ranks that own a shard; None: all of them.
     """

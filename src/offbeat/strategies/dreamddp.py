@@ -23,7 +23,13 @@ from offbeat.strategies.compressible import NONE, Wired, with_wires
 from offbeat.strategies.dreamddp_due import Candidate
 from offbeat.strategies.equations import Clip, Equations, delayed, layer_sets, partial
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD, kinds_of
-from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, outer_of, with_outer
+from offbeat.strategies.outer_optimizer import (
+    OuterSGD,
+    equations_of,
+    is_real,
+    outer_of,
+    with_outer,
+)
 from offbeat.strategies.partial_sync import (
     Average,
     AverageSetting,
@@ -72,7 +78,8 @@ class DreamDDP(Wired):
     snapshot`) trains with stale averages. It needs two more copies of the parameters and sends
     whole buckets, without `fill` and `split`. The optimizer makes one step for all buckets, so
     clipping and GradScaler work. If the plan with `due="end"` is predicted to be faster, both
-    settings use that plan.
+    settings use that plan. `gain` below 1 applies a share of the difference: when it arrives,
+    training has already reduced it in the directions in which the loss is steep.
 
     `clip` bounds the norm of a worker's own gradients, as `clip_grad_norm_` does. Updates in
     backward come before that norm is known. Such updates use the norm of the previous iteration;
@@ -104,6 +111,9 @@ class DreamDDP(Wired):
     (`delayed`)."""
     delay: int = 1
     """Number of iterations that train while an average is in flight (`due="delayed"`)."""
+    gain: float = 1.0
+    """Share of the difference from the average that a delayed average corrects, above 0 and at most
+    1. A share of 0.5 avoids most of the loss that a long delay costs."""
     clip: float | None = None
     """Bound on the norm of a worker's gradients; None: no clipping."""
     outer: OuterSGD | None = None
@@ -139,6 +149,16 @@ class DreamDDP(Wired):
             raise ValueError(
                 f"clip ({self.clip}) needs all gradients at once; with due 'forward' and average "
                 "'before_update' each bucket is updated at its own forward; use due='end'"
+            )
+        if not is_real(self.gain) or not 0 < self.gain <= 1:
+            raise ValueError(
+                f"gain ({self.gain!r}) must lie above 0 and be at most 1; 1 corrects the whole "
+                "difference"
+            )
+        if self.gain < 1 and (self.due != "delayed" or self.outer is not None):
+            raise ValueError(
+                f"gain ({self.gain:g}) counts only with due 'delayed' and without outer; leave it "
+                "out, or use due='delayed' and outer=None"
             )
         if self.due == "delayed":
             self._require_delayable()
@@ -231,7 +251,7 @@ class DreamDDP(Wired):
         outer = equations_of(self.outer)
         late = layer_sets(plan, "average")
         if any(late):
-            return delayed(late, self.delay, self._average, clip, outer)
+            return delayed(late, self.delay, self._average, clip, outer, self.gain)
         return partial(layer_sets(plan), self._average, self.state, clip, outer)
 
     def bound_s(self, profile: Profile) -> float:
@@ -242,7 +262,8 @@ class DreamDDP(Wired):
         return periodic_bound_s(profile, self.period, fused=True)
 
     def _setting(self, profile: Profile) -> later.Setting:
-        return later.Setting(self.name, profile, self.period, self._average, self.state)
+        average = self._average
+        return later.Setting(self.name, profile, self.period, average, self.state, self.gain)
 
     def _forward_plan(self, profile: Profile) -> Plan:
         """Return the plan with `due="forward"`: whole buckets, or slices if they save enough."""
@@ -309,7 +330,7 @@ class DreamDDP(Wired):
             small = size * self._simulated_periods() * self.period <= MOST_SIMULATED
             choice = later.delayed_choice(setting, self.delay, starts, simulated=small)
         plan = later.delayed_plan(setting, self.delay, choice)
-        plain = replace(self, due="end", delay=1)
+        plain = replace(self, due="end", delay=1, gain=1.0)
         return later.faster_plan(plan, plain._plan_of(plain._best_sets(profile), profile), profile)
 
     def _layer_sets(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[Candidate]:

@@ -36,13 +36,18 @@ One = TypeVar("One")
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of both planners: strategy name, profile and settings of the average."""
+    """Inputs of both planners: strategy name, profile and settings of the average.
+
+    Attributes:
+        gain: share of a difference that a delayed average corrects.
+    """
 
     name: str
     profile: Profile
     period: int
     average: Average
     state: StatePolicy
+    gain: float = 1.0
 
     @property
     def buckets(self) -> int:
@@ -406,6 +411,7 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate, *, early: bool
     point = "grad" if early or not after else "step"
     updated = Moment("grad" if early else "step")
     transfers, applies = [], [local(size, updated, range(period))]
+    kept = (("kept", round(1 - setting.gain, 12)),) if setting.gain < 1 else ()
     for h, members in enumerate(choice.sets):
         taken, applied = Phases((h,)), Phases(((h + delay) % period,))
         for piece in (choice.pieces[i] for i in members):
@@ -423,7 +429,8 @@ def delayed_plan(setting: Setting, delay: int, choice: Candidate, *, early: bool
             for target in ("snapshot", "average"):
                 args = (("source", "param"), ("target", target))
                 applies.append(Apply("copy", piece.buckets, Moment(point), taken, args=args))
-            applies.append(Apply("delta", piece.buckets, Moment("forward", lag=1), applied))
+            late = Moment("forward", lag=1)
+            applies.append(Apply("delta", piece.buckets, late, applied, args=kept))
     everything = setting.profile.payload_bytes("param", range(size))
     facts = layer_set_facts(choice.sets, ((),) * period, choice.pieces)
     return Plan(

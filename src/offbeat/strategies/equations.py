@@ -243,11 +243,12 @@ def delayed(
     average: Literal["after_update", "before_update"],
     clip: Clip | None = None,
     outer: Outer | None = None,
+    gain: float = 1.0,
 ) -> Equations:
     """Return the equations of delayed averaging.
 
     In iteration r, snapshots s of the pieces in `sets[r mod H]` are taken. After the step of
-    iteration r + delay, `w += mean_k(s_k) - s_k`.
+    iteration r + delay, `w += gain (mean_k(s_k) - s_k)`.
 
     Args:
         sets: pieces to average in each iteration of a period of H iterations. With `outer`, the
@@ -257,8 +258,12 @@ def delayed(
             snapshots before it.
         clip: clipping of the gradients before the step; None for none.
         outer: optimizer that steps on the average of the snapshots; None for none.
+        gain: share of the difference that is corrected; counts without `outer`.
     """
     taken: list[Any] = []
+
+    def correct(w: Array, snapshot: Array) -> Array:
+        return w + gain * (snapshot.mean(0) - snapshot)
 
     def averaged_pieces(iteration: int) -> Collection[Payload]:
         first = 0 if outer is None else delay
@@ -273,7 +278,9 @@ def delayed(
             taken.append(world.keep())
         then = iteration - delay
         for piece in averaged_pieces(then):
-            if outer is None:
+            if outer is None and gain < 1:
+                world.change(piece, correct, taken[then])
+            elif outer is None:
                 world.shift(piece, taken[then])
             else:
                 outer.land(world, piece, taken[then])

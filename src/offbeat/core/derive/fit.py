@@ -108,11 +108,10 @@ def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> 
         return
     known = plan.all_buffers if rule.verb == "broadcast" else usable_buffers(plan)
     yield from unknown_name("buffer", rule.payload.buffer, name, known)
-    if rule.verb == "send" and (
-        rule.ranks is None or len(rule.ranks) != 2 or rule.ranks[0] == rule.ranks[1]
-    ):
-        yield f"{name} must name two ranks, from and to"
-    elif rule.verb != "send" and rule.ranks is not None:
+    if rule.verb in ("send", "exchange"):
+        if rule.ranks is None or len(rule.ranks) != 2 or rule.ranks[0] == rule.ranks[1]:
+            yield f"{name} must name two ranks{', from and to' if rule.verb == 'send' else ''}"
+    elif rule.ranks is not None:
         yield f"{name} is a collective; the ranks it spans are the link's group"
     links = [base_link(rule.link)]
     if profile is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.guards.replicas import (
     REPAIR,
+    are_equal,
     digest_of,
     dissenters,
     find_difference,
@@ -291,6 +292,8 @@ def _is_plain(value: Any) -> bool:
 
 def describe_difference(everyone: list[Settings]) -> str | None:
     """Return a description of the first setting in which a rank differs from most ranks."""
+    if are_equal(everyone):
+        return None
     for name in dict.fromkeys(name for settings in everyone for name in settings):
         values = [settings.get(name) for settings in everyone]
         for rank, other in dissenters(values):

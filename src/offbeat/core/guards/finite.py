@@ -95,7 +95,8 @@ class FiniteGuard:
         if transfer.ranks is not None:
             act(tensor)
             is_sum = transfer.payload.buffer == "grad"
-            return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
+            sender = next(r for r in transfer.ranks if transfer.way or r != self._rank)
+            return [sender] if is_sum and not is_finite(tensor) else []
         # All ranks of the replica call `is_any`, also those without elements.
         bad = verb != "all_gather" and is_any(not is_finite(tensor))
         if not tensor.numel():

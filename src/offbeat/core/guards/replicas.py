@@ -94,6 +94,8 @@ def find_difference(
     """
     digests = {name: (checksum(t), sketch(t), _tolerance(t)) for name, t in named.items()}
     everyone = control.gather(digests)
+    if are_equal(everyone):
+        return None
     for name in dict.fromkeys(name for by_name in everyone for name in by_name):
         entries = [by_name.get(name) for by_name in everyone]
         for rank, other in dissenters([s and s[0] for s in entries], groups):
@@ -104,6 +106,12 @@ def find_difference(
             if not relative <= a[2]:  # also true if `relative` is NaN
                 return Difference(rank, other, name, relative)
     return None
+
+
+def are_equal(values: Sequence[object]) -> bool:
+    """Return whether all values are equal. Equal values that `Control.gather` returns are one
+    object."""
+    return all(value is values[0] or value == values[0] for value in values)
 
 
 def dissenters(

@@ -34,7 +34,7 @@ def measure_codecs(cluster: Cluster, profile: Profile) -> Profile:
     """
     control = cluster.control
     measured = codec_speeds(cluster.where, cluster.device)
-    speeds = [CodecSpeed(**speed) for speed in control.gather([asdict(s) for s in measured])[0]]
+    speeds = [CodecSpeed(**speed) for speed in control.share_first([asdict(s) for s in measured])]
     if control.world_size > 1:
         more_s = _overhead_s(cluster, replace(profile, codecs=tuple(speeds)))
         speeds = [replace(s, s_per_message=s.s_per_message + more_s) for s in speeds]

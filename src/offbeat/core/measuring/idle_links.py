@@ -39,7 +39,7 @@ def measure_pauses(cluster: Cluster, flat: Flat, profile: Profile) -> Profile:
     pause_s = min(profile.forward_s, MOST_PAUSE_S)
     distant = [link.name for link in profile.links if profile.is_distant(link.name)]
     # Ranks must measure the same links, so use the decision of rank 0.
-    pause_s, distant = control.gather((pause_s, distant))[0]
+    pause_s, distant = control.share_first((pause_s, distant))
     if pause_s < LEAST_PAUSE_S:
         return profile
     like = flat.parameter_tensors()[0]

@@ -138,7 +138,7 @@ def _measure_links(
             link = replace(link, connections=cluster.specs[name].connections)
         measured.append(link)
     # Fits may differ between machines in the last bit, so use those of rank 0.
-    links = [Link(**link) for link in cluster.control.gather([asdict(x) for x in measured])[0]]
+    links = [Link(**link) for link in cluster.control.share_first([asdict(x) for x in measured])]
     if not emulated and cluster.control.world_size > 1:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), budget

@@ -195,7 +195,7 @@ class Observer:
                 "returned, or give offbeat.prepare a profile"
             )
         buffers = self._engine.module_buffers.names
-        order = control.gather(self._ready_order())[0]
+        order = control.share_first(self._ready_order())
         while True:
             specs = group_parameters(self._model, order, min_bytes, buffers)
             if len(specs) >= least_buckets or min_bytes <= 1:

@@ -183,8 +183,8 @@ class Program:
     def _transfer_positions(self, t: Transfer) -> tuple[int | None, int | None, int]:
         """Return the positions of the release and the wait of a transfer, and the lag of the
         wait."""
-        sends = t.ranks is None or t.ranks[0] == self.rank
-        receives = t.ranks is None or t.ranks[1] == self.rank
+        sends = not t.only_receives(self.rank)
+        receives = t.way is None or t.way[1] == self.rank
         return (
             self._position(t.after) if sends else None,
             self._position(t.before) if receives else None,

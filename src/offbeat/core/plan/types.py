@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from offbeat.core.plan.phases import Phases
 
 Point = Literal["forward", "grad", "step", "end"]
-Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "send"]
+Verb = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "send", "exchange"]
 """Operation of a transfer, see `Transfer`."""
 Kind = Literal["grad", "param", "state", "buffers"]
 """Shape of a buffer, see `Buffer`."""
@@ -195,8 +195,9 @@ class Transfer:
         verb: "all_reduce": the payload becomes its mean over the ranks of the link's group;
             "reduce_scatter": each rank gets one shard of the mean; "all_gather": all ranks get
             all shards; "broadcast": the payload becomes that of the first rank of the group;
-            "send": one rank sends the payload to another.
-        ranks: (sender, receiver) of a send; None otherwise.
+            "send": one rank sends the payload to another; "exchange": each of two ranks gets
+            the payload of the other, in both directions at the same time.
+        ranks: (sender, receiver) of a send, or the two ranks of an exchange; None otherwise.
         into: buffer that receives the result; None for the buffer of the payload.
         wire: codec; None to send the payload itself.
         when: vote that must result in yes, otherwise the transfer is skipped; None for no vote.
@@ -235,11 +236,25 @@ class Transfer:
         """Return whether the collective works on the payload itself, not on a copy."""
         return self.into is None and self.verb != "send" and self.wire is None
 
+    def only_receives(self, rank: int) -> bool:
+        """Return whether a rank is the receiver of a send.
+
+        Args:
+            rank: the rank.
+        """
+        return self.verb == "send" and self.ranks is not None and self.ranks[1] == rank
+
+    @property
+    def way(self) -> tuple[int, int] | None:
+        """Return (sender, receiver) of a send; None for other verbs."""
+        return self.ranks if self.verb == "send" else None
+
     @cached_property
     def id(self) -> str:
         """Return the name of the transfer: the same on all ranks, unique within an iteration."""
         verb = "" if self.verb == "all_reduce" else f"{self.verb} "
-        ranks = "" if self.ranks is None else f" {self.ranks[0]}->{self.ranks[1]}"
+        arrow = "<->" if self.verb == "exchange" else "->"
+        ranks = "" if self.ranks is None else f" {self.ranks[0]}{arrow}{self.ranks[1]}"
         into = "" if self.into is None else f" into {self.into}"
         return f"{verb}{self.payload}{ranks}{into}@{self.link}"
 

@@ -130,7 +130,8 @@ class Link:
 
         The result is the time of the fitted line, but at least the measured time of that size. A
         send counts as one step of a ring all_reduce, which has 2 (K - 1) steps of one K-th of the
-        bytes for K ranks. A broadcast is a tree of sends.
+        bytes for K ranks. In such a step each rank sends and receives, so an exchange takes the
+        time of a send. A broadcast is a tree of sends.
 
         Args:
             latency_s: latency of an all_reduce of the payload.
@@ -143,7 +144,7 @@ class Link:
             one_s = self.seconds(latency_s, transfer_s, size_bytes, "send", ranks)
             return one_s * _tree_depth(ranks)
         least_s = _curve(self.small_halves.get(verb) or self.small, size_bytes)
-        if verb == "send":
+        if verb in PAIRED:
             latency_s, least_s = (s / ring_steps(ranks) for s in (self.latency_s, least_s))
         elif verb != "all_reduce":
             latency_s, _ = self._half(verb)
@@ -171,7 +172,7 @@ class Link:
         """
         if verb == "broadcast":
             return self.transfer_s(transfer_s, "send", ranks) * _tree_depth(ranks)
-        if verb == "send":
+        if verb in PAIRED:
             return transfer_s * (max(ranks, 2) / ring_steps(ranks))
         return transfer_s if verb == "all_reduce" else transfer_s * self._half(verb)[1]
 
@@ -195,7 +196,7 @@ class Link:
         """
         if not self.after_pause:
             return 0.0
-        if verb in ("send", "broadcast"):
+        if verb in (*PAIRED, "broadcast"):
             size_bytes *= max(ranks, 2)
         sizes, seconds = zip(*self.after_pause, strict=True)
         return float(np.interp(np.log(max(size_bytes, 1.0)), np.log(sizes), seconds))
@@ -267,6 +268,8 @@ The link then carries 4/3 of its rate. Source: ASC-WFBP. On distant links see
 
 DISTANT_S = 2e-3
 """Seconds of one step of a ring without bytes, a round trip, from which a link is distant."""
+
+PAIRED = ("send", "exchange")  # verbs between two ranks
 
 # Fields of a profile that are lists of records, with the name of a record in messages.
 RECORDS = (

@@ -31,15 +31,22 @@ def blend(context: Context, apply: Apply) -> None:
     conserves=True,
     average=Setting("buffer", "average", kind="param", use="reads"),
     snapshot=Setting("buffer", "snapshot", kind="param", use="reads"),
+    kept=Setting("number", 0.0, least=0.0, most=1.0, contracts=True),
 )
 def delta(context: Context, apply: Apply) -> None:
-    """Compute `w += average - snapshot`, where `average` holds the mean of all snapshots.
+    """Compute `w += (1 - kept) (average - snapshot)`, where `average` holds the mean of all
+    snapshots.
 
-    Local steps since the snapshot remain.
+    Local steps since the snapshot remain. `kept` is the share of the difference that is not
+    corrected.
     """
+    kept = apply.arg("kept", 0.0)
     parameters = context.write("param", apply.buckets)
     averages = context.read(apply.arg("average", "average"), apply.buckets)
     snapshots = context.read(apply.arg("snapshot", "snapshot"), apply.buckets)
     for w, average, snapshot in zip(parameters, averages, snapshots, strict=True):
-        w += average
-        w -= snapshot
+        if kept:
+            w += (1 - kept) * (average - snapshot)
+        else:
+            w += average
+            w -= snapshot

@@ -44,7 +44,7 @@ def iteration_spans(
         start, end = at(message.start), at(message.end)
         carries = _carried_iterations(plan, done, t)
         size = message.sent_bytes
-        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.ranks)
+        yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.way)
 
 
 def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:

@@ -231,7 +231,7 @@ class JobMember:
             except TimeoutError as error:
                 raise RuntimeError(f"the first member has opened no store: {error}") from error
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-        with group_environment(LinkSpec("", self._interface)):
+        with group_environment(LinkSpec("", self._interface), size):
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore("job", store),

@@ -69,7 +69,7 @@ class Messages:
         for t in self._program.transfers(planned):
             message = self._links[t.link].enqueue(t, number)
             messages.append(message)
-            if t.ranks is not None and t.ranks[1] == self._program.rank:
+            if t.only_receives(self._program.rank):
                 payload, copy = t.payload, self._flat.copy_index(t.target)
                 if t.wire is not None:
                     coded = self.coding.receiving_message(t, copy)

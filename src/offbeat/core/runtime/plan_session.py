@@ -594,14 +594,14 @@ class FlatSession(Session):
         self.engine.set_compute(ComputeObserver())
         if how.pace is not None and not self._is_emulated:
             paced = load_object(PACED_PROFILE)(profile, how.pace, self._cluster)
-            profile = Profile.from_dict(control.gather(paced.to_dict())[0])
+            profile = Profile.from_dict(control.share_first(paced.to_dict()))
         # Before `measure_beside`, because ranks do not compute while they pause.
         profile = measure_pauses(self._cluster, flat, profile)
         profile = measure_beside(self._cluster, flat, profile)
         with ComputeLoad(profile) if profile.pace else nullcontext():
             profile = measure_codecs(self._cluster, profile)
         # Every rank must plan from the same profile.
-        profile = Profile.from_dict(control.gather(profile.to_dict())[0])
+        profile = Profile.from_dict(control.share_first(profile.to_dict()))
         if how.save_to and control.rank == 0:
             again = ", and the next run measures again"
             write_or_warn(profile.save, how.save_to, "profile", again, needed=how.then_stop)

@@ -854,7 +854,7 @@ def _join_process_group(
         topology = agree_on_topology(claim, ranks)
         specs = agree_on_links(specs, ranks, topology)
     spec = LinkSpec("", control_interface(specs, topology))
-    with _naming_address(rank, size, timeout_s), group_environment(spec):
+    with _naming_address(rank, size, timeout_s), group_environment(spec, size):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return specs, topology
 

@@ -121,8 +121,10 @@ def _describe_message(message: Message, flat: Flat) -> str:
     run = payload.buckets
     names = [flat.buckets[b].name for b in (run.start, run.stop - 1)]
     between = names[0] if len(run) == 1 else f"{names[0]}..{names[1]}"
-    ranks = message.transfer.ranks
-    way = "" if ranks is None else f" from rank {ranks[0]} to rank {ranks[1]}"
+    ranks, way = message.transfer.ranks, ""
+    if ranks is not None:
+        words = ("from", "to") if message.transfer.way else ("between", "and")
+        way = f" {words[0]} rank {ranks[0]} {words[1]} rank {ranks[1]}"
     return (
         f"{payload.buffer} of bucket {between}{way} on link {message.transfer.link!r} in "
         f"iteration {message.iteration}"

@@ -99,7 +99,7 @@ class _World:
         if flow is None:
             seconds, rate_share, additional_s = self._message_costs(t, ranks)
             seconds = seconds * self.job.spread.factor(t, iteration) if is_on else 0.0
-            sent = t.ranks is not None
+            sent = t.way is not None
             flow = Flow(t.link, ranks, seconds, seconds * rate_share, sent=sent)
             flow.additional_s = additional_s if seconds else 0.0
             self._flows[key] = flow
@@ -229,7 +229,7 @@ class _Worker:
                 queue.flows.append(flow)
                 if len(queue.flows) == len(queue.ends_s) + 1:
                     self.world.mark_ready(flow, queue.free_s)
-                if t.ranks is not None and t.ranks[1] == self.rank:
+                if t.only_receives(self.rank):
                     self.world.mark_ready(flow, now)
 
     def _release_leg(self, iteration: int, leg: Leg, now: float, factor: float) -> None:

@@ -106,7 +106,7 @@ class _SpanBuilder:
 
     def _add_received_messages(self, iteration: int) -> None:
         for index, t in enumerate(self.program.program.transfers(iteration)):
-            if t.ranks is not None and t.ranks[1] == self.rank:
+            if t.only_receives(self.rank):
                 self._add_message(iteration, index, received=True)
 
     def _add_message(self, iteration: int, index: int, *, received: bool) -> None:
@@ -133,7 +133,7 @@ class _SpanBuilder:
             (t.payload.buckets.start, t.payload.buckets.stop),
             self.costs.message_bytes(t, self.rank),
             self._carried_iterations(t, iteration),
-            t.ranks,
+            t.way,
         )
         self.messages.append(span)
 

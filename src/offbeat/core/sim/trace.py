@@ -26,7 +26,7 @@ class Span:
         lane: `compute` or the name of a link.
         kind: on compute: forward, backward, update, wait, other, or, in simulations, sending
             (processor time that messages take). On links: grad, param, state, or the verb
-            (reduce_scatter, all_gather, send).
+            (reduce_scatter, all_gather, send, exchange).
         iteration: iteration of the activity.
         start_s: start, in seconds from the trace's origin.
         end_s: end, in seconds from the trace's origin.

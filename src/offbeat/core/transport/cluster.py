@@ -218,7 +218,7 @@ class Cluster:
             like = control.group
         try:
             with (
-                group_environment(spec),
+                group_environment(spec, self.control.world_size),
                 self.control.waiting(f"opening link {name!r}"),
             ):
                 group = new_group(str(spec.backend), self.timeout_s, parts, like)

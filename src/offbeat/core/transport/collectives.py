@@ -22,6 +22,7 @@ from offbeat.core.transport.pinned import pinned_memory
 Collective = Callable[[Tensor], None]
 
 AT_ONCE_BYTES = 8 << 10  # shards of at most this size are sent to all ranks at the same time
+AT_ONCE_RANKS = 64  # largest number of ranks to which an all-gather sends at the same time
 ASKED_BYTES = 64 << 10  # shards of at least this size are sent after a request of the receiver
 PIECE_BYTES = 16 << 10  # a message is split between connections into pieces of at least this size
 
@@ -32,6 +33,10 @@ def payload_bytes(verb: Verb, size: int) -> int:
     Each half of an all-reduce counts half.
     """
     return size // 2 if verb in ("reduce_scatter", "all_gather") else size
+
+
+def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
+    raise AssertionError("this group has no messages between two ranks")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Collectives:
         is_any: whether a fact about a message holds on any rank of this rank's replica, whose ranks
             average their shards in messages of their own. They all call it for each message.
         duplex: messages between the two ranks of a group of gloo; None for other groups.
+        swap: `swap(tensor, one, other)` between two ranks of the group, in both directions at the
+            same time. Both ranks call it.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -64,6 +71,7 @@ class Collectives:
     levels: Levels | None = None
     is_any: Callable[[bool], bool] = bool
     duplex: Duplex | None = None
+    swap: Callable[[Tensor, int, int], None] = _no_send
 
 
 @dataclass(frozen=True)
@@ -165,9 +173,10 @@ def collectives(
         "broadcast": broadcasting(group, connections),
     }
     direct, exchange = sending(group, timeout_s, connections), halves.exchange
+    swap = swapping(group, timeout_s, connections if backend == "gloo" else 0)
     rank, size, members = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if backend != "gloo" or device.type != "cuda":
-        return Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex)
+        return Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex, swap=swap)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
@@ -177,8 +186,12 @@ def collectives(
         )
         act(tensor)
 
+    def swap_by_host(tensor: Tensor, one: int, other: int) -> None:
+        via_host(lambda host: swap(host, one, other), buffers)(tensor)
+
     by_verb = {verb: via_host(operation, buffers) for verb, operation in by_verb.items()}
-    return Collectives(by_verb, send, via_host(exchange, buffers), rank, size, members)
+    exchange = via_host(exchange, buffers)
+    return Collectives(by_verb, send, exchange, rank, size, members, swap=swap_by_host)
 
 
 def two_levels(levels: Levels) -> Collectives:
@@ -268,8 +281,35 @@ def sending(
     return send
 
 
-def _no_send(tensor: Tensor, source: int, target: int) -> None:  # noqa: ARG001
-    raise AssertionError("this group has no messages between two ranks")
+def swapping(
+    group: dist.ProcessGroup, timeout_s: float, connections: int
+) -> Callable[[Tensor, int, int], None]:
+    """Return a function with which two ranks of the job exchange tensors. Both ranks call it.
+
+    Args:
+        group: group of both ranks.
+        timeout_s: timeout in seconds.
+        connections: TCP connections of gloo between both ranks; 0 for NCCL.
+    """
+    timeout = timedelta(seconds=timeout_s)
+
+    def swap(tensor: Tensor, one: int, other: int) -> None:
+        peer, given = other if dist.get_rank() == one else one, tensor.data.clone()
+        if not connections:  # NCCL runs both directions of a batch at the same time
+            moves = [(dist.isend, given), (dist.irecv, tensor.data)]
+            batch = [dist.P2POp(act, x, peer, group) for act, x in moves]
+            for work in dist.batch_isend_irecv(batch):
+                work.wait()
+            return
+        place = dist.get_group_rank(group, peer)
+        parts = enumerate(pieces(tensor.data, connections))
+        works = [group.recv([part], place, tag) for tag, part in parts]
+        parts = enumerate(pieces(given, connections))
+        works += [group.send([part], place, tag) for tag, part in parts]
+        for work in works:
+            work.wait(timeout)
+
+    return swap
 
 
 def averaging(group: dist.ProcessGroup, connections: int = 1) -> Collective:
@@ -385,9 +425,9 @@ class Ring:
         parts[self._rank] /= self._size
 
     def all_gather(self, tensor: Tensor) -> None:
-        """Pass each shard around the ring once, or send small shards to all ranks directly."""
+        """Pass each shard around the ring once, or send small shards to few ranks directly."""
         parts = self._parts(tensor)
-        if parts[0].nbytes <= AT_ONCE_BYTES:
+        if parts[0].nbytes <= AT_ONCE_BYTES and self._size <= AT_ONCE_RANKS:
             self._send_to_all([parts[self._rank]] * self._size, parts)
             return
         for step in range(self._size - 1):

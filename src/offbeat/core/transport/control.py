@@ -37,10 +37,12 @@ from offbeat.core.transport.heartbeat import (
     process_heartbeat,
 )
 from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.rendezvous import missing_keys
 from offbeat.core.transport.tagged import all_gather
 from offbeat.core.transport.versions import compare_versions, publish_versions
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
+COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
 SHOWN = 16  # ranks in a report
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
 NOBODY = (
@@ -144,7 +146,7 @@ class Control:
 
     def create_group(self) -> dist.ProcessGroup:
         """Return a new gloo group of all ranks on the interface for control messages."""
-        with group_environment(LinkSpec("", self.interface)):
+        with group_environment(LinkSpec("", self.interface), self.world_size):
             return new_group("gloo", self.timeout_s, like=getattr(self, "group", None))
 
     def meet(self, what: str) -> None:
@@ -159,18 +161,22 @@ class Control:
         """
         if self.world_size == 1:
             return
-        store, ranks = self.store(what), [str(rank) for rank in range(self.world_size)]
-        mine, stopped = str(self.rank), "stopped/"
+        store, mine, stopped = self.store(what), str(self.rank), "stopped/"
         store.delete_key(stopped + mine)
         store.set(mine, "")
+        # Each rank waits for one key. If it waited for those of all ranks, the work of the store
+        # would grow with the square of their number.
+        if store.add(COUNT, 1) == self.world_size:
+            store.set(COMPLETE, "")
         try:
-            store.wait(ranks, timedelta(seconds=self.timeout_s))
+            store.wait([COMPLETE], timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            absent = [rank for rank in ranks if not store.check([rank])]
+            absent = missing_keys(store, [str(rank) for rank in range(self.world_size)])
             if not absent:  # the last rank has come after the end of the wait
                 return
             missing = [rank for rank in absent if not store.check([stopped + rank])]
             store.set(stopped + mine, "")
+            store.add(COUNT, -1)
             store.delete_key(mine)
             how = f"did not within {self.timeout_s:g} s" if missing else "stopped waiting earlier"
             raise RuntimeError(f"rank {', '.join(missing or absent)} {how}") from error
@@ -195,7 +201,7 @@ class Control:
             self._heartbeat.remove_user(reason)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank.
+        """Return every rank's value, by rank. Equal values are one object.
 
         Args:
             value: value of types that JSON supports, or tuples.
@@ -206,6 +212,10 @@ class Control:
         """
         with self.collective("exchanging values"):
             return packed.gather(value, self.group)
+
+    def share_first(self, value: Any) -> Any:
+        """Return rank 0's value on every rank; see `gather`. Other ranks send nothing."""
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def is_same(self, numbers: Sequence[int], groups: Groups = ()) -> bool:
         """Whether all ranks have the same numbers of at most 63 bits, by one small exchange.
@@ -370,7 +380,8 @@ class Control:
         if detector is None or detector.store_lost_s is not None or detector.dead_peers():
             return []
         try:
-            return [str(r) for r in range(self.world_size) if not store.check([f"{number}/{r}"])]
+            keys = [f"{number}/{rank}" for rank in range(self.world_size)]
+            return [key.partition("/")[2] for key in missing_keys(store, keys)]
         except RuntimeError:
             return []
 

@@ -21,7 +21,10 @@ from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
 NCCL_INTERFACE, NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+MESH_RANKS = 64  # largest number of ranks whose groups of gloo connect all pairs at their start
 CHECK_S = 15.0
+MOST_CHECKED = 64  # largest number of ranks to all of which a rank connects before the start
 SHOWN = 4  # failed connections in an error
 UNKNOWN = 1 << 30  # index of a link that rank 0 does not have, after all others
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B  # linux/sockios.h
@@ -86,19 +89,25 @@ def parse_link(text: str) -> LinkSpec:
 
 
 @contextmanager
-def group_environment(spec: LinkSpec):
+def group_environment(spec: LinkSpec, ranks: int = 1):
     """Set the environment for process groups that send their first message in the block.
 
     gloo reads the name of the interface when a group is created, NCCL with the first message of the
     process. gloo opens one connection between two ranks for each name in the variable.
 
+    gloo connects all pairs of ranks when a group is created. Each rank then opens a file for each
+    other rank, and reads the addresses of all pairs from the store. Above `MESH_RANKS` ranks, a
+    pair connects with its first message instead, unless the user has set the variable.
+
     After the failure of a rank, NCCL's watchdog would end the processes of the other ranks before
     they report the failure. Unless the user has set its variable, it is turned off.
     """
     wanted = {}
+    if ranks > MESH_RANKS:
+        wanted[LAZY_CONNECTIONS] = os.environ.get(LAZY_CONNECTIONS, "1")
     if spec.interface is not None:
         names = ",".join([spec.interface] * spec.connections)
-        wanted = {GLOO_INTERFACE: names, NCCL_INTERFACE: f"={spec.interface}"}
+        wanted |= {GLOO_INTERFACE: names, NCCL_INTERFACE: f"={spec.interface}"}
     if spec.backend == "nccl":
         wanted[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS, "0")
     before = {name: os.environ.get(name) for name in wanted}
@@ -189,10 +198,19 @@ def agree_on_links(
 
 
 def _peers(spec: LinkSpec, rank: int, topology: Topology) -> Sequence[int]:
-    """Return the ranks to which a rank sends on a link."""
-    if topology.is_flat:
-        return range(topology.ranks)
-    return topology.node_of(rank) if spec.name == INSIDE else topology.column_of(rank) or ()
+    """Return the ranks to which a rank connects on a link before the start.
+
+    Above `MOST_CHECKED` ranks, they are those to which collectives send: the ranks at a distance of
+    powers of two, in both directions.
+    """
+    everyone: Sequence[int] = range(topology.ranks)
+    if not topology.is_flat:
+        everyone = topology.node_of(rank) if spec.name == INSIDE else topology.column_of(rank) or ()
+    if len(everyone) <= MOST_CHECKED:
+        return everyone
+    place, count = everyone.index(rank), len(everyone)
+    distances = [1 << k for k in range((count - 1).bit_length())]
+    return sorted({everyone[(place + d) % count] for far in distances for d in (far, -far)})
 
 
 def _rank_at(rank: int, control: Agreement) -> str:

@@ -155,6 +155,7 @@ class MessageLink:
             self.collectives,
             by_verb={},
             send=_refuse,
+            swap=_refuse,
             exchange=_refuse,
             levels=None,
             is_any=bool,
@@ -177,8 +178,9 @@ class MessageLink:
         for tensor in message.tensors:
             by_verb: Mapping[Verb, Collective] = act.by_verb
             if t.ranks is not None:
-                source, target = t.ranks
-                by_verb = {t.verb: lambda x, a=source, b=target: act.send(x, a, b)}
+                one, other = t.ranks
+                between = act.send if t.way is not None else act.swap
+                by_verb = {t.verb: lambda x, a=one, b=other, run=between: run(x, a, b)}
                 self._device.keep([tensor])  # a copy, for which the sender does not wait
             if self.guard is None:
                 by_verb[t.verb](tensor)

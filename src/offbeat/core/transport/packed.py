@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
+from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.transport.tagged import all_gather, broadcast
+from offbeat.core.transport.tagged import all_gather, all_gather_sized, broadcast
 
 CPU = torch.device("cpu")
 SIZE_BYTES, FIRST_BYTES = 8, 248  # of the first exchange: the size of the value, and its begin
@@ -49,15 +52,46 @@ def unpack(data: bytes, rank: int) -> Any:
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's value, by rank.
+    """Return every rank's value, by rank. Equal values are one object.
 
-    The first exchange holds the sizes, and values of up to `FIRST_BYTES` bytes. If one is larger,
-    all bytes follow, padded to the largest size.
+    The first exchange holds the sizes, and values of up to `FIRST_BYTES` bytes or digests of larger
+    ones. The larger values follow, each distinct one once. So traffic and memory do not grow with
+    the size of equal values.
 
     Raises:
         ValueError: on every rank, if a value cannot be packed; names the rank.
     """
-    return [unpack(data, rank) for rank, data in enumerate(_gather_bytes(pack(value), group))]
+    mine = pack(value)
+    begin = mine if len(mine) <= FIRST_BYTES else blake2b(mine).digest()
+    rows = _gather_rows(len(mine).to_bytes(SIZE_BYTES, "little") + begin.ljust(FIRST_BYTES), group)
+    first: dict[bytes, int] = {}
+    for rank, row in enumerate(rows):
+        first.setdefault(row, rank)
+    sizes = {row: int.from_bytes(row[:SIZE_BYTES], "little") for row in first}
+    found = {row: row[SIZE_BYTES:][:size] for row, size in sizes.items() if size <= FIRST_BYTES}
+    if len(found) < len(first):
+        found |= _gather_large({row: rank for row, rank in first.items() if row not in found},
+                               sizes, mine, rows[group.rank()], group)  # fmt: skip
+    values = {row: unpack(found[row], rank) for row, rank in first.items()}
+    return [values[row] for row in rows]
+
+
+def join(texts: Sequence[bytes]) -> bytes:
+    """Return packed values of all ranks as one text, in which equal values occur once."""
+    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+    message = [[text.decode() for text in places], [places[text] for text in texts]]
+    return zlib.compress(json.dumps(message, separators=(",", ":")).encode())
+
+
+def split(data: bytes) -> list[Any]:
+    """Return the values of a result of `join`, by rank. Equal values are one object.
+
+    Raises:
+        ValueError: a rank has sent no value; names the rank.
+    """
+    texts, places = json.loads(zlib.decompress(data))
+    values = [unpack(text.encode(), places.index(place)) for place, text in enumerate(texts)]
+    return [values[place] for place in places]
 
 
 def broadcast_state(
@@ -102,18 +136,36 @@ def _load(data: Tensor, where: torch.device = CPU) -> Any:
     return torch.load(io.BytesIO(data.numpy().data), weights_only=True, map_location=place)
 
 
-def _gather_bytes(mine: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    def exchange(own: bytes) -> list[bytes]:
-        tensor = torch.empty(len(own), dtype=torch.uint8, device="cpu")
-        tensor.numpy().data[:] = own
-        return [row.tobytes() for row in all_gather(tensor, group).numpy()]
+def _gather_rows(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the bytes of all ranks, which are equally many."""
+    tensor = torch.empty(len(own), dtype=torch.uint8, device="cpu")
+    tensor.numpy().data[:] = own
+    return [row.tobytes() for row in all_gather(tensor, group).numpy()]
 
-    first = mine[:FIRST_BYTES].ljust(FIRST_BYTES)
-    rows = exchange(len(mine).to_bytes(SIZE_BYTES, "little") + first)
-    sizes = [int.from_bytes(row[:SIZE_BYTES], "little") for row in rows]
-    most = max(sizes)
-    rows = [row[SIZE_BYTES:] for row in rows] if most <= FIRST_BYTES else exchange(mine.ljust(most))
-    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+def _gather_large(
+    senders: dict[bytes, int],
+    sizes: dict[bytes, int],
+    mine: bytes,
+    own: bytes,
+    group: dist.ProcessGroup,
+) -> dict[bytes, bytes]:
+    """Return large values by their rows.
+
+    Args:
+        senders: rank that sends the value of each row.
+        sizes: bytes of the value of each row.
+        mine: value of this rank.
+        own: row of this rank.
+        group: group of the ranks.
+    """
+    if len(senders) == 1 and len(sizes) == 1:  # equal values on all ranks
+        return {own: mine}
+    counts = [0] * group.size()
+    for row, rank in senders.items():
+        counts[rank] = sizes[row]
+    parts = all_gather_sized(mine if senders.get(own) == group.rank() else b"", counts, group)
+    return {row: parts[rank] for row, rank in senders.items()}
 
 
 def _tag_tuples(value: Any, place: str) -> Any:

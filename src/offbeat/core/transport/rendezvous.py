@@ -25,7 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.transport.addresses import is_store_host
 
-LOOK_EVERY_S = 0.02  # longest pause between two looks at the store; the first pauses are shorter
+# Longest pause between two looks at the store, for up to `LOOKING_RANKS` ranks. The first pauses
+# are shorter. With more ranks it is longer, so that they look at most 12,800 times per second.
+LOOK_EVERY_S = 0.02
+LOOKING_RANKS = 256
 ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
 READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
 
@@ -102,12 +105,12 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
     else:
         store.set(f"offbeat/here/{rank}", token)
         answer = f"offbeat/welcome/{token}"
-        if not _appears(store, answer, until_s):
+        if not _appears(store, answer, until_s, world_size):
             raise TimeoutError("rank 0 has not connected")
         token = store.get(answer).decode()
         store.set(f"offbeat/in/{token}/{rank}", "")
         met = f"offbeat/met/{token}"
-        if not _appears(store, met, until_s):
+        if not _appears(store, met, until_s, world_size):
             missing = _missing(store, token, range(1, world_size))
             raise TimeoutError(_describe_missing(missing or [0]))
         error = store.get(met).decode()
@@ -119,11 +122,15 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
 
 def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
     """Publish the token for every rank until all ranks have confirmed it."""
-    missing, pauses_s = [*range(1, world_size)], _pauses_s()
+    missing, pauses_s, welcome = [*range(1, world_size)], _pauses_s(world_size), dict[int, bytes]()
     while missing := _missing(store, token, missing):
+        absent = {*_without_key(store, here := "offbeat/here/", missing)}
         for rank in missing:
-            if store.check([here := f"offbeat/here/{rank}"]):
-                store.set(f"offbeat/welcome/{store.get(here).decode()}", token)
+            if rank not in absent:
+                theirs = store.get(f"{here}{rank}")
+                if welcome.get(rank) != theirs:  # another process may have stored an earlier one
+                    store.set(f"offbeat/welcome/{theirs.decode()}", token)
+                    welcome[rank] = theirs
         if time.monotonic() > until_s and (missing := _missing(store, token, missing)):
             text = _describe_missing(missing)
             store.set(f"offbeat/met/{token}", text)
@@ -138,7 +145,26 @@ def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
 
 def _missing(store: Any, token: str, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that have not confirmed the token."""
-    return [rank for rank in ranks if not store.check([f"offbeat/in/{token}/{rank}"])]
+    return _without_key(store, f"offbeat/in/{token}/", ranks)
+
+
+def _without_key(store: Any, prefix: str, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks without a key of this prefix."""
+    keys = missing_keys(store, [f"{prefix}{rank}" for rank in ranks])
+    return [int(key.removeprefix(prefix)) for key in keys]
+
+
+def missing_keys(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return the keys that the store does not have.
+
+    One request covers all keys if none is missing. Each missing key takes at most 2 log2 n more.
+    """
+    if not keys or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    half = len(keys) // 2
+    return [*missing_keys(store, keys[:half]), *missing_keys(store, keys[half:])]
 
 
 def _describe_missing(ranks: Sequence[int]) -> str:
@@ -146,9 +172,9 @@ def _describe_missing(ranks: Sequence[int]) -> str:
     return f"rank {names} {'has' if len(ranks) == 1 else 'have'} not connected"
 
 
-def _appears(store: Any, key: str, until_s: float) -> bool:
-    """Return whether a key exists at some time before `until_s`."""
-    pauses_s = _pauses_s()
+def _appears(store: Any, key: str, until_s: float, ranks: int = 1) -> bool:
+    """Return whether a key exists at some time before `until_s`, for which `ranks` ranks wait."""
+    pauses_s = _pauses_s(ranks)
     while not store.check([key]):
         if time.monotonic() > until_s:
             return False
@@ -156,11 +182,12 @@ def _appears(store: Any, key: str, until_s: float) -> bool:
     return True
 
 
-def _pauses_s() -> Iterator[float]:
-    pause_s = LOOK_EVERY_S / 32
+def _pauses_s(ranks: int) -> Iterator[float]:
+    """Yield the pauses between looks at the store, for a number of ranks that look at it."""
+    pause_s, longest_s = LOOK_EVERY_S / 32, LOOK_EVERY_S * max(1.0, ranks / LOOKING_RANKS)
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, LOOK_EVERY_S)
+        pause_s = min(2 * pause_s, longest_s)
 
 
 def run_limited(request: Callable[[], Any], limit_s: float) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import require_equal
+from offbeat.core.transport.rendezvous import missing_keys
 from offbeat.core.transport.versions import describe_versions
 
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after an error
@@ -69,19 +70,26 @@ class StoreAgreement:
             RuntimeError: names the ranks that have not answered within `timeout_s`.
         """
         self._count += 1
-        keys = [f"{self._count}/{rank}" for rank in range(self.world_size)]
+        prefix = f"{self._count}/"
+        keys, joined = [f"{prefix}{rank}" for rank in range(self.world_size)], f"{prefix}all"
         self._store.set(keys[self.rank], packed.pack(value))
+        # Rank 0 reads all values and stores their summary, so that the traffic of the store grows
+        # with the number of ranks, not with its square.
+        awaited = [joined] if self.rank else keys
         try:
-            self._store.wait(keys, timedelta(seconds=self.timeout_s))
+            self._store.wait(awaited, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            missing = [str(n) for n, key in enumerate(keys) if not self._store.check([key])]
+            missing = [key.removeprefix(prefix) for key in missing_keys(self._store, keys)]
             raise RuntimeError(
-                f"rank {', '.join(missing)} has not answered within {self.timeout_s:g} s: it has "
-                "failed, or has an earlier version of offbeat. See its log, and install one version"
+                f"rank {', '.join(missing or ['0'])} has not answered within {self.timeout_s:g} s: "
+                "it has failed, or has an earlier version of offbeat. See its log, and install one "
+                "version"
             ) from error
-        texts = self._store.multi_get(keys)
-        self._store.add(f"{self._count}/read", 1)
-        return [packed.unpack(text, rank) for rank, text in enumerate(texts)]
+        if self.rank == 0:
+            self._store.set(joined, packed.join(self._store.multi_get(keys)))
+        data = self._store.get(joined)
+        self._store.add(f"{prefix}read", 1)
+        return packed.split(data)
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         require_equal(what, self.gather(value), remedy)

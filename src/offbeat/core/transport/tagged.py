@@ -7,7 +7,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,37 @@ def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
             sends.wait()
             count += more
     return rows.roll(rank, 0)
+
+
+def all_gather_sized(own: bytes, sizes: Sequence[int], group: dist.ProcessGroup) -> list[bytes]:
+    """Return the bytes of every rank, by rank, in the rounds of `all_gather`.
+
+    Args:
+        own: bytes of this rank.
+        sizes: number of bytes of each rank. Messages without bytes are not sent.
+        group: group of the ranks.
+    """
+    rank, ranks = group.rank(), group.size()
+    held = [own]  # of this rank and of those ahead of it
+    with _mark_errors():
+        while (count := len(held)) < ranks:
+            more = min(count, ranks - count)
+            ahead = [sizes[(rank + count + place) % ranks] for place in range(more)]
+            given, taken = bytearray(b"".join(held[:more])), bytearray(sum(ahead))
+            works = []
+            if taken:
+                received = torch.frombuffer(taken, dtype=torch.uint8)
+                works.append(group.recv([received], (rank + count) % ranks, TAG))
+            if given:
+                sent = torch.frombuffer(given, dtype=torch.uint8)
+                works.append(group.send([sent], (rank - count) % ranks, TAG))
+            for work in works:
+                work.wait()
+            end = 0
+            for size in ahead:
+                held.append(bytes(taken[end : end + size]))
+                end += size
+    return [held[(other - rank) % ranks] for other in range(ranks)]
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from offbeat.core.plan import Groups
@@ -57,7 +58,7 @@ class Topology:
         """Return the nodes as JSON types; nothing if every rank holds a replica of its own."""
         return {} if self.is_flat else {"nodes": self.nodes, "sharded": self.sharded}
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Return the number of ranks."""
         return sum(self.sizes)
@@ -67,12 +68,12 @@ class Topology:
         """Return the number of replicas."""
         return len(self.nodes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of ranks of each node."""
         return tuple(map(len, self.nodes))
 
-    @property
+    @cached_property
     def is_flat(self) -> bool:
         """Whether every rank holds a replica of its own."""
         return max(self.sizes) == 1
@@ -82,7 +83,7 @@ class Topology:
         """Whether all nodes have equally many ranks."""
         return len(set(self.sizes)) == 1
 
-    @property
+    @cached_property
     def columns(self) -> Groups:
         """Return the ranks of equal member in all nodes, by replica.
 
@@ -104,9 +105,18 @@ class Topology:
         """Return the ranks that are in no column."""
         return tuple(rank for node in self.nodes for rank in node[min(self.sizes) :])
 
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Return the replica of each rank, and the index of the rank within its node."""
+        return {
+            rank: (replica, member)
+            for replica, node in enumerate(self.nodes)
+            for member, rank in enumerate(node)
+        }
+
     def replica_of(self, rank: int) -> int:
         """Return the index of the replica that a rank belongs to."""
-        return next(i for i, node in enumerate(self.nodes) if rank in node)
+        return self._places[rank][0]
 
     def node_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of a rank's node."""
@@ -114,11 +124,12 @@ class Topology:
 
     def member_of(self, rank: int) -> int:
         """Return the index of a rank within its node."""
-        return self.node_of(rank).index(rank)
+        return self._places[rank][1]
 
     def column_of(self, rank: int) -> tuple[int, ...] | None:
         """Return the ranks of a rank's column; None if it is in none."""
-        return next((column for column in self.columns if rank in column), None)
+        member = self.member_of(rank)
+        return self.columns[member] if member < len(self.columns) else None
 
     def ring_share(self, rank: int) -> float:
         """Return the bytes that a rank sends between nodes in an all-reduce over all ranks in a

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from offbeat.core.transport.rendezvous import missing_keys
+
 VERSIONS, RESULT = "versions", "result"  # keys in the store; the first is followed by the rank
 
 
@@ -29,7 +31,8 @@ def compare_versions(store: Any, rank: int, world_size: int, timeout_s: float) -
     if rank == 0:
         keys = [f"{VERSIONS}/{one}" for one in range(world_size)]
         # A version without this comparison stores no key, and a read of a missing key would block.
-        known = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+        missing = {*missing_keys(store, keys)}
+        known = [None if key in missing else json.loads(store.get(key)) for key in keys]
         error, warning = describe_versions(known)
         store.set(RESULT, json.dumps(error))
         if warning is not None:

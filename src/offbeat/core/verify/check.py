@@ -263,7 +263,7 @@ def _replica_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
 def _approach(before: Sequence[Array], ends: Sequence[Array], run: _Execution, plan: Plan) -> bool:
     """Return whether the differences between replicas shrink: averages of pairs of ranks never make
     all replicas equal. Plans that only use collectives or conserve gradients must end equal."""
-    if not any(t.verb == "send" for t in plan.transfers):
+    if not any(t.ranks is not None for t in plan.transfers):
         return False
     if all(map(effects.conserves_gradients, plan.applies)):
         return False

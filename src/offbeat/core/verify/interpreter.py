@@ -539,7 +539,7 @@ class Interpreter:
             )
             messages.append(message)
             self._queues[t.link, w.rank].append(message)
-            if t.ranks is not None and w.rank == t.ranks[1]:
+            if t.only_receives(w.rank):
                 self.give(message, w.rank, NOTHING)
         return messages
 
@@ -735,6 +735,8 @@ class _ArrayActions:
         w.require_free(buffer, copy, span, in_use=newest)
         result = message.result
         assert result is not None
+        if t.verb == "exchange":
+            result = result[1 - message.ranks.index(w.rank)]
         if t.verb == "reduce_scatter":
             own = _shard_slice(result.size, message.ranks, w.rank)
             shard = result[own]
@@ -755,6 +757,8 @@ def _result(message: _Message) -> Array:
     if t.verb in ("send", "broadcast"):
         return message.given[message.ranks[0]]
     arrays = [message.given[r] for r in message.ranks]
+    if t.verb == "exchange":
+        return np.stack(arrays)  # [2, elements]; each rank uses the row of the other
     if t.verb == "all_gather":
         result = np.empty_like(arrays[0])
         for rank, array in zip(message.ranks, arrays, strict=True):

@@ -155,6 +155,8 @@ def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None
     if t.verb == "send":
         if payload.age and t.into is None:
             yield f"{name} must name the buffer that the older copy goes into"
+    elif t.verb == "exchange" and t.into is None:
+        yield f"{name} must name the buffer that the payload of the other rank goes into"
     elif _position_from_start(t.before, plan) <= _position_from_start(t.after, plan):
         yield f"deadline {t.before} of {name} comes before its release {t.after}"
     groups = groups_of(t.link, plan.groups)

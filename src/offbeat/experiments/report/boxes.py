@@ -38,6 +38,7 @@ NOUNS = {
     "state": "optimizer state",
     "broadcast": "buffers",
     "send": "activations or gradients",
+    "exchange": "exchange of parameters",
 }
 
 Interval = tuple[float, float]

@@ -81,8 +81,7 @@ class NoLoCo(Strategy):
     with means over the pair. No message waits for a third worker. Replicas approach each other but
     are not equal; `model.consolidate()` averages them. With an odd number of workers one of them
     steps alone in each round. The pairs of `rounds` rounds are drawn from `seed` and then repeat.
-    Readings: `gamma` is `lr`, as in the reference code; pipeline stages are not rerouted. Both
-    directions of a pair are sent one after the other.
+    Readings: `gamma` is `lr`, as in the reference code; pipeline stages are not rerouted.
     """
 
     period: int = 50
@@ -165,7 +164,7 @@ class NoLoCo(Strategy):
     def _sends(
         self, rounds: Sequence[Sequence[Pair]], sent: dict[str, str], profile: Profile
     ) -> list[Transfer]:
-        """Return the messages of all pairs, in both directions.
+        """Return the messages of all pairs.
 
         A single rank averages with itself.
         """
@@ -188,13 +187,12 @@ class NoLoCo(Strategy):
                 END,
                 self._phases(done),
                 link,
-                verb="send",
-                ranks=(one, other),
+                verb="exchange",
+                ranks=(pair[0], pair[1]),
                 into=target,
             )
             for pair, done in sorted(done_by.items())
             for source, target in sent.items()
-            for one, other in (pair, pair[::-1])
         ]
 
     def _phases(self, rounds: Any) -> Phases:
@@ -239,11 +237,11 @@ class NoLoCo(Strategy):
         return advance
 
     def bound_s(self, profile: Profile) -> float:
-        """Return `F + max(B, C / period)` with C of one message from rank to rank, as no message
-        overlaps a forward and each worker receives one per round."""
+        """Return `F + max(B, C / period)` with C of one exchange, as no message overlaps a forward
+        and each worker has one exchange per round."""
         slowest, link = profile.slowest(), profile.default_link.name
         payload = Payload("param", range(len(profile.buckets)))
-        message_s = profile.message_s(payload, link, "send") if profile.world_size > 1 else 0.0
+        message_s = profile.message_s(payload, link, "exchange") if profile.world_size > 1 else 0.0
         hidden_s = slowest.backward_s + slowest.update_s
         return slowest.other_s + slowest.forward_s + max(hidden_s, message_s / self.period)
 
