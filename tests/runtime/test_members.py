@@ -125,6 +125,18 @@ def test_each_sample_is_read_once_while_members_change() -> None:
     assert epochs[3].samples > epochs[2].samples > epochs[1].samples > 0
 
 
+@pytest.mark.parametrize("strategy", [LocalSGD(period=6), WFBP()], ids=["local-sgd", "wfbp"])
+def test_a_failure_that_is_noticed_between_iterations_loses_no_samples(strategy: Strategy) -> None:
+    """The members have read the samples of the next iteration, which is still of the old epoch."""
+    changes = {"kills": {0: 7}, "lost_at": 8}
+    outcomes, epochs = run(Scenario(strategy, 100, samples=161, **changes))
+    assert [len(e.members) for e in epochs] == [3, 2]
+    kept = epochs[1].details["lost_from"]
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+    assert 161 - len(read) - BATCH_SIZE * kept < 2
+
+
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -53,6 +53,8 @@ class Scenario:
         deaf: by process, the iteration whose message it sends but fails to receive.
         state: `join_state` of joining processes.
         samples: number of samples that the members read once; 0: no sampler.
+        lost_at: iteration whose samples have been read when the members that remain notice that the
+            store of the first member is lost; -1: none.
     """
 
     strategy: Strategy
@@ -67,6 +69,7 @@ class Scenario:
     deaf: Mapping[int, int] = field(default_factory=dict)
     state: Any = "copy"
     samples: int = 0
+    lost_at: int = -1
 
     @property
     def processes(self) -> int:
@@ -147,6 +150,8 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         if (indices := next(batches, None)) is None:
             break
         read[t] = indices
+        if t == scenario.lost_at and who not in scenario.kills:
+            _await(lambda: model._session._cluster.control.has_lost_store)
         optimizer.zero_grad()
         loss_of(model, *batch(CASE, who, t)).backward()
         optimizer.step()
@@ -158,6 +163,12 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
     has_left = model.has_left
     model.close()
     return Outcome(member.name, history, has_left, read)
+
+
+def train_recorded_member(folder: str, address: str, scenario: Scenario) -> Outcome:
+    """Train as one process of a scenario with a record."""
+    os.environ |= {"OFFBEAT_RECORD": folder, "OFFBEAT_LOG": "json"}
+    return train_member(address, scenario)
 
 
 def who_leaves(member: Any) -> bool:

@@ -34,13 +34,15 @@ class Board:
         control: agreement between the ranks of the job.
         on_round: on rank 0, called every `ROUND_S` seconds, and once at the end, with the newest
             interval of each rank that has published one, and `divergence`; None on other ranks.
+        name: part of the keys, which must differ from those of other boards in the same store and
+            be the same on all ranks; None to count the meetings of the ranks.
 
     Attributes:
         divergence: on rank 0, mean squared distance of the replicas from their mean by the newest
             sample that all ranks have published; None without one.
     """
 
-    def __init__(self, control: Control, on_round: OnRound | None):
+    def __init__(self, control: Control, on_round: OnRound | None, name: str | None = None):
         self._rank, self._ranks = control.rank, range(control.world_size)
         self.divergence: float | None = None
         self._samples: SampleBoard | None = None
@@ -51,7 +53,7 @@ class Board:
             store: Any = distributed_c10d._get_default_store()
             # A blocking wait of another thread occupies the connection of a store.
             clone = store.clone() if hasattr(store, "clone") else store
-            self._store = PrefixStore(f"offbeat/intervals/{control.met}", clone)
+            self._store = PrefixStore(f"offbeat/intervals/{name or control.met}", clone)
             samples = PrefixStore("samples", self._store)
             self._samples = SampleBoard(samples, self._rank, self._ranks)
         self._on_round = on_round
@@ -100,6 +102,11 @@ class Board:
                     self._thread = None
                     return
 
+    def abandon(self) -> None:
+        """End the thread without a last round, and return at once: the store may be lost."""
+        self._stopped = self._lost = True
+        self._wake.set()
+
     def _run(self) -> None:
         stopped = False
         while not stopped:
@@ -114,7 +121,8 @@ class Board:
     def _try_exchange(self) -> bool:
         """Return whether the store has responded. If it is lost, the heartbeat reports it."""
         try:
-            self._exchange()
+            if not self._lost:
+                self._exchange()
         except RuntimeError:
             self._lost = True
         return not self._lost

@@ -6,6 +6,7 @@ Rank 0 writes these files. This module imports neither torch nor the runtime.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from offbeat.jobs.interval import Interval
+from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_file
 from offbeat.jobs.verdict_file import verdict_of_run
 
@@ -24,6 +26,7 @@ SERIES_POINTS, EVENTS = 4000, 8  # newest intervals and events that are kept
 LATE_SHARE, SAME_SHARE = 0.1, 0.02  # shares of an iteration, see `delaying_ranks`
 ACTIVE = ("running", "waiting")  # states of a heartbeat; all others are final
 FAILED = ("failed", "aborted", "reported")
+LEFT = "left"  # end of the record of a member that has left
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -117,7 +120,10 @@ class JobFollower:
         self.alive: dict[str, Any] = {}
         self.verdict = verdict_of_run(folder)
         self._alive_text = b""
-        self._place = Place()
+        # Of each process that is or was rank 0: the position in its lines, and the time after
+        # which they count.
+        self._places: dict[int, tuple[Place, float | None]] = {0: (Place(), None)}
+        self._last_t = -math.inf
         self._forget_lines()
         # Another host's clock may differ, so an old file is not taken for a silent rank, and a
         # file of the future not for an alive one: both are observed first.
@@ -132,16 +138,11 @@ class JobFollower:
         self.event_count = 0
         self.last: Interval | None = None
         self.end: dict[str, Any] | None = None
+        self.changes: deque[dict[str, Any]] = deque(maxlen=SERIES_POINTS)
 
     def read(self, *, first: bool = False) -> None:
         """Read what the files have gained."""
-        lines, place = follow(rank_file(self.folder, 0), self._place)
-        changed = place != self._place
-        if place.inode != self._place.inode or place.offset < self._place.offset:
-            self._forget_lines()
-        self._place = place
-        for line in lines:
-            self._add(line)
+        changed = False
         try:
             text = (self.folder / ALIVE_FILE).read_bytes()
         except FileNotFoundError:
@@ -149,6 +150,20 @@ class JobFollower:
         if text != self._alive_text:
             changed, self._alive_text = True, text
             self.alive = _as_object(text) or self.alive
+        self._places.setdefault(self.writer, (Place(), None))
+        for number, (before, from_t) in list(self._places.items()):
+            lines, place = follow(rank_file(self.folder, number), before)
+            changed |= place != before
+            from_t = self._last_t if from_t is None else from_t
+            if number == 0 and (place.inode != before.inode or place.offset < before.offset):
+                self._forget_lines()
+            self._places[number] = place, from_t
+            for line in lines:
+                t = line.get("t", math.inf)
+                ends_job = number == self.writer and line.get("how") != LEFT
+                if t > from_t and (line["kind"] != "end" or ends_job):
+                    self._add(line)
+                self._last_t = max(self._last_t, t) if t < math.inf else self._last_t
         self.run = _read_json(self.folder / RUN_FILE) or self.run
         if changed and not first:
             self.has_changed, self._change_s = True, self._clock()
@@ -159,10 +174,30 @@ class JobFollower:
             self.last = interval
             self.series.append((interval.s_sum, interval.n))
         elif line["kind"] == "event":
+            if line.get("event") == EVENT:
+                if any(line.get("epoch") == known.get("epoch") for known in self.changes):
+                    return
+                self.changes.append(line)
             self.events.append(line)
             self.event_count += 1
         elif line["kind"] == "end":
             self.end = line
+
+    @property
+    def writer(self) -> int:
+        """Return the number of the process that is rank 0."""
+        writer = self.alive.get("writer")
+        return writer if isinstance(writer, int) else 0
+
+    @property
+    def members(self) -> MembershipHistory | None:
+        """Return the changes of the members; None without any."""
+        if not self.changes:
+            return None
+        first, start_t = self.run.get("world_size"), self.run.get("started")
+        return MembershipHistory.of(
+            int(first or 0), float(start_t or self.changes[0]["t"]), self.changes
+        )
 
     @property
     def is_silent(self) -> bool:
@@ -240,6 +275,9 @@ class JobView:
         events: newest events, oldest first.
         end: last line of the job; None if it runs or was cut short.
         verdict: what the verdict that is kept with the run predicts; None without one.
+        members: times in seconds since 1970, each with the number of members from then on; empty
+            without changes.
+        members_text: description of the changes of the members.
     """
 
     run: str
@@ -262,6 +300,8 @@ class JobView:
     events: Sequence[Mapping[str, Any]]
     end: Mapping[str, Any] | None
     verdict: str | None = None
+    members: Sequence[tuple[float, int]] = ()
+    members_text: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -303,22 +343,24 @@ def view(job: JobFollower) -> JobView:
     late = delaying_ranks([i for i in intervals.values() if i is not None])
     silent_s = job.unchanged_s if job.is_silent else None
     ranks = tuple(
-        _rank_view(entry, intervals[rank], late, silent_s if rank == 0 else None)
+        _rank_view(entry, intervals[rank], late, silent_s if rank == job.writer else None)
         for entry in entries
         for rank in [entry["rank"]]
     )
     # An interval of an old job lasts long, so alive.json may have a newer one than the lines.
-    known = [i for i in (job.last, intervals.get(0)) if i is not None]
+    known = [i for i in (job.last, intervals.get(job.writer)) if i is not None]
     last = max(known, key=lambda i: i.t) if known else None
     loss = None if last is None else last.loss
     hosts = job.run.get("hosts") or [entry.get("host") for entry in entries]
     strategy = str(job.alive.get("strategy") or job.run.get("strategy") or "unknown strategy")
     iteration_s = None if last is None else last.mean_s
     machines = len({str(host) for host in hosts})
+    members = job.members
+    world_size = int(job.run.get("world_size") or len(entries))
     return JobView(
         run=job.folder.resolve().name,
         strategy=strategy,
-        world_size=int(job.run.get("world_size") or len(entries)),
+        world_size=world_size if members is None else len(members.members),
         hosts=machines,
         state=_state(job, ranks),
         rank_0_silent_s=silent_s,
@@ -336,6 +378,8 @@ def view(job: JobFollower) -> JobView:
         events=tuple(job.events),
         end=job.end,
         verdict=job.verdict and job.verdict.compare(strategy, machines, iteration_s),
+        members=() if members is None else members.counts,
+        members_text="" if members is None else members.describe(),
     )
 
 

@@ -39,6 +39,7 @@ class JobMonitor:
         control: heartbeat of all ranks.
         writer: lines of rank 0; None without a record.
         clock: seconds since 1970.
+        number: number of this process in the record, which is its rank at the start.
     """
 
     def __init__(
@@ -50,7 +51,10 @@ class JobMonitor:
         control: Control,
         writer: LineWriter | None,
         clock: Callable[[], float] = time.time,
+        number: int = 0,
     ):
+        self._number = number
+        self._numbers: Sequence[int] = range(control.world_size)  # of the processes, by rank
         self._settings, self._facts, self._strategy = settings, facts, strategy
         self._servers, self._control, self._writer, self._clock = servers, control, writer, clock
         self._totals: dict[int, Interval] = {}
@@ -85,25 +89,34 @@ class JobMonitor:
     def on_plan(self, plan: Plan | None, profile: Profile | None, iteration: int) -> None:
         """Handle the plan that begins with an iteration, or the start of a strategy without a
         plan."""
-        suffix = "" if self._planned is None and self._outlook is None else f"-{iteration}"
+        is_first = self._planned is None and self._outlook is None and not self._number
+        suffix = "" if is_first else f"-{iteration}"
         self._planned, self._first = (plan, profile), iteration
         for name, part in (("plan", plan), ("profile", profile)):
             if part is not None and self._writer is not None:
                 self._writer.replace(f"{name}{suffix}.json", part.to_dict())
 
+    def on_members(self, numbers: Sequence[int]) -> None:
+        """Handle a change of the members of the job.
+
+        Args:
+            numbers: numbers of the processes in the record, by rank.
+        """
+        self._numbers, self._newest = numbers, {}
+
     def on_end(self, how: str, text: str, total: Interval | None, iterations: int) -> None:
         """Print three lines about the whole job.
 
         Args:
-            how: "ended", "raised" or "signal".
-            text: error or signal.
+            how: "ended", "raised", "signal" or "left".
+            text: error, signal, or that this process leaves.
             total: sums over the iterations of rank 0 after the measurement of the profile.
             iterations: number of all iterations of rank 0 in this process.
         """
         for sink in self._sinks:
             sink.close()
         lines = self._describe_end(how, text, total, iterations)
-        level = "info" if how == "ended" else "warning"
+        level = "info" if how in ("ended", "left") else "warning"
         console.print("end", "\n".join(lines), level, how=how, iterations=iterations)
 
     # ---- called by the board's thread -------------------------------------------------------
@@ -115,19 +128,22 @@ class JobMonitor:
             newest: newest interval of each rank.
             divergence: mean squared distance of the replicas from their mean; None if unknown.
         """
+        statuses = self._control.statuses()
+        if len(statuses) != len(self._numbers):  # the members change just now
+            return
         self._divergence = divergence
         for rank, interval in newest.items():
             before = self._newest.get(rank)
             if before is None or interval.t != before.t:
-                total = self._totals.get(rank)
-                self._totals[rank] = interval if total is None else combine([total, interval])
+                number = self._numbers[rank]
+                total = self._totals.get(number)
+                self._totals[number] = interval if total is None else combine([total, interval])
         self._newest = dict(newest)
         if self._planned is not None:
             planned, self._planned = self._planned, None
             self._announce(*planned)
         self._compare()
         self._print_line()
-        statuses = self._control.statuses()
         for sink in self._sinks:
             sink.update(self._state(statuses))
         if self._writer is not None:
@@ -137,7 +153,8 @@ class JobMonitor:
     def _announce(self, plan: Plan | None, profile: Profile | None) -> None:
         """Predict the plan, and print what it does."""
         is_first = self._outlook is None
-        outlook = Outlook.of(self._strategy, plan, profile, self._facts["hosts"], self._servers)
+        hosts = [self._facts["hosts"][number] for number in self._numbers]
+        outlook = Outlook.of(self._strategy, plan, profile, hosts, self._servers)
         self._outlook = outlook
         lines, numbers = [], dict[str, Any]()
         if profile is not None:
@@ -229,7 +246,7 @@ class JobMonitor:
             third.append(count_text(self.decisions, "decision"))
         if self._folder is not None:
             third.append(f"offbeat report {self._folder}")
-        signal = [text] if how == "signal" else []
+        signal = [text] if how in ("signal", "left") else []
         return [*signal, first, second, *(["; ".join(third)] if third else [])]
 
     # ---- files ------------------------------------------------------------------------------
@@ -238,9 +255,9 @@ class JobMonitor:
         """Return the state of all ranks for the sinks."""
         outlook, now = self._outlook, self._clock()
         ranks = {
-            rank: RankState(
+            self._numbers[rank]: RankState(
                 self._newest.get(rank),
-                self._totals.get(rank),
+                self._totals.get(self._numbers[rank]),
                 now - status["age_s"],
                 max(0, status["iteration"]),
             )
@@ -259,9 +276,9 @@ class JobMonitor:
         hosts, pids = self._facts["hosts"], self._facts["pids"]
         ranks = [
             {
-                "rank": rank,
-                "host": hosts[rank],
-                "pid": pids[rank],
+                "rank": self._numbers[rank],
+                "host": hosts[self._numbers[rank]],
+                "pid": pids[self._numbers[rank]],
                 **status,
                 "interval": self._newest[rank].to_dict() if rank in self._newest else None,
             }
@@ -272,6 +289,7 @@ class JobMonitor:
             "id": self._facts["id"],
             "t": self._clock(),
             "strategy": self._facts["strategy"],
+            "writer": self._number,
             "predicted_s": None if outlook is None else finite(outlook.iteration_s),
             "bound_s": None if outlook is None else finite(outlook.bound_s),
             "ranks": ranks,

@@ -7,11 +7,10 @@ import math
 import os
 import platform
 import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers
 from offbeat.core.runtime.prepared import Session
-from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.sim.trace import spans_to_dict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
@@ -63,18 +62,23 @@ MOST_SPANS_BYTES = 1 << 16
 FLUSH_S = 3.0  # longest wait for the record folder at the end
 MOST_TEXT = 2000  # characters of the text of an error
 MOST_ITERATIONS = 1 << 16  # single iterations in a line of the record
+EPOCH_BOARD = "members"  # name of the board of an epoch, whose store has no other board
 
 
 class JobObserver(Recorder):
     """Observer of one rank of a job.
 
     Every rank must create it at the same point of `prepare`. Without a record it keeps no files.
+    In a job whose members change each process has a number, which is its rank at the start; a
+    process that joins has the next number.
 
     Args:
         settings: settings of the job, the same on all ranks.
         strategy: the strategy that runs.
         cluster: links and control of this rank.
         clock: seconds since 1970.
+        members: names of the members, by rank; empty if members cannot change.
+        joining: see `join_observer`, in a process that joins a running job.
     """
 
     splits_every: ClassVar[int] = 16
@@ -86,14 +90,23 @@ class JobObserver(Recorder):
         strategy: Strategy,
         cluster: Cluster,
         clock: Callable[[], float] = time.time,
+        members: Sequence[str] = (),
+        joining: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         control = cluster.control
-        self._device, self._rank, self._clock = cluster.device, control.rank, clock
+        self._device, self._clock = cluster.device, clock
+        self._settings, self._strategy, self._control = settings, strategy, control
+        self._names, self._number = [*members], control.rank
+        self._facts: dict[str, Any] = {}
+        if joining is not None:
+            self._names, self._facts = [*joining["names"]], dict(joining["facts"])
+            self._add_processes(joining["members"], joining["joined"])
+            self._number = self._names.index(joining["members"][control.rank])
         self._device_type = cluster.where.type
         self._blames_peers = control.blames_peers
         self._session: Session | None = None
-        self._tally = Tally(control.rank, cluster.device, self._session_traffic, clock)
+        self._tally = Tally(self._number, cluster.device, self._session_traffic, clock)
         self._total: Interval | None = None
         self._began_s = time.monotonic()
         self._due_s, self._line_due_s = self._began_s + INTERVAL_S, self._began_s
@@ -101,9 +114,10 @@ class JobObserver(Recorder):
         self._microseconds: list[int] = []
         self._elements: SampledElements | None = None
         self._sample_every = SAMPLE_ITERATIONS
-        self._before = 0  # iterations of processes before this one
+        self._before = 0 if joining is None else joining["before"]  # iterations of processes before
         self._count = 0  # iterations of this process
-        self._next = 0  # number of the first iteration after the last interval
+        # Number of the first iteration after the last interval.
+        self._next = 0 if joining is None else joining["iteration"]
         self._ending = threading.Lock()  # held from the start of `end`
         self._process_id = os.getpid()  # a fork of this process ends nothing
         self._window: list[Iteration] | None = []  # iterations of the next timeline
@@ -111,16 +125,17 @@ class JobObserver(Recorder):
         self._windows: Windows | None = None
         self._profile: Profile | None = None
         self._metrics: dict[str, list[float]] = {}
-        own = {"host": socket.gethostname(), "pid": os.getpid(), **versions()}
-        own["id"] = new_run(settings.record if control.rank == 0 else None, clock())
-        everyone = control.gather(own)
-        self.id = run_id = str(everyone[0]["id"])
+        own = {**process_facts(), **versions()}
+        if joining is None:
+            own["id"] = new_run(settings.record if control.rank == 0 else None, clock())
+            self._facts = self._job_facts(cluster, control.gather(own))
+        self.id = run_id = str(self._facts["id"])
         self._writer: BackgroundWriter | None = None
         self.keeps_end = settings.record is not None
         if settings.record:
             self.folder = folder = Path(settings.record) / run_id
-            self._writer = BackgroundWriter(folder, control.rank, clock)
-            self._line("head", id=self.id, rank=control.rank, world_size=control.world_size,
+            self._writer = BackgroundWriter(folder, self._number, clock)
+            self._line("head", id=self.id, rank=self._number, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip
         self.monitor: JobMonitor | None = None
         if control.rank == 0 and settings.record is not None and settings.record_limit is not None:
@@ -131,33 +146,47 @@ class JobObserver(Recorder):
             attempt = torchrun_attempt(os.environ)
             if self._writer is not None and attempt is not None and attempt["restarts"]:
                 self._link_attempt(previous_attempt(Path(settings.record or ""), attempt))
-            facts = {
-                "id": self.id,
-                "job_name": settings.job_name,
-                "strategy": str(strategy),
-                "argv": mask_secrets(sys.argv),
-                "world_size": control.world_size,
-                "hosts": [one["host"] for one in everyone],
-                "pids": [one["pid"] for one in everyone],
-                "versions": {name: own[name] for name in versions()},
-                "links": {name: str(spec) for name, spec in cluster.specs.items()},
-                **cluster.topology.record(),
-                "launcher": launcher_name(os.environ),
-                "torchrun": attempt,
-                "started": clock(),
-            }
             if self._writer is not None:
-                self._writer.replace(RUN_FILE, facts)
+                self._writer.replace(RUN_FILE, self._facts)
                 if settings.verdict is not None:
                     self._writer.replace(VERDICT_FILE, read_verdict(settings.verdict))
-            self.monitor = JobMonitor(
-                settings, facts, strategy, current_servers(), control, self._writer, clock
-            )
-        self._board = Board(control, self.monitor.on_round if self.monitor else None)
+            self._create_monitor()
+        name = None if joining is None else EPOCH_BOARD
+        self._board = Board(control, self.monitor.on_round if self.monitor else None, name)
         self._tap = LossTap()
         self._receive = self._add_metric
         set_receiver(self._receive)
         self._at_exit = run_at_process_exit(self._end_at_exit)
+
+    def _job_facts(self, cluster: Cluster, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the content of run.json."""
+        return {
+            "id": str(everyone[0]["id"]),
+            "job_name": self._settings.job_name,
+            "strategy": str(self._strategy),
+            "argv": mask_secrets(sys.argv),
+            "world_size": self._control.world_size,
+            "hosts": [one["host"] for one in everyone],
+            "pids": [one["pid"] for one in everyone],
+            "versions": versions(),
+            "links": {name: str(spec) for name, spec in cluster.specs.items()},
+            **cluster.topology.record(),
+            "launcher": launcher_name(os.environ),
+            "torchrun": torchrun_attempt(os.environ),
+            "started": self._clock(),
+        }
+
+    def _create_monitor(self) -> None:
+        self.monitor = JobMonitor(
+            self._settings,
+            self._facts,
+            self._strategy,
+            current_servers(),
+            self._control,
+            self._writer,
+            self._clock,
+            self._number,
+        )
 
     def attach(self, session: Session) -> None:
         self._session = session
@@ -238,6 +267,53 @@ class JobObserver(Recorder):
         self._line("event", iteration=self._before + iteration, event="replan", text=what,
                    **numbers)  # fmt: skip
 
+    def on_members(self, change: MemberChange, joined: Mapping[int, Mapping[str, Any]]) -> None:
+        self._close_interval(write=True)
+        self._add_processes(change.members, joined)
+        numbers = {name: number for number, name in enumerate(self._names)}
+        groups = {
+            group: [numbers[name] for name in getattr(change, group) if name in numbers]
+            for group in ("members", "joined", "left", "failed")
+        }
+        self._line("event", iteration=change.iteration, event="members", text=change.text,
+                   epoch=change.epoch, s=round(change.seconds, 4), landed=change.landed,
+                   skipped=change.skipped, **groups)  # fmt: skip
+        if self._control.rank == 0 and self._writer is not None:
+            self._writer.replace(RUN_FILE, {**self._facts, "processes": len(self._names)})
+        self._board.abandon()  # its store has ended with the epoch
+        if self._control.rank == 0 and self.monitor is None:
+            self._create_monitor()
+            assert self.monitor is not None
+            self.monitor.on_plan(self.plan, self._profile, self._next)
+        if self.monitor is not None:
+            self.monitor.on_members(groups["members"])
+        on_round = self.monitor.on_round if self.monitor else None
+        self._board = Board(self._control, on_round, EPOCH_BOARD)
+
+    def _add_processes(
+        self, members: Sequence[str], joined: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Give the next numbers to the members that have none.
+
+        Args:
+            members: names of the members, by rank.
+            joined: by rank of each member that has joined, its host and process (`pid`).
+        """
+        for rank, name in enumerate(members):
+            if name not in self._names:
+                facts = joined.get(rank, {})
+                self._names.append(name)
+                self._facts["hosts"].append(facts.get("host", ""))
+                self._facts["pids"].append(facts.get("pid"))
+
+    def joining_facts(self) -> dict[str, Any]:
+        return {
+            "facts": self._facts,
+            "names": self._names,
+            "before": self._before,
+            "iteration": 0 if self._session is None else self._session.iteration,
+        }
+
     def on_load(self, record: str | None, iteration: int) -> None:
         self._line("event", iteration=iteration, event="checkpoint", continues=record,
                    text=f"continued from a checkpoint after {iteration:,} iterations")  # fmt: skip
@@ -254,7 +330,7 @@ class JobObserver(Recorder):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.end("ended")
         elif isinstance(error, KeyboardInterrupt):
-            self.end("signal", f"Rank {self._rank} received SIGINT (Ctrl-C)")
+            self.end("signal", f"Rank {self._number} received SIGINT (Ctrl-C)")
         else:
             text = describe_exception(error)[:MOST_TEXT]
             self.end("raised", text, waited=self._blames_peers(error))
@@ -265,13 +341,13 @@ class JobObserver(Recorder):
         """Write the end of the record, once. Any thread may call this method.
 
         Args:
-            how: "ended", "raised" or "signal".
-            text: error or signal.
+            how: "ended", "raised", "signal" or "left".
+            text: error, signal, or that this process leaves.
             waited: whether the error ended a wait for another rank, which has failed before.
         """
         if os.getpid() != self._process_id or not self._ending.acquire(blocking=False):
             return
-        if how == "ended":
+        if how in ("ended", "left"):
             self._tally.end()
         self._close_interval(write=True)
         self._line("end", how=how, iteration=self._next, text=text,
@@ -364,7 +440,9 @@ class JobObserver(Recorder):
             spans = (
                 span
                 for one in whole
-                for span in iteration_spans(one, self.plan, self._rank, self._device, self.origin_s)
+                for span in iteration_spans(
+                    one, self.plan, self._number, self._device, self.origin_s
+                )
             )
             table = spans_to_dict(
                 replace(span, start_s=round(span.start_s, 7), end_s=round(span.end_s, 7))
@@ -378,11 +456,17 @@ class JobObserver(Recorder):
 
 
 def open_observer(
-    settings: JobSettings, strategy: Strategy, cluster: Cluster
+    settings: JobSettings, strategy: Strategy, cluster: Cluster, members: Sequence[str] = ()
 ) -> JobObserver | None:
     """Return the observer of this rank; None if nothing is recorded, printed or exported.
 
     Every rank must call it. Rank 0's console output counts for all ranks.
+
+    Args:
+        settings: settings of the job.
+        strategy: the strategy that runs.
+        cluster: links and control of this rank.
+        members: names of the members, by rank; empty if members cannot change.
 
     Raises:
         ValueError: on every rank, if settings differ or a rank cannot use them.
@@ -391,7 +475,28 @@ def open_observer(
     logs = cluster.control.gather(settings.log)[0] != OFF
     if settings.record is None and not settings.sinks and not logs:
         return None
-    return JobObserver(settings, strategy, cluster)
+    return JobObserver(settings, strategy, cluster, members=members)
+
+
+def join_observer(
+    settings: JobSettings,
+    strategy: Strategy,
+    cluster: Cluster,
+    joining: Mapping[str, Any] | None,
+) -> JobObserver | None:
+    """Return the observer of a process that joins a running job, with the settings of this process;
+    None if the members have none.
+
+    Args:
+        settings: settings of this process.
+        strategy: the strategy that runs.
+        cluster: links and control of this rank.
+        joining: result of `joining_facts` of rank 0, with the names of the members by rank
+            (`members`), and the processes of those that have joined by rank (`joined`).
+    """
+    if joining is None:
+        return None
+    return JobObserver(settings, strategy, cluster, joining=joining)
 
 
 def new_run(record: str | None, t: float) -> str:

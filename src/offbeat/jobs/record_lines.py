@@ -327,8 +327,9 @@ class JobRecord:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return int(self.run.get("world_size") or max(self.ranks, default=-1) + 1)
+        """Number of ranks; of all processes if members have joined."""
+        known = self.run.get("processes") or self.run.get("world_size")
+        return int(known or max(self.ranks, default=-1) + 1)
 
     @property
     def missing(self) -> list[int]:

@@ -124,6 +124,8 @@ def screen(shown: JobView, width: int, height: int | None = None) -> list[Text]:
         lines += [Text(row, "dim") for row in textwrap.wrap(f"verdict: {shown.verdict}", width)]
     if shown.series_s:
         lines.append(Text(_sparkline(shown.series_s, width)))
+    if shown.members:
+        lines += _membership(shown, width)
     if len(shown.ranks) <= ALL_RANKS and (
         height is None or len(lines) + 2 + len(shown.ranks) + EVENT_ROWS <= height
     ):
@@ -146,7 +148,8 @@ def line(shown: JobView) -> str:
     """Return the state of a job in one line."""
     late = [f"rank {r.rank} delays the others" for r in shown.ranks if r.delays_others]
     state = [] if shown.state == "running" else [state_text(shown)]
-    return ", ".join([*(str(part) for part in _pace(shown)), *late, *state])
+    members = [f"{shown.world_size} members"] if shown.members else []
+    return ", ".join([*(str(part) for part in _pace(shown)), *members, *late, *state])
 
 
 def state_text(shown: JobView) -> str:
@@ -216,6 +219,21 @@ def _sparkline(series_s: Sequence[float], width: int) -> str:
     scale = (len(BARS) - 1) / max(high - low, (BARS_RANGE - 1) * low, 1e-9)
     drawn = "".join(BARS[round((mean - low) * scale)] for mean in means)
     return f"seconds {drawn} {seconds(low)} to {seconds(high)}"
+
+
+def _membership(shown: JobView, width: int) -> list[Text]:
+    """Return bars of the number of members over time, and the changes as a sentence."""
+    begin_t = shown.members[0][0]
+    end_t = max(shown.members[-1][0], shown.last_sign_t or 0.0)
+    most = max(count for _, count in shown.members)
+    cells = max(1, min(len(shown.series_s) or width, width - len("members ")))
+    drawn = ""
+    for cell in range(cells):
+        at_t = begin_t + (cell + 1) / cells * (end_t - begin_t)
+        count = [count for t, count in shown.members if t <= at_t][-1]
+        drawn += BARS[round(count / most * (len(BARS) - 1))]
+    rows = textwrap.wrap(f"members: {shown.members_text}", width, subsequent_indent="  ")
+    return [Text(f"members {drawn}"), *(Text(row, "dim") for row in rows)]
 
 
 def _table(ranks: Sequence[RankView], width: int) -> list[Text]:

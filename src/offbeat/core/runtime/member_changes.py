@@ -30,6 +30,7 @@ from offbeat.core.console import console
 from offbeat.core.plan import Plan, is_vote_channel
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
 from offbeat.core.runtime.members import LOOK_EVERY_S, JobMember, require_supported_plan
+from offbeat.core.runtime.recording import MemberChange
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.link import Message
@@ -180,7 +181,9 @@ class MemberChanges:
         self.has_left = True
         if self._session.samples is not None:
             self._session.samples.has_ended = True
-        console.print("members", f"left the job after iteration {self._session.iteration - 1}")
+        text = f"left the job after iteration {self._session.iteration - 1}"
+        console.print("members", text)
+        self._session.end_record(text)
         self._session.close()
         if self._signalled:
             signal.raise_signal(signal.SIGTERM)
@@ -211,7 +214,7 @@ class MemberChanges:
             self._begin_if_due()
             return
         self._begins_at, self._begun = None, set(epoch.members)
-        self._session.report_line(self._change.describe(len(epoch.members)))
+        self._session.report_change(self._change.describe(epoch, self._session.iteration))
 
     def _read_count(self, iteration: int) -> int:
         samples = self._session.samples
@@ -288,7 +291,7 @@ class MemberChanges:
         keys = member.membership.rendezvous(before.number)
         report = {
             "lost_from": self._change.lost_from,
-            FIRST: self._session.iteration + self._session.is_in_iteration,
+            FIRST: self._session.iteration + self._has_begun,
             "results": {name: order for name, (order, _) in self._results.items()},
             "united": self._united_for == before.number,
         }
@@ -319,6 +322,13 @@ class MemberChanges:
                 "again to join the job"
             )
         return epoch
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the next iteration has begun, or its samples have been read."""
+        samples, iteration = self._session.samples, self._session.iteration
+        has_read = samples is not None and samples.has_read(iteration)
+        return self._session.is_in_iteration or has_read
 
     def _require_enough(self, alive: Sequence[str]) -> None:
         least = self._member.settings.least
@@ -428,11 +438,12 @@ class _Change:
         self.joined = [name for name in self.joined if name not in gone]
         (self.failed if failed else self._left).extend(gone)
 
-    def describe(self, count: int) -> str:
-        """Return one line about the change.
+    def describe(self, epoch: Epoch, iteration: int) -> MemberChange:
+        """Return the change for the record.
 
         Args:
-            count: number of members now.
+            epoch: epoch that begins.
+            iteration: its first iteration.
         """
         parts = [
             f"{', '.join(names)} {what}"
@@ -446,7 +457,19 @@ class _Change:
         if self.failed:
             parts.append(f"messages in progress: {self.landed} landed, {self.skipped} skipped")
         seconds = time.perf_counter() - self._begun_s
-        return f"{count} members: {'; '.join(parts) or 'none changed'}; {seconds:.2f} s"
+        count = len(epoch.members)
+        text = f"{count} members: {'; '.join(parts) or 'none changed'}; {seconds:.2f} s"
+        groups = self.joined, self._left, self.failed
+        return MemberChange(
+            epoch.number,
+            iteration,
+            epoch.members,
+            *map(tuple, groups),
+            self.landed,
+            self.skipped,
+            seconds,
+            text,
+        )
 
 
 def find_landed(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

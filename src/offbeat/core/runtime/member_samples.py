@@ -62,6 +62,10 @@ class MemberSamples:
         """Return the number of samples that all members have read before an iteration."""
         return self.stream.read_count(iteration - self._begun, len(self._members))
 
+    def has_read(self, iteration: int) -> bool:
+        """Return whether this member has read the batch of an iteration."""
+        return self._read > iteration - self._begun
+
     def advance(
         self, members: Sequence[str], iteration: int, failed: Collection[str], lost_from: int
     ) -> None:

@@ -45,7 +45,7 @@ from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
+from offbeat.core.plan import INSIDE, Fact, Plan, base_link, vote_channel
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.attached import UncopiedHook
@@ -59,7 +59,7 @@ from offbeat.core.runtime.member_samples import MemberSamples, Stream, require_e
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
-from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.recording import MemberChange, Recorder, joined_processes
 from offbeat.core.runtime.replanning import Replanner
 from offbeat.core.runtime.training_job import (
     Observation,
@@ -68,6 +68,7 @@ from offbeat.core.runtime.training_job import (
     open_pace,
 )
 from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.sim.prediction import MEMBERS_FACT
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.packed import broadcast_state
@@ -115,6 +116,7 @@ class FlatSession(Session):
         self.changes: MemberChanges | None = None  # of the members of the job
         self.samples: MemberSamples | None = None  # of `read_samples`
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
+        self._joined: Mapping[int, Mapping[str, Any]] = {}  # by rank, in the newest epoch
         self._united = -1  # the engine's iteration of the last `consolidate`
         self._reports_missing_step = True  # until the warning about it
         self.engine = Engine(
@@ -269,6 +271,7 @@ class FlatSession(Session):
         raise_if_wrong(plan, profile)
         if self.changes is not None:
             self.changes.require_supported(plan, strategy)
+            plan = _with_comparisons(plan, profile)
         return plan
 
     def _plan_of_shards(self, plan: Plan) -> Plan:
@@ -529,6 +532,20 @@ class FlatSession(Session):
             self._recorder.decide(iteration, what, warning)
         if warning is not None and self._cluster.control.rank == 0:
             warnings.warn(warning, stacklevel=2)
+
+    def report_change(self, change: MemberChange) -> None:
+        """Print one line about a change of the members on rank 0 and add it to the report."""
+        if self._recorder:
+            self._recorder.on_members(change, self._joined)
+        if self._cluster.control.rank == 0:
+            numbers = {"members": len(change.members), "s": change.seconds}
+            console.print("members", change.text, iteration=change.iteration, **numbers)
+
+    def end_record(self, text: str) -> None:
+        """Record that this process leaves the job."""
+        if self._recorder:
+            self.engine.reports.deliver(rest=True)
+            self._recorder.end("left", text)
 
     def _stop_guard(self) -> None:
         if self._guard is not None:
@@ -935,10 +952,8 @@ class FlatSession(Session):
         a period of one iteration, a few end."""
         if self._observer is not None or self._trying or self.is_in_iteration:
             return False
-        plan, planned = self.plan, self.engine.cursor.planned
-        if plan.phase(planned) != plan.prologue:
-            return False
-        return plan.period > 1 or (planned - plan.prologue) % MEMBER_ITERATIONS == 0
+        since = self.engine.cursor.planned - self.plan.prologue
+        return since >= 0 and since % _iterations_between_boundaries(self.plan) == 0
 
     def unite(self) -> None:
         """Complete everything in progress and average all replicas, before members change."""
@@ -964,8 +979,10 @@ class FlatSession(Session):
         self.saver = None  # it has a process group of the earlier members
         self._forget_weights()
         self.engine.pauses.drain()
+        self._joined = {}
         if has_joining:
-            self._cluster.control.gather(self._joining_facts())
+            everyone = self._cluster.control.gather(self._joining_facts())
+            self._joined = joined_processes(everyone)
             broadcast_model(self._model, self._cluster)
             self._share_optimizer_state()
         self.profile = for_members(self.profile, self._cluster.topology.replicas)
@@ -987,6 +1004,7 @@ class FlatSession(Session):
             "samples": stream and (stream.settings, stream.state),
             "profile": self.profile.to_dict(),
             "alignment_bytes": self.engine.flat.alignment_bytes,
+            "record": None if self._recorder is None else self._recorder.joining_facts(),
             "iteration": self.engine.iteration,
             "earlier_iterations": self._earlier_iterations,
             "varied": self._varied,
@@ -1059,6 +1077,20 @@ class FlatSession(Session):
         self._stepping.close()
         for handle in self._handles:
             handle.remove()
+
+
+def _iterations_between_boundaries(plan: Plan) -> int:
+    """Return the iterations between two comparisons of the members."""
+    return plan.period if plan.period > 1 else MEMBER_ITERATIONS
+
+
+def _with_comparisons(plan: Plan, profile: Profile) -> Plan:
+    """Return the plan with the comparisons of the members as a fact, for predictions."""
+    if profile.world_size == 1:
+        return plan
+    meaning = "iterations between two comparisons of the members"
+    fact = Fact(MEMBERS_FACT, _iterations_between_boundaries(plan), meaning)
+    return replace(plan, facts=(*plan.facts, fact))
 
 
 def _allows_one_backward(plan: Plan) -> bool:

@@ -63,8 +63,9 @@ from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepared import Model, Optimizer, Session
-from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
 from offbeat.core.runtime.training_job import (
+    JOIN_OBSERVER,
     OPEN_OBSERVER,
     READ_SETTINGS,
     RUN_RECORDER,
@@ -291,7 +292,9 @@ def prepare(
                 member, cluster = _connect_member(model, links, timeout_s, members, facts)
                 if not member.has_joined:
                     break
-                return _join_running_job(model, whole, strategy, cluster, member, watch, metrics)
+                return _join_running_job(
+                    model, whole, strategy, cluster, member, watch, metrics, settings
+                )
             except JoinError:
                 if attempts == JOIN_ATTEMPTS:
                     raise
@@ -336,7 +339,8 @@ def prepare(
             console.print("start", _startup_message(strategy, cluster, known, observe))
         recorder = _create_recorder(model, job, cluster)
         if recorder is None:
-            recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster)
+            names = () if member is None else member.epoch.members
+            recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster, names)
         stop_request = None  # a member requests to leave
         if member is None:
             stop_request = _create_stop_request(job, cluster, recorder)
@@ -1095,15 +1099,20 @@ def _join_running_job(
     member: JobMember,
     watch: Watch,
     metrics: Metrics | None,
+    settings: Any,
 ) -> tuple[Model, Optimizer]:
     """Return the prepared model and optimizer of a process that joins a running job.
 
     The other members are in `FlatSession.begin_epoch`.
     """
-    control = cluster.control
+    control, recorder = cluster.control, None
     with _closing_on_failure(member):
         try:
-            facts = control.gather(None)[0]
+            everyone = control.gather({"joins": process_facts()})
+            facts = everyone[0]
+            if (record := facts.get("record")) is not None:
+                record |= {"members": member.epoch.members, "joined": joined_processes(everyone)}
+            recorder = load_object(JOIN_OBSERVER)(settings, strategy, cluster, record)
             cluster.alignment_bytes = facts["alignment_bytes"]
             broadcast_model(model, cluster)
             job = TrainingJob(
@@ -1115,15 +1124,19 @@ def _join_running_job(
                 watch,
                 LaunchRequest(),
                 divide_ranks(0, strategy, control),
-                None,
+                recorder,
                 member=member,
                 joining=facts,
             )
             session = strategy.open(job)
         except BaseException:
+            if recorder is not None:
+                recorder.write({})
             cluster.close()
             member.close()
             raise
+    if recorder is not None:
+        recorder.attach(session)
     return _finish(job, strategy, session, metrics, [0 if metrics else None])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +17,50 @@ from offbeat.core.runtime.iteration import Iteration
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Session
+
+
+def process_facts() -> dict[str, Any]:
+    """Return host and number (`pid`) of this process."""
+    return {"host": socket.gethostname(), "pid": os.getpid()}
+
+
+def joined_processes(everyone: Sequence[Any]) -> dict[int, dict[str, Any]]:
+    """Return host and number of the processes that join, by rank.
+
+    Args:
+        everyone: by rank, facts that are sent when members join; those of a joining process have
+            the key "joins".
+    """
+    return {rank: own["joins"] for rank, own in enumerate(everyone) if own and "joins" in own}
+
+
+@dataclass(frozen=True)
+class MemberChange:
+    """Change of the members of a job, as one member has seen it.
+
+    Attributes:
+        epoch: number of the epoch that begins.
+        iteration: its first iteration.
+        members: names of the members, by rank.
+        joined: names of the members that have joined.
+        left: names of the members that have left on request.
+        failed: names of the members that have failed.
+        landed: number of messages in progress at a failure that count as received.
+        skipped: number of messages in progress at a failure that do not.
+        seconds: seconds without progress of this member.
+        text: description.
+    """
+
+    epoch: int
+    iteration: int
+    members: Sequence[str]
+    joined: Sequence[str]
+    left: Sequence[str]
+    failed: Sequence[str]
+    landed: int
+    skipped: int
+    seconds: float
+    text: str
 
 
 class Recorder:
@@ -86,11 +133,24 @@ class Recorder:
         """
         self.decide(iteration, what, None)
 
+    def on_members(self, change: MemberChange, joined: Mapping[int, Mapping[str, Any]]) -> None:
+        """Record a change of the members of the job.
+
+        Args:
+            change: the change.
+            joined: by rank of each member that has joined, its host and process (`pid`).
+        """
+
+    def joining_facts(self) -> dict[str, Any] | None:
+        """Return what the observer of a joining process needs; None if it records nothing."""
+        return None
+
     def attach(self, session: Session) -> None:
         """Handle the session that has been opened."""
 
     def end(self, how: str, text: str = "") -> None:
-        """Record how the job ended: "ended", "raised" or "signal"."""
+        """Record how the job ended: "ended", "raised", "signal", or "left" for a member that leaves
+        it."""
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
         """Write the rest of the record, and close it."""

@@ -16,7 +16,8 @@ from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile
-from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, delaying_ranks
+from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, LEFT, delaying_ranks
+from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
 from offbeat.jobs.verdict_file import VERDICT_FILE, find_verdict
@@ -85,6 +86,7 @@ class JobReport:
         verdict: what the verdict that is kept with the run predicts; None without one.
         losses: mean loss of the first and of the last interval.
         nonfinite_losses: number of losses that were not finite.
+        members: changes of the members; None for a job without any.
         events: notices, decisions, warnings and checkpoints of the job.
         restarts: earlier runs, newest first.
         problems: missing and unreadable parts of the record.
@@ -115,6 +117,7 @@ class JobReport:
     verdict: str | None
     losses: tuple[float, float] | None
     nonfinite_losses: int
+    members: MembershipHistory | None
     events: tuple[Mapping[str, Any], ...]
     restarts: tuple[Restart, ...]
     problems: tuple[str, ...]
@@ -153,7 +156,10 @@ def job_report(record: JobRecord, now: float) -> JobReport:
     }
     state, ending = _ending(record, now)
     everything = [interval for lines in record.ranks.values() for interval in lines.intervals]
+    members = members_of(record)
     own = next(iter(counted.values()), None)
+    if members is not None:  # the first rank may have left
+        own = max(counted.values(), key=lambda total: total.n, default=None)
     alive = record.alive or {}
     message_s = _message_seconds(counted)
     profile = _profile(record)
@@ -188,6 +194,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         verdict=_verdict(record, None if own is None else own.mean_s),
         losses=(first, last) if first is not None and last is not None else None,
         nonfinite_losses=sum(i.loss.nonfinite for i in everything if i.loss is not None),
+        members=members,
         events=tuple(events_of(record)),
         restarts=tuple(_restarts(record)),
         problems=tuple(_problems(record, state)),
@@ -209,13 +216,19 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     Of several ranks that stopped, the first one counts: a rank whose error is none of another
     rank's failure, or a rank that fell silent before it.
     """
-    ends = {rank: lines.end for rank, lines in record.ranks.items() if lines.end is not None}
-    folders = record.folders
-    if 0 not in ends and any(is_alive(folder, now) for folder in folders):
+    ends = {
+        rank: lines.end
+        for rank, lines in record.ranks.items()
+        if lines.end is not None and lines.end.get("how") != LEFT
+    }
+    folders, writer = record.folders, (record.alive or {}).get("writer", 0)
+    if writer not in ends and any(is_alive(folder, now) for folder in folders):
         return "running", _running_text(record)
     raised = sorted((end["t"], rank) for rank, end in ends.items() if end.get("how") == "raised")
     own_errors = [(t, rank) for t, rank in raised if not ends[rank].get("waited")]
-    silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in ends)
+    history = members_of(record)
+    gone = {*ends} if history is None else {*ends, *history.gone}
+    silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in gone)
     if own_errors:
         error_t, rank = own_errors[0]
         silent = [(t, r) for t, r in silent if t < error_t - SILENT_S]
@@ -416,13 +429,27 @@ def run_name(record: JobRecord) -> str:
 
 
 def events_of(record: JobRecord) -> Iterator[Mapping[str, Any]]:
-    """Yield the events of all ranks in order of iterations, each text of an iteration once."""
-    found = {}
+    """Yield the events of all ranks in order of iterations, each text of an iteration once, and of
+    each change of the members that with the longest time."""
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
     for rank, lines in sorted(record.ranks.items()):
         for event in lines.events:
-            key = (event.get("iteration", 0), event.get("event", ""), event.get("text", ""))
-            found.setdefault(key, {"rank": rank, **event})
+            kind, text = event.get("event", ""), event.get("text", "")
+            if kind == EVENT:
+                text = str(event.get("epoch"))
+            key = (event.get("iteration", 0), kind, text)
+            is_longer = kind == EVENT and event.get("s", 0.0) > found.get(key, {}).get("s", 0.0)
+            if key not in found or is_longer:
+                found[key] = {"rank": rank, **event}
     yield from (found[key] for key in sorted(found))
+
+
+def members_of(record: JobRecord) -> MembershipHistory | None:
+    """Return the changes of the members of a job; None if there are none."""
+    events = [event for _, lines in sorted(record.ranks.items()) for event in lines.events]
+    start_t = float(record.run.get("started") or min(_times(record), default=0.0))
+    found = MembershipHistory.of(int(record.run.get("world_size") or 0), start_t, events)
+    return found if found.changes else None
 
 
 def _restarts(record: JobRecord) -> Iterator[Restart]:
@@ -468,6 +495,8 @@ def _problems(record: JobRecord, state: str) -> Iterator[str]:
         ranks = _join([str(rank) for rank in record.missing])
         plural = "s" * (len(record.missing) > 1)
         yield f"no lines of rank{plural} {ranks}: give the folders of their hosts, too"
+    history = members_of(record)
+    gone = {} if history is None else history.gone
     if not record.run:
         yield "run.json is missing: rank 0's folder was not given, or could not be written"
     for rank, lines in sorted(record.ranks.items()):
@@ -475,7 +504,7 @@ def _problems(record: JobRecord, state: str) -> Iterator[str]:
             yield f"the last line of rank {rank} is incomplete"
         if lines.damaged:
             yield f"{count_text(lines.damaged, 'line')} of rank {rank} cannot be read"
-        if state == "ended" and lines.end is None:
+        if state == "ended" and lines.end is None and rank not in gone:
             yield f"rank {rank} has written no end"
 
 
@@ -496,7 +525,11 @@ def as_text(report: JobReport, width: int) -> str:
 
 
 def rank_text(report: JobReport) -> str:
-    """Return the number of ranks, and of nodes if replicas have several ranks."""
+    """Return the number of ranks, and of nodes if replicas have several ranks; of members if they
+    have changed."""
+    if report.members is not None:
+        members = count_text(len(report.members.members), "member")
+        return f"{members} at last, {report.world_size} processes in all"
     ranks = count_text(report.world_size, "rank")
     return f"{ranks} in {count_text(len(report.nodes), 'node')}" if report.nodes else ranks
 
@@ -522,6 +555,8 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
         if report.baseline_share is not None:
             text += f", {words.percent(report.baseline_share)} of what {BASELINE} would have sent"
         yield "bytes", text
+    if report.members is not None:
+        yield "members", report.members.describe()
     if report.losses is not None:
         first, last = map(words.loss, report.losses)
         text = f"{first} -> {last} (means of the first and the last interval)"

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ from offbeat.experiments.report.job import (
     earlier_records,
     events_of,
     job_report,
+    members_of,
     rank_text,
     run_name,
     split_text,
@@ -41,6 +43,8 @@ from offbeat.jobs.words import count_text, duration, local_time
 
 MOST_STEPS = 240  # groups of intervals in a line of a chart
 MOST_EVENTS = 40  # newest events that are marked and listed
+MOST_PROCESSES = 16  # processes of a chart with a line for each
+REPLAN = "replan"  # event of a plan for measured times
 BAND = (0.05, 0.95)  # quantiles of the iterations of a group that the band covers
 # Units of the time axis: name, seconds, and the number of units from which it is used.
 UNITS = (("d", 86400.0, 3.0), ("h", 3600.0, 3.0), ("min", 60.0, 5.0))
@@ -85,7 +89,7 @@ def render(record: JobRecord, now: float) -> str:
             "reservations": _reservations(report),
             "eyebrow": _eyebrow(report),
             "banners": _banners(report),
-            "early_plots": [_time_plot(chain, report, axis)],
+            "early_plots": [_time_plot(chain, report, axis), *_members_plot(record, report, axis)],
             "plots": [_loss_plot(chain, axis), *_metric_plots(chain, axis)],
             "distance": Chart("", "s", ()),
             "conditions": "Means over all ranks with lines, and over the iterations after the "
@@ -93,7 +97,7 @@ def render(record: JobRecord, now: float) -> str:
             "reassurance": [],
             "measured": _window_text(run),
             "facts": _facts(record, report),
-            "tables": [words.record_table("ranks", list(_rank_rows(record)))],
+            "tables": list(_tables(record, report)),
             "failed": [],
         }
     )
@@ -311,8 +315,44 @@ def _facts(record: JobRecord, report: JobReport) -> dict[str, Any]:
     }
 
 
+def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
+    """Yield the tables of ranks, changes of the members, and plans for measured times."""
+    yield words.record_table("ranks", list(_rank_rows(record)))
+    if report.members is not None:
+        rows = [
+            {
+                "epoch": change.get("epoch"),
+                "iteration": f"{change.get('iteration', 0):,}",
+                "members": ", ".join(map(str, change.get("members", ()))),
+                **{
+                    group: ", ".join(map(str, change.get(group, ()))) or None
+                    for group in ("joined", "left", "failed")
+                },
+                "without progress": words.seconds(change.get("s")),
+                "messages landed": change.get("landed"),
+                "skipped": change.get("skipped"),
+            }
+            for change in report.members.changes
+        ]
+        yield words.record_table("changes of the members", rows)
+    plans = [event for event in report.events if event.get("event") == REPLAN]
+    if plans:
+        rows = [
+            {
+                "iteration": f"{event.get('iteration', 0):,}",
+                "why": str(event.get("text", "")),
+                "predicted before": words.seconds(event.get("from_s")),
+                "predicted after": words.seconds(event.get("to_s")),
+            }
+            for event in plans
+        ]
+        yield words.record_table("measured times and plans", rows)
+
+
 def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:
     """Yield host, process, sums and end of each rank."""
+    history = members_of(record)
+    gone = {} if history is None else history.gone
     for rank in range(record.world_size):
         lines = record.ranks.get(rank)
         total = None if lines is None else total_of(lines)
@@ -329,7 +369,8 @@ def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:
                 "memory": words.size(total.rss_bytes),
             }
         end = None if lines is None else lines.end
-        row["end"] = "no lines" if lines is None else str((end or {}).get("how", "none"))
+        how = str((end or {}).get("how", gone.get(rank, "none")))
+        row["end"] = "no lines" if lines is None else how
         yield row
 
 
@@ -405,6 +446,55 @@ def _time_plot(chain: Sequence[JobRecord], report: JobReport, axis: TimeAxis) ->
     return Plot(f"{UNIT_NAMES[unit.name]} per iteration", chart, None, notes, (), events, missing)
 
 
+def _members_plot(record: JobRecord, report: JobReport, axis: TimeAxis) -> Iterator[Plot]:
+    """Yield the times of all members: a line per process, or the number of members if there are
+    many processes."""
+    history = report.members
+    if history is None:
+        return
+    stop_t = report.started_t + report.duration_s
+    lines = list[Line]()
+    if len(history.presences) <= MOST_PROCESSES:
+        for one in history.presences:
+            host = _of_rank(record, "hosts", one.number, "host")
+            end = stop_t if one.end_t is None else one.end_t
+            xs = [axis.at(one.begin_t), axis.at(end)]
+            look = "base" if one.end else "best"
+            name = " ".join(filter(None, [f"{one.number}", str(host or ""), one.end]))
+            lines.append(Line(name, look, xs, [float(one.number)] * 2))
+        title = "Members by the numbers of their processes"
+    else:
+        counts = [*history.counts, (stop_t, len(history.members))]
+        xs, ys = list[float](), list[float]()
+        for (t, count), (next_t, _) in pairwise(counts):
+            xs += [axis.at(t), axis.at(next_t)]
+            ys += [float(count)] * 2
+        lines.append(Line("members", "best", xs, ys))
+        title = "Number of members"
+    events = [
+        {
+            "number": number,
+            "t": float(change["t"]),
+            "text": str(change.get("text", "")),
+            "place": f"iteration {change.get('iteration', 0):,}",
+        }
+        for number, change in enumerate(history.changes, 1)
+    ][-MOST_EVENTS:]
+    chart = Chart(
+        f"{title} against {axis.unit}",
+        axis.unit,
+        lines,
+        None,
+        "all" if len(lines) > 1 else "zero",
+        [(axis.at(event["t"]), str(event["number"])) for event in events],
+    )
+    notes = [
+        f"Members: {history.describe()}. The time without progress is that of the member that "
+        "waited longest. Numbered lines are the changes below."
+    ]
+    yield Plot("Members", chart, None, notes, (), events, "")
+
+
 def _predicted_text(predicted_s: float) -> str:
     return f"predicted {words.seconds(predicted_s)}"
 
@@ -464,9 +554,12 @@ def _name(record: JobRecord, chain: Sequence[JobRecord], name: str) -> tuple[str
 
 
 def _own_lines(record: JobRecord) -> RankLines:
-    """Return the lines of the first rank with intervals."""
-    ranks = (lines for _, lines in sorted(record.ranks.items()) if lines.intervals)
-    return next(ranks, RankLines())
+    """Return the lines of the first rank with intervals; of the rank with the most if members have
+    changed."""
+    ranks = [lines for _, lines in sorted(record.ranks.items()) if lines.intervals]
+    if ranks and members_of(record) is not None:
+        return max(ranks, key=lambda lines: len(lines.intervals))
+    return next(iter(ranks), RankLines())
 
 
 def _steps(lines: RankLines, *, counted: bool) -> list[Interval]:

@@ -1,0 +1,274 @@
+"""Equations of a job whose members change, in float64 and NumPy, for `members.py`.
+
+`Reference` trains all replicas of a job in one place: forward, backward and SGD with momentum are
+written out, and so are averages and DiLoCo's outer step. Of offbeat it uses the plan, which states
+the content and the order of the messages, and the record of the membership service: members and
+first iteration of each epoch, and the number of the last message of each link that has landed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat import Strategy
+from offbeat.core.plan.program import Program
+from offbeat.core.profile.elsewhere import for_members
+from offbeat.membership import Epoch
+from offbeat.plan import Plan, Transfer
+from offbeat.profile import Bucket, Link, Profile
+
+LAYERS, WIDTH = 6, 8
+RATE, MOMENTUM = 0.05, 0.9
+Vector = NDArray[np.float64]
+Flat = list[Vector]  # one vector per bucket: weight, then bias of a layer; last layer first
+
+
+def data(size: int) -> tuple[Vector, Vector]:
+    """Return inputs and targets, [size, WIDTH] each."""
+    draw = np.random.default_rng(7)
+    x = draw.standard_normal((size, WIDTH))
+    return x, np.tanh(x @ draw.standard_normal((WIDTH, WIDTH)))
+
+
+def initial_weights() -> Flat:
+    """Return the weights with which every process begins."""
+    draw = np.random.default_rng(11)
+    size = WIDTH * WIDTH + WIDTH
+    return [draw.standard_normal(size) / WIDTH**0.5 for _ in range(LAYERS)]
+
+
+def tensor_names(bucket: int) -> tuple[str, str]:
+    """Return the names of the parameters of a bucket in `nn.Sequential(Linear, Tanh, ...)`."""
+    layer = 2 * (LAYERS - 1 - bucket)
+    return f"{layer}.weight", f"{layer}.bias"
+
+
+def profile(members: int) -> Profile:
+    """Return a made-up profile, whose messages take about as long as backward."""
+    size = 8 * (WIDTH * WIDTH + WIDTH)
+    buckets = [
+        Bucket(tensor_names(b)[0].partition(".")[0], 1e-3, 2e-3, size, tensors=tensor_names(b))
+        for b in range(LAYERS)
+    ]
+    return Profile(
+        buckets=tuple(buckets),
+        links=(Link("net", 2e-4, size / 1.5e-3),),
+        world_size=members,
+        update_s=1e-4,
+    )
+
+
+def gradients(weights: Flat, x: Vector, y: Vector) -> Flat:
+    """Return the gradient of the mean squared error, by bucket."""
+    matrices = [flat[: WIDTH * WIDTH].reshape(WIDTH, WIDTH) for flat in reversed(weights)]
+    biases = [flat[WIDTH * WIDTH :] for flat in reversed(weights)]
+    inputs, last = [x], LAYERS - 1
+    for layer in range(LAYERS):
+        z = inputs[-1] @ matrices[layer].T + biases[layer]
+        inputs.append(z if layer == last else np.tanh(z))
+    delta, found = 2 * (inputs[-1] - y) / y.size, list[Vector]()
+    for layer in range(last, -1, -1):
+        found.append(np.concatenate([(delta.T @ inputs[layer]).ravel(), delta.sum(0)]))
+        delta = (delta @ matrices[layer]) * (1 - inputs[layer] ** 2)
+    return found
+
+
+@dataclass
+class Replica:
+    """Weights and states of one process. `common` and `outer` are those of DiLoCo."""
+
+    weights: Flat
+    momentum: Flat
+    common: Flat
+    outer: Flat
+    gradient: Flat = field(default_factory=list)
+    steps: int = 0
+
+    @classmethod
+    def first(cls) -> Replica:
+        zeros = [np.zeros_like(w) for w in initial_weights()]
+        return cls(initial_weights(), zeros, initial_weights(), [z.copy() for z in zeros])
+
+    @classmethod
+    def joining(cls, other: Replica) -> Replica:
+        """Return a replica that begins with the state of a member."""
+        parts = other.weights, other.momentum, other.common, other.outer
+        return cls(*([v.copy() for v in part] for part in parts))
+
+    def step(self) -> None:
+        for w, v, g in zip(self.weights, self.momentum, self.gradient, strict=True):
+            v *= MOMENTUM
+            v += g
+            w -= RATE * v
+        self.steps += 1
+
+    def outer_step(self, bucket: int, rate: float, momentum: float) -> None:
+        """Step of SGD with Nesterov's momentum from the common weights (DiLoCo, Algorithm 1)."""
+        change = self.common[bucket] - self.weights[bucket]
+        self.outer[bucket] = momentum * self.outer[bucket] + change
+        self.common[bucket] = self.common[bucket] - rate * (change + momentum * self.outer[bucket])
+        self.weights[bucket] = self.common[bucket].copy()
+
+
+def average(flats: Sequence[Flat], transfer: Transfer | None = None) -> None:
+    """Set the content of a message, or all buckets, to the mean over the replicas."""
+    buckets = range(LAYERS) if transfer is None else transfer.payload.buckets
+    joined = [np.concatenate([flat[b] for b in buckets]) for flat in flats]
+    part = slice(None) if transfer is None else transfer.payload.slice_of(joined[0].size)
+    mean = np.mean([one[part] for one in joined], axis=0)
+    for flat, one in zip(flats, joined, strict=True):
+        one[part] = mean
+        for b, values in zip(buckets, np.split(one, len(buckets)), strict=True):
+            flat[b] = values
+
+
+class Reference:
+    """Weights of all processes by the equations.
+
+    Args:
+        strategy: strategy of the job.
+        epochs: epochs as the service has recorded them.
+        process_of: numbers of processes by their names in the job.
+        batches: samples that each process has read, by process and iteration.
+        stop: number of iterations of the job.
+        size: number of samples.
+        united: whether the average before a change has taken place if a member has failed within
+            the change and no record states it.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        epochs: Sequence[Epoch],
+        process_of: Mapping[str, int],
+        batches: Mapping[tuple[int, int], Sequence[int]],
+        stop: int,
+        size: int,
+        *,
+        united: bool = True,
+    ) -> None:
+        self._strategy, self._epochs, self._process_of = strategy, epochs, process_of
+        self._batches, self._stop, self._united = batches, stop, united
+        self._x, self._y = data(size)
+        self._profile = profile(len(epochs[0].members))
+        self._replicas: dict[int, Replica] = {}
+        self.weights: dict[tuple[int, int], Flat] = {}
+        self.is_ambiguous = False  # whether no record states if an average has taken place
+        for number in range(len(epochs)):
+            self._run(number)
+
+    def _run(self, number: int) -> None:
+        epoch, own = self._epochs[number], self._replicas
+        members = [self._process_of[name] for name in epoch.members]
+        source = own.get(members[0])
+        joined = {who: Replica.first() if source is None else Replica.joining(source)
+                  for who in members if who not in own}  # fmt: skip
+        self._replicas = own = {who: (own | joined)[who] for who in members}
+        after = self._epochs[number + 1] if number + 1 < len(self._epochs) else None
+        last = self._stop if after is None else after.first_iteration
+        landed = None if after is None else after.details.get("landed")
+        survivors = members
+        if after is not None and landed is not None:
+            survivors = [who for who in members if who in self._numbers(after)]
+        plan = self._strategy.plan(for_members(self._profile, len(members)))
+        program, counts = Program(plan), Counter[str]()
+        for t in range(epoch.first_iteration, last):
+            transfers = program.transfers(t - epoch.first_iteration)
+            has_landed = list[bool]()
+            for transfer in transfers:
+                order = counts[transfer.link]
+                counts[transfer.link] += 1
+                newest = {"order": order} if landed is None else landed.get(transfer.link)
+                has_landed.append(newest is not None and order <= newest["order"])
+            present = {who: replica for who, replica in own.items() if (who, t) in self._batches}
+            for who, replica in present.items():
+                batch = self._batches[who, t]
+                replica.gradient = gradients(replica.weights, self._x[batch], self._y[batch])
+            messages = list(zip(transfers, has_landed, strict=True))
+            if getattr(self._strategy, "synchronous", False):
+                self._average_gradients(messages, members, survivors)
+                for replica in present.values():
+                    replica.step()
+            else:
+                for replica in present.values():
+                    replica.step()
+                self._average_weights(messages, plan, t - epoch.first_iteration)
+            if t == last - 1 and after is not None and landed is None and self._unites(number):
+                average([replica.weights for replica in own.values()])
+            for who, replica in present.items():
+                self.weights[who, t] = [w.copy() for w in replica.weights]
+
+    def _average_gradients(
+        self,
+        messages: Sequence[tuple[Transfer, bool]],
+        members: Sequence[int],
+        survivors: Sequence[int],
+    ) -> None:
+        """A message that has landed is the mean over all members, any other over the survivors."""
+        own = {who: [g.copy() for g in self._replicas[who].gradient] for who in members}
+        for transfer, has_landed in messages:
+            group = members if has_landed else survivors
+            average([own[who] for who in group], transfer)
+        for who in members:
+            self._replicas[who].gradient = own[who]
+
+    def _average_weights(
+        self, messages: Sequence[tuple[Transfer, bool]], plan: Plan, planned: int
+    ) -> None:
+        own = self._replicas
+        votes_yes = any(replica.steps == 1 for replica in own.values())  # of SelSync, see `CASES`
+        averaged, lost = set[int](), set[int]()
+        for transfer, has_landed in messages:
+            if transfer.payload.buffer != "param":
+                raise ValueError(f"the equations have no message of {transfer.payload.buffer}")
+            if not has_landed:
+                lost |= {*transfer.payload.buckets}
+            elif transfer.when is None or votes_yes:
+                average([replica.weights for replica in own.values()], transfer)
+                averaged |= {*transfer.payload.buckets}
+        for apply in plan.applies:
+            if apply.rule == "outer" and plan.phase(planned) in apply.phases:
+                if lost & {*apply.buckets}:  # the step needs all averages
+                    continue
+                rate, momentum = float(apply.arg("rate")), float(apply.arg("momentum"))
+                for bucket in averaged & {*apply.buckets}:
+                    for replica in own.values():
+                        replica.outer_step(bucket, rate, momentum)
+
+    def _unites(self, number: int) -> bool:
+        """Return whether the average before a requested change has taken place."""
+        if getattr(self._strategy, "synchronous", False):
+            return False
+        change, later = self._epochs[number + 1], self._epochs[number + 2 :]
+        failed = [e for e in later if e.first_iteration == change.first_iteration]
+        if not failed or "landed" not in failed[0].details:
+            return True
+        if failed[0].details.get("united"):
+            return True
+        self.is_ambiguous = True
+        return self._united
+
+    def _numbers(self, epoch: Epoch) -> set[int]:
+        return {self._process_of[name] for name in epoch.members}
+
+
+def lost_batches(
+    epochs: Sequence[Epoch],
+    process_of: Mapping[str, int],
+    batches: Mapping[tuple[int, int], Any],
+) -> set[tuple[int, int]]:
+    """Return the batches, by process and iteration, whose training was lost with their member."""
+    lost = set[tuple[int, int]]()
+    for before, after in pairwise(epochs):
+        if "lost_from" in after.details:
+            gone = {process_of[n] for n in before.members if n not in after.members}
+            first = after.details["lost_from"]
+            lost |= {(who, t) for who, t in batches if who in gone and t >= first}
+    return lost
