@@ -159,6 +159,9 @@ def service(folder: Path) -> Iterator[Service]:
 
 def context() -> Any:
     """Return a context whose processes are forked from one that has torch and offbeat."""
+    # The server of the forks does not get the path of this process.
+    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(
         ["torch", "torch._dynamo", "offbeat.core.runtime.prepare", "members_worker"]
@@ -353,7 +356,9 @@ class Examination:
         return next((row for row in rows if row[0] == t), None)
 
     def _flat(self, who: int, t: int) -> Flat:
-        return np.split(self._row(who, t)[2:], LAYERS)
+        if (row := self._row(who, t)) is None:
+            raise KeyError((who, t))
+        return np.split(row[2:], LAYERS)
 
 
 def _content(transfer: Transfer, flat: Flat) -> bytes:
@@ -420,7 +425,7 @@ def run_cases(name: str, cases: Sequence[dict[str, Any]], options: argparse.Name
     done = {one["case"]["number"] for one in read(path)}
     how = context()
     for case in cases:
-        if case["number"] in done or (options.only and options.only != case["number"]):
+        if case["number"] in done or options.only not in (None, case["number"]):
             continue
         if time.monotonic() > end_s:
             print("the time is over; the same command goes on")

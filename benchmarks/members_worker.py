@@ -162,7 +162,7 @@ def train(job: dict[str, Any], who: int) -> None:
         else:
             _await_iteration(folder, case["join_at"])
         layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)]
-        model = nn.Sequential(*(m for one in layers for m in (one, nn.Tanh()))[:-1])
+        model = nn.Sequential(*[m for one in layers for m in (one, nn.Tanh())][:-1])
         named = dict(model.named_parameters())
         with torch.no_grad():
             for bucket, flat in enumerate(initial_weights()):
