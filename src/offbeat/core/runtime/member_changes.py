@@ -229,7 +229,8 @@ class MemberChanges:
             error: failure of this rank; raised if training cannot continue.
         """
         if self._begins_at is None:
-            self._results, self._change = {}, _Change(self._member.epoch.first_iteration)
+            first, since_s = self._member.epoch.first_iteration, self._engine.waiting.since_s
+            self._results, self._change = {}, _Change(first, since_s)
             earlier = self._session.iteration - self._engine.iteration
             for name, link in self._cluster.links.items():
                 last = link.detach()
@@ -419,11 +420,12 @@ class _Change:
 
     Args:
         lost_from: first iteration whose training is lost with a member that fails.
+        since_s: monotonic time since which this rank waits; None for now.
     """
 
-    def __init__(self, lost_from: int) -> None:
+    def __init__(self, lost_from: int, since_s: float | None = None) -> None:
         self.lost_from = lost_from
-        self._begun_s = time.perf_counter()
+        self._begun_s = time.monotonic() if since_s is None else since_s
         self.joined: list[str] = []
         self._left: list[str] = []
         self.failed: list[str] = []
@@ -456,7 +458,7 @@ class _Change:
         ]
         if self.failed:
             parts.append(f"messages in progress: {self.landed} landed, {self.skipped} skipped")
-        seconds = time.perf_counter() - self._begun_s
+        seconds = time.monotonic() - self._begun_s
         count = len(epoch.members)
         text = f"{count} members: {'; '.join(parts) or 'none changed'}; {seconds:.2f} s"
         groups = self.joined, self._left, self.failed

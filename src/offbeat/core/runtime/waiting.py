@@ -26,6 +26,7 @@ class Waiting:
         self._device, self._control, self._timeout_s = device, control, timeout_s
         self._failure: BaseException | None = None
         self.closed = False
+        self.since_s: float | None = None  # monotonic start of the wait for a message, if one runs
         self.compute = ComputeObserver()
         # Agrees with the other members of the job on the outcome of all messages after a failed
         # wait. Raises the failure, which is its argument, if this rank cannot continue.
@@ -80,7 +81,7 @@ class Waiting:
             self._device.keep(message.tensors)
 
     def _await(self, message: Message, flat: Flat) -> None:
-        begun_s = time.monotonic()
+        self.since_s = begun_s = time.monotonic()
         while not message.settled and not message.wait(LOOK_EVERY_S):
             if time.monotonic() - begun_s >= self._timeout_s:
                 self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
@@ -88,6 +89,7 @@ class Waiting:
                 self._fail(message, flat, "will not arrive: another rank has failed or given up")
             elif self.recover is not None and self._control.has_lost_store:
                 self._fail(message, flat, "may not arrive: the store of the ranks is lost")
+        self.since_s = None
 
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
         if self.recover is not None:
