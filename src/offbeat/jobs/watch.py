@@ -212,8 +212,7 @@ def _pace(shown: JobView) -> list[Text]:
 
 def _sparkline(series_s: Sequence[float], width: int) -> str:
     """Return bars of the mean seconds per iteration of groups of intervals, and their range."""
-    bars = width - len("seconds  ") - len(" 38.4 ms to 38.4 ms")
-    group = -(-len(series_s) // bars)
+    group = _intervals_per_bar(series_s, width)
     means = [fmean(series_s[i : i + group]) for i in range(0, len(series_s), group)]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / max(high - low, (BARS_RANGE - 1) * low, 1e-9)
@@ -221,12 +220,17 @@ def _sparkline(series_s: Sequence[float], width: int) -> str:
     return f"seconds {drawn} {seconds(low)} to {seconds(high)}"
 
 
+def _intervals_per_bar(series_s: Sequence[float], width: int) -> int:
+    bars = width - len("seconds  ") - len(" 38.4 ms to 38.4 ms")
+    return max(1, -(-len(series_s) // bars))
+
+
 def _membership(shown: JobView, width: int) -> list[Text]:
     """Return bars of the number of members over time, and the changes as a sentence."""
     begin_t = shown.members[0][0]
     end_t = max(shown.members[-1][0], shown.last_sign_t or 0.0)
     most = max(count for _, count in shown.members)
-    cells = max(1, min(len(shown.series_s) or width, width - len("members ")))
+    cells = max(1, -(-len(shown.series_s) // _intervals_per_bar(shown.series_s, width)))
     drawn = ""
     for cell in range(cells):
         at_t = begin_t + (cell + 1) / cells * (end_t - begin_t)
