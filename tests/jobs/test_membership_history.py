@@ -88,9 +88,9 @@ def test_screen_and_report_show_the_members(tmp_path: Path, capsys: Any) -> None
     for wanted in (
         "Members against time",
         "2 now, 3 at the start",
-        "changes of the members",
+        "Changes of the members",
         "without progress",
-        "measured times and plans",
+        "Measured times and plans",
         "planned again, because link 'net' takes 2 times as long",
     ):
         assert wanted in page, wanted

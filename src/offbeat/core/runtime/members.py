@@ -138,14 +138,16 @@ class JobMember:
 
         Raises:
             ValueError: a running job has another strategy, model or other arguments.
-            RuntimeError: the job has not accepted this process within the timeout.
+            RuntimeError: a new job has not begun within the timeout, or a running job has not
+                accepted this process within twice the timeout.
         """
         from offbeat.membership import JoinRequest
 
-        order = int(os.environ.get("RANK") or 0)
+        # The members may handle a failure for `timeout_s` seconds before they reach a boundary.
+        order, begun_s = int(os.environ.get("RANK") or 0), time.monotonic()
         details = {"order": order, "address": [self._address, self._presence.port]}
         self.membership.request_join(JoinRequest(self.name, details=details))
-        end_s, state = time.monotonic() + self._timeout_s, self.membership.state()
+        state = self.membership.state()
         while state.epoch is None or self.name not in state.epoch.members:
             if is_running(state) and not self._has_ended(state):
                 assert state.epoch is not None
@@ -154,9 +156,10 @@ class JobMember:
             else:
                 self.has_joined = False
                 self._found_job(state)
-            if time.monotonic() > end_s:
+            limit_s = self._timeout_s * (2 if self.has_joined else 1)
+            if time.monotonic() > begun_s + limit_s:
                 self.membership.withdraw(self.name)
-                raise RuntimeError(self._describe_refusal(state))
+                raise RuntimeError(self._describe_refusal(state, limit_s))
             state = self.membership.wait_for_change(state.version, RENEW_S / 10, self.name)
         self.epoch = state.epoch
 
@@ -196,13 +199,13 @@ class JobMember:
                     "this process joins; start it with the same script and the same arguments"
                 )
 
-    def _describe_refusal(self, state: MembershipState) -> str:
-        waited = f"within {self._timeout_s:g} s"
+    def _describe_refusal(self, state: MembershipState, limit_s: float) -> str:
+        waited = f"within {limit_s:g} s"
         if is_running(state):
             assert state.epoch is not None
             return (
                 f"the running job of {len(state.epoch.members)} members has not accepted this "
-                f"process {waited}; raise timeout_s above the time between two boundaries of its "
+                f"process {waited}; raise timeout_s to the time between two boundaries of its "
                 "plan. If no such job runs, start the membership service with an empty journal"
             )
         return (

@@ -1136,7 +1136,8 @@ def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
             session.run_from(job.profile)
         else:
             session.observe(job.observation)
-        job.open_connections()
+        if job.joining is None:  # the members are in `begin_epoch`
+            job.open_connections()
         session.engine.begin()
     except BaseException:
         session.detach()
