@@ -281,6 +281,10 @@ class Examination:
         landed = [e.details["landed"] for e in self._epochs if "landed" in e.details]
         return {
             "epochs": [[len(e.members), e.first_iteration] for e in self._epochs],
+            "changes": [
+                {name: e.details.get(name) for name in ("lost_from", "united", "landed")}
+                for e in self._epochs
+            ],
             "difference": difference,
             "compared": sum(map(len, self._records.values())),
             "twice": sum(count - 1 for count in read.values()),

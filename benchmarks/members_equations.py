@@ -8,6 +8,7 @@ first iteration of each epoch, and the number of the last message of each link t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,11 +265,20 @@ def lost_batches(
     process_of: Mapping[str, int],
     batches: Mapping[tuple[int, int], Any],
 ) -> set[tuple[int, int]]:
-    """Return the batches, by process and iteration, whose training was lost with their member."""
+    """Return the batches, by process and iteration, whose training was lost with their member. A
+    process whose join has failed may join later under another name."""
     lost = set[tuple[int, int]]()
-    for before, after in pairwise(epochs):
+    for number, (before, after) in enumerate(pairwise(epochs)):
         if "lost_from" in after.details:
-            gone = {process_of[n] for n in before.members if n not in after.members}
-            first = after.details["lost_from"]
-            lost |= {(who, t) for who, t in batches if who in gone and t >= first}
+            first, members = after.details["lost_from"], {*before.members}
+            if before.first_iteration == after.first_iteration and number:
+                members |= {*epochs[number - 1].members}  # the failure was within a change
+            for who in {process_of[n] for n in members if n not in after.members}:
+                again = [
+                    epoch.first_iteration
+                    for epoch in epochs[number + 2 :]
+                    if who in map(process_of.get, epoch.members)
+                ]
+                stop = again[0] if again else math.inf
+                lost |= {(n, t) for n, t in batches if n == who and first <= t < stop}
     return lost

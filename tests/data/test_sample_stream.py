@@ -11,12 +11,18 @@ from offbeat.core.runtime.member_samples import MemberSamples
 from offbeat.data.sample_stream import SampleStream
 
 
+def nothing() -> None:
+    """Change no members before a batch."""
+
+
 class Job:
     """Members that read from equal streams; counts the samples of training that is not lost."""
 
     def __init__(self, names: list[str], *settings: int):
         self.settings, self.begun = settings, 0
-        self.members = {n: MemberSamples(SampleStream(*settings), n, names, 0) for n in names}
+        self.members = {
+            n: MemberSamples(SampleStream(*settings), n, names, 0, nothing) for n in names
+        }
         self.read = {name: list[list[int]]() for name in names}  # since the last change
 
     def run(self, iterations: int) -> bool:
@@ -48,7 +54,7 @@ class Job:
             if name not in self.members:
                 stream = SampleStream(*self.settings)
                 stream.load(state)
-                self.members[name] = MemberSamples(stream, name, names, now)
+                self.members[name] = MemberSamples(stream, name, names, now, nothing)
         self.begun, self.read = now, {name: [] for name in names}
         return counted
 
@@ -97,7 +103,7 @@ def test_the_order_is_that_of_one_member() -> None:
 
 
 def test_a_loader_that_reads_ahead_is_refused() -> None:
-    samples = MemberSamples(SampleStream(20, 2), "a", ["a", "b"], 0)
+    samples = MemberSamples(SampleStream(20, 2), "a", ["a", "b"], 0, nothing)
     for _ in range(3):
         samples.next_batch()
     with pytest.raises(RuntimeError, match="has read 3 batches in 2 iterations"):

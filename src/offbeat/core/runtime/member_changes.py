@@ -122,7 +122,15 @@ class MemberChanges:
     def create_samples(self, stream: Stream) -> MemberSamples:
         """Return the batches of this member from the samples of the job."""
         member, begun = self._member, self._session.iteration
-        return MemberSamples(stream, member.name, member.epoch.members, begun)
+        return MemberSamples(
+            stream, member.name, member.epoch.members, begun, self._begin_before_batch
+        )
+
+    def _begin_before_batch(self) -> None:
+        """Begin an epoch that is due before samples of the next iteration are dealt. A failure may
+        be noticed between iterations, when averages are awaited late."""
+        if not self._session.is_in_iteration:
+            self._begin_if_due()
 
     @property
     def _must_meet(self) -> bool:
@@ -202,7 +210,7 @@ class MemberChanges:
         samples = self._session.samples
         if samples is not None:
             change = self._change
-            samples.advance(epoch.members, self._begins_at, change.failed, change.lost_from)
+            samples.advance(epoch.members, self._begins_at, change.gone, change.lost_from)
         self._results, self._handled = {}, -1  # links and joining members count anew
         try:
             self._cluster.reopen()
@@ -246,7 +254,6 @@ class MemberChanges:
         self._cluster.control.abort()
         while True:
             self._drop_groups()
-            before = self._member.epoch
             try:
                 epoch = self._meet()
             except RuntimeError as error:
@@ -254,7 +261,7 @@ class MemberChanges:
             if epoch is None:
                 self._leave()
                 return
-            self._change.note_members(before.members, epoch.members, failed=True)
+            self._change.note_members(self._member.epoch.members, epoch.members, failed=True)
             self._change.lost_from = epoch.details["lost_from"]
             try:
                 self._connect(epoch)
@@ -310,10 +317,13 @@ class MemberChanges:
             self._require_enough(alive)
             reports = {n: json.loads(keys.get(f"survivor/{n}", 1.0)) for n in alive}
             first = max(one[FIRST] for one in reports.values())
+            united = [name for name, one in reports.items() if one["united"]]
+            lost_from = max(one["lost_from"] for one in reports.values())
             more = {
                 "landed": find_landed(reports),
-                "lost_from": max(one["lost_from"] for one in reports.values()),
-                "united": [name for name, one in reports.items() if one["united"]],
+                # The average before a requested change contains all training before it.
+                "lost_from": max(lost_from, before.first_iteration) if united else lost_from,
+                "united": united,
             }
             read = self._read_count(first)
             epoch = member.propose(alive, first, read, before.details["addresses"], more)
@@ -419,7 +429,7 @@ class _Change:
     """Difference between two epochs, for the record.
 
     Args:
-        lost_from: first iteration whose training is lost with a member that fails.
+        lost_from: first iteration whose training is lost with the members that fail, or leave.
         since_s: monotonic time since which this rank waits; None for now.
     """
 
@@ -439,6 +449,11 @@ class _Change:
         gone = [name for name in before if name not in after]
         self.joined = [name for name in self.joined if name not in gone]
         (self.failed if failed else self._left).extend(gone)
+
+    @property
+    def gone(self) -> list[str]:
+        """Return the names of all former members."""
+        return [*self._left, *self.failed]
 
     def describe(self, epoch: Epoch, iteration: int) -> MemberChange:
         """Return the change for the record.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -36,14 +36,23 @@ class MemberSamples:
         name: name of this member.
         members: names of all members, by rank.
         begun: iteration with which the present members have begun.
+        before_batch: called before a batch is dealt; it may change the members.
 
     Attributes:
         stream: samples of the job.
         has_ended: whether this member has left the job.
     """
 
-    def __init__(self, stream: Stream, name: str, members: Sequence[str], begun: int):
+    def __init__(
+        self,
+        stream: Stream,
+        name: str,
+        members: Sequence[str],
+        begun: int,
+        before_batch: Callable[[], None],
+    ):
         self.stream, self.has_ended, self._name = stream, False, name
+        self._before_batch = before_batch
         self._set_members(members, begun)
 
     def _set_members(self, members: Sequence[str], begun: int) -> None:
@@ -52,6 +61,7 @@ class MemberSamples:
     def next_batch(self) -> list[int] | None:
         """Return the samples of the next iteration; None if no samples remain for all members, or
         if this member has left."""
+        self._before_batch()
         count = len(self._members)
         if self.has_ended or self._read == self.stream.rounds(count):
             return None
@@ -67,15 +77,15 @@ class MemberSamples:
         return self._read > iteration - self._begun
 
     def advance(
-        self, members: Sequence[str], iteration: int, failed: Collection[str], lost_from: int
+        self, members: Sequence[str], iteration: int, gone: Collection[str], lost_from: int
     ) -> None:
         """Deal the rest of the stream to other members.
 
         Args:
             members: names of the members, by rank.
             iteration: iteration with which they begin.
-            failed: names of the members that have failed.
-            lost_from: first iteration whose training was lost with a failed member.
+            gone: names of the members that have failed or left.
+            lost_from: first iteration whose training was lost with them.
 
         Raises:
             RuntimeError: this member has not read one batch in each iteration.
@@ -87,7 +97,7 @@ class MemberSamples:
                 "last change of members, so samples would be lost; read one batch in each "
                 "iteration, with num_workers=0"
             )
-        ranks = [rank for rank, name in enumerate(self._members) if name in failed]
+        ranks = [rank for rank, name in enumerate(self._members) if name in gone]
         first = max(lost_from - self._begun, 0)
         self.stream.advance(rounds, len(self._members), dict.fromkeys(ranks, first))
         self._set_members(members, iteration)
