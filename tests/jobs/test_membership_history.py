@@ -53,7 +53,7 @@ def test_the_times_of_all_processes_follow_from_the_changes() -> None:
         Presence(2, 100.0),
         Presence(3, 130.0, joined=True),
     ]
-    assert history.gone == {0: "left", 1: "failed"}
+    assert history.ended_members == {0: "left", 1: "failed"}
     assert history.seconds == [0.3, 0.5, 0.1]
     text = history.describe()
     assert text.startswith("2 now, 3 at the start; 1 left, 1 failed, 1 joined; 3 changes took 900")
@@ -167,7 +167,7 @@ def test_records_of_members_that_fail_join_and_leave(tmp_path: Path) -> None:
     assert report.members is not None
     [joined] = [change for change in report.members.changes if change["joined"]]
     assert record.ranks[3].intervals[0].first == joined["iteration"]
-    assert report.members.gone == {0: "failed", 2: "left"}
+    assert report.members.ended_members == {0: "failed", 2: "left"}
     assert report.members.members == [1, 3]
     assert [count for _, count in report.members.counts] == [3, 2, 3, 2]
     assert all(s > 0 for s in report.members.seconds)

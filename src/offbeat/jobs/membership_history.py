@@ -73,7 +73,7 @@ class MembershipHistory:
         return list(self.changes[-1].get("members", ()))
 
     @property
-    def gone(self) -> dict[int, str]:
+    def ended_members(self) -> dict[int, str]:
         """Return by process how it has ended: "left" or "failed"."""
         return {one.number: one.end for one in self.presences if one.end}
 

@@ -54,7 +54,7 @@ class JobMonitor:
         number: int = 0,
     ):
         self._number = number
-        self._numbers: Sequence[int] = range(control.world_size)  # of the processes, by rank
+        self._numbers: Sequence[int] = range(len(facts["hosts"]))  # of the processes, by rank
         self._settings, self._facts, self._strategy = settings, facts, strategy
         self._servers, self._control, self._writer, self._clock = servers, control, writer, clock
         self._totals: dict[int, Interval] = {}

@@ -492,7 +492,7 @@ def join_observer(
         strategy: the strategy that runs.
         cluster: links and control of this rank.
         joining: result of `joining_facts` of rank 0, with the names of the members by rank
-            (`members`), and the processes of those that have joined by rank (`joined`).
+            (`members`), and the processes of joining members by rank (`joined`).
     """
     if joining is None:
         return None

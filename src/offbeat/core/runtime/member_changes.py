@@ -210,7 +210,7 @@ class MemberChanges:
         samples = self._session.samples
         if samples is not None:
             change = self._change
-            samples.advance(epoch.members, self._begins_at, change.gone, change.lost_from)
+            samples.advance(epoch.members, self._begins_at, change.former_members, change.lost_from)
         self._results, self._handled = {}, -1  # links and joining members count anew
         try:
             self._cluster.reopen()
@@ -451,7 +451,7 @@ class _Change:
         (self.failed if failed else self._left).extend(gone)
 
     @property
-    def gone(self) -> list[str]:
+    def former_members(self) -> list[str]:
         """Return the names of all former members."""
         return [*self._left, *self.failed]
 

@@ -28,8 +28,8 @@ def joined_processes(everyone: Sequence[Any]) -> dict[int, dict[str, Any]]:
     """Return host and number of the processes that join, by rank.
 
     Args:
-        everyone: by rank, facts that are sent when members join; those of a joining process have
-            the key "joins".
+        everyone: by rank, facts that are sent when members join. The facts of a joining process
+            have the key "joins".
     """
     return {rank: own["joins"] for rank, own in enumerate(everyone) if own and "joins" in own}
 

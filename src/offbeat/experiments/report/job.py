@@ -227,7 +227,7 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     raised = sorted((end["t"], rank) for rank, end in ends.items() if end.get("how") == "raised")
     own_errors = [(t, rank) for t, rank in raised if not ends[rank].get("waited")]
     history = members_of(record)
-    gone = {*ends} if history is None else {*ends, *history.gone}
+    gone = {*ends} if history is None else {*ends, *history.ended_members}
     silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in gone)
     if own_errors:
         error_t, rank = own_errors[0]
@@ -496,7 +496,7 @@ def _problems(record: JobRecord, state: str) -> Iterator[str]:
         plural = "s" * (len(record.missing) > 1)
         yield f"no lines of rank{plural} {ranks}: give the folders of their hosts, too"
     history = members_of(record)
-    gone = {} if history is None else history.gone
+    gone = {} if history is None else history.ended_members
     if not record.run:
         yield "run.json is missing: rank 0's folder was not given, or could not be written"
     for rank, lines in sorted(record.ranks.items()):

@@ -352,7 +352,7 @@ def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
 def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:
     """Yield host, process, sums and end of each rank."""
     history = members_of(record)
-    gone = {} if history is None else history.gone
+    gone = {} if history is None else history.ended_members
     for rank in range(record.world_size):
         lines = record.ranks.get(rank)
         total = None if lines is None else total_of(lines)
