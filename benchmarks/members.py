@@ -483,7 +483,7 @@ def _cost_of(library: str, strategy: str, size_bytes: float, how: Any) -> dict[s
     with tempfile.TemporaryDirectory() as name, service(Path(name)) as membership:
         folder, lighthouse = Path(name), None
         if library == "torchft":
-            from torchft.coordination import LighthouseServer
+            from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissingImports]
 
             lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
         job = {

@@ -100,8 +100,9 @@ class Replica:
     @classmethod
     def joining(cls, other: Replica) -> Replica:
         """Return a replica that begins with the state of a member."""
-        parts = other.weights, other.momentum, other.common, other.outer
-        return cls(*([v.copy() for v in part] for part in parts))
+        groups = other.weights, other.momentum, other.common, other.outer
+        weights, momentum, common, outer = ([v.copy() for v in group] for group in groups)
+        return cls(weights, momentum, common, outer)
 
     def step(self) -> None:
         for w, v, g in zip(self.weights, self.momentum, self.gradient, strict=True):

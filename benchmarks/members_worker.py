@@ -292,7 +292,7 @@ def _run_offbeat(job: dict[str, Any], who: int, model: Any, inner: Any, iterate:
 
 def _run_torchft(job: dict[str, Any], who: int, model: Any, inner: Any, iterate: Iterate) -> None:
     """The same loop with torchft: `wfbp` is its DDP, `local-sgd` its LocalSGD."""
-    import torchft
+    import torchft  # pyright: ignore[reportMissingImports]
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -320,7 +320,7 @@ def _run_torchft(job: dict[str, Any], who: int, model: Any, inner: Any, iterate:
     )
     leave = Path(job["folder"]) / f"leave{who}"
     if local:
-        from torchft.local_sgd import LocalSGD
+        from torchft.local_sgd import LocalSGD  # pyright: ignore[reportMissingImports]
 
         period = int(job["strategy"].partition("period=")[2])
         with LocalSGD(manager, model, inner, sync_every=period):

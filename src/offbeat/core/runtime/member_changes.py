@@ -476,16 +476,17 @@ class _Change:
         seconds = time.monotonic() - self._begun_s
         count = len(epoch.members)
         text = f"{count} members: {'; '.join(parts) or 'none changed'}; {seconds:.2f} s"
-        groups = self.joined, self._left, self.failed
         return MemberChange(
             epoch.number,
             iteration,
             epoch.members,
-            *map(tuple, groups),
-            self.landed,
-            self.skipped,
-            seconds,
-            text,
+            joined=tuple(self.joined),
+            left=tuple(self._left),
+            failed=tuple(self.failed),
+            landed=self.landed,
+            skipped=self.skipped,
+            seconds=seconds,
+            text=text,
         )
 
 
