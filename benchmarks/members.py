@@ -335,9 +335,9 @@ class Examination:
         rows = self._records.get(FIRST, first)
         if not len(first) or not len(rows):
             return {"joined": False, "joined bits": None, "average bits": None}
-        epoch = next(e for e in self._epochs if FIRST in map(self._process_of.get, e.members))
+        begin = int(first[0, 0])
+        epoch = next(e for e in reversed(self._epochs) if e.first_iteration == begin)
         others = [self._process_of[name] for name in epoch.members]
-        begin = epoch.first_iteration
         bits = [self._row(who, begin - 1) for who in others if who != FIRST]
         same = [row[2:].tobytes() == first[0, 2:].tobytes() for row in bits if row is not None]
         alike = list[bool]()
