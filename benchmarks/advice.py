@@ -172,7 +172,7 @@ def rows_of(cases: Sequence[Case]) -> Iterator[list[Any]]:
             yield [name, len(group), *(round(figure, 4) for figure in figures), over]
 
 
-def result(cases: Sequence[Case], command: str, seconds: float) -> dict[str, Any]:
+def result(cases: Sequence[Case], command: str) -> dict[str, Any]:
     """Return the result, with the measured table of the former one."""
     former = tables.load(RESULT)
     lab = next(table for table in former["tables"] if table["name"] == "lab")
@@ -211,7 +211,7 @@ def result(cases: Sequence[Case], command: str, seconds: float) -> dict[str, Any
         ],
         "notes": [
             f"Changes of the first choices: {counts}. {options:.1f} options are simulated on "
-            f"average; all profiles with the best of each took {seconds / 60:.1f} minutes.",
+            "average.",
             *(text for text in former["notes"] if text.startswith(("Wanted", "With an allowance"))),
         ],
     }
@@ -250,7 +250,7 @@ def main() -> None:
     print(f"{fmean(case.options for case in cases):.1f} options simulated; {seconds:.0f} s")
     if options.save:
         command = f"python benchmarks/advice.py --profiles {len(cases)} --save"
-        tables.save(RESULT, result(cases, command, seconds))
+        tables.save(RESULT, result(cases, command))
 
 
 if __name__ == "__main__":
