@@ -19,7 +19,13 @@ from support.worlds import run_world
 
 import offbeat
 from offbeat.cli import main
-from offbeat.core.runtime.event_log import RecordedEvents
+from offbeat.core.runtime.event_log import EventLog, RecordedEvents
+from offbeat.gossip.chunks import Wire
+from offbeat.gossip.exchange import Exchanges
+from offbeat.gossip.state import Mixing, State
+from offbeat.rehearsal.recorded_order import RecordedOrder
+from offbeat.rehearsal.replayed_gossip import GossipReplay, ReplayedState
+from offbeat.rehearsal.turns import Turns
 
 WORLD, SEED = 4, 5
 JOBS = (
@@ -173,6 +179,106 @@ def test_another_script_is_refused(jobs):
     """A script that consolidates where the recorded one did not."""
     with pytest.raises(ValueError, match="script must make the calls of the recorded job"):
         jobs[2].rehearse(loss=_loss_that_consolidates(2))
+
+
+SIZE, MIXING = 10, Mixing(0.3, 0.5, 1.4)  # three chunks
+
+
+class NoState:
+    """State of the process that a replica without a script has."""
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+def two_workers(make: Any) -> list[tuple[torch.Tensor, Any, Exchanges]]:
+    numbers = torch.Generator().manual_seed(3)
+    found = []
+    for rank in range(2):
+        flat = torch.randn(SIZE, dtype=torch.float64, generator=numbers)
+        wire = Wire([flat], chunk_bytes=32)
+        state = make([flat], wire, rank)
+        found.append((flat, state, Exchanges(state, wire)))
+    return found
+
+
+def test_broken_exchanges_are_repeated(tmp_path):
+    """An exchange that one worker has reverted at once, and the other one when it knew that."""
+    logs = [
+        EventLog(
+            tmp_path / f"order{rank}.json",
+            {"strategy": "a2cid2", "model": "", "rank": rank, "ranks": 2, "servers": 0},
+        )
+        for rank in range(2)
+    ]
+    real = two_workers(lambda flats, wire, rank: State(flats, wire, MIXING, log=logs[rank]))
+
+    def begin(number: int, label: float) -> None:
+        for rank, (_, _, exchanges) in enumerate(real):
+            exchanges.begin(1 - rank, number, label, MIXING)
+
+    def apply(rank: int, chunk: int) -> None:
+        own, other = real[rank][2], real[1 - rank][2]
+        own.buffer(chunk)[:] = other.data(chunk)
+        own.apply_chunk()
+
+    def train(i: int, rank: int, label: float) -> None:
+        flat, state, _ = real[rank]
+        state.step(label, lambda: flat.add_(i + 1 + rank))
+        logs[rank].end_iteration()
+
+    for _, state, _ in real:
+        state.refresh()
+    begin(1, 1.0)
+    for chunk in range(3):
+        for rank in range(2):
+            apply(rank, chunk)
+    for _, _, exchanges in real:
+        exchanges.now.confirmed = True
+        exchanges.end_if_complete()
+    for rank in range(2):
+        train(0, rank, 1.5)
+        real[rank][1].refresh()
+    begin(2, 2.0)
+    for chunk in range(3):
+        apply(0, chunk)
+    apply(1, 0)
+    for rank in range(2):
+        real[rank][2].abort(1 - rank)
+        train(1, rank, 2.5)
+        real[rank][1].refresh()
+    before = real[0][0].clone()
+    real[0][2].settle(1, 1)
+    for rank in range(2):
+        train(2, rank, 3.0)
+        real[rank][1].mix_until(3.25)
+        logs[rank].save()
+    assert not torch.equal(real[0][0], before + 3)  # the exchange counts no more
+
+    turns = Turns([NoState(), NoState()])
+    replay = GossipReplay(RecordedOrder.load(tmp_path), turns)
+    again = two_workers(lambda flats, wire, _: ReplayedState(flats, wire, MIXING))
+    for rank, (_, state, exchanges) in enumerate(again):
+        replay.join(rank, state, exchanges)
+
+    def live(rank: int) -> None:
+        flat, state, _ = again[rank]
+        for i in range(3):
+            state.refresh()
+            state.step(0.0, lambda i=i: flat.add_(i + 1 + rank))
+        state.mix_until(0.0)
+
+    turns.run(live)
+    for (mine, _, _), (theirs, _, _) in zip(again, real, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_joining_workers_cannot_be_repeated(tmp_path):
+    log = EventLog(tmp_path / "order0.json", {})
+    flat = torch.zeros(SIZE)
+    with State([flat], Wire([flat]), MIXING, log=log).frozen_x(1.0):
+        assert log.problem == "a worker has joined the running job"
 
 
 def test_broken_records_are_refused(jobs, tmp_path):

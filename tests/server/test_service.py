@@ -15,6 +15,7 @@ import torch
 from support.memory import MemoryControl, World, run_ranks
 from support.server_jobs import SECRET, Job, job, pulled, until
 
+from offbeat.core.runtime.event_log import EventLog
 from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
@@ -249,8 +250,9 @@ def test_a_broken_connection_is_made_again_and_nothing_counts_twice() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:server")
-def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
-    with job(5, 1, 2, silent_s=0.5) as j:
+def test_who_is_silent_counts_no_more_and_may_come_back(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "order2.json", {})
+    with job(5, 1, 2, silent_s=0.5, log=log) as j:
         a, b = j.client(0), j.client(1)
         awake = threading.Event()
         b._run_in_thread(awake.wait)  # it hangs
@@ -263,10 +265,12 @@ def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
         assert bool((pulled(a, need=2) == -7).all())
         for client in (a, b):
             client.close()
+    assert log.problem == "rank 1 was removed as silent"
 
 
-def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was() -> None:
-    with job(5, 1, 1, rule="push") as j:
+def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "order1.json", {})
+    with job(5, 1, 1, rule="push", log=log) as j:
         first = j.client(0)
         for _ in range(3):
             j.push(first, 1.0)
@@ -276,6 +280,7 @@ def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was() -> None:
         j.push(second, 1.0)
         assert bool((j.held() == -4).all())
         second.close()
+    assert log.problem == "rank 0 has connected again"
 
 
 def _abandon(client: Client) -> None:
