@@ -282,7 +282,8 @@ def test_load_waits_for_what_is_being_saved(tmp_path: Path) -> None:
         raise LookupError
 
     saver.company = Mock(gather=gather)
-    session = Mock(saver=saver, alone=False, elsewhere=None, worker=0)
+    session = Mock(saver=saver, alone=False, elsewhere=None, worker=0, has_joined=False)
+    session.run_joint_call = lambda act: (act(), "")
     with pytest.raises(LookupError):
         offbeat.load(tmp_path, Mock(_session=session), Mock(_session=session))
 
@@ -302,6 +303,7 @@ def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "save", lambda *_: saved.append(session.iteration))
     saved: list[int] = []
     session, acts = SimpleNamespace(iteration=0, observing=True), list[Any]()
+    session.save_at_changes = lambda _: None  # its members do not change
     job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
     model: Any = SimpleNamespace(_session=session)
     optimizer: Any = SimpleNamespace(after_step=acts.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -20,9 +21,9 @@ from support.member_jobs import (
     train_member,
     with_states,
 )
-from support.worlds import watch_world
+from support.worlds import free_port, watch_world
 
-from offbeat import P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
+from offbeat import BSP, P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
 from offbeat.membership import Epoch
 
 NEAR = 1e-12
@@ -30,22 +31,36 @@ NEAR = 1e-12
 
 def run(scenario: Scenario) -> tuple[list[Outcome | None], list[Epoch]]:
     """Run a scenario. Return the outcomes by process, None for killed ones, and the epochs."""
-    killed = [*scenario.kills, *scenario.signals]
+    ends = [who for who, name in scenario.inject.items() if name.startswith("end")]
+    killed = [*scenario.kills, *scenario.signals, *ends]
     with membership_service() as address:
         ended = watch_world(
             train_member, scenario.processes, address, scenario, timeout_s=110, doomed=killed
         )
         epochs = epochs_of(address)
     for one in ended:
-        assert one.rank in killed or not one.kind, one.error + one.traceback
+        if one.rank in scenario.orphans:
+            assert one.kind == "RuntimeError", one
+            assert re.search(r"rank \d+ \((rank \d of )?member \S+\) has failed", one.error), one
+        else:
+            assert one.rank in killed or not one.kind, one.error + one.traceback
     return [one.result for one in ended], epochs
 
 
 def check(scenario: Scenario, average_at: Average) -> list[Epoch]:
     """Run a scenario and compare its weights with the equations. Return the epochs."""
-    outcomes, epochs = run(scenario)
-    names = {one.name: who for who, one in enumerate(outcomes) if one is not None}
+    return compare(scenario, average_at, *run(scenario))
+
+
+def compare(
+    scenario: Scenario, average_at: Average, outcomes: list[Outcome | None], epochs: list[Epoch]
+) -> list[Epoch]:
+    """Compare the weights of a scenario with the equations. Return the epochs."""
+    ranks = scenario.ranks
+    names = {one.name: who // ranks for who, one in enumerate(outcomes) if one is not None}
     names |= {name: who for who, name in enumerate(epochs[0].members)}  # also of killed ones
+    for name in (name for epoch in epochs for name in epoch.members):
+        names.setdefault(name, max(scenario.joins, default=0) // ranks)  # requested to join twice
     right = expected(scenario, epochs, names, average_at)
     assert largest_difference(outcomes, right) < NEAR
     return epochs
@@ -179,3 +194,93 @@ def test_local_steps_of_a_joined_member_survive_a_failure() -> None:
     epochs = check(scenario, every(3))
     assert [len(e.members) for e in epochs] == [2, 3, 2]
     assert not epochs[2].details["united"]
+
+
+# ---- a second failure while the first one is handled ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inject", "later"),
+    [
+        ({2: "end in repeat"}, 2),
+        ({2: "end after repeat", 3: "lose repeat"}, 1),
+    ],
+    ids=["before", "received by one"],
+)
+def test_a_member_dies_in_an_average_that_is_repeated(inject: dict[int, str], later: int) -> None:
+    """Process 1 dies in the average of iteration 5. Then process 2 dies in its repetition: before
+    it, or after it while process 3 does not receive the result, and gets it from process 0."""
+    scenario = Scenario(
+        BSP(), 12, first=4, kills={1: 5}, kill_in_message=True, inject=inject, survivors_later=later
+    )
+    epochs = check(scenario, every(1))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(4, 0), (3, 6), (2, 6)]
+
+
+@pytest.mark.parametrize("place", ["end in begin", "end in joining"])
+def test_a_member_dies_while_a_process_joins(place: str) -> None:
+    """The survivors leave it out, and the process joins again."""
+    scenario = Scenario(LocalSGD(period=3), 15, joins={3: 4}, inject={1: place}, samples=301)
+    outcomes, epochs = run(scenario)
+    compare(scenario, every(3), outcomes, epochs)
+    assert [len(e.members) for e in epochs] == [3, 4, 2, 3]
+    assert epochs[1].first_iteration == epochs[2].first_iteration
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+
+
+def test_an_epoch_that_has_begun_on_some_ranks_begins_on_all() -> None:
+    """Process 2 loses its connection when all ranks have planned for the joined process, and the
+    others have begun."""
+    scenario = Scenario(LocalSGD(period=3), 15, joins={3: 4}, inject={2: "lose begin"}, samples=301)
+    outcomes, epochs = run(scenario)
+    compare(scenario, every(3), outcomes, epochs)
+    assert [len(e.members) for e in epochs] == [3, 4, 4]
+    assert epochs[2].details["begun"] == 1
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+
+
+@pytest.mark.parametrize(
+    ("inject", "members"),
+    [({1: "end in union"}, [3, 2]), ({2: "lose union"}, [3, 3])],
+    ids=["before", "received by two"],
+)
+def test_consolidate_survives_a_failure(inject: dict[int, str], members: list[int]) -> None:
+    """The survivors repeat the average, or a rank without its result gets it from another one."""
+    scenario = Scenario(LocalSGD(period=4), 8, unions=(1,), inject=inject)
+    epochs = check(scenario, every(4))
+    assert [len(e.members) for e in epochs] == members
+    assert bool(epochs[1].details["united"]) == (members == [3, 3])
+    assert epochs[1].first_iteration == 2
+
+
+# ---- members of several ranks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy", [LocalSGD(period=3), WFBP()], ids=["averages of parameters", "of gradients"]
+)
+def test_nodes_of_two_ranks_join_fail_and_leave(strategy: Strategy) -> None:
+    """A rank of the second node is killed, so the other one ends with an error."""
+    ports = tuple(free_port() for _ in range(3))
+    scenario = Scenario(
+        strategy, 24, first=2, ranks=2, ports=ports, joins={4: 4, 5: 4}, kills={3: 11},
+        orphans=(2,), leaves={0: 17}, samples=1000,
+    )  # fmt: skip
+    outcomes, epochs = run(scenario)
+    compare(scenario, every(3), outcomes, epochs)
+    assert [len(e.members) for e in epochs] == [2, 3, 2, 1]
+    for a, b in ((0, 1), (4, 5)):
+        left, right = outcomes[a], outcomes[b]
+        assert left is not None
+        assert right is not None
+        for t, weights in left.weights.items():
+            assert all(weights[n].equal(right.weights[t][n]) for n in weights), t
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+
+
+def test_a_failure_before_the_plan_ends_the_job_with_its_name() -> None:
+    scenario = Scenario(LocalSGD(period=3), 12, kills={1: 1}, orphans=(0, 2), measures=True)
+    run(scenario)

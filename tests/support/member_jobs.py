@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 import offbeat
-from offbeat import Members, Strategy
+from offbeat import Members, Profile, Strategy
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.data import MemberSampler
 from offbeat.membership import Epoch, MembershipClient
 from offbeat.membership.ledger import Ledger
 from offbeat.membership.service import MembershipService
+from support import member_failures
 from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
+from support.node_jobs import profile_in
 from support.workers import snapshot
 
 CASE = Case("mlp", "nesterov")
@@ -55,6 +57,17 @@ class Scenario:
         samples: number of samples that the members read once; 0: no sampler.
         lost_at: iteration whose samples have been read when the members that remain notice that the
             store of the first member is lost; -1: none.
+        ranks: number of ranks of each member. Process p is a rank of the member p // ranks.
+        ports: by member of several ranks, a free port of its node.
+        orphans: processes that end with an error, because another rank of their member has.
+        unions: iterations after which all members call `consolidate`.
+        inject: by process, the name of a failure in `support.member_failures`.
+        saves: iterations after which all members save a checkpoint.
+        folder: folder of the checkpoints.
+        snapshots: whether OFFBEAT_CHECKPOINT names the folder.
+        measures: whether the first iterations are measured.
+        survivors_later: number of epochs after that of a failure, whose members average the
+            gradients of its last iteration.
     """
 
     strategy: Strategy
@@ -70,21 +83,45 @@ class Scenario:
     state: Any = "copy"
     samples: int = 0
     lost_at: int = -1
+    ranks: int = 1
+    ports: tuple[int, ...] = ()
+    orphans: tuple[int, ...] = ()
+    unions: tuple[int, ...] = ()
+    inject: Mapping[int, str] = field(default_factory=dict)
+    saves: tuple[int, ...] = ()
+    folder: str = ""
+    snapshots: bool = False
+    measures: bool = False
+    survivors_later: int = 1
+
+    @property
+    def founders(self) -> int:
+        """Number of the processes of the first members."""
+        return self.first * self.ranks
 
     @property
     def processes(self) -> int:
-        return self.first + len(self.joins)
+        return self.founders + len(self.joins)
+
+    @property
+    def profile(self) -> Profile:
+        if self.ranks == 1:
+            return profile_of(CASE, self.first)
+        firsts = range(0, self.founders, self.ranks)
+        return profile_in(CASE, [[*range(a, a + self.ranks)] for a in firsts])
 
 
 @dataclass
 class Outcome:
-    """What a process has after training: weights and samples of each iteration, and its name in the
-    job."""
+    """What a process has after training: weights and samples of each iteration, its name in the
+    job, the weights with which it has begun, and the texts of its checkpoints."""
 
     name: str
     weights: dict[int, Weights]
     has_left: bool
     samples: dict[int, list[int]] = field(default_factory=dict)
+    start: Weights = field(default_factory=dict)
+    saved: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -113,28 +150,29 @@ def epochs_of(address: str) -> list[Epoch]:
 
 def train_member(address: str, scenario: Scenario) -> Outcome:
     """Train as one process of a scenario."""
-    who = int(os.environ.pop("RANK"))
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
-    os.environ["OFFBEAT_SECRET"] = SECRET
-    if who < scenario.first:
-        os.environ["RANK"] = str(who)  # the order of the first members
-    else:
+    who = enter_environment(scenario)
+    if scenario.snapshots:
+        os.environ["OFFBEAT_CHECKPOINT"] = scenario.folder
+    if who >= scenario.founders:
         _await(lambda: _has_epoch(address, scenario.join_after))
     model = build_model(CASE, seed=who)
     optimizer = build_optimizer(CASE, model)
     _fail_in_messages(scenario, who)
+    if who in scenario.inject:
+        member_failures.inject(scenario.inject[who])
     model, optimizer = offbeat.prepare(
         model,
         optimizer,
         scenario.strategy,
-        profile=profile_of(CASE, scenario.first),
+        profile=None if scenario.measures else scenario.profile,
         timeout_s=TIMEOUT_S,
+        nodes=scenario.ranks if scenario.ranks > 1 else None,
         members=Members(address, first=scenario.first, join_state=scenario.state),
     )
     member = model._session.changes._member
     founders = set(member.epoch.members)
     history: dict[int, Weights] = {}
+    start, savings = snapshot(dict(model.module.named_parameters())), list[Any]()
     batches, read = iter(repeat([0])), dict[int, list[int]]()
     if scenario.samples:
         batches = iter(MemberSampler(scenario.samples, BATCH_SIZE, model))
@@ -145,7 +183,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         if scenario.signals.get(who) == t:
             os.kill(os.getpid(), signal.SIGTERM)
             _await(lambda: who_leaves(member))
-        if t in scenario.joins.values() and who < scenario.first:
+        if t in scenario.joins.values() and who < scenario.founders:
             _await(lambda: has_joining(member, founders))
         if (indices := next(batches, None)) is None:
             break
@@ -155,14 +193,43 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         optimizer.zero_grad()
         loss_of(model, *batch(CASE, who, t)).backward()
         optimizer.step()
+        if t in scenario.unions:
+            model.consolidate()
+        if t in scenario.saves:
+            savings.append(offbeat.save(scenario.folder, model, optimizer))
         history[t] = snapshot(dict(model.module.named_parameters()))
         if scenario.kills.get(who) == t and not scenario.kill_in_message:
             os._exit(9)
         if model.has_left:
             break
-    has_left = model.has_left
+    has_left, saved = model.has_left, [saved_text(saving) for saving in savings]
     model.close()
-    return Outcome(member.name, history, has_left, read)
+    return Outcome(member.name, history, has_left, read, start, saved)
+
+
+def saved_text(saving: Any) -> str:
+    """Return the name of a checkpoint, or why it was not saved."""
+    try:
+        return saving.wait().name
+    except RuntimeError as error:
+        return str(error)
+
+
+def enter_environment(scenario: Scenario) -> int:
+    """Set the variables of a process of a scenario. Return its number."""
+    who, ranks = int(os.environ.pop("RANK")), scenario.ranks
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["OFFBEAT_SECRET"] = SECRET
+    order = "RANK" if ranks == 1 else "GROUP_RANK"
+    if who < scenario.founders:
+        os.environ[order] = str(who // ranks)  # the order of the first members
+    if ranks > 1:
+        local = str(who % ranks)
+        os.environ |= {"RANK": local, "LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1"}
+        os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        os.environ["MASTER_PORT"] = str(scenario.ports[who // ranks])
+    return who
 
 
 def train_recorded_member(folder: str, address: str, scenario: Scenario) -> Outcome:
@@ -223,8 +290,9 @@ Average = Callable[[int, Sequence["Replica"]], None]
 class Replica:
     """Model and optimizer of one process, and its values of the strategy."""
 
-    def __init__(self, who: int):
+    def __init__(self, who: int, ranks: int = 1):
         self.who = who
+        self.processes = range(who * ranks, (who + 1) * ranks)
         self.model = build_model(CASE, seed=0)
         self.optimizer = build_optimizer(CASE, self.model)
         self.buffers: dict[str, Weights] = {}
@@ -240,9 +308,14 @@ class Replica:
     def weights(self) -> Weights:
         return {n: p.data for n, p in self.model.named_parameters()}
 
-    def step(self, t: int) -> None:
+    def compute_gradients(self, t: int) -> None:
+        """Compute the mean of the gradients of the processes."""
         self.optimizer.zero_grad()
-        loss_of(self.model, *batch(CASE, self.who, t)).backward()
+        for process in self.processes:
+            (loss_of(self.model, *batch(CASE, process, t)) / len(self.processes)).backward()
+
+    def step(self, t: int) -> None:
+        self.compute_gradients(t)
         self.optimizer.step()
         self.steps += 1
 
@@ -250,8 +323,7 @@ class Replica:
 def step_together(replicas: Sequence[Replica], t: int) -> None:
     """Step all replicas by the mean of their gradients."""
     for replica in replicas:
-        replica.optimizer.zero_grad()
-        loss_of(replica.model, *batch(CASE, replica.who, t)).backward()
+        replica.compute_gradients(t)
     for same in zip(*(replica.model.parameters() for replica in replicas), strict=True):
         gradients = [p.grad for p in same if p.grad is not None]
         if gradients:
@@ -295,7 +367,7 @@ def expected(
         new = [who for who in members if who not in replicas]
         source = replicas.get(members[0])
         for who in new:
-            replicas[who] = Replica(who)
+            replicas[who] = Replica(who, scenario.ranks)
             if source is not None:
                 replicas[who].copy_from(source)
             else:
@@ -307,10 +379,11 @@ def expected(
         for t in range(epoch.first_iteration, last):
             if getattr(scenario.strategy, "synchronous", False):
                 alive = [*replicas.values()]
-                if t >= after.get("lost_from", last):  # the members of the next epoch
-                    alive = [replicas[processes[name]] for name in epochs[number + 1].members]
+                if t >= after.get("lost_from", last):  # the members of a later epoch
+                    later = epochs[number + scenario.survivors_later].members
+                    alive = [replicas[processes[name]] for name in later]
                 step_together(alive, t)
-                found |= {(r.who, t): snapshot(r.weights) for r in alive}
+                found |= {(p, t): snapshot(r.weights) for r in alive for p in r.processes}
                 continue
             for replica in replicas.values():
                 replica.step(t)
@@ -319,7 +392,14 @@ def expected(
             if t == last - 1 and ("lost_from" not in after or after.get("united")):
                 # The change was requested; another one after a failure within it may follow.
                 average([*replicas.values()])
-            found |= {(who, t): snapshot(replica.weights) for who, replica in replicas.items()}
+            elif t in scenario.unions:
+                survivors = epochs[number + 1].members if t == last - 1 else epoch.members
+                average([replicas[processes[name]] for name in survivors])
+            found |= {
+                (process, t): snapshot(replica.weights)
+                for replica in replicas.values()
+                for process in replica.processes
+            }
     return found
 
 
@@ -367,7 +447,7 @@ def after_votes(period: int) -> Average:
 
 def by_plan(scenario: Scenario) -> Average:
     """Averages of a plan by bucket, each followed by its outer step if the plan has one."""
-    profile = profile_of(CASE, scenario.first)
+    profile = scenario.profile
     tensors = [list(bucket.tensors) for bucket in profile.buckets]
 
     def average_at(t: int, replicas: Sequence[Replica]) -> None:

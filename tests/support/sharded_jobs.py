@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from offbeat import DDP, WFBP, ByteScheduler, DiLoCo, DreamDDP, PartialSync, Strategy
+from offbeat import DDP, WFBP, ByteScheduler, DiLoCo, DreamDDP, Members, PartialSync, Strategy
 from offbeat.core.buckets import shards
 from offbeat.core.buckets.shards import Shards as Memory
 from offbeat.core.buckets.shards import local_of, own_parameters
@@ -522,6 +522,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no mesh": (
         lambda: {"mesh": None},
         "the model is sharded over several ranks, so mesh (None) must be given",
+    ),
+    "members that change": (
+        lambda: {"mesh": None, "members": Members("127.0.0.1:1", first=2)},
+        "must be whole on every rank where members change",
     ),
     "nodes of other ranks": (
         lambda: {"mesh": None, "nodes": [[0, 2], [1, 3]]},

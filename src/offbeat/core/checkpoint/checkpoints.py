@@ -17,7 +17,7 @@ from offbeat.core.buckets.shards import as_shards, is_sharded
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
-from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
+from offbeat.core.checkpoint.saving import FailedSaving, SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 from offbeat.core.console import console
 
@@ -70,6 +70,9 @@ def save(
     Returns:
         A `Saving`. Call its `wait()` to wait until the checkpoint is on the disk.
 
+        If the members of the job change and one fails meanwhile, the others go on and `wait`
+        raises; the checkpoint before stays.
+
     Raises:
         ValueError: the state of the strategy is not in this process, or an argument is invalid.
         RuntimeError: an iteration is in progress.
@@ -80,18 +83,33 @@ def save(
         raise ValueError(f"path ({path}) must be the folder of checkpoints, not one of them")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep ({keep!r}) must be at least 1, the newest checkpoint")
-    position = session.capture_position()
-    saver = _saver(session)
-    manifest = Manifest(
-        session.worker,
-        saver.company.size,
-        position.iteration,
-        session.strategy,
-        position.alike,
-        session.record,
-    )
-    frozen = partial(_freeze_all, model, optimizer, position.state, extra or {})
-    return saver.save(_folder(path, session), frozen, manifest, keep)
+
+    def begin() -> Saving:
+        position = session.capture_position()
+        saver = _saver(session)
+        manifest = Manifest(
+            session.worker,
+            saver.company.size,
+            position.iteration,
+            session.strategy,
+            position.alike,
+            session.record,
+        )
+        samples = session.capture_samples()
+        frozen = partial(_freeze_all, model, optimizer, position.state, extra or {}, samples)
+        return saver.save(_folder(path, session), frozen, manifest, keep)
+
+    saving, lost = session.run_joint_call(begin)
+    if saving is not None:
+        return saving
+    words = f"the checkpoint in {folder.path} was not saved: {_describe_lost(lost)}"
+    console.print("checkpoint", words, "error", rank=session.worker)
+    return FailedSaving(folder.path, words)
+
+
+def _describe_lost(lost: str) -> str:
+    """Return why a call of all ranks has failed."""
+    return f"member {lost} has failed meanwhile" if lost else "other ranks did not complete it"
 
 
 def load(
@@ -122,11 +140,34 @@ def load(
         The loaded checkpoint.
 
     Raises:
-        FileNotFoundError: there is no checkpoint that is complete on every rank.
+        FileNotFoundError: there is no checkpoint that is complete on every rank, or this process
+            has joined a running job, whose members have sent their state.
         ValueError: this job cannot continue from the checkpoint.
         RuntimeError: the checkpoint is damaged.
     """
-    session, optimizer = _session(model, optimizer)
+    session, whole = _session(model, optimizer)
+    if session.has_joined:
+        raise FileNotFoundError(
+            f"the checkpoints in {path} are not loaded, because this process has joined a running "
+            "job and has the state of a member"
+        )
+    act = partial(_load, path, session, model, whole, extra or {})
+    loaded, lost = session.run_joint_call(act)
+    if loaded is None:
+        raise RuntimeError(
+            f"the checkpoint in {path} was not loaded: {_describe_lost(lost)}; start all members "
+            "again"
+        )
+    return loaded
+
+
+def _load(
+    path: str | Path,
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Any],
+) -> Checkpoint:
     folder, saver = _folder(path, session), _saver(session)
     saver.settle()  # the checkpoint to load may still be written
     company = saver.company
@@ -135,17 +176,18 @@ def load(
     exact = _same_job(manifest, session, company)
     found = _read(directory if exact or session.worker == 0 else None, company, session.worker)
     if not exact:
-        common = ("model", "buffers", "optimizer", "extra")
+        common = ("model", "buffers", "optimizer", "extra", "samples")
         _require_whole(model, directory)
-        found = company.share(found and {name: found[name] for name in common})
+        found = company.share(found and {name: found.get(name) for name in common})
     found = as_shards(model, optimizer, found)
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
     for buffer, value in found["buffers"].items():
         buffers[buffer].data.copy_(value)
     optimizer.load_state_dict(found["optimizer"])
-    rest = _load_extra(found["extra"], extra or {}, directory)
+    rest = _load_extra(found["extra"], extra, directory)
     session.resume(manifest.iteration, found["state"] if exact else None)
+    session.resume_samples(found.get("samples"))
     session.note_loaded(manifest.record)
     if exact:
         randomness.restore(found["random"], session.cluster.where)
@@ -155,7 +197,7 @@ def load(
                 "draws its seed from torch's global generator, so a run that resumes within a pass "
                 "over the data draws other random numbers than the uninterrupted run; pass "
                 "generator=torch.Generator() and a sampler with a state_dict",
-                stacklevel=2,
+                stacklevel=4,
             )
     return Checkpoint(folder.path / name, manifest.iteration, exact, rest)
 
@@ -187,6 +229,7 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
             text = f"starts from the beginning, because {path} has no checkpoint"
         if session.worker == 0:
             console.print("checkpoint", text, iteration=session.iteration)
+    session.save_at_changes(partial(save, path, model, optimizer))
     if every is None:
         return
 
@@ -205,6 +248,7 @@ def _freeze_all(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     extra: Mapping[str, Any],
+    samples: tuple[Any, Any] | None = None,
 ) -> Frozen:
     weights, device = model.state_dict(), next(model.parameters()).device
     kept = optimizer.state_dict()
@@ -213,6 +257,7 @@ def _freeze_all(
         "buffers": {n: b for n, b in model.named_buffers() if n not in weights},
         "optimizer": kept,
         "state": state,
+        "samples": samples,  # of jobs whose members change
         "random": randomness.capture(device),
         "extra": {name: _extra_state(thing) for name, thing in extra.items()},
     }
@@ -276,7 +321,7 @@ def _choose_checkpoint(
         if newest != name:
             warnings.warn(
                 f"{folder.path / newest} is not complete on every rank; {name} is loaded",
-                stacklevel=3,
+                stacklevel=5,
             )
         _require_usable(folder.path / name, manifest, session, company)
         return name, manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class SaveGroup:
     def __init__(self, control: Control | None):
         self._control = control
         self.size: int = control.world_size if control is not None else 1
-        self._group = None
+        self.has_members: bool = control is not None and control.has_members
+        self._group, self._is_lost = None, False
         if control is not None and self.size > 1:
             self._group = _create_group(control)
 
@@ -37,6 +39,8 @@ class SaveGroup:
 
     def gather_in_thread(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, in the saving thread."""
+        if self._is_lost:
+            raise RuntimeError("an earlier checkpoint has lost the other ranks")
         return [value] if self._group is None else packed.gather(value, self._group)
 
     def share(self, value: Any) -> Any:
@@ -56,8 +60,13 @@ class SaveGroup:
     def close(self) -> None:
         """Destroy the process group. Every rank must call it."""
         if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            with suppress(ValueError):  # destroyed when the members of the job have changed
+                dist.destroy_process_group(self._group)
         self._group = None
+
+    def drop_group(self) -> None:
+        """Drop the process group after a failure, so that other ranks do not wait in it."""
+        self._group, self._is_lost = None, True
 
 
 def _create_group(control: Control) -> dist.ProcessGroup:
@@ -128,7 +137,10 @@ class Saving:
                 folder.prune(self._keep)
                 return
         except Exception as error:
-            self._error = self._describe_failure([f"rank {self._worker} lost the others: {error}"])
+            words = f"rank {self._worker} lost the others: {error}"
+            if self._company.has_members:  # the session destroys the group
+                self._company.drop_group()
+            self._error = self._describe_failure([words])
         folder.drop(name, self._worker)
         console.print("checkpoint", str(self._error), "error", rank=self._worker)
 
@@ -150,6 +162,27 @@ class Saving:
             f"{self._folder.path / left[0]} is still whole" if left else "there is none before it"
         )
         return f"the checkpoint {self.path} was not saved ({'; '.join(causes)}); {before}"
+
+
+class FailedSaving(Saving):
+    """A checkpoint that was not begun, because a member of the job has failed.
+
+    Args:
+        path: folder of the checkpoints.
+        error: reason.
+    """
+
+    def __init__(self, path: Path, error: str):
+        self.path, self._error = path, error
+
+    @property
+    def done(self) -> bool:
+        """Whether saving has ended: always."""
+        return True
+
+    def wait(self) -> Path:
+        """Raise the reason as RuntimeError."""
+        raise RuntimeError(self._error)
 
 
 class Saver:

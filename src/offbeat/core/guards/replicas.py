@@ -280,10 +280,13 @@ def require_equal(model: nn.Module, strategy: object, cluster: Cluster) -> None:
         )
 
 
-def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster) -> None:
+def repair(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster, *, staged: bool = False
+) -> None:
     """Average replicas together with their optimizer state.
 
-    Different optimizer states would let equal weights diverge again.
+    Different optimizer states would let equal weights diverge again. For `staged` see
+    `average_replicas`.
 
     Raises:
         RuntimeError: on every rank, if ranks do not have state for the same parameters.
@@ -296,7 +299,7 @@ def repair(model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster)
         raise RuntimeError(
             f"optimizer states cannot be averaged: {found}; load the same checkpoint on all ranks"
         )
-    average_replicas(model, cluster, state.values())
+    average_replicas(model, cluster, state.values(), staged=staged)
 
 
 def _copy_from(source: int, held: _Held, cluster: Cluster) -> None:
@@ -344,9 +347,13 @@ class _Held:
         yield from ((True, tensor) for tensor in self.shards)
 
 
-def replica_tensors(model: nn.Module) -> list[Tensor]:
-    """Return all tensors of a replica on this rank, detached: parameters and buffers."""
-    return [tensor for _, tensor in _held_tensors(model).items()]
+def replica_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[Tensor]:
+    """Return all tensors of a replica on this rank, detached: parameters, buffers, and the state of
+    an optimizer."""
+    state = {} if optimizer is None else optimizer_state(optimizer, model)
+    return [tensor for _, tensor in _held_tensors(model, state.values()).items()]
 
 
 def _held_tensors(model: nn.Module, more: Iterable[Tensor] = ()) -> _Held:

@@ -225,6 +225,7 @@ def _repeated_ranks(profile: Profile, ranks: int) -> Profile:
     return replace(
         profile,
         world_size=ranks,
+        topology=_repeat(profile.topology, ranks),
         rank_scale=_repeat(profile.rank_scale, ranks),
         rank_jitter=_repeat(profile.rank_jitter, ranks),
     )

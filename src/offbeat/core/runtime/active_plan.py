@@ -11,7 +11,15 @@ from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
 from offbeat.core.guards.replicas import sends_only_gradients
-from offbeat.core.plan import BUFFERS, Apply, Plan, is_vote_channel
+from offbeat.core.plan import (
+    BUFFERS,
+    INSIDE,
+    Apply,
+    Plan,
+    Transfer,
+    base_link,
+    is_vote_channel,
+)
 from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN, moment_of
@@ -130,6 +138,11 @@ class ActivePlan:
         sent = (*awaited, *self.votes.pending)
         return [one for one in sent if one.released is not None and not one.passed]
 
+    def await_messages(self) -> None:
+        """Wait for all messages that this rank has released, without storing their results."""
+        for message in self._awaited_messages():
+            self._engine.waiting.wait(message, self.flat)
+
     def forget_errors(self) -> None:
         """Drop the frames of the errors of all messages, see `Message.forget_error`."""
         for message in self._awaited_messages():
@@ -151,11 +164,19 @@ class ActivePlan:
         end = self._engine.device.mark()
         if self.actions.lost is None:
             self.actions.lost = []
-        self.actions.repeats = self.averages_gradients
+        self.actions.repeats = self._repeats
         for message in self._awaited_messages():
-            message.settle(end, outcome(message), repeats=self.averages_gradients)
+            if message.settled:  # after an earlier failure of the same epoch
+                continue
+            repeats = self._repeats(message.transfer)
+            message.settle(end, outcome(message), repeats=repeats)
             if message.passed:
                 self.actions.lost.append(message.transfer)
+
+    def _repeats(self, transfer: Transfer) -> bool:
+        """Return whether a message without a result is repeated after a failure: one of gradients
+        that are averaged in the iteration that computes them."""
+        return self.averages_gradients or base_link(transfer.link) == INSIDE
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""

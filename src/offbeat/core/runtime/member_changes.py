@@ -4,33 +4,39 @@ At a boundary all ranks compare the version of the membership that each has seen
 message. If it is new, the first rank proposes the next epoch. All members average their replicas
 once. Then the remaining and the joining members connect to each other.
 
-After a failure the survivors meet at the membership service. Each reports its iteration and, for
-each link, the last message whose result it has. A message that a survivor has received lands on
-all: the other survivors get its result. Any other message of parameters counts as skipped on all
-ranks, so parameters stay as they are, and a later average includes the local steps. Any other
-message of gradients is repeated among the survivors. The epoch begins with the
-first iteration that no survivor has begun. Until then the ranks that are behind train alone.
+After a failure the survivors meet at the membership service (`member_meeting`). Each reports its
+iteration and, for each link, the last message whose result it has. A message that a survivor has
+received lands on all: the other survivors get its result. Any other message of parameters counts as
+skipped on all ranks, so parameters stay as they are, and a later average includes the local steps.
+Any other message of gradients is repeated among the survivors, or inside a node among its ranks.
+The epoch begins with the first iteration that no survivor has begun. Until then the ranks that are
+behind train alone. If another member fails before all of them have begun, the survivors meet again.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.console import console
-from offbeat.core.plan import Plan, is_vote_channel
+from offbeat.core.plan import INSIDE, Plan, base_link, is_vote_channel
+from offbeat.core.runtime.member_meeting import Report, exchange_results, meet, send_average
+from offbeat.core.runtime.member_node import member_of, rank_names
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
-from offbeat.core.runtime.members import LOOK_EVERY_S, JobMember, require_supported_plan
+from offbeat.core.runtime.members import (
+    PROBE_AFTER_S,
+    READY_EVERY_S,
+    JobMember,
+    require_supported_plan,
+)
 from offbeat.core.runtime.recording import MemberChange
+from offbeat.core.runtime.repeated_averages import EVERYWHERE, INSIDE_NODE
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.link import Message
@@ -39,8 +45,9 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.plan_session import FlatSession
     from offbeat.membership import Epoch
 
+T = TypeVar("T")
 END_S = 2.0  # longest wait for the service at the end of a job
-FIRST = "first_iteration"
+ENDS: dict[str, Any] = {}  # in place of an epoch: all members leave
 
 
 class MemberChanges:
@@ -53,28 +60,43 @@ class MemberChanges:
 
     Attributes:
         has_left: whether this process has left the job.
+        snapshot: saves a checkpoint when members have changed at a request; None: nothing does.
     """
 
     def __init__(self, member: JobMember, session: FlatSession, cluster: Cluster):
         self._member, self._session, self._cluster = member, session, cluster
         self._engine = session.engine
-        self._engine.waiting.recover = self.recover
+        self._repeated = session.engine.waiting.repeated
+        self._engine.waiting.recover = self._repeated.recover = self.recover
         self.has_left = False
+        self.snapshot: Callable[[], Any] | None = None
         self._handled = -1  # newest version of the membership that all ranks have handled
         self._begins_at: int | None = None  # iteration in which the agreed epoch begins
-        # By link: number and result of the last message that has landed, after a failure.
-        self._results: dict[str, tuple[int, Sequence[Tensor]]] = {}
         self._change = _Change(0)
-        self._begun = set(member.epoch.members)  # of the newest epoch that has begun
-        self._united_for = -1  # number of the newest epoch before which replicas were averaged
+        self._joining: set[str] = set()  # members of the agreed epoch that need the state
+        self._needs_snapshot = False  # whether all replicas are equal when the epoch begins
+        self._united = 0  # number of averages of whole replicas
+        self._begin(member.epoch)
         self._signalled = False
         self._install_handler()
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Note that an epoch has begun on this rank."""
+        self._begun, self._begun_number = set(epoch.members), epoch.number
+        self._unions, self._united_at = 0, -1  # averages of whole replicas; iteration of the last
+        # By link: number and result of the last message that has landed, after a failure.
+        self._results: dict[str, tuple[int, Sequence[Tensor]]] = {}
+        # Number and samples of an epoch that has failed on this rank after all ranks had planned.
+        self._prepared: tuple[int, Any] | None = None
+        self._repeated.restart()
 
     # ---- called by the session --------------------------------------------------------------
 
     def before_iteration(self) -> None:
-        """Before the first forward of an iteration, join the other members after a failure, and
-        begin an epoch that is due."""
+        """Before the samples or the first forward of an iteration, join the other members after a
+        failure, and begin an epoch that is due."""
+        if self._session.is_in_iteration or self.has_left:
+            return
         if self._begins_at is None and self._must_meet:
             self.recover(RuntimeError("another member has failed"))
         self._begin_if_due()
@@ -102,6 +124,56 @@ class MemberChanges:
             failure = str(error)
         self.recover(RuntimeError(failure))
 
+    def call(self, act: Callable[[], T]) -> tuple[T | None, str]:
+        """Return the result of a call that every member makes between two iterations. If another
+        member fails in it, return None and the failed members, as text."""
+        self._engine.pauses.flush()
+        self._engine.run.await_messages()  # so that `act` waits for no message
+        self._begin_if_due()
+        results, before = list[T](), self._member.epoch.members
+        self.run(lambda: results.append(act()))
+        if results:
+            return results[0], ""
+        self._begin_if_due()
+        lost = [name for name in before if name not in self._member.epoch.members]
+        return None, ", ".join(lost)
+
+    def unite(self, act: Callable[[], None], tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """Run an average of whole replicas that every member calls between two iterations. After
+        the failure of a member, the survivors complete or repeat it.
+
+        Args:
+            act: the average. It changes the replica only after all ranks have its result.
+            tensors: returns the tensors of the replica that it changes.
+
+        Raises:
+            RuntimeError: it has failed, although no member has.
+        """
+        while True:
+            self._begin_if_due()
+            before, done = self._member.epoch.members, self._united
+            self._united_tensors = tensors
+            self.run(lambda: self._unite(act))
+            has_failed = self._united == done
+            self._begin_if_due()
+            if self.has_left or not has_failed:
+                return
+            if before == self._member.epoch.members:
+                raise RuntimeError(
+                    "an average of all replicas has failed, although no member has; call "
+                    "consolidate() on every rank, in the same place of the script"
+                )
+
+    def _unite(self, act: Callable[[], None]) -> None:
+        act()
+        self._note_union()
+        self._cluster.control.largest(0)  # no rank trains on before all have the average
+
+    def _note_union(self) -> None:
+        """Note that this rank has completed an average of whole replicas."""
+        self._unions, self._united = self._unions + 1, self._united + 1
+        self._united_at = self._session.iteration
+
     def require_supported(self, plan: Plan, strategy: Strategy) -> None:
         """Raise ValueError if a plan cannot run while members change."""
         require_supported_plan(plan, strategy, self._member.settings)
@@ -117,20 +189,13 @@ class MemberChanges:
             thread.start()
             thread.join(END_S)  # the service may not respond
         self._member.close()
-        self._restore_handler()
+        self.restore_handler()
 
     def create_samples(self, stream: Stream) -> MemberSamples:
         """Return the batches of this member from the samples of the job."""
         member, begun = self._member, self._session.iteration
-        return MemberSamples(
-            stream, member.name, member.epoch.members, begun, self._begin_before_batch
-        )
-
-    def _begin_before_batch(self) -> None:
-        """Begin an epoch that is due before samples of the next iteration are dealt. A failure may
-        be noticed between iterations, when averages are awaited late."""
-        if not self._session.is_in_iteration:
-            self._begin_if_due()
+        names = member.rank_names
+        return MemberSamples(stream, member.rank_name, names, begun, self.before_iteration)
 
     @property
     def _must_meet(self) -> bool:
@@ -142,31 +207,52 @@ class MemberChanges:
 
     def _handle_requests(self) -> None:
         """Change the members at a boundary if there are requests."""
-        agreed: list[Epoch] = []
+        agreed: list[Epoch | None] = []
         self.run(lambda: agreed.extend(self._agree_on_requests()))
-        if agreed and not self.are_agreed:
+        if not agreed or self.are_agreed:
+            return
+        if agreed[0] is not None:
             self._enter_epoch(agreed[0])
+            return
+        self.save_snapshot(waits=True)
+        if not self.are_agreed:  # no member has failed meanwhile
+            self._leave()
 
-    def _agree_on_requests(self) -> Iterator[Epoch]:
-        """Yield the next epoch if there are requests, after the replicas have been averaged."""
+    def _agree_on_requests(self) -> Iterator[Epoch | None]:
+        """Yield the next epoch if there are requests, after the replicas have been averaged; None
+        if all members leave."""
         from offbeat.membership import Epoch
 
-        control = self._cluster.control
-        newest = control.largest(self._member.watch.version)
+        control, member = self._cluster.control, self._member
+        newest = control.largest(member.watch.version)
         if newest <= self._handled:
             return
         own = None
         if control.rank == 0:
             iteration = self._session.iteration
-            epoch = self._member.next_epoch(iteration, self._read_count(iteration))
-            own = None if epoch is None else epoch.to_dict()
+            epoch = member.next_epoch(iteration, self._read_count(iteration))
+            own = epoch.to_dict() if epoch is not None else ENDS if member.all_leave else None
         given = control.gather(own)[0]
         self._handled = newest
         if given is not None:
             self._change = _Change(self._session.iteration)
+            self._united_tensors = lambda: self._session.replica_tensors
             self._session.unite()
-            self._united_for = Epoch.from_dict(given).number
-            yield Epoch.from_dict(given)
+            self._note_union()
+            yield None if given == ENDS else Epoch.from_dict(given)
+
+    def save_snapshot(self, *, waits: bool = False) -> None:
+        """Save a checkpoint if the job keeps them. All replicas must be equal.
+
+        Args:
+            waits: whether to wait until it is on the disk.
+        """
+        if self.snapshot is None:
+            return
+        saving = self.snapshot()
+        if waits:
+            with suppress(RuntimeError):  # printed by the thread that saves
+                saving.wait()
 
     def _enter_epoch(self, epoch: Epoch) -> None:
         before, member = self._member.epoch, self._member
@@ -176,9 +262,9 @@ class MemberChanges:
         self._change.note_members(before.members, epoch.members)
         self._drop_groups()
         self._begins_at = self._session.iteration
+        self._joining, self._needs_snapshot = set(self._change.joined), True
         try:
             self._connect(epoch)
-            self._united_for = -1  # all members have completed the average before they connect
             return
         except RuntimeError as error:
             failure = str(error)
@@ -200,29 +286,66 @@ class MemberChanges:
         """Connect to the members of an epoch. Links are opened when the epoch begins."""
         self._member.epoch = epoch
         self._member.open_group()
-        self._cluster.reconnect()
+        self._cluster.reconnect(self._member.topology)
+        self._repeated.inside = self._cluster.node
 
     def _begin_if_due(self) -> None:
         """Begin the agreed epoch: open the links, plan, and send the state to joining members."""
         if self._begins_at is None or self._session.iteration < self._begins_at:
             return
         epoch, failure = self._member.epoch, None
-        samples = self._session.samples
+        samples, change = self._session.samples, self._change
+        before = None
         if samples is not None:
-            change = self._change
-            samples.advance(epoch.members, self._begins_at, change.former_members, change.lost_from)
-        self._results, self._handled = {}, -1  # links and joining members count anew
+            before, lost_from = samples.capture(), change.lost_from
+            names = self._member.rank_names
+            samples.advance(names, self._begins_at, change.former_members, lost_from)
+        self._handled = -1  # joining members count anew
         try:
+            self._await_ranks()
             self._cluster.reopen()
-            self._session.begin_epoch(has_joining=bool(self._change.joined))
+            names = enumerate(self._member.rank_names)
+            joining = [rank for rank, name in names if member_of(name) in self._joining]
+            self._session.begin_epoch(joining)
         except RuntimeError as error:
+            if not self._cluster.control.blames_peers(error):
+                raise
             failure = str(error)
         if failure is not None:
+            self._prepared = epoch.number, samples and samples.capture()
+            if samples is not None:
+                samples.restore(before)
             self._meet_again(failure)
             self._begin_if_due()
             return
-        self._begins_at, self._begun = None, set(epoch.members)
-        self._session.report_change(self._change.describe(epoch, self._session.iteration))
+        self._begins_at = None
+        self._begin(epoch)
+        iteration, ranks = self._session.iteration, self._member.node.size
+        self._session.report_change(self._change.describe(epoch, iteration, ranks))
+        if self._needs_snapshot or self._session.has_equal_replicas:
+            self.save_snapshot()
+
+    def _await_ranks(self) -> None:
+        """Wait until all ranks are ready to open links. torch waits for a rank that has failed
+        until the timeout.
+
+        Raises:
+            RuntimeError: a rank has failed or is missing after the timeout.
+        """
+        control, names = self._cluster.control, self._member.rank_names
+        with control.waiting("waiting for all members"):
+            control.note_ready()
+            missing = [*range(len(names))]
+            end_s, look_s = (time.monotonic() + s for s in (control.timeout_s, PROBE_AFTER_S))
+            while missing := control.find_unready(missing):
+                now_s, lost = time.monotonic(), list[int]()
+                if now_s > look_s:
+                    lost = [rank for rank in missing if self._member.is_gone(names[rank])]
+                    look_s = time.monotonic() + PROBE_AFTER_S
+                if lost or self._must_meet or now_s > end_s:
+                    words = ", ".join(self._member.describe_rank(names[r]) for r in lost or missing)
+                    raise RuntimeError(f"{words} has not begun the epoch")
+                time.sleep(READY_EVERY_S)
 
     def _read_count(self, iteration: int) -> int:
         samples = self._session.samples
@@ -236,6 +359,8 @@ class MemberChanges:
         Args:
             error: failure of this rank; raised if training cannot continue.
         """
+        if not self._session.has_profile:
+            self.end_without_plan(error)
         if self._begins_at is None:
             first, since_s = self._member.epoch.first_iteration, self._engine.waiting.since_s
             self._results, self._change = {}, _Change(first, since_s)
@@ -244,10 +369,25 @@ class MemberChanges:
                 last = link.detach()
                 if last is not None:
                     self._results[name] = last.order, last.tensors
-                    if not is_vote_channel(name):
+                    if not (is_vote_channel(name) or base_link(name) == INSIDE):
                         landed = last.iteration + earlier
                         self._change.lost_from = max(self._change.lost_from, landed + 1)
+            if self._united_at == self._session.iteration:  # the average has all iterations
+                self._change.lost_from = self._session.iteration
         self._meet_again(str(error))
+
+    def end_without_plan(self, error: RuntimeError) -> NoReturn:
+        """Raise RuntimeError after a failure while the first iterations are measured."""
+        member = self._member
+        self._cluster.control.abort()
+        self._drop_groups()
+        others = [name for name in member.rank_names if name != member.rank_name]
+        lost = ", ".join(map(member.describe_rank, member.lost_ranks(others)))
+        raise RuntimeError(
+            f"{error}. {lost or 'Another member'} has failed while the first iterations are "
+            "measured, before there is a plan; start all members again, or give offbeat.prepare a "
+            "profile"
+        ) from None
 
     def _meet_again(self, failure: str) -> None:
         """Meet the surviving members, and connect to them, until this succeeds."""
@@ -259,24 +399,52 @@ class MemberChanges:
             except RuntimeError as error:
                 raise RuntimeError(f"{failure}. {error}") from error
             if epoch is None:
+                self._engine.run.settle(lambda _: None)  # nothing waits any more
                 self._leave()
                 return
             self._change.note_members(self._member.epoch.members, epoch.members, failed=True)
             self._change.lost_from = epoch.details["lost_from"]
+            # Only ranks that have the state of the job have reported.
+            self._joining, self._needs_snapshot = set(), False
+            self._complete_begin(epoch.details["begun"])
             try:
                 self._connect(epoch)
-                self._exchange_results(epoch.details["landed"])
-                self._take_average(epoch.details["united"])
+                landed = epoch.details["landed"]
+                results = self._results | self._repeated.results
+                exchange_results(self._member, landed, results, self._awaited_tensors)
+                tensors = self._united_tensors() if epoch.details["ununited"] else ()
+                if send_average(self._member, epoch.details, tensors):
+                    self._note_union()
             except RuntimeError as error:
                 failure = str(error)
                 continue
             break
+        self._results = results
+        self._repeated.results |= {n: results[n] for n in results if n in self._repeated.awaited}
         self._engine.run.settle(self._outcome)
         # Iterations of processes before this one count, too.
         self._begins_at = epoch.first_iteration
 
+    def _complete_begin(self, number: int) -> None:
+        """Begin an epoch that has begun on another rank, and has failed on this one after all ranks
+        had adopted its plan."""
+        if self._prepared is not None and self._prepared[0] == number:
+            samples = self._session.samples
+            prepared = self._prepared[1]
+            self._begin(self._member.epoch)
+            if samples is not None:
+                samples.restore(prepared)
+        self._prepared = None
+
+    def _awaited_tensors(self, link: str, order: int) -> Sequence[Tensor]:
+        """Return the tensors of a message that this rank awaits."""
+        if link in (EVERYWHERE, INSIDE_NODE):
+            return self._repeated.awaited[link]
+        return self._engine.run.awaited_message(link, order).tensors
+
     def _drop_groups(self) -> None:
         """Destroy all process groups, so that other ranks do not wait for this rank."""
+        self._repeated.inside = None
         self._engine.run.forget_errors()
         self._cluster.abandon()
 
@@ -295,98 +463,17 @@ class MemberChanges:
                 return None
             self._change.note_members(member.epoch.members, following.members)
             member.epoch = following
-        before = member.epoch
-        keys = member.membership.rendezvous(before.number)
-        report = {
-            "lost_from": self._change.lost_from,
-            FIRST: self._session.iteration + self._has_begun,
-            "results": {name: order for name, (order, _) in self._results.items()},
-            "united": self._united_for == before.number,
-        }
-        keys.set(f"survivor/{member.name}", json.dumps(report).encode())
-        end_s = time.monotonic() + self._cluster.timeout_s
-        begun = [name for name in before.members if name in self._begun]
-        missing = [name for name in begun if name != member.name]
-        while (epoch := member.membership.epoch(before.number + 1)) is None:
-            missing = [name for name in missing if not keys.check([f"survivor/{name}"])]
-            waits = time.monotonic() < end_s
-            if any(waits and not member.is_gone(name) for name in missing):
-                time.sleep(LOOK_EVERY_S)
-                continue
-            alive = [name for name in begun if keys.check([f"survivor/{name}"])]
-            self._require_enough(alive)
-            reports = {n: json.loads(keys.get(f"survivor/{n}", 1.0)) for n in alive}
-            first = max(one[FIRST] for one in reports.values())
-            united = [name for name, one in reports.items() if one["united"]]
-            lost_from = max(one["lost_from"] for one in reports.values())
-            more = {
-                "landed": find_landed(reports),
-                # The average before a requested change contains all training before it.
-                "lost_from": max(lost_from, before.first_iteration) if united else lost_from,
-                "united": united,
-            }
-            read = self._read_count(first)
-            epoch = member.propose(alive, first, read, before.details["addresses"], more)
-        if member.name not in epoch.members:
-            raise RuntimeError(
-                "The other members continue without this one, whose report came too late; start it "
-                "again to join the job"
-            )
-        return epoch
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether the next iteration has begun, or its samples have been read."""
-        samples, iteration = self._session.samples, self._session.iteration
-        has_read = samples is not None and samples.has_read(iteration)
-        return self._session.is_in_iteration or has_read
-
-    def _require_enough(self, alive: Sequence[str]) -> None:
-        least = self._member.settings.least
-        if len(alive) < least:
-            lost = [name for name in self._member.epoch.members if name not in alive]
-            raise RuntimeError(
-                f"{len(alive)} members are left after the failure of {', '.join(lost)}, and least "
-                f"in Members is {least}; start the job again from its last checkpoint"
-            )
-
-    def _exchange_results(self, landed: Mapping[str, Any]) -> None:
-        """Send the results of landed messages to the members that have not received them."""
-        names = self._member.epoch.members
-        for link, entry in sorted(landed.items()):
-            holder = entry["holder"]
-            for receiver in entry["missing"]:
-                if self._member.name == holder:
-                    for tensor in self._results[link][1]:
-                        dist.send(tensor.detach().cpu().contiguous(), names.index(receiver))
-                elif self._member.name == receiver:
-                    message = self._engine.run.awaited_message(link, entry["order"])
-                    received = [torch.empty_like(x, device="cpu") for x in message.tensors]
-                    for tensor in received:
-                        dist.recv(tensor, names.index(holder))
-                    like = zip(received, message.tensors, strict=True)
-                    results = [tensor.to(x.device) for tensor, x in like]
-                    self._results[link] = entry["order"], results
-
-    def _take_average(self, united: Sequence[str]) -> None:
-        """Send the average before a requested change to the members that have not completed it.
-
-        Args:
-            united: names of the members that have.
-        """
-        names, own = self._member.epoch.members, self._member.name
-        receivers = [name for name in names if name not in united] if united else []
-        for receiver in receivers:
-            for tensor in self._session.replica_tensors:
-                if own == united[0]:
-                    dist.send(tensor.cpu().contiguous(), names.index(receiver))
-                elif own == receiver:
-                    received = torch.empty_like(
-                        tensor, device="cpu", memory_format=torch.contiguous_format
-                    )
-                    dist.recv(received, names.index(united[0]))
-                    tensor.copy_(received)
-        self._united_for = -1
+        results = self._results | self._repeated.results
+        report = Report(
+            begun=self._begun_number,
+            first_iteration=self._session.first_free_iteration,
+            lost_from=self._change.lost_from,
+            results={name: order for name, (order, _) in results.items()},
+            unions=self._unions,
+            has_united=self._united_at == self._session.iteration,
+        )
+        timeout_s = self._cluster.timeout_s
+        return meet(member, self._begun, report, self._read_count, timeout_s)
 
     def _outcome(self, message: Message) -> Sequence[Tensor] | None:
         """Return the result of a message, or None if it counts as skipped."""
@@ -408,14 +495,15 @@ class MemberChanges:
         if self._has_handler:
             signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _restore_handler(self) -> None:
+    def restore_handler(self) -> None:
+        """Restore the default action of SIGTERM."""
         if self._has_handler and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._has_handler = False
 
     def _on_signal(self, *_: object) -> None:
         if self._signalled:  # a second signal ends the process at once
-            self._restore_handler()
+            self.restore_handler()
             signal.raise_signal(signal.SIGTERM)
         self._signalled = True
         threading.Thread(target=self._request, args=("SIGTERM",), daemon=True).start()
@@ -455,13 +543,18 @@ class _Change:
         """Return the names of all former members."""
         return [*self._left, *self.failed]
 
-    def describe(self, epoch: Epoch, iteration: int) -> MemberChange:
+    def describe(self, epoch: Epoch, iteration: int, ranks: int) -> MemberChange:
         """Return the change for the record.
 
         Args:
             epoch: epoch that begins.
             iteration: its first iteration.
+            ranks: number of ranks of each member. The record has the names of all ranks.
         """
+        groups = epoch.members, self.joined, self._left, self.failed
+        members, joined, left, failed = (
+            tuple(rank_names(dict.fromkeys(group, ranks))) for group in groups
+        )
         parts = [
             f"{', '.join(names)} {what}"
             for names, what in (
@@ -479,29 +572,12 @@ class _Change:
         return MemberChange(
             epoch.number,
             iteration,
-            epoch.members,
-            joined=tuple(self.joined),
-            left=tuple(self._left),
-            failed=tuple(self.failed),
+            members,
+            joined=joined,
+            left=left,
+            failed=failed,
             landed=self.landed,
             skipped=self.skipped,
             seconds=seconds,
             text=text,
         )
-
-
-def find_landed(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return by link the last message that a survivor has received, as its number (`order`), the
-    first survivor that has its result (`holder`), and the survivors without it (`missing`).
-
-    Args:
-        reports: reports of the survivors by name.
-    """
-    landed = {}
-    for link in sorted({link for report in reports.values() for link in report["results"]}):
-        orders = {name: report["results"].get(link, -1) for name, report in reports.items()}
-        order = max(orders.values())
-        holder = next(name for name, one in orders.items() if one == order)
-        missing = [name for name, one in orders.items() if one < order]
-        landed[link] = {"order": order, "holder": holder, "missing": missing}
-    return landed

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from offbeat.core.runtime.member_node import member_of
+
 
 class Stream(Protocol):
     """Samples of a job, see `offbeat.data.sample_stream.SampleStream`."""
@@ -29,14 +31,14 @@ class Stream(Protocol):
 
 
 class MemberSamples:
-    """Batches of this member between changes of the members.
+    """Batches of this rank between changes of the members.
 
     Args:
         stream: samples of the job.
-        name: name of this member.
-        members: names of all members, by rank.
+        name: name of this rank.
+        members: names of all ranks of all members.
         begun: iteration with which the present members have begun.
-        before_batch: called before a batch is dealt; it may change the members.
+        before_batch: begins a change of the members that is due, before a batch is read.
 
     Attributes:
         stream: samples of the job.
@@ -57,6 +59,31 @@ class MemberSamples:
 
     def _set_members(self, members: Sequence[str], begun: int) -> None:
         self._members, self._begun, self._read = tuple(members), begun, 0
+
+    def capture(self) -> Any:
+        """Return the state of this object, for `restore`."""
+        return self.stream.state, self._members, self._begun, self._read
+
+    def restore(self, state: Any) -> None:
+        """Restore a state after a change of members that has failed."""
+        positions, self._members, self._begun, self._read = state
+        self.stream.load(positions)
+
+    @property
+    def unread(self) -> Sequence[tuple[int, int]]:
+        """Positions of the stream that the members have not read after equally many rounds."""
+        before = self.stream.state
+        self.stream.advance(self._read, len(self._members))
+        after = self.stream.state
+        self.stream.load(before)
+        return after
+
+    def resume(self, positions: Sequence[tuple[int, int]] | None, iteration: int) -> None:
+        """Continue before an iteration, from the positions that a saved job has not read; None
+        keeps those of this object."""
+        if positions is not None:
+            self.stream.load(positions)
+        self._begun, self._read = iteration, 0
 
     def next_batch(self) -> list[int] | None:
         """Return the samples of the next iteration; None if no samples remain for all members, or
@@ -82,7 +109,7 @@ class MemberSamples:
         """Deal the rest of the stream to other members.
 
         Args:
-            members: names of the members, by rank.
+            members: names of all ranks of the members.
             iteration: iteration with which they begin.
             gone: names of the members that have failed or left.
             lost_from: first iteration whose training was lost with them.
@@ -97,7 +124,7 @@ class MemberSamples:
                 "last change of members, so samples would be lost; read one batch in each "
                 "iteration, with num_workers=0"
             )
-        ranks = [rank for rank, name in enumerate(self._members) if name in gone]
+        ranks = [rank for rank, name in enumerate(self._members) if member_of(name) in gone]
         first = max(lost_from - self._begun, 0)
         self.stream.advance(rounds, len(self._members), dict.fromkeys(ranks, first))
         self._set_members(members, iteration)

@@ -1,4 +1,4 @@
-"""Members: processes that may join, leave and fail while their job trains.
+"""Members: processes, or nodes of several, that may join, leave and fail while their job trains.
 
 The members of a time without changes form an epoch, with process groups and a store of its own. The
 membership service (`offbeat.membership`) holds the order of the members of each epoch. Training
@@ -8,8 +8,6 @@ needs it only for a change.
 from __future__ import annotations
 
 import os
-import socket
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,10 +20,19 @@ from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.derive import effects
-from offbeat.core.plan import Plan
+from offbeat.core.plan import INSIDE, Plan, base_link
+from offbeat.core.runtime.member_node import (
+    MemberNode,
+    describe_rank,
+    member_of,
+    rank_names,
+    topology_of,
+)
+from offbeat.core.runtime.member_presence import Presence, is_gone, own_address, probe
 from offbeat.core.strategy.interface import Strategy, require_choice, require_count
 from offbeat.core.transport.addresses import parse_address
-from offbeat.core.transport.interfaces import LinkSpec, group_environment, ipv4_of
+from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
     from offbeat.membership import (
@@ -39,9 +46,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members after a failure
 READY_EVERY_S = 0.01  # seconds between two looks at the members that are ready to connect
 PROBE_AFTER_S = 0.2  # seconds after which missing members are probed, and between two probes
-PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
 RENEW_S = 5.0  # longest time between two renewals of a request to join
-THREAD_NAME = "offbeat-member"
 
 JoinState = Literal["copy", "fresh"]
 
@@ -52,7 +57,8 @@ class Members:
 
     Attributes:
         service: address of the membership service, as in "10.0.0.1:29600".
-        first: number of members with which a new job begins; by default WORLD_SIZE, or else 2.
+        first: number of members with which a new job begins; by default WORLD_SIZE, or else 2, and
+            2 if members are nodes of several ranks.
         least: smallest number of members with which training continues.
         join_state: optimizer state of a member that joins a running job. "copy": that of a member;
             "fresh": its own, which is usually empty. Settings such as the learning rate are those
@@ -72,50 +78,66 @@ class Members:
         require_count("least", self.least)
         require_choice("join_state", self.join_state, ("copy", "fresh"))
 
-    @property
-    def founders(self) -> int:
-        """Return the number of members with which a new job begins."""
+    def founders(self, ranks: int = 1) -> int:
+        """Return the number of members with which a new job begins.
+
+        Args:
+            ranks: number of ranks of each member.
+        """
         if self.first is not None:
             return self.first
-        return int(os.environ.get("WORLD_SIZE") or 2)
+        return max(int(os.environ.get("WORLD_SIZE") or 2) // ranks, 1 if ranks == 1 else 2)
 
 
 class JobMember:
-    """This process as a member of a job.
+    """This process as a member of a job, or as a rank of one.
 
     Args:
         settings: settings of the job's members.
         job: what must be equal on all members, as text by name.
         interface: network interface of control messages; None for any.
         timeout_s: timeout of waits for other members, in seconds.
+        node: ranks of this member. All of them have the same name in the job.
 
     Attributes:
-        name: name of this process in the job.
+        name: name of this member in the job.
+        rank_name: name of this rank of the member.
         settings: settings of the job's members.
         membership: connection to the membership service.
         watch: observer of requests of other members.
         epoch: newest epoch of which this process is a member.
+        node: ranks of this member.
+        all_leave: whether the last call of `next_epoch` has found that all members leave.
         has_joined: whether this process has joined a running job.
     """
 
     epoch: Epoch
     has_joined = False
+    all_leave = False
 
     def __init__(
-        self, settings: Members, job: Mapping[str, str], interface: str | None, timeout_s: float
+        self,
+        settings: Members,
+        job: Mapping[str, str],
+        interface: str | None,
+        timeout_s: float,
+        node: MemberNode,
     ):
         # Imported here, because jobs without changing members do not need the module.
         from offbeat.membership import MembershipClient, MembershipWatch, new_member_name
 
         self.settings, self._job = settings, dict(job)
         self._interface, self._timeout_s = interface, timeout_s
-        self.name: str = new_member_name()
+        self.node = node
         service: Any = settings.service
         self.membership: Membership = (
             MembershipClient(service) if isinstance(service, str) else service
         )
-        self._address = _own_address(interface, service)
-        self._presence = Presence(self._address, self.name)
+        self._address = own_address(interface, service)
+        self.name: str = node.gather(new_member_name())[0]
+        self.rank_name: str = rank_names({self.name: node.size})[node.rank]
+        self._presence = Presence(self._address, self.rank_name)
+        self._addresses = node.gather([self._address, self._presence.port])
         self.links: list[str] = []  # names of the links, the same on all members
         self._ended, self._ended_version, self._ended_look_s = False, -1, 0.0  # of `_has_ended`
         self.watch: MembershipWatch = MembershipWatch(self.membership, self.name)
@@ -130,7 +152,27 @@ class JobMember:
     @property
     def rank(self) -> int:
         """Return the rank of this process."""
-        return self.epoch.members.index(self.name)
+        return self.rank_names.index(self.rank_name)
+
+    @property
+    def rank_names(self) -> list[str]:
+        """Return the names of all ranks of the epoch."""
+        return rank_names(self._sizes)
+
+    @property
+    def topology(self) -> Topology:
+        """Return the nodes of the epoch."""
+        return topology_of(self._sizes, f"members of {self.node.size} ranks")
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Return the numbers of ranks of the members of the epoch."""
+        addresses = self.epoch.details["addresses"]
+        return {name: len(addresses[name]) for name in self.epoch.members}
+
+    def describe_rank(self, rank_name: str) -> str:
+        """Return the words for a rank of the epoch in messages."""
+        return f"rank {self.rank_names.index(rank_name)} ({describe_rank(rank_name)})"
 
     def enter(self) -> None:
         """Wait until this process is a member of an epoch: the first one of a new job, or a later
@@ -141,12 +183,37 @@ class JobMember:
             RuntimeError: a new job has not begun within the timeout, or a running job has not
                 accepted this process within twice the timeout.
         """
+        if self.node.rank:
+            self._follow_first(self.node.first(None, 2 * self._timeout_s))
+            return
+        entered: dict[str, Any] = {}
+        try:
+            self._request_to_enter()
+            entered = {"epoch": self.epoch.to_dict(), "joined": self.has_joined}
+        except (ValueError, RuntimeError) as error:
+            entered = {"error": str(error), "is_value": isinstance(error, ValueError)}
+            raise
+        finally:
+            self.node.first(entered, 0.0)
+
+    def _follow_first(self, entered: Mapping[str, Any]) -> None:
+        """Enter the epoch that the first rank of the node has entered, or raise its error."""
+        from offbeat.membership import Epoch
+
+        if "epoch" not in entered:
+            words = f"rank 0 of this node: {entered.get('error', 'interrupted')}"
+            raise ValueError(words) if entered.get("is_value") else RuntimeError(words)
+        self.epoch, self.has_joined = Epoch.from_dict(entered["epoch"]), entered["joined"]
+
+    def _request_to_enter(self) -> None:
         from offbeat.membership import JoinRequest
 
         # The members may handle a failure for `timeout_s` seconds before they reach a boundary.
-        order, begun_s = int(os.environ.get("RANK") or 0), time.monotonic()
-        details = {"order": order, "address": [self._address, self._presence.port]}
-        self.membership.request_join(JoinRequest(self.name, details=details))
+        begun_s = time.monotonic()
+        order = int(os.environ.get("RANK" if self.node.size == 1 else "GROUP_RANK") or 0)
+        details = {"order": order, "addresses": self._addresses}
+        ranks = self.node.size
+        self.membership.request_join(JoinRequest(self.name, ranks=ranks, details=details))
         state = self.membership.state()
         while state.epoch is None or self.name not in state.epoch.members:
             if is_running(state) and not self._has_ended(state):
@@ -162,17 +229,23 @@ class JobMember:
                 raise RuntimeError(self._describe_refusal(state, limit_s))
             state = self.membership.wait_for_change(state.version, RENEW_S / 10, self.name)
         self.epoch = state.epoch
+        sizes = self._sizes
+        if set(sizes.values()) != {ranks}:
+            raise ValueError(
+                f"members must have equally many ranks, not {', '.join(map(str, sizes.values()))}; "
+                "start as many processes on each node"
+            )
 
     def _found_job(self, state: MembershipState) -> None:
         """Propose the first epoch of a job if enough members have requested to join."""
         from offbeat.membership import Epoch, RequestRefusedError
 
-        if len(state.joining) < self.settings.founders:
+        if len(state.joining) < self.settings.founders(self.node.size):
             return
         number = 0 if state.epoch is None else state.epoch.number + 1
         requests = sorted(state.joining, key=lambda request: request.details.get("order", 0))
         names = tuple(request.member for request in requests)
-        addresses = {request.member: request.details.get("address") for request in requests}
+        addresses = {request.member: request.details.get("addresses") for request in requests}
         details = {"job": self._job, "addresses": addresses, "links": self.links}
         epoch = Epoch(number, names, details=details)
         with suppress(RequestRefusedError):  # a request was withdrawn meanwhile
@@ -183,8 +256,9 @@ class JobMember:
         that does not respond states nothing."""
         if self._ended_version != state.version or time.monotonic() > self._ended_look_s:
             assert state.epoch is not None
-            addresses = state.epoch.details.get("addresses", {}).items()
-            self._ended = all(is_gone(there, name, silent=False) for name, there in addresses)
+            addresses = state.epoch.details.get("addresses", {})
+            places = _places(addresses).items()
+            self._ended = all(probe(there, rank) == "ended" for rank, there in places)
             self._ended_version = state.version
             self._ended_look_s = time.monotonic() + RENEW_S
         return self._ended
@@ -209,8 +283,8 @@ class JobMember:
                 "plan. If no such job runs, start the membership service with an empty journal"
             )
         return (
-            f"{len(state.joining)} of {self.settings.founders} members have called offbeat.prepare "
-            f"{waited}; start the others, or lower first in Members"
+            f"{len(state.joining)} of {self.settings.founders(self.node.size)} members have called "
+            f"offbeat.prepare {waited}; start the others, or lower first in Members"
         )
 
     # ---- process groups ---------------------------------------------------------------------
@@ -221,7 +295,7 @@ class JobMember:
         Raises:
             RuntimeError: a member is missing after the timeout, or a later epoch exists.
         """
-        rank, size = self.rank, len(self.epoch.members)
+        rank, size = self.rank, len(self.rank_names)
         timeout = timedelta(seconds=self._timeout_s)
         keys = self.membership.rendezvous(self.epoch.number)
         self._await_members(keys)
@@ -251,8 +325,8 @@ class JobMember:
             RuntimeError: a member has failed or is missing after the timeout, or a later epoch
                 exists.
         """
-        keys.set(f"ready/{self.name}", b"")
-        missing, end_s = [*self.epoch.members], time.monotonic() + self._timeout_s
+        keys.set(f"ready/{self.rank_name}", b"")
+        missing, end_s = self.rank_names, time.monotonic() + self._timeout_s
         look_s = time.monotonic() + PROBE_AFTER_S
         while missing := [name for name in missing if not keys.check([f"ready/{name}"])]:
             if self.membership.epoch(self.epoch.number + 1) is not None:
@@ -261,7 +335,8 @@ class JobMember:
             if now_s > look_s:
                 gone, look_s = [n for n in missing if self.is_gone(n)], now_s + PROBE_AFTER_S
                 if gone or now_s > end_s:
-                    raise RuntimeError(f"member {', '.join(gone or missing)} has not connected")
+                    lost = ", ".join(map(self.describe_rank, gone or missing))
+                    raise RuntimeError(f"{lost} has not connected")
             time.sleep(READY_EVERY_S)
 
     # ---- changes ----------------------------------------------------------------------------
@@ -276,11 +351,13 @@ class JobMember:
         """
         from offbeat.membership import MembershipError, RequestRefusedError
 
+        self.all_leave = False
         for _ in range(3):  # a joining process may withdraw meanwhile
             with suppress(RequestRefusedError):
                 try:
                     state = self.membership.state()
                     members, addresses = self._requested_members(state)
+                    self.all_leave = not members
                     if members == self.epoch.members or not members:
                         return None
                     return self.propose(members, iteration, samples, addresses, {})
@@ -294,11 +371,11 @@ class JobMember:
         gone = {request.member for request in state.leaving}
         stay = [name for name in self.epoch.members if name not in gone]
         addresses = dict(self.epoch.details["addresses"])
-        addresses |= {r.member: r.details.get("address") for r in state.joining}
+        addresses |= {r.member: r.details.get("addresses") for r in state.joining}
         new = [
             request.member
             for request in state.joining
-            if request.member not in stay and not is_gone(addresses[request.member], request.member)
+            if request.member not in stay and not _is_any_gone(addresses, request.member)
         ]
         return (*stay, *(new if stay else ())), addresses
 
@@ -336,9 +413,19 @@ class JobMember:
 
         self.membership.request_leave(LeaveRequest(self.name, reason))
 
-    def is_gone(self, name: str) -> bool:
-        """Return whether the process of a member has ended, or its host does not respond."""
-        return is_gone(self.epoch.details["addresses"][name], name)
+    def is_gone(self, rank_name: str) -> bool:
+        """Return whether the process of a rank has ended, or its host does not respond; or that of
+        another rank of the same member, which fails as a whole."""
+        return _is_any_gone(self.epoch.details["addresses"], member_of(rank_name))
+
+    def is_alive(self, rank_name: str) -> bool:
+        """Return whether the process of a rank answers."""
+        return probe(_places(self.epoch.details["addresses"])[rank_name], rank_name) == "alive"
+
+    def lost_ranks(self, rank_names: Iterable[str]) -> list[str]:
+        """Return the ranks of ended processes, and of hosts that do not respond."""
+        places = _places(self.epoch.details["addresses"])
+        return [rank for rank in rank_names if is_gone(places[rank], rank)]
 
     def close(self) -> None:
         """Leave the job and close the connection to the service."""
@@ -347,90 +434,22 @@ class JobMember:
         self.membership.close()
 
 
+def _places(addresses: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the addresses of all ranks by their names."""
+    names = rank_names({name: len(places) for name, places in addresses.items()})
+    return dict(zip(names, (one for places in addresses.values() for one in places), strict=True))
+
+
+def _is_any_gone(addresses: Mapping[str, Any], member: str) -> bool:
+    """Return whether a rank of a member is gone."""
+    places = _places({member: addresses[member]})
+    return any(is_gone(place, rank) for rank, place in places.items())
+
+
 def is_running(state: MembershipState) -> bool:
     """Return whether a job runs: the newest epoch has a member that neither leaves nor has died."""
     gone = {entry.member for entry in (*state.leaving, *state.dead)}
     return state.epoch is not None and not {*state.epoch.members} <= gone
-
-
-def _own_address(interface: str | None, service: Any) -> str:
-    """Return the address of this host at which the other members reach it: that of the interface,
-    or else that from which it reaches the service."""
-    found = None if interface is None else ipv4_of(interface)
-    if found is not None:
-        return str(found.ip)
-    if not isinstance(service, str):
-        return "127.0.0.1"
-    host, port = parse_address(service)
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as s:
-        s.connect(address)
-        return str(s.getsockname()[0])
-
-
-# ---- presence -------------------------------------------------------------------------------
-
-
-class Presence:
-    """Socket that answers with the name of this member as long as its process exists.
-
-    After a failure the other members connect to it. If the process has ended, its host refuses the
-    connection at once.
-
-    Args:
-        address: address of this host.
-        name: name of this member.
-
-    Attributes:
-        port: port of the socket.
-    """
-
-    def __init__(self, address: str, name: str):
-        self._name = name.encode()
-        self._listener = socket.create_server((address, 0), backlog=64)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._answer, name=THREAD_NAME, daemon=True).start()
-
-    def _answer(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            with suppress(OSError), connection:
-                connection.settimeout(PROBE_S)
-                connection.sendall(self._name)
-
-    def close(self) -> None:
-        """Close the socket."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-
-def is_gone(address: tuple[str, int], name: str, *, silent: bool = True) -> bool:
-    """Return whether no process of this name answers at an address.
-
-    A process that accepts the connection but does not answer may be stopped, so it is not gone.
-
-    Args:
-        address: host and port of the member's `Presence`.
-        name: name of the member.
-        silent: whether the member also counts as gone if its host does not respond.
-    """
-    try:
-        connection = socket.create_connection((address[0], address[1]), PROBE_S)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return silent
-    with connection:
-        connection.settimeout(PROBE_S)
-        try:
-            answer = connection.recv(4096)
-        except OSError:
-            return False
-    return answer != name.encode()
 
 
 # ---- supported jobs -------------------------------------------------------------------------
@@ -452,7 +471,8 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
     be averaged without a vote at some time.
     """
     problem = None
-    gradients = {t.payload.buffer == "grad" for t in plan.transfers}
+    between = [t for t in plan.transfers if base_link(t.link) != INSIDE]
+    gradients = {t.payload.buffer == "grad" for t in between}
     if plan.source is not None or plan.all_buffers["grad"].copies > 1:
         problem = "applies gradients of several iterations together"
     elif len(gradients) > 1 or (True in gradients and plan.votes):
@@ -466,8 +486,8 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
     elif any(t.verb != "all_reduce" for t in plan.transfers):
         problem = "divides averages into halves"
     else:
-        certain = {b for t in plan.transfers if t.when is None for b in t.payload.buckets}
-        asked = {b for t in plan.transfers for b in t.payload.buckets}
+        certain = {b for t in between if t.when is None for b in t.payload.buckets}
+        asked = {b for t in between for b in t.payload.buckets}
         if asked - certain:
             problem = "averages some parameters only after a vote; set max_period"
     if problem is not None:

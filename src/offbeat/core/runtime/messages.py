@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.plan import BUFFERS, Transfer
+from offbeat.core.plan import BUFFERS, INSIDE, Transfer, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.coding import Coding
 from offbeat.core.runtime.waiting import Waiting
@@ -233,11 +233,12 @@ class Messages:
                 self.coding.give_back(message.tensors)
 
     def _repeat(self, message: Message) -> None:
-        """Average the payload of a message over the survivors of a failure."""
+        """Average the payload of a message over the survivors of a failure, or over a node."""
         t = message.transfer
         copy = self._flat.copy_index(t.payload.buffer, t.payload.age)
         payload = self._flat.message_tensors(t.payload, copy)
-        message.settle(self._waiting.mark(), self._waiting.average(payload))
+        inside = base_link(t.link) == INSIDE
+        message.settle(self._waiting.mark(), self._waiting.repeat(payload, inside=inside))
         self._copies[id(message)] = copy
 
     def _state_tensors(self, t: Transfer) -> list[Tensor]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.replicas import (
     average_replicas,
-    broadcast_model,
     repair,
     replica_tensors,
     require_equal,
@@ -56,6 +55,7 @@ from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.member_samples import MemberSamples, Stream, require_equal_settings
+from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.prepared import Position, Session
@@ -71,12 +71,12 @@ from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.sim.prediction import MEMBERS_FACT
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.packed import broadcast_state
 from offbeat.core.verify.check import raise_if_wrong
 
 if TYPE_CHECKING:
     from offbeat.lab.pace import Pace
 
+T = TypeVar("T")
 # Named as text, because the runtime must not import these modules.
 TURNS = "offbeat.lab.turns:Turns"
 PACED_PROFILE = "offbeat.lab.pace:paced_profile"
@@ -118,6 +118,7 @@ class FlatSession(Session):
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
         self._joined: Mapping[int, Mapping[str, Any]] = {}  # by rank, in the newest epoch
         self._united = -1  # the engine's iteration of the last `consolidate`
+        self._has_joined = False  # whether this process has joined a running job
         self._reports_missing_step = True  # until the warning about it
         self.engine = Engine(
             model,
@@ -359,8 +360,10 @@ class FlatSession(Session):
 
         All messages of this iteration have waited for the step.
         """
-        hooks = self.engine.hooks
-        hooks.held = max(1, *self._cluster.control.gather(hooks.added_passes)) - 1
+        hooks, control = self.engine.hooks, self._cluster.control
+        passes = [hooks.added_passes]
+        self._run_between_members(lambda: passes.extend(control.gather(hooks.added_passes)))
+        hooks.held = max(1, *passes) - 1
 
     def _change_variant(self) -> None:
         """Run the variant that averages the gradients of every backward pass, if there is one.
@@ -582,10 +585,21 @@ class FlatSession(Session):
             measured = done.number + 1 >= how.iterations and not done.abandoned
             if measured and not self.engine.awaits_change:
                 observed = done.number + 1
-                self.engine.change_at_end(lambda: self._plan_from(observer, how, observed))
+                act = partial(self._plan_from, observer, how, observed)
+                self.engine.change_at_end(partial(self._run_before_plan, act))
 
         self.engine.reports.listener = listen
         self.engine.reports.needs_ready_times = True
+
+    def _run_before_plan(self, act: Callable[[], None]) -> None:
+        """Run exchanges of all ranks before there is a plan, without which a job cannot continue
+        after the failure of a member."""
+        try:
+            act()
+        except RuntimeError as error:
+            if self.changes is None or not self._cluster.control.blames_peers(error):
+                raise
+            self.changes.end_without_plan(error)
 
     def _plan_from(self, observer: Observer, how: Observation, observed: int) -> None:
         observer.finish()
@@ -895,20 +909,40 @@ class FlatSession(Session):
 
     def consolidate(self, repairing: bool) -> None:
         self._cluster.require_open()
-        self._cluster.control.set_activity("in consolidate")
+        control = self._cluster.control
+        control.set_activity("in consolidate")
         self._forget_weights()
-        with self._cluster.control.joint_call("consolidate"):
+        if self.changes is None:
+            with control.joint_call("consolidate"):
+                self.engine.pauses.drain()
+                self._unify(repairing)
+        else:
             self.engine.pauses.drain()
+            self.changes.unite(
+                partial(self._unify, repairing), partial(self._united_tensors, repairing)
+            )
+        self._united = self.engine.iteration
+
+    def _unify(self, repairing: bool) -> None:
+        """Make all replicas equal. If the members of the job change, a failure of a rank leaves the
+        replicas of the other ranks as they are."""
+        staged = self.changes is not None
+        joint = self._cluster.control.joint_call("consolidate") if staged else nullcontext()
+        with joint:
             if self.engine.plan.source is not None:
                 take(self.engine.plan.source, self._model, self._cluster)
             elif not sends_only_gradients(self.engine.plan):
-                average_replicas(self._model, self._cluster)
+                average_replicas(self._model, self._cluster, staged=staged)
             elif repairing:
-                repair(self._model, self.engine.optimizer, self._cluster)
+                repair(self._model, self.engine.optimizer, self._cluster, staged=staged)
             else:
                 require_equal(self._model, self._strategy, self._cluster)
-                average_replicas(self._model, self._cluster)
-        self._united = self.engine.iteration
+                average_replicas(self._model, self._cluster, staged=staged)
+
+    def _united_tensors(self, repairing: bool) -> list[torch.Tensor]:
+        """Return the tensors that `_unify` changes."""
+        with_state = repairing and sends_only_gradients(self.engine.plan)
+        return replica_tensors(self._model, self.engine.optimizer if with_state else None)
 
     # ---- members ----------------------------------------------------------------------------
 
@@ -942,6 +976,47 @@ class FlatSession(Session):
         return self.changes is not None and self.changes.has_left
 
     @property
+    def has_joined(self) -> bool:
+        return self._has_joined
+
+    def run_joint_call(self, act: Callable[[], T]) -> tuple[T | None, str]:
+        return (act(), "") if self.changes is None else self.changes.call(act)
+
+    def save_at_changes(self, save: Callable[[], Any]) -> None:
+        if self.changes is not None:
+            self.changes.snapshot = save
+            if self._has_joined:  # the members save at the beginning of this epoch
+                self.changes.save_snapshot()
+
+    def capture_samples(self) -> tuple[Any, Any] | None:
+        if self.samples is None:
+            return self._stream_state
+        return self.samples.stream.settings, self.samples.unread
+
+    def resume_samples(self, saved: tuple[Any, Any] | None) -> None:
+        if saved is not None:
+            self._stream_state = saved
+        if self.samples is not None:
+            self.samples.resume(None if saved is None else saved[1], self.iteration)
+
+    @property
+    def first_free_iteration(self) -> int:
+        """Number of the first iteration that has not begun, neither with its forward nor with its
+        samples."""
+        has_read = self.samples is not None and self.samples.has_read(self.iteration)
+        return self.iteration + (self.is_in_iteration or has_read)
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether the profile is known, from which survivors of a failure plan again."""
+        return hasattr(self, "profile")
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Whether the plan keeps all replicas equal."""
+        return self.engine.run.averages_gradients
+
+    @property
     def is_in_iteration(self) -> bool:
         """Whether an iteration has begun and not ended."""
         return self.engine.cursor.now is not None
@@ -960,32 +1035,33 @@ class FlatSession(Session):
         self._forget_weights()
         if self.saver is not None:
             self.saver.finish()  # its process group ends
+            self.saver = None
         self.engine.pauses.drain()
         if not sends_only_gradients(self.plan):
             average_replicas(self._model, self._cluster, staged=True)
+        self._united = self.engine.iteration
 
     @property
     def replica_tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the model, detached."""
         return replica_tensors(self._model)
 
-    def begin_epoch(self, *, has_joining: bool) -> None:
+    def begin_epoch(self, joining: Sequence[int]) -> None:
         """Plan for the present members and run the plan. Keep the optimizers' states, buffers that
         are equal on all ranks, and values of rules.
 
         Args:
-            has_joining: whether members have joined, which need the state.
+            joining: ranks that have joined and need the state.
         """
         self.saver = None  # it has a process group of the earlier members
         self._forget_weights()
         self.engine.pauses.drain()
         self._joined = {}
-        if has_joining:
-            everyone = self._cluster.control.gather(self._joining_facts())
-            self._joined = joined_processes(everyone)
-            broadcast_model(self._model, self._cluster)
-            self._share_optimizer_state()
-        self.profile = for_members(self.profile, self._cluster.topology.replicas)
+        if joining:
+            facts = {**self._joining_facts(), "joining": [*joining]}
+            self._joined = joined_processes(self._cluster.control.gather(facts))
+            self._feed(joining)
+        self._set_profile(self.profile)
         self._create_finite_guard()
         self.engine.replica = self._cluster.replica
         if isinstance(self.engine.gradients, Gradients):
@@ -993,8 +1069,16 @@ class FlatSession(Session):
         self._cluster.control.set_iteration(self.engine.iteration)
         self._create_replanner()
         self._adopt(self._strategy, self._checked_plan(self._strategy), continues=True)
-        self._share_common_buffers(has_joining)
+        self._feed_buffers(joining)
+        self._cluster.control.largest(0)  # no rank trains before all have this plan
         self.engine.begin()
+
+    def _set_profile(self, profile: Profile) -> None:
+        """Set the profile for the present members, computed from that of rank 0: changes that have
+        failed may have left ranks with profiles for other members."""
+        control = self._cluster.control
+        common = control.gather(profile.to_dict() if control.rank == 0 else None)[0]
+        self.profile = for_members(Profile.from_dict(common), self._cluster.topology.replicas)
 
     def _joining_facts(self) -> dict[str, Any]:
         """Return the facts that a joining member needs, besides tensors."""
@@ -1019,13 +1103,14 @@ class FlatSession(Session):
             facts: result of `_joining_facts` of a member.
             member: this process as a member.
         """
-        state = self._share_optimizer_state()
+        state = self._feed(facts["joining"])
         if member.settings.join_state == "fresh":
             state["state"] = {}
         self.engine.optimizer.load_state_dict(state)
-        before = Profile.from_dict(facts["profile"])
-        self.profile = for_members(before, self._cluster.topology.replicas)
-        if facts["varied"]:
+        self._has_joined = True
+        self._set_profile(Profile.from_dict(facts["profile"]))
+        self._choose_variant()
+        if facts["varied"] and not self._varied:
             variant = self._strategy.at_step()
             assert variant is not None
             self._strategy, self._varied = variant, True
@@ -1036,23 +1121,27 @@ class FlatSession(Session):
         self._run_plan(self._checked_plan(self._strategy), observed=0)
         self.engine.hooks.held = facts["held"]
         self.engine.run.context.memory.update(facts["memory"])
-        self._share_common_buffers(has_joining=True)
+        self._feed_buffers(facts["joining"])
+        self._cluster.control.largest(0)
+        self._united = self.engine.iteration
 
-    def _share_optimizer_state(self) -> dict[str, Any]:
-        """Return the state of rank 0's optimizer. Every rank must call this method."""
-        control = self._cluster.control
-        with control.collective("sending the optimizer's state"):
-            state = self.engine.optimizer.state_dict() if control.rank == 0 else None
-            return broadcast_state(state, 0, control.group, self._cluster.where)
+    def _feed(self, joining: Sequence[int]) -> dict[str, Any]:
+        """Send parameters, buffers and the optimizer's state to joining ranks. Return the state.
 
-    def _share_common_buffers(self, has_joining: bool) -> None:
-        """Copy the buffers that are equal on all ranks to members that have joined."""
-        if not has_joining:
-            return
-        for name in sorted(effects.common_buffers(self.plan)):
+        All members send parameters, which are equal on them. The first one sends the rest.
+        """
+        feeding, model = Feeding(self._cluster, joining), self._model
+        feeding.send((p.data for p in model.parameters()), are_equal=True)
+        feeding.send((b.data for b in model.buffers()), are_equal=False)
+        state = self.engine.optimizer.state_dict()
+        return feeding.send_state(state, are_equal=self._strategy.synchronous)
+
+    def _feed_buffers(self, joining: Sequence[int]) -> None:
+        """Send the buffers that are equal on all ranks to joining ranks."""
+        for name in sorted(effects.common_buffers(self.plan)) if joining else ():
             for copy in self.engine.flat.contents(name):
-                for tensor in copy:
-                    self._cluster.broadcast(tensor.data, 0)
+                feeding = Feeding(self._cluster, joining)
+                feeding.send((tensor.data for tensor in copy), are_equal=True)
 
     def close(self) -> None:
         if self._cluster.closed:
@@ -1141,5 +1230,7 @@ def open_plan_session(strategy: Strategy, job: TrainingJob) -> FlatSession:
         session.engine.begin()
     except BaseException:
         session.detach()
+        if session.changes is not None:  # this process may request to join again
+            session.changes.restore_handler()
         raise
     return session

@@ -58,6 +58,7 @@ from offbeat.core.runtime.launch_request import (
     current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
+from offbeat.core.runtime.member_node import MemberNode, node_of_process
 from offbeat.core.runtime.members import JobMember, Members, require_supported_strategy
 from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
@@ -205,8 +206,9 @@ def prepare(
             link inside nodes may be named, as in links=["eth0", "inside=gloo:lo"].
         members: settings of a job whose members may join, leave and fail while it trains, as in
             `members=offbeat.Members("10.0.0.1:29600")` with the address of a membership service.
-            Each process needs no rank; start it alone, with the same script. The strategy must
-            average parameters. None: the ranks of the job do not change.
+            Start each process, or each node, alone with the same script; with nodes="auto" the
+            ranks that torchrun starts on one host are one member. None: the ranks of the job do
+            not change.
         process_group: must be None, because all ranks of the job average.
 
     Returns:
@@ -278,23 +280,27 @@ def prepare(
     if members is None:
         cluster = _connect(model, links, timeout_s, mesh, nodes)
     else:
-        single = not (is_list or mesh or nodes)
-        _require_members(members, strategy, profile, job, single=single)
+        _require_members(members, strategy, profile, job, mesh=mesh, is_list=is_list)
+        _require_no_shards(model)
+        node = node_of_process(nodes, os.environ, timeout_s)
         facts = {
             "strategy": f"{strategy.name} {strategy.settings()}",
             "model": fingerprint_of(model),
             "arguments of prepare": options,
+            "number of ranks of a member": str(node.size),
         }
         attempts = 0
         while True:
             attempts += 1
             try:
-                member, cluster = _connect_member(model, links, timeout_s, members, facts)
+                member, cluster = _connect_member(model, links, timeout_s, members, facts, node)
                 if not member.has_joined:
                     break
-                return _join_running_job(
+                joined = _join_running_job(
                     model, whole, strategy, cluster, member, watch, metrics, settings
                 )
+                enable_checkpoints(replace(job, resume=False), *joined)
+                return joined
             except JoinError:
                 if attempts == JOIN_ATTEMPTS:
                     raise
@@ -339,7 +345,7 @@ def prepare(
             console.print("start", _startup_message(strategy, cluster, known, observe))
         recorder = _create_recorder(model, job, cluster)
         if recorder is None:
-            names = () if member is None else member.epoch.members
+            names = () if member is None else member.rank_names
             recorder = load_object(OPEN_OBSERVER)(settings, strategy, cluster, names)
         stop_request = None  # a member requests to leave
         if member is None:
@@ -997,7 +1003,8 @@ def _require_members(
     profile: Profile | str | Path | None,
     job: LaunchRequest,
     *,
-    single: bool,
+    mesh: DeviceMesh | None,
+    is_list: bool,
 ) -> None:
     """Raise ValueError if a job whose members change does not support an argument of `prepare`."""
     if not isinstance(members, Members):
@@ -1005,23 +1012,33 @@ def _require_members(
             f"members ({members!r}) must be offbeat.Members(service), with the address of a "
             "membership service, as in '10.0.0.1:29600'"
         )
-    if not single:
+    if mesh is not None or is_list:
         raise ValueError(
-            "members (given) must be left out with mesh, nodes or a list of optimizers; give one "
-            "optimizer and one rank per replica"
+            "members (given) must be left out with mesh or a list of optimizers; give one "
+            "optimizer, and nodes='auto' for members of several ranks"
         )
-    if job.checkpoint is not None or job.record_dir or job.stop_after_profile:
+    if job.checkpoint_every is not None or job.record_dir or job.stop_after_profile:
         raise ValueError(
-            f"members (given) must be left out where {CHECKPOINT_VARIABLE} is set and "
-            "under `offbeat run`, `compare` and `profile`, whose ranks do not change; start each "
-            "process alone, and call offbeat.save in the script"
+            "members (given) must be left out under `offbeat run`, `compare` and `profile`, whose "
+            "ranks do not change; start each member alone"
         )
-    if members.founders < 2 and profile is None:
+    if members.founders() < 2 and profile is None:
         raise ValueError(
-            f"first ({members.founders}) in Members must be at least 2 without a profile, because "
-            "one member cannot measure the network; give a profile of at least 2 ranks"
+            f"first ({members.founders()}) in Members must be at least 2 without a profile, "
+            "because one member cannot measure the network; give a profile of at least 2 ranks"
         )
     require_supported_strategy(strategy)
+
+
+def _require_no_shards(model: nn.Module) -> None:
+    """Raise ValueError if a model is sharded, in a job whose members change."""
+    ranks = shard_ranks(model)
+    if ranks is not None:
+        raise ValueError(
+            f"the model (sharded over ranks {', '.join(map(str, ranks))}) must be whole on every "
+            "rank where members change, because fully_shard keeps process groups that end with "
+            "each change; leave fully_shard out and give nodes='auto', or leave members out"
+        )
 
 
 def _connect_member(
@@ -1030,6 +1047,7 @@ def _connect_member(
     timeout_s: float,
     members: Members,
     facts: dict[str, str],
+    node: MemberNode,
 ) -> tuple[JobMember, Cluster]:
     """Enter a job whose members change, and connect to its members."""
     where = next(p.device for p in model.parameters() if p.requires_grad)
@@ -1045,15 +1063,17 @@ def _connect_member(
         torch.cuda.set_device(where)
     _register_exit(joined_here=True)
     facts["number of links"] = str(len(specs))
-    interface = control_interface(specs, Topology.flat(1))
-    member = JobMember(members, facts, interface, timeout_s)
+    interface = control_interface(specs, Topology((tuple(range(node.size)),)))
+    member = JobMember(members, facts, interface, timeout_s, node)
     member.links = [spec.name for spec in specs]
     try:
         member.enter()
         with _closing_on_failure(member):
-            claim, topology = NodeClaim("", node=(member.rank,)), None
+            topology, claim = member.topology, NodeClaim("", node=(member.rank,))
+            if not topology.is_flat:
+                claim = NodeClaim(topology.source, nodes=topology.nodes)
+            agreed = topology if member.has_joined else None
             if member.has_joined:  # the members have agreed on links before
-                topology = Topology.flat(len(member.epoch.members))
                 names = member.epoch.details["links"]
                 specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
             member.open_group()
@@ -1063,14 +1083,15 @@ def _connect_member(
                 device,
                 timeout_s,
                 claim,
-                topology,
+                agreed,
                 member.protocol,
                 owns_default=True,
             )
     except BaseException:
         member.close()
         raise
-    member.links = list(cluster.specs)
+    between = iter([name for name in cluster.specs if name != INSIDE])
+    member.links = [INSIDE if spec.name == INSIDE else next(between) for spec in specs]
     return member, cluster
 
 
@@ -1111,10 +1132,9 @@ def _join_running_job(
             everyone = control.gather({"joins": process_facts()})
             facts = everyone[0]
             if (record := facts.get("record")) is not None:
-                record |= {"members": member.epoch.members, "joined": joined_processes(everyone)}
+                record |= {"members": member.rank_names, "joined": joined_processes(everyone)}
             recorder = load_object(JOIN_OBSERVER)(settings, strategy, cluster, record)
             cluster.alignment_bytes = facts["alignment_bytes"]
-            broadcast_model(model, cluster)
             job = TrainingJob(
                 model,
                 optimizer,

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from offbeat.core.runtime.meter import Meter
     from offbeat.core.runtime.recording import Recorder
     from offbeat.jobs.stopping import StopRequest
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,27 @@ class Session(ABC):
             iteration: number of finished iterations.
             state: `Position.state`; None: the plan restarts.
         """
+
+    def capture_samples(self) -> tuple[Any, Any] | None:
+        """Return settings and unread positions of the stream that the members of the job read;
+        None without one."""
+        return None
+
+    def resume_samples(self, saved: tuple[Any, Any] | None) -> None:  # noqa: B027
+        """Continue from a result of `capture_samples`, after `resume`."""
+
+    def run_joint_call(self, act: Callable[[], T]) -> tuple[T | None, str]:
+        """Return the result of a call that every rank makes between two iterations, and "". If the
+        members of the job change and one fails meanwhile: None and the failed members, as text."""
+        return act(), ""
+
+    def save_at_changes(self, save: Callable[[], Any]) -> None:  # noqa: B027
+        """Save a checkpoint by `save` when the members of the job have changed."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process has joined a running job, whose members have sent their state."""
+        return False
 
     def request_leave(self, reason: str) -> None:
         """Request to leave the job; see `Model.request_leave`."""

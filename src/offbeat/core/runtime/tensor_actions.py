@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
@@ -28,12 +28,12 @@ class TensorActions:
         lost: transfers whose messages the members of the job have skipped after a failure. None
             before a failure. Afterwards no message is sent, and rules that use a buffer of a lost
             transfer are left out, except updates.
-        repeats: whether messages after a failure are averaged over the survivors when they are
-            due, and not skipped.
+        repeats: after a failure, returns whether a message is averaged over the survivors when it
+            is due, and not skipped.
     """
 
     lost: list[Transfer] | None = None
-    repeats = False
+    repeats: Callable[[Transfer], bool]
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class TensorActions:
 
     def release(self, iteration: Iteration, index: int) -> bool:
         message = iteration.messages[index]
-        if self.lost is not None and self.repeats:
+        if self.lost is not None and self.repeats(message.transfer):
             message.released = self.mark()
             message.settle(None, None, repeats=True)
             return True

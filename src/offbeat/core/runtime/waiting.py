@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.runtime.compute import ComputeObserver
+from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.cluster import CLOSED
-from offbeat.core.transport.collectives import averaging
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
@@ -28,6 +28,7 @@ class Waiting:
         self.closed = False
         self.since_s: float | None = None  # monotonic start of the wait for a message, if one runs
         self.compute = ComputeObserver()
+        self.repeated = RepeatedAverages(control)
         # Agrees with the other members of the job on the outcome of all messages after a failed
         # wait. Raises the failure, which is its argument, if this rank cannot continue.
         self.recover: Callable[[RuntimeError], None] | None = None
@@ -49,15 +50,13 @@ class Waiting:
         self._failure = error
         raise error
 
-    def average(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the averages of tensors over all ranks, by the group of control messages."""
-        average, averages = averaging(self._control.group), list[Tensor]()
-        for tensor in tensors:
-            on_host = tensor.detach().to("cpu", copy=True)
-            with self._control.waiting("averaging after a failure"):
-                average(on_host)
-            averages.append(on_host.to(tensor.device))
-        return averages
+    def repeat(self, tensors: Sequence[Tensor], *, inside: bool) -> list[Tensor]:
+        """Return averages over the survivors of a failure; see `RepeatedAverages.average`."""
+        try:
+            return self.repeated.average(tensors, inside=inside)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def mark(self) -> Mark:
         """Return a mark of the device's current time."""

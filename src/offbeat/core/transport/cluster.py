@@ -54,6 +54,8 @@ class Cluster:
         topology: which ranks hold which replica.
         inside: description of the link between the ranks of a replica; None where every rank holds
             a replica of its own, or where the model is sharded.
+        node: group of the ranks of this node for averages after a failure, where members change;
+            None if every rank holds a replica of its own.
         alignment_bytes: alignment of tensors in messages, the same on all ranks.
     """
 
@@ -70,6 +72,7 @@ class Cluster:
     _everyone: dist.ProcessGroup | None = None
     _nodes: dict[str, dist.ProcessGroup] = field(default_factory=dict)  # of a node, by link
     _sent_before: dict[str, int] = field(default_factory=dict)  # by links of earlier groups
+    node: dist.ProcessGroup | None = None
     alignment_bytes: int = 1
     closed: bool = False
     served: bool = False  # whether parameter servers are in use
@@ -288,7 +291,7 @@ class Cluster:
         if not all(closed):
             return False
         control = getattr(self.control, "group", None)  # none after `abandon`
-        opened = (*self.groups.values(), *self._nodes.values(), self._everyone, control)
+        opened = (*self.groups.values(), *self._nodes.values(), self._everyone, self.node, control)
         kept = (None, dist.group.WORLD)  # both would destroy all groups
         for group in (one for one in opened if one not in kept):
             with suppress(ValueError):  # the script may have destroyed all of them
@@ -304,17 +307,32 @@ class Cluster:
                 link.drop_group()
         self.groups.clear()
         self._nodes.clear()
-        self._everyone = None
+        self._everyone = self.node = None
         self.control.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # errors and their frames refer to groups, which would stay connected
 
-    def reconnect(self) -> None:
+    def reconnect(self, topology: Topology) -> None:
         """Meet the ranks of a new default process group, after `abandon`. The links are opened by
-        `reopen`."""
+        `reopen`.
+
+        Args:
+            topology: nodes of these ranks.
+        """
         self.control.connect()
-        self.topology = Topology.flat(self.control.world_size)
+        self.set_topology(topology)
+
+    def set_topology(self, topology: Topology) -> None:
+        """Set which ranks hold which replica. If the members of the job change, connect the ranks
+        of each node."""
+        self.topology = topology
+        if topology.is_flat:
+            return
+        self.control.nodes = [topology.replica_of(rank) for rank in range(topology.ranks)]
+        if self.control.has_members:
+            with self.control.waiting("connecting to the ranks of this node"):
+                self.node = new_group("gloo", self.timeout_s, topology.nodes)
 
     def reopen(self) -> None:
         """Open the links again, between the ranks of the new default process group."""
@@ -322,7 +340,15 @@ class Cluster:
             self._sent_before[name] = self._sent_before.get(name, 0) + link.bytes_sent
         self.links.clear()
         self._parts.clear()
+        self.open_links()
+
+    def open_links(self) -> None:
+        """Open the links between replicas, and the group of all ranks."""
+        self.control.note_ready()
         self.open(self.specs)
+        if not self.topology.is_flat:
+            first = next(iter(self.specs.values()))
+            self._everyone = self._group(first.name, _on_any_interface(first), ())
 
 
 def connect(
@@ -353,8 +379,9 @@ def connect(
         ValueError: on every rank, if links or nodes differ between ranks, or if a link does not
             connect all ranks that use it.
     """
-    flat = None if protocol is None else Topology.flat(1)  # a member has a replica of its own
-    known = topology or flat
+    known = topology
+    if known is None and protocol is not None:  # members state all nodes, or have one rank each
+        known = Topology(claim.nodes) if claim and claim.nodes else Topology.flat(1)
     interface = known and control_interface(specs, known)
     control = Control(timeout_s, interface, protocol, owns_default=owns_default)
     cluster = Cluster(control, {}, where, device, timeout_s)
@@ -364,9 +391,7 @@ def connect(
             claim = claim or NodeClaim("", node=(control.rank,))
             topology = agree_on_topology(claim, control)
             links = agree_on_links(specs, control, topology)
-        cluster.topology = topology
-        if not topology.is_flat:
-            control.nodes = [topology.replica_of(rank) for rank in range(topology.ranks)]
+        cluster.set_topology(topology)
         own = {spec.name: spec for spec in links}
         inside = None if topology.is_flat else own.pop(INSIDE, None)
         if not own:
@@ -378,10 +403,7 @@ def connect(
         # A message of NCCL never fails if another rank has died. Messages of gloo do.
         used = [*own.values(), *([cluster.inside] if cluster.inside else [])]
         control.fails_on_silence = any(spec.backend == "nccl" for spec in used)
-        cluster.open(cluster.specs)
-        if not topology.is_flat:
-            first = next(iter(own.values()))
-            cluster._everyone = cluster._group(first.name, _on_any_interface(first), ())
+        cluster.open_links()
     except BaseException:
         cluster.close()
         raise

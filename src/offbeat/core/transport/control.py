@@ -44,6 +44,7 @@ from offbeat.core.transport.versions import compare_versions, publish_versions
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
 SHOWN = 16  # ranks in a report
+READY = "ready"  # part of the store with the ranks that are about to open links
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
 NOBODY = (
     "No rank is missing: all ranks are alive and waiting. The network between them may have "
@@ -89,6 +90,7 @@ class Control:
     """
 
     fails_on_silence = False
+    _protocol: str | None = None
     nodes: Sequence[int] = ()
 
     def __init__(
@@ -336,6 +338,21 @@ class Control:
             }
             for status in heartbeat.detector.statuses
         ]
+
+    def note_ready(self) -> None:
+        """Publish that this rank is about to open links, in a job whose members change."""
+        if self.has_members:
+            self.store(READY).set(str(self.rank), "")
+
+    def find_unready(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks among `ranks` that are not about to open links."""
+        store = self.store(READY)
+        return [rank for rank in ranks if not store.check([str(rank)])]
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the members of the job change while it runs."""
+        return self._protocol is not None
 
     @property
     def detector(self) -> FailureDetector | None:

@@ -1,0 +1,179 @@
+"""State of a job for joining members: tensors, of which every member sends a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.packed import broadcast_state
+
+PIECE_BYTES = 4 << 20  # of one message between two ranks
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """Ranks that have the state of the job, and ranks that need it.
+
+    Each source sends an equal part of the bytes to the first rank of each joining node, so that a
+    node receives them once. This rank sends them to the other ranks of its node.
+
+    Attributes:
+        cluster: links between all ranks.
+        joining: ranks that need the state.
+    """
+
+    cluster: Cluster
+    joining: Sequence[int]
+
+    @property
+    def sources(self) -> list[int]:
+        """Return the ranks that have the state."""
+        return [r for r in range(self.cluster.topology.ranks) if r not in self.joining]
+
+    def send(self, tensors: Iterable[Tensor], *, are_equal: bool) -> None:
+        """Copy tensors to the joining ranks, in place. Every rank must call this method.
+
+        Args:
+            tensors: tensors of this rank, of the same shapes everywhere.
+            are_equal: whether all sources have equal tensors; otherwise the first one sends them.
+        """
+        held, sources = [*tensors], self.sources if are_equal else self.sources[:1]
+        firsts = [node[0] for node in self.cluster.topology.nodes if node[0] in self.joining]
+        with self.cluster.control.collective("sending the state to joining members"):
+            self._send(held, sources, firsts)
+            for node in self.cluster.topology.nodes:
+                if node[0] in firsts:
+                    self._send(held, node[:1], node[1:])
+
+    def _send(self, held: Sequence[Tensor], sources: Sequence[int], to: Sequence[int]) -> None:
+        """Send an equal part of each run of bytes from each source to each of other ranks."""
+        rank = self.cluster.control.rank
+        if rank not in (*sources, *to):
+            return
+        act = _Writer(held) if rank in to else _Reader(held)
+        count = len(sources)
+        for start in range(0, act.size, PIECE_BYTES * count):
+            run = range(start, min(act.size, start + PIECE_BYTES * count))
+            parts = [run[len(run) * i // count : len(run) * (i + 1) // count] for i in range(count)]
+            if rank in to:
+                received = [
+                    torch.empty(len(part), dtype=torch.uint8, device="cpu") for part in parts
+                ]
+                self._exchange(dist.irecv, zip(received, sources, strict=True))
+                act.write(start, torch.cat(received))
+            else:
+                part = act.read(parts[sources.index(rank)])
+                self._exchange(dist.isend, ((part, target) for target in to))
+        act.finish()
+
+    def _exchange(self, act: Callable[..., Any], pairs: Iterable[tuple[Tensor, int]]) -> None:
+        """Send or receive tensors to or from other ranks, all at the same time."""
+        group = self.cluster.everyone
+        works = [act(data, other, group=group) for data, other in pairs if data.numel()]
+        for work in works:
+            work.wait()
+
+    def send_state(self, state: Any, *, are_equal: bool) -> Any:
+        """Return the state of the first source on the joining ranks, otherwise `state`.
+
+        Args:
+            state: tensors, numbers and containers, such as the state of an optimizer.
+            are_equal: whether all sources have equal states.
+        """
+        control, first = self.cluster.control, self.sources[0]
+        leaves, spec = tree_flatten(state)
+        is_joining = control.rank in self.joining
+        shapes = None
+        if control.rank == first:
+            like = [_shape_of(leaf) for leaf in leaves]
+            shapes = tree_unflatten(like, spec)
+        with control.collective("sending the shapes of the optimizer's state"):
+            shapes = broadcast_state(shapes, first, control.group)
+        if is_joining:
+            leaves, spec = tree_flatten(shapes, is_leaf=_is_shape)
+            leaves = [self._empty(leaf) if _is_shape(leaf) else leaf for leaf in leaves]
+        self.send((x for x in leaves if isinstance(x, Tensor)), are_equal=are_equal)
+        return tree_unflatten(leaves, spec) if is_joining else state
+
+    def _empty(self, shape: dict[str, Any]) -> Tensor:
+        where = "cpu" if shape["on_host"] else self.cluster.where
+        return torch.empty(shape[SHAPE], dtype=getattr(torch, shape["dtype"]), device=where)
+
+
+SHAPE = "shape of a tensor"  # key of the dict that stands for it
+
+
+def _shape_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    return {SHAPE: tuple(leaf.shape), "dtype": dtype, "on_host": leaf.device.type == "cpu"}
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, dict) and SHAPE in value
+
+
+class _Reader:
+    """Bytes of tensors, one after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._held = [tensor for tensor in tensors if tensor.nbytes]
+        self.size = sum(tensor.nbytes for tensor in self._held)
+
+    def _runs(self, run: range) -> Iterator[tuple[int, int, int]]:
+        """Yield the tensors in a run: index, first byte in it, and byte after the last one."""
+        before = 0
+        for index, tensor in enumerate(self._held):
+            first, last = max(run.start - before, 0), min(run.stop - before, tensor.nbytes)
+            if first < last:
+                yield index, first, last
+            before += tensor.nbytes
+
+    def read(self, run: range) -> Tensor:
+        """Return the bytes of a run, on the host."""
+        parts = [_bytes_of(self._held[i].contiguous())[a:b].cpu() for i, a, b in self._runs(run)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def write(self, start: int, data: Tensor) -> None:
+        """Do nothing: the tensors are those of a source."""
+
+    def finish(self) -> None:
+        """Do nothing: the tensors are those of a source."""
+
+
+class _Writer(_Reader):
+    """Tensors that receive bytes. Tensors with gaps receive their bytes when all have arrived."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__(tensors)
+        self._own = self._held
+        self._held = [
+            t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            for t in self._own
+        ]
+
+    def write(self, start: int, data: Tensor) -> None:
+        """Store bytes from a position on."""
+        done = 0
+        for index, first, last in self._runs(range(start, start + data.numel())):
+            part = data[done : done + last - first]
+            _bytes_of(self._held[index])[first:last].copy_(part)
+            done += last - first
+
+    def finish(self) -> None:
+        """Copy to the tensors with gaps."""
+        for own, held in zip(self._own, self._held, strict=True):
+            if own is not held:
+                own.copy_(held)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

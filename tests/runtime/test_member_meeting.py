@@ -1,0 +1,96 @@
+"""What the survivors of a failure agree on, from their reports alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offbeat.core.runtime.member_meeting import Report, agreed_details
+from offbeat.core.runtime.member_node import node_of_process, rank_names, topology_of
+from offbeat.core.runtime.repeated_averages import INSIDE_NODE
+
+
+def report(**values: Any) -> Report:
+    return Report(**({"begun": 0, "first_iteration": 1, "lost_from": 0} | values))
+
+
+def test_a_message_of_one_survivor_lands_on_all() -> None:
+    reports = {
+        "a": report(results={"net": 3, "net#1": 7}, lost_from=2),
+        "b": report(results={"net": 4}, lost_from=3),
+        "c": report(lost_from=1),
+    }
+    details = agreed_details(reports)
+    assert details["lost_from"] == 3
+    assert details["landed"] == {
+        "net": {"link": "net", "order": 4, "holder": "b", "missing": ["a", "c"]},
+        "net#1": {"link": "net#1", "order": 7, "holder": "a", "missing": ["b", "c"]},
+    }
+    assert details["united"] == details["ununited"] == []
+
+
+def test_a_message_inside_a_node_lands_in_that_node() -> None:
+    reports = {
+        "a/0": report(results={"inside": 5, INSIDE_NODE: 0}),
+        "a/1": report(results={"inside": 4}),
+        "b/0": report(results={"inside": 9}),
+        "b/1": report(results={"inside": 9}),
+    }
+    landed = agreed_details(reports)["landed"]
+    assert {key: (e["holder"], e["missing"]) for key, e in landed.items()} == {
+        "inside a": ("a/0", ["a/1"]),
+        "inside b": ("b/0", []),
+        f"{INSIDE_NODE} a": ("a/0", ["a/1"]),
+    }
+
+
+def test_a_rank_that_has_not_begun_the_epoch_needs_no_message_of_it() -> None:
+    """It has all results of the epoch before, with numbers of other links."""
+    reports = {
+        "a": report(begun=1, results={"net": 2}, unions=0),
+        "b": report(begun=0, results={"net": 8}, unions=3, has_united=True),
+    }
+    details = agreed_details(reports)
+    assert details["begun"] == 1
+    assert details["landed"]["net"] == {"link": "net", "order": 2, "holder": "a", "missing": []}
+    assert details["united"] == details["ununited"] == []
+
+
+def test_an_average_of_replicas_lands_on_all() -> None:
+    reports = {
+        "a": report(unions=2, has_united=True),
+        "b": report(unions=1, has_united=False),
+        "c": report(unions=2, has_united=True),
+    }
+    details = agreed_details(reports)
+    assert (details["united"], details["ununited"]) == (["a", "c"], ["b"])
+
+
+def test_ranks_of_members() -> None:
+    sizes = {"a": 2, "b": 1, "c": 3}
+    assert rank_names(sizes) == ["a/0", "a/1", "b", "c/0", "c/1", "c/2"]
+    assert topology_of(sizes, "").nodes == ((0, 1), (2,), (3, 4, 5))
+
+
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environ", "words"),
+    [
+        ([[0, 1], [2]], LOCAL, r"nodes \(\[\[0, 1\], \[2\]\]\) must be 'auto' or the number"),
+        ("auto", {}, r"nodes \('auto'\) needs LOCAL_RANK \(''\) below LOCAL_WORLD_SIZE \(''\)"),
+        (3, LOCAL, r"nodes \(3\) must be the number of ranks that the launcher has started on"),
+        (2, LOCAL | {"WORLD_SIZE": "4"}, r"WORLD_SIZE \(4\) must be LOCAL_WORLD_SIZE \(2\)"),
+    ],
+)
+def test_nodes_that_cannot_be_a_member(nodes: Any, environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        node_of_process(nodes, environ, 1.0)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_a_member_of_one_rank_needs_no_store(nodes: Any) -> None:
+    node = node_of_process(nodes, {}, 1.0)
+    assert (node.rank, node.size, node.gather("x"), node.first("y", 0.0)) == (0, 1, ["x"], "y")

@@ -1,0 +1,137 @@
+"""Failures of a process of a job whose members change, at a place that a test names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from offbeat.core.checkpoint import saving, shard
+from offbeat.core.guards import replicas
+from offbeat.core.runtime import plan_session
+from offbeat.core.runtime.member_state import Feeding
+from offbeat.core.runtime.plan_session import FlatSession
+from offbeat.core.runtime.repeated_averages import RepeatedAverages
+
+
+def inject(name: str) -> None:
+    """Let this process fail at the first call of a function: end before it, or lose the connection
+    to all other processes after it."""
+    FAILURES[name]()
+
+
+def _end(*_: Any, **__: Any) -> Any:
+    os._exit(9)
+
+
+def _lose_after(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that fails after its first call as if its last message had not arrived."""
+    calls: list[int] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = act(*args, **kwargs)
+        calls.append(1)
+        if len(calls) > 1:
+            return result
+        raise dist.DistNetworkError("the connection of this test has failed")
+
+    return call
+
+
+def _end_in_repeat() -> None:
+    RepeatedAverages._try = _end  # type: ignore[method-assign]
+
+
+def _end_after_repeat() -> None:
+    act = RepeatedAverages._try
+
+    def average(self: RepeatedAverages, name: str, number: int) -> Any:
+        act(self, name, number)
+        os._exit(9)
+
+    RepeatedAverages._try = average  # type: ignore[method-assign]
+
+
+def _lose_repeat() -> None:
+    """Receive no result of the first average that is repeated."""
+    act, calls = RepeatedAverages._try, list[int]()
+
+    def average(self: RepeatedAverages, name: str, number: int) -> Any:
+        failure = act(self, name, number)
+        calls.append(1)
+        if len(calls) > 1 or failure is not None:
+            return failure
+        del self.results[name]
+        return RuntimeError("the connection of this test has failed")
+
+    RepeatedAverages._try = average  # type: ignore[method-assign]
+
+
+def _end_in_begin() -> None:
+    FlatSession.begin_epoch = _end  # type: ignore[method-assign]
+
+
+def _end_in_joining() -> None:
+    """End when the joining process has received the weights."""
+    Feeding.send_state = _end  # type: ignore[method-assign]
+
+
+def _lose_begin() -> None:
+    FlatSession.begin_epoch = _lose_after(FlatSession.begin_epoch)  # type: ignore[method-assign]
+
+
+def _end_in_union() -> None:
+    plan_session.average_replicas = _end
+
+
+def _lose_union() -> None:
+    replicas._require_same = _lose_after(replicas._require_same)
+
+
+def _end_in_save() -> None:
+    """End in the second checkpoint, before all ranks have begun to save it."""
+    act, calls = saving.Saver.save, list[int]()
+
+    def save(self: saving.Saver, *args: Any) -> Any:
+        calls.append(1)
+        self.settle()  # the first checkpoint
+        return act(self, *args) if len(calls) == 1 else os._exit(9)
+
+    saving.Saver.save = save  # type: ignore[method-assign]
+
+
+def _end_in_write() -> None:
+    """End while the second checkpoint is written."""
+    act, begin, calls = shard.write, saving.Saver.save, list[int]()
+
+    def save(self: saving.Saver, *args: Any) -> Any:
+        result = begin(self, *args)
+        self.settle()  # this process does not train on before its end
+        return result
+
+    saving.Saver.save = save  # type: ignore[method-assign]
+
+    def write(path: Path, *args: Any) -> None:
+        calls.append(1)
+        act(path, *args)
+        if len(calls) > 1:
+            os._exit(9)
+
+    shard.write = write
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "end in repeat": _end_in_repeat,
+    "end after repeat": _end_after_repeat,
+    "lose repeat": _lose_repeat,
+    "end in begin": _end_in_begin,
+    "end in joining": _end_in_joining,
+    "lose begin": _lose_begin,
+    "end in union": _end_in_union,
+    "lose union": _lose_union,
+    "end in save": _end_in_save,
+    "end in write": _end_in_write,
+}
