@@ -561,7 +561,7 @@ import sys
 sys.argv = ["train.py"]
 sys.path.insert(0, {folder!r})
 from gpu_checklist import Script
-script = Script({device!r}, links=None, observe=6)
+script = Script({device!r}, observe=6)
 for t in range(60):
     script.iterate(t)
 script.model.close()
@@ -574,8 +574,7 @@ def comparison(device: str) -> str:
     for pace in ("auto", "none"):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "train.py")
-            text = COMPARED.format(folder=str(Path(__file__).parent), device=device)
-            path.write_text(text.replace("links=None, ", ""))
+            path.write_text(COMPARED.format(folder=str(Path(__file__).parent), device=device))
             command = ["compare", "--lab", "none", "--hosts", "2", "--strategies", "bsp,wfbp"]
             command += ["--repeat", "1", "--pace", pace, "--out", f"{folder}/run", str(path)]
             try:
@@ -593,6 +592,8 @@ def comparison(device: str) -> str:
                 words = " ".join((done.stdout + done.stderr).split())[-400:]
                 raise FailedError(f"--pace {pace}: exit {done.returncode}, {words}")
             rows = json.loads(Path(folder, "run", "summary.json").read_text())["rows"]
+            if lost := [row["label"] for row in rows if row["iteration_s"] is None]:
+                raise FailedError(f"--pace {pace}: no time of {', '.join(lost)}")
             found = [f"{row['label']} {1e3 * row['iteration_s']:.2f} ms" for row in rows]
             texts.append(f"--pace {pace}: {', '.join(found)}")
     return "; ".join(texts)

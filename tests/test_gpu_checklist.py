@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
 import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support import gpu_jobs
 from support.scripts import ROOT, benchmark
-from support.worlds import run_world
+from support.worlds import run_world, watch_world
+
+from offbeat.cli import app
+from offbeat.cli.commands import mark_script
 
 checklist = benchmark("gpu_checklist")
 
@@ -17,22 +30,24 @@ checklist = benchmark("gpu_checklist")
 def test_every_finding_names_a_test_that_exists() -> None:
     """Of the page on GPUs: what was found, by which test it is kept away, and what is open."""
     page = (ROOT / "docs/accelerators.md").read_text()
-    rows = re.findall(r"^\| ([A-D]\d) \|(.*)\|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([A-D]\d+) \|(.*)\|$", page, re.MULTILINE)
     assert [name for name, _ in rows] == [
-        *(f"A{i}" for i in range(1, 9)),
-        *(f"B{i}" for i in range(1, 9)),
+        *(f"A{i}" for i in range(1, 12)),
+        *(f"B{i}" for i in range(1, 10)),
         *(f"C{i}" for i in range(1, 6)),
         *(f"D{i}" for i in range(1, 9)),
     ]
     for name, row in rows:
         _, confidence, test, now = (cell.strip() for cell in row.split(" | "))
+        test, _, other = test.partition(", `::")
         found = re.fullmatch(r"`(?:(tests/[\w/]+\.py)::)?(test_\w+)`", test)
         if found is None:
             assert test.startswith("step "), name
             assert now.startswith("open"), name
             continue
         path = ROOT / (found[1] or "tests/runtime/test_accelerators.py")
-        assert f"def {found[2]}(" in path.read_text(), name
+        for function in (found[2], *([other.rstrip("`")] if other else [])):
+            assert f"def {function}(" in path.read_text(), name
         if confidence == "to be tried":
             assert path.name == "test_gpu.py", name
 
@@ -65,12 +80,103 @@ def test_an_error_of_a_step_is_its_result(monkeypatch: pytest.MonkeyPatch) -> No
     assert (step.title, step.outcome, step.seen) == ("something", "FAILED", "KeyError: 'cpu'")
 
 
-def test_two_ranks_of_the_check_list_train_alike() -> None:
-    ended = checklist.run_ranks(2, "train", device="cpu", iterations=3)
-    assert re.fullmatch(r"losses [\d.]+ to [\d.]+, [\d.]+ ms", checklist.require_alike(ended))
+def test_options_of_the_check_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        checklist.main(["--help"])
+    assert ended.value.code == 0
+    assert checklist.main(["--device", "cpu", "--only", "1,4", "--json", f"{tmp_path}/seen"]) == 0
+    assert "needs 2 GPUs; open" in " ".join(capsys.readouterr().out.split())
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert [(step["number"], step["outcome"]) for step in seen] == [(1, "ok"), (4, "skipped")]
+    with pytest.raises(SystemExit, match=r"--only \(16\) must be numbers of 1 to 15"):
+        checklist.main(["--device", "cpu", "--only", "16"])
+    if not torch.cuda.is_available():
+        assert checklist.main([]) == 1
+
+
+def test_the_check_list_starts_and_disturbs_ranks() -> None:
+    """In processes of their own, as on a GPU."""
+    seen = checklist.lost_rank("cpu", ["lo"], signal.SIGKILL)
+    assert re.fullmatch(r"SIGKILL over lo: [\d.]+ s, exit 1", seen)
     failed = checklist.run_ranks(1, "train", device="cpu", strategy="none such")
     with pytest.raises(checklist.FailedError, match=r"rank 0 ended with 1: .*none such"):
         checklist.require_alike(failed)
+
+
+# ---- its work, in forked processes ------------------------------------------------------------
+
+
+def work(name: str, arguments: dict[str, Any], variables: dict[str, str]) -> str:
+    """Do the work of a rank, and return its output."""
+    os.environ.update(variables)
+    script = benchmark("gpu_checklist")
+    script.ITERATIONS = 3
+    compiled = torch.compile
+    torch.compile = lambda module: compiled(module, backend="eager")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        script.WORK[name](**arguments)
+    return output.getvalue()
+
+
+def run_forked(ranks: int, name: str, **settings: Any) -> list[Any]:
+    """Run work of the check-list as `run_ranks` does."""
+    variables = {key: str(value) for key, value in settings.items() if key.isupper()}
+    arguments = {key: value for key, value in settings.items() if not key.isupper()}
+    world = watch_world(work, ranks, name, arguments, variables)
+    return [
+        checklist.Ended(int(bool(one.kind)), checklist.result_of(one.result or ""), one.traceback)
+        for one in world
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "seen"),
+    [
+        (3, r"losses [\d.]+ to [\d.]+, [\d.]+ ms; losses differ from those of CPUs by 0"),
+        (5, r"wfbp:wire=int8: losses [\d.]+ to [\d.]+, [\d.]+ ms"),
+        (10, r"losses differ from those without compilation by [\d.e-]+"),
+        (11, r"losses differ by [\d.e-]+, [+-][\d.]+ ms per iteration, \+0.0 MB at most"),
+        (13, r"a resumed run has equal losses; losses of SSP's worker [\d.]+ to [\d.]+"),
+        (14, r"wfbp: none; selsync:delta=0.0: none; local-sgd:period=2: none"),
+        (15, r"kernels_ms 0.00, copies_ms 0.00, overlap_ms 0.00; .*/offbeat-gpu-trace.rank0.json"),
+    ],
+)
+def test_steps_that_run_on_a_cpu(number: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checklist, "run_ranks", run_forked)
+    monkeypatch.setattr(checklist, "STRATEGIES", ["wfbp:wire=int8"])
+    step = checklist.run_step(number, "cpu")
+    assert step.outcome == "ok", step.seen
+    assert re.fullmatch(seen, step.seen)
+
+
+def test_the_comparison_of_the_check_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line knows its options, and the script trains."""
+    paces = list[str]()
+
+    def compare(command: Sequence[str], **_: Any) -> Any:
+        assert command[1:3] == ["-m", "offbeat"]
+        function, *_ = app.parse_args(
+            mark_script([*command[3:]]), exit_on_error=False, print_error=False
+        )
+        assert function.__name__ == "compare"
+        paces.append(command[command.index("--pace") + 1])
+        script, out = Path(command[-1]), Path(command[command.index("--out") + 1])
+        if len(paces) == 1:
+            run_world(run_text, 1, script.read_text())
+        out.mkdir()
+        row = {"label": "wfbp", "iteration_s": 0.25}
+        (out / "summary.json").write_text(json.dumps({"rows": [row]}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(checklist.subprocess, "run", compare)
+    step = checklist.run_step(12, "cpu")
+    assert step.outcome == "ok", step.seen
+    assert step.seen == "--pace auto: wfbp 250.00 ms; --pace none: wfbp 250.00 ms"
+    assert paces == ["auto", "none"]
+
+
+def run_text(script: str) -> None:
+    exec(compile(script, "train.py", "exec"), {})
 
 
 def test_overlap_in_a_trace() -> None:

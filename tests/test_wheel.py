@@ -219,11 +219,25 @@ def link_dependencies(site: Path) -> None:
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
 
 
+IN_TURN = """
+import contextlib, io, json, sys
+from offbeat.cli import main
+
+outputs = []
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = main(argv)
+    assert code == 0, (argv, output.getvalue())
+    outputs.append(output.getvalue())
+print(json.dumps(outputs))
+"""
+
+
 @pytest.mark.timeout(300)
 def test_every_command_works(installed, tmp_path):
-    def offbeat(*argv: str | Path) -> str:
+    def run(*command: str | Path) -> str:
         done = subprocess.run(
-            [installed / "offbeat", *map(str, argv)],
+            [installed / command[0], *map(str, command[1:])],
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
@@ -231,19 +245,32 @@ def test_every_command_works(installed, tmp_path):
             timeout=100,
             check=False,
         )
-        assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def offbeat(*argv: str | Path) -> str:
+        return run("offbeat", *argv)
+
+    known = ("--profile", str(PROFILE))
+    argv = [  # in one process: the start of each takes seconds
+        ["--help"],
+        ["strategies"],
+        ["plan", *known, "--strategy", "dreamddp"],
+        ["simulate", *known, "--strategy", "ddp", "--json"],
+        ["advise", *known, "--json"],
+        ["graph", "--json"],
+        ["join", "--help"],  # needs a job that runs
+        ["compare", "--help"],  # the demo compares
+    ]
+    text, strategies, plan, *tables, _, _ = json.loads(
+        run("python", "-c", IN_TURN, json.dumps(argv))
+    )
     commands = ("advise", "compare", "demo", "doctor", "graph", "join", "plan", "profile")
-    text = offbeat("--help")
     assert all(name in text for name in (*commands, "report", "run", "simulate", "strategies"))
+    assert "dreamddp" in strategies
+    assert "param" in plan
+    assert all(map(json.loads, tables))
     assert offbeat("--version").strip() == __version__
-    assert "dreamddp" in offbeat("strategies")
-    assert "param" in offbeat("plan", "--profile", PROFILE, "--strategy", "dreamddp")
-    assert json.loads(offbeat("simulate", "--profile", PROFILE, "--strategy", "ddp", "--json"))
-    assert json.loads(offbeat("advise", "--profile", PROFILE, "--json"))
-    assert json.loads(offbeat("graph", "--json"))
-    offbeat("join", "--help")  # needs a job that runs
 
     demo = offbeat("demo", "--lab", "none", "--hosts", "2", "--iterations", "20", "--out", "demo")
     assert demo.splitlines()[-1].endswith(".")  # a sentence
@@ -254,7 +281,6 @@ def test_every_command_works(installed, tmp_path):
     offbeat("profile", *here, "-o", "profile.json", "train.py")
     known = (*here, "--profile", "profile.json", "--strategy", "bsp")
     assert json.loads(offbeat("run", *known, "--out", "one", "--json", "train.py"))
-    offbeat("compare", "--help")  # the demo has compared
     (tmp_path / "demo" / "report.html").unlink()
     assert json.loads(offbeat("report", "demo", "--json"))
     assert (tmp_path / "demo" / "report.html").exists()

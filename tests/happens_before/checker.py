@@ -2,15 +2,16 @@
 
 `Streams` replaces offbeat's `CUDA` device. All operations run at once on the CPU, and each is noted
 as if it were launched on a stream: main and autograd threads on one, each thread of a link on its
-own, a thread of gossip on its own. A vector clock per stream follows events (`mark`, `run`,
-`follow`), a clock per host thread follows waits of the host. The result does not depend on timing.
+own, a thread of gossip on its own, each stream of FSDP on its own. A vector clock per stream
+follows events (`mark`, `run`, `follow`), a clock per host thread follows waits of the host. The
+result does not depend on timing.
 
 Found are
 
 - two accesses to the same bytes, one of them a write, of which none is ordered before the other;
 - memory that returns to its stream's pool while another stream uses it, when that stream allocates
   again before it has waited for the use;
-- host memory that the host reads or writes before copies to or from it have ended.
+- host memory that the host reads, writes or frees before copies to or from it have ended.
 
 Knowledge that passes between host threads by Python's locks is not an order of the device here.
 """
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count as numbers
 from typing import Any
 
 import pytest
@@ -70,12 +72,13 @@ class Allocation:
 
     `stream` is the pool to which it returns, None if unknown. `owns` is whether the memory is free
     when the storage is: other storages may share the memory of a storage that was not seen when it
-    was created.
+    was created. `start` is its address, which changes when FSDP frees and fills a storage.
     """
 
     ref: StorageWeakRef
     stream: str | None
     where: str
+    start: int
     is_host: bool = False
     owns: bool = True
     uses: Clock = field(default_factory=dict)
@@ -121,21 +124,23 @@ class Checker:
     def stream(self) -> str:
         return getattr(self.threads, "stream", COMPUTE)
 
-    def clock(self) -> Clock:
-        return self._clocks.setdefault(self.stream, {})
+    def clock(self, stream: str | None = None) -> Clock:
+        return self._clocks.setdefault(stream or self.stream, {})
 
     def host(self) -> Clock:
         return self._hosts.setdefault(threading.get_ident(), {})
 
-    def mark(self) -> Moment:
+    def mark(self, stream: str | None = None) -> Moment:
+        """Return a mark of a stream; by default of the current one."""
         with self.lock:
-            order, host = dict(self.clock()), dict(self.host())
+            order, host = dict(self.clock(stream)), dict(self.host())
             merge(order, host)
             return Moment(order, host, time.perf_counter())
 
-    def follow(self, moment: Moment) -> None:
+    def follow(self, moment: Moment, stream: str | None = None) -> None:
+        """Let a stream wait for a mark; by default the current one."""
         with self.lock:
-            merge(self.clock(), moment.order)
+            merge(self.clock(stream), moment.order)
             merge(self.host(), moment.host)
 
     def synchronize(self, where: str) -> None:
@@ -178,9 +183,8 @@ class Checker:
         """Note new memory of the current stream, or of the host."""
         low, high = span_of(tensor)
         self._pages_without(low, high)
-        storage = tensor.untyped_storage()
-        made = Allocation(StorageWeakRef(storage), None if is_host else self.stream, where, is_host)
-        self._known[storage._cdata] = made
+        made = self._allocate(tensor, where)
+        made.is_host, made.stream = is_host, None if is_host else self.stream
         if not is_host:
             self._check_reuse(where)
         return made
@@ -196,6 +200,14 @@ class Checker:
                         f"memory of {owner} was freed on {self.stream} while {stream} uses it, and "
                         f"is allocated again by {where}"
                     ] += 1
+
+    def free_on_host(self, key: int) -> None:
+        """Note that memory of the host returns to the system. No copy may use it."""
+        with self.lock:
+            found = self._known.get(key)
+            for stream, number in {} if found is None else found.uses.items():
+                if not self._is_seen(stream, number):
+                    self.races[f"memory of the host was freed while {stream} uses it"] += 1
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Tell the allocator that the current stream uses tensors."""
@@ -227,10 +239,15 @@ class Checker:
         stream, now = self.stream, self.clock()
         found = self.allocation(tensor)
         if found is None:
-            found = self.add_unknown(tensor, where)
+            found = self._allocate(tensor, where)
+            found.owns = False
+        storage = tensor.untyped_storage()
+        if found.start != storage.data_ptr():
+            found.start = storage.data_ptr()
+            self._pages_without(found.start, found.start + storage.nbytes())
         found.uses[stream] = now[stream]
         if found.stream not in (None, stream):
-            self._shared[tensor.untyped_storage()._cdata] = found
+            self._shared[storage._cdata] = found
         low, high = span_of(tensor)
         mine = Access(low, high, stream, now[stream], writes, where, found)
         for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):
@@ -248,20 +265,20 @@ class Checker:
                     kept.append(a)
             self._pages[page] = [*kept, mine]
 
-    def add_unknown(self, tensor: Tensor, where: str) -> Allocation:
+    def _allocate(self, tensor: Tensor, where: str) -> Allocation:
         storage = tensor.untyped_storage()
-        made = Allocation(StorageWeakRef(storage), None, where, owns=False)
+        made = Allocation(StorageWeakRef(storage), None, where, storage.data_ptr())
         self._known[storage._cdata] = made
         return made
 
-    def touch_by_host(self, tensor: Tensor, where: str) -> None:
-        """Note an access of the host, which may read or write."""
+    def touch_by_host(self, tensor: Tensor, where: str, writes: bool = True) -> None:
+        """Note an access of the host, which may write unless `writes` is False."""
         if not tensor.numel():
             return
         with self.lock:
             low, high = span_of(tensor)
             for a in self._accesses(low, high):
-                overlaps = a.low < high and low < a.high
+                overlaps = a.low < high and low < a.high and (writes or a.writes)
                 if overlaps and not (self._is_seen(a.stream, a.count) or a.allocation.is_free):
                     self.races[f"{_words(a)} and access by the host [{where}]"] += 1
 
@@ -335,9 +352,11 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, "placements") for kind in types):
+            return NotImplemented  # a DTensor runs the operation on its local tensor
         if (schema := _schemas.get(func)) is None:
             schema = _schemas[func] = _Schema(func)
-        if schema.unseen:
+        if schema.unseen or any(hasattr(kind, "fake_mode") for kind in types):
             return func(*args, **kwargs)
         given = []
         for i, name, writes in () if schema.name in LIKE else schema.arguments:
@@ -348,8 +367,8 @@ class Watch(TorchDispatchMode):
             if schema.communicates:  # gloo orders its copies of device memory on the current stream
                 given = [(tensor, True) for tensor, _ in given]
                 hosts = [any(hosts)] * len(hosts)
-                for tensor, _ in given if any(hosts) else ():
-                    CHECKER.touch_by_host(tensor, place_of(schema.name))
+            for tensor, writes in given if all(hosts) else ():
+                CHECKER.touch_by_host(tensor, place_of(schema.name), writes)
         result = func(*args, **kwargs)
         with CHECKER.lock:
             self._note(schema, given, hosts, result, blocks=schema.blocks(args, kwargs))
@@ -400,6 +419,21 @@ def host_copy(given: Tensor, result: Tensor, *, blocks: bool) -> Tensor:
     return result
 
 
+def device_copy(given: Tensor, *, blocks: bool) -> Tensor:
+    """Return a copy of host memory on the device."""
+    result = given.detach().clone()
+    with CHECKER.lock:
+        where, now = place_of("copy to the device"), CHECKER.clock()
+        merge(now, CHECKER.host())
+        now[CHECKER.stream] = now.get(CHECKER.stream, 0) + 1
+        CHECKER.add(result, where)
+        CHECKER.touch(given, False, where)
+        CHECKER.touch(result, True, where)
+        if blocks:
+            CHECKER.synchronize(where)
+    return result
+
+
 class Streams(Device):
     """offbeat's interface to a device, on the checker."""
 
@@ -438,6 +472,51 @@ class Streams(Device):
 
     def finish(self) -> None:
         CHECKER.finish()
+
+
+_numbers = numbers(1)
+
+
+class SideStream:
+    """A stream of FSDP, in place of `torch.cpu.Stream`."""
+
+    def __init__(self, priority: int = 0, *, name: str | None = None) -> None:
+        self.name = name or f"stream {next(_numbers)} of FSDP"
+
+    def wait_stream(self, other: SideStream) -> None:
+        CHECKER.follow(CHECKER.mark(other.name), self.name)
+
+    def wait_event(self, event: SideEvent) -> None:
+        CHECKER.follow(event.moment, self.name)
+
+    def record_event(self) -> SideEvent:
+        event = SideEvent()
+        event.record(self)
+        return event
+
+
+class SideEvent:
+    """An event of FSDP, in place of `torch.cpu.Event`."""
+
+    moment: Moment
+
+    def record(self, stream: SideStream | None = None) -> None:
+        self.moment = CHECKER.mark(None if stream is None else stream.name)
+
+
+@contextmanager
+def on_stream(stream: SideStream) -> Iterator[None]:
+    """Launch the operations of the body on a stream."""
+    before = CHECKER.stream
+    CHECKER.threads.stream = stream.name
+    try:
+        yield
+    finally:
+        CHECKER.threads.stream = before
+
+
+def current_stream(_: object = None) -> SideStream:
+    return SideStream(name=CHECKER.stream)
 
 
 def _name_stream() -> None:
@@ -481,10 +560,11 @@ def _copy_to_host(self: Tensor) -> Tensor:
 
 
 def _move(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    result = _to(self, *args, **kwargs)
-    if "cpu" not in (*args[:1], kwargs.get("device")):
-        return result
-    return host_copy(self, result, blocks=not kwargs.get("non_blocking"))
+    result, blocks = _to(self, *args, **kwargs), not kwargs.get("non_blocking")
+    where = args[0] if args else kwargs.get("device")
+    if isinstance(where, torch.device) and CHECKER.is_host(self):
+        return device_copy(result, blocks=blocks)
+    return host_copy(self, result, blocks=blocks) if isinstance(where, str) else result
 
 
 def _created(make: Callable[..., Tensor], *, always: bool) -> Callable[..., Tensor]:
@@ -504,6 +584,7 @@ def _created(make: Callable[..., Tensor], *, always: bool) -> Callable[..., Tens
 
 
 _tolist, _numpy, _to = Tensor.tolist, Tensor.numpy, Tensor.to
+_MAKERS = "empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided", "empty_like"
 
 
 @contextmanager
@@ -514,7 +595,7 @@ def host_memory_noted() -> Iterator[None]:
         patch.setattr(Tensor, "numpy", _read_memory)
         patch.setattr(Tensor, "cpu", _copy_to_host)
         patch.setattr(Tensor, "to", _move)
-        for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_strided"):
+        for name in _MAKERS:
             patch.setattr(torch, name, _created(getattr(torch, name), always=False))
         for name in ("frombuffer", "from_numpy"):
             patch.setattr(torch, name, _created(getattr(torch, name), always=True))

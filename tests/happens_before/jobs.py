@@ -10,32 +10,77 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
+import torch.distributed as dist
+from support import member_jobs, models
 from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
-from support.workers import rank, world_size
+from support.node_jobs import PAIRS, Shards, profile_in
+from support.workers import bits_of, rank, world_size
+from torch import Tensor, nn
 
 import offbeat
 from happens_before.checker import (
     CHECKER,
+    COMPUTE,
+    SideEvent,
+    SideStream,
     Streams,
     Watch,
+    current_stream,
     host_memory_noted,
+    on_stream,
     place_of,
     watch_thread,
 )
+from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import messages, plan_session, prepare
+from offbeat.core.runtime import active_plan, messages, plan_session, prepare
+from offbeat.core.runtime.plan_session import FlatSession
 from offbeat.core.transport import cluster, collectives
+from offbeat.core.transport.link import LinkThread, Message
 from offbeat.gossip import state as gossip_state
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
-CASE = Case("conv", "nesterov", "none", torch.float32)
+
+class Blocks(nn.Sequential):
+    """Blocks of two layers, which `fully_shard` gathers as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 7)),
+            nn.Sequential(nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)),
+        )
+
+
+class Unused(nn.Module):
+    """Two layers that no forward uses, of which each is a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+models.MODELS |= {"blocks": Blocks, "unused": Unused}
+CASE, BLOCKS, UNUSED = (
+    Case(name, "nesterov", "none", torch.float32) for name in ("conv", "blocks", "unused")
+)
 STEPS, MEASURED = 7, 5  # iterations, and the first in which waits of the host count
+LEAVES, DEAF = (
+    2,
+    1,
+)  # iterations before which a member leaves, and whose message it fails to receive
+SHARDED = Shards(PAIRS)
 GPU = torch.device("cuda")
 MOST_ITERATIONS, EXCHANGES = 5000, 2  # of gossip
 
@@ -51,8 +96,11 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
     def on_gpu(group: Any, backend: str, _: torch.device, *args: Any) -> Any:
         return plain(group, backend, GPU, *args)
 
-    def pinned(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="cpu")
+    def pinned(size: int, dtype: torch.dtype) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device="cpu")
+        key = made.untyped_storage()._cdata
+        finalize(made, CHECKER.free_on_host, key).atexit = False
+        return made
 
     def stream(_: object) -> Any:
         return SimpleNamespace(synchronize=lambda: CHECKER.synchronize(place_of("synchronize")))
@@ -70,6 +118,14 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(collectives, "is_on_host", CHECKER.is_host)
         patch.setattr(collectives, "pinned_memory", pinned)
         patch.setattr(torch.cuda, "current_stream", stream)
+        # FSDP's streams are those of its device.
+        for name, stand_in in (
+            ("Stream", SideStream),
+            ("Event", SideEvent),
+            ("stream", on_stream),
+            ("current_stream", current_stream),
+        ):
+            patch.setattr(torch.cpu, name, stand_in)
         # A GPU's memory returns to torch's allocator.
         patch.setattr(Spares, "take", lambda _, n, dtype, __: torch.empty(n, dtype=dtype))
         patch.setattr(Spares, "give", lambda *_: None)
@@ -112,13 +168,13 @@ def early_release(patch: pytest.MonkeyPatch) -> None:
 
 def no_copy(patch: pytest.MonkeyPatch) -> None:
     """A staged message sends the storage itself, which training changes meanwhile."""
-    clone = torch.Tensor.clone
+    clone = Tensor.clone
 
-    def alias(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def alias(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         in_messages = sys._getframe(1).f_code.co_filename == messages.__file__
         return self if in_messages else clone(self, *args, **kwargs)
 
-    patch.setattr(torch.Tensor, "clone", alias)
+    patch.setattr(Tensor, "clone", alias)
 
 
 def unfollowed(function: str) -> Plant:
@@ -148,6 +204,58 @@ def no_host_wait(patch: pytest.MonkeyPatch) -> None:
     """gloo sends pinned memory before the copy to it has ended."""
     nothing = SimpleNamespace(synchronize=lambda: None)
     patch.setattr(torch.cuda, "current_stream", lambda _: nothing)
+
+
+def no_wait_before_free(patch: pytest.MonkeyPatch) -> None:
+    """Pinned memory that is too small is freed before copies from it have ended."""
+    stream, nothing = torch.cuda.current_stream, SimpleNamespace(synchronize=lambda: None)
+    patch.setattr(
+        torch.cuda, "current_stream", lambda _: nothing if caller() == "reserve" else stream(_)
+    )
+
+
+def unmarked_side_stream(patch: pytest.MonkeyPatch) -> None:
+    """A hook that FSDP calls on a stream of its own marks the stream of compute."""
+
+    def mark(_: Streams) -> Any:
+        in_hook = threading.current_thread() is threading.main_thread()
+        return CHECKER.mark(COMPUTE if in_hook else None)
+
+    patch.setattr(Streams, "mark", mark)
+
+
+def by_module(patch: pytest.MonkeyPatch) -> None:
+    """Averages of shards are complete when a module begins, and not when the model does."""
+    hooks = active_plan.ForwardHooks
+
+    def watch_modules(model: Any, flat: Flat, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as whole:
+            whole.setattr(Flat, "is_sharded", False)
+            return hooks(model, flat, *args)
+
+    patch.setattr(active_plan, "ForwardHooks", watch_modules)
+
+
+def no_wait_for_results(patch: pytest.MonkeyPatch) -> None:
+    """The result of a message is sent to another member before its copy to the host has ended."""
+    copy = Tensor.cpu
+
+    def copy_without_wait(self: Tensor) -> Tensor:
+        return self.to("cpu", non_blocking=True) if caller() == "_exchange_results" else copy(self)
+
+    patch.setattr(Tensor, "cpu", copy_without_wait)
+
+
+def no_wait_to_repeat(patch: pytest.MonkeyPatch) -> None:
+    """Survivors average gradients on the host before their copies to the host have ended."""
+    move = Tensor.to
+
+    def move_without_wait(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if caller() == "average" and args == ("cpu",):
+            return move(self, *args, non_blocking=True)
+        return move(self, *args, **kwargs)
+
+    patch.setattr(Tensor, "to", move_without_wait)
 
 
 def no_gossip_order(patch: pytest.MonkeyPatch) -> None:
@@ -191,6 +299,12 @@ PLANTS: dict[str, Plant] = {
     "early_release": early_release,
     "no_copy": no_copy,
     "no_host_wait": no_host_wait,
+    "no_wait_before_free": no_wait_before_free,
+    "unmarked_side_stream": unmarked_side_stream,
+    "by_module": by_module,
+    "no_wait_for_results": no_wait_for_results,
+    "no_wait_to_repeat": no_wait_to_repeat,
+    "failed_messages": unfinished("_issue"),
     "complete": unfollowed("complete"),
     "capture": unfollowed("_capture_iteration"),
     "wait_for_sends": unfollowed("wait_for_sends"),
@@ -198,6 +312,7 @@ PLANTS: dict[str, Plant] = {
     "no_gossip_order": no_gossip_order,
     "stale_gossip_order": stale_gossip_order,
     "collect": unfinished("_collect"),
+    "push": unfinished("_push"),
     "load_pulled": unfinished("_copy_incoming"),
 }
 
@@ -209,6 +324,9 @@ def train(
     strategy: str,
     plant: str | None = None,
     action: str | None = None,
+    *,
+    case: Case = CASE,
+    build: Callable[[], tuple[nn.Module, dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
     """Train, and return the races, and the waits of the host from iteration `MEASURED` on.
 
@@ -217,17 +335,27 @@ def train(
         plant: name of the missing wait; None: nothing is missing.
         action: what the script does beside training: "observe" without a profile, "save", "load"
             or "evaluate" in the middle and at the end, "accumulate" two backward passes per step.
+            "staged save": the same, with messages that are copies. "ignore": values that are not
+            finite are not detected. "unused": layers without gradients.
+        case: model and optimizer.
+        build: returns the model, and further arguments of `prepare`.
     """
     options: dict[str, Any] = {"compare_every": 0, "timeout_s": 20.0}
+    case = UNUSED if action == "unused" else case
+    if action == "ignore":
+        options["on_nonfinite"] = "ignore"  # the check of a message waits for the device
     if action == "observe":
         options |= {"observe": 2, "min_bucket_bytes": 1}
     else:
-        options["profile"] = profile_of(CASE, world_size())
+        options["profile"] = profile_of(case, world_size())
     before = Counter[str]()
     with on_streams() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = build_model(CASE)
-        model, optimizer = offbeat.prepare(model, build_optimizer(CASE, model), strategy, **options)
+        if action == "staged save":
+            stage_messages(patch)
+        model, more = (build_model(case), {}) if build is None else build()
+        optimizer = build_optimizer(case, model)
+        model, optimizer = offbeat.prepare(model, optimizer, strategy, **(options | more))
         CHECKER.reset()
         with Watch():
             if plant is not None:
@@ -239,14 +367,25 @@ def train(
                 optimizer.zero_grad()
                 if action == "accumulate":
                     with model.no_sync():
-                        loss_of(model, *batch(CASE, rank(), STEPS + t)).backward()
-                loss_of(model, *batch(CASE, rank(), t)).backward()
+                        loss_of(model, *batch(case, rank(), STEPS + t)).backward()
+                loss_of(model, *batch(case, rank(), t)).backward()
                 optimizer.step()
             waits = CHECKER.waits - before
             act(action, model, optimizer)
             found = findings(waits)
         model.close()
     return found
+
+
+def stage_messages(patch: pytest.MonkeyPatch) -> None:
+    """Let all messages be copies, as where the members of the job may change."""
+    run = FlatSession.run_from
+
+    def run_from(self: FlatSession, *args: Any, **kwargs: Any) -> None:
+        self.engine.staged = True
+        run(self, *args, **kwargs)
+
+    patch.setattr(FlatSession, "run_from", run_from)
 
 
 def findings(waits: Counter[str]) -> dict[str, Any]:
@@ -259,7 +398,7 @@ def findings(waits: Counter[str]) -> dict[str, Any]:
 
 def act(action: str | None, model: Any, optimizer: Any) -> None:
     """Do between iterations what some scripts do."""
-    if action == "save":
+    if action in ("save", "staged save"):
         with tempfile.TemporaryDirectory() as folder:
             offbeat.save(folder, model, optimizer).wait()
     elif action == "load":
@@ -321,10 +460,127 @@ def serve(strategy: str, plant: str | None = None) -> dict[str, Any]:
     return found
 
 
+def replicate(strategy: str, plant: str | None = None, action: str | None = None) -> dict[str, Any]:
+    """Train two nodes of two ranks, which hold the whole model."""
+    options = {"nodes": PAIRS, "profile": profile_in(CASE, PAIRS)}
+    return train(strategy, plant, action, build=lambda: (build_model(CASE), options))
+
+
+@cache
+def mesh() -> Any:
+    from support.sharded_jobs import mesh_of
+
+    return mesh_of(2)
+
+
+def shard(strategy: str, plant: str | None = None, action: str | None = None) -> dict[str, Any]:
+    """Train two nodes of two ranks, which share the model block by block."""
+
+    def build() -> tuple[nn.Module, dict[str, Any]]:
+        return sharded_blocks(), {"mesh": mesh()["between"], "profile": profile_in(BLOCKS, SHARDED)}
+
+    return train(strategy, plant, action, case=BLOCKS, build=build)
+
+
+def sharded_blocks(*, by_layer: bool = False) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_model(BLOCKS)
+    for block in model.children():
+        layers = [layer for layer in block.children() if isinstance(layer, nn.Linear)]
+        for module in layers if by_layer else [block]:
+            fully_shard(module, mesh=mesh()["inside"])
+    return fully_shard(model, mesh=mesh()["inside"])
+
+
+def gather(strategy: str) -> dict[str, Any]:
+    """Train shards that FSDP gathers block by block, and layer by layer. Return hashes of all
+    weights that this rank holds."""
+    from offbeat.core.buckets.shards import own_parameters
+
+    found = []
+    for by_layer in (False, True):
+        model = sharded_blocks(by_layer=by_layer)
+        optimizer: Any = build_optimizer(BLOCKS, model)
+        options = {"mesh": mesh()["between"], "profile": profile_in(BLOCKS, SHARDED)}
+        model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0, **options)
+        for t in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(BLOCKS, rank(), t)).backward()
+            optimizer.step()
+        model.flush()
+        found.append(bits_of(own_parameters(model.module).values()))
+        model.close()
+    return {"races": {}, "bits": found}
+
+
+def change_members(
+    strategy: str, plant: str | None, action: str | None, service: str
+) -> dict[str, Any]:
+    """Train as one of three members.
+
+    Args:
+        strategy: text of the strategy.
+        plant: name of the missing wait; None: nothing is missing.
+        action: "leave": member 1 leaves. "deaf": member 2 fails to receive a message.
+        service: address of the membership service.
+    """
+    who = rank()
+    with on_streams() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name)
+        patch.setenv("OFFBEAT_SECRET", member_jobs.SECRET)
+        if action == "deaf" and who == 2:
+            fail_to_receive(patch)
+        CHECKER.reset()
+        model = build_model(CASE)
+        optimizer = build_optimizer(CASE, model)
+        model, optimizer = offbeat.prepare(
+            model,
+            optimizer,
+            strategy,
+            profile=profile_of(CASE, 3),
+            compare_every=0,
+            on_nonfinite="ignore",  # the check of a message waits for the device
+            timeout_s=20.0,
+            members=offbeat.Members(service, first=3),
+        )
+        member = model._session.changes._member
+        with Watch():
+            if plant is not None:
+                PLANTS[plant](patch)
+            while (t := offbeat.iteration(model)) < STEPS and not model.has_left:
+                if (action, who, t) == ("leave", 1, LEAVES):
+                    model.request_leave()
+                    member_jobs._await(lambda: member_jobs.who_leaves(member))
+                optimizer.zero_grad()
+                loss_of(model, *batch(CASE, who, t)).backward()
+                optimizer.step()
+            found = findings(Counter())
+        epochs = member.epoch.number
+        model.close()
+    return {**found, "epochs": epochs}
+
+
+def fail_to_receive(patch: pytest.MonkeyPatch) -> None:
+    """Let the links of this process fail after a message."""
+    send = LinkThread._send
+
+    def send_and_fail(link: LinkThread, message: Message) -> None:
+        send(link, message)
+        if message.iteration == DEAF:
+            raise RuntimeError("the connection of this test has failed")
+
+    patch.setattr(LinkThread, "_send", send_and_fail)
+
+
 def each(calls: Sequence[tuple[str, ...]]) -> list[Any]:
     """Return the findings of several calls, or the error of one, so that the others count.
 
-    A call is a function of this module, "train", "gossip" or "serve", and its arguments.
+    A call is the name of a function of this module, and its arguments.
     """
     found: list[Any] = []
     for function, *args in calls:

@@ -1,18 +1,22 @@
-"""Order of a GPU's work, checked without a GPU: under all strategies and codecs, and while a script
-saves, loads, evaluates and accumulates. Every wait that is removed on purpose is found missing.
+"""Order of a GPU's work, checked without a GPU: under all strategies and codecs, in nodes, while
+members change, and while a script saves, loads, evaluates and accumulates. Every wait that is
+removed on purpose is found missing.
 
 The ranks are processes, with the links, servers and gossip threads of a real job. One world of
-processes runs all jobs of its size.
+processes runs all jobs of a kind.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.member_jobs import membership_service
 from support.strategy_lists import ALL, GOSSIP, SERVED, STRATEGIES
 from support.worlds import run_world
 from torch import Tensor
@@ -47,13 +51,15 @@ CODEC_CALLS: list[Call] = [
     )
 ]  # fmt: skip
 SPECIAL_CALLS: list[Call] = [
-    ("train", "local-sgd:period=2:state=averaged"),
+    ("train", "local-sgd:period=2:state=averaged", "", "ignore"),
     ("train", "dreamddp:period=3:due=delayed", "", "save"),
     ("train", "diloco:period=3:fragments=2:delay=1", "", "evaluate"),
     ("train", "cyclic:wire=int4", "", "load"),
     ("train", "wfbp", "", "observe"),
     ("train", "wfbp:fusion=none", "", "accumulate"),
     ("train", "p3:slice_elements=40", "", "evaluate"),
+    ("train", "dreamddp:period=3:due=delayed", "", "staged save"),
+    ("train", "wfbp:fusion=none", "", "unused"),
 ]
 GOSSIP_CALLS: list[Call] = [
     ("gossip", "a2cid2"),
@@ -65,6 +71,27 @@ SERVED_CALLS: list[Call] = [
     ("serve", "ssp:s=1:accumulate=2"),
     *(("serve", f"{name}:period=2") for name in module_names() if name in SERVED),
 ]
+NODE_CALLS: list[Call] = [
+    *(
+        ("replicate", text)
+        for text in (
+            "wfbp", "dear", "local-sgd:period=2", "dreamddp:period=3:due=forward:wire=int8",
+            "wfbp:wire=int8", "deft:forward=1:backward=1", "selsync:delta=0.1",
+        )
+    ),
+    *(
+        ("shard", text)
+        for text in (
+            "wfbp", "dear", "diloco:period=2", "dreamddp:period=3:due=forward:wire=int8",
+            "wfbp:fusion=none:wire=int8", "deft:forward=1:backward=1", "selsync:delta=0.1",
+        )
+    ),
+]  # fmt: skip
+MEMBER_CALLS: list[Call] = [
+    ("change_members", "local-sgd:period=2", "", "leave"),
+    ("change_members", "local-sgd:period=2", "", "deaf"),
+    ("change_members", "wfbp:fusion=none", "", "deaf"),
+]
 PLANTED_CALLS: list[Call] = [
     ("train", "bsp", "no_follow"),
     ("train", "bsp", "no_release"),
@@ -75,6 +102,8 @@ PLANTED_CALLS: list[Call] = [
     ("train", "deft", "complete"),
     ("train", "wfbp:wire=int8", "complete"),
     ("train", "local-sgd:period=2:wire=int4", "no_release"),
+    ("train", "local-sgd:period=2:state=averaged", "no_wait_before_free", "ignore"),
+    ("train", "dreamddp:period=3:due=delayed", "complete", "staged save"),
     ("train", "cyclic", "no_copy"),
     ("train", "cyclic", "complete"),
     ("train", "cyclic:wire=int4", "wait_for_sends", "load"),
@@ -86,26 +115,62 @@ PLANTED_AMONG_3: list[Call] = [
     ("train", "cyclic:wire=int4", "forgotten_sends", "save"),
     ("serve", "ssp:s=1", "collect"),
     ("serve", "ssp:s=1", "load_pulled"),
+    ("serve", "ps-diloco:period=2", "push"),
+    ("serve", "ps-diloco:period=2", "load_pulled"),
+]
+PLANTED_IN_NODES: list[Call] = [
+    ("replicate", "wfbp", "no_follow"),
+    ("replicate", "wfbp", "no_release"),
+    ("replicate", "wfbp", "early_release"),
+    ("replicate", "wfbp", "early_end"),
+    ("replicate", "wfbp", "no_host_wait"),
+    ("replicate", "wfbp:wire=int8", "complete"),
+    ("shard", "wfbp", "no_follow"),
+    ("shard", "wfbp", "no_release"),
+    ("shard", "wfbp", "early_release"),
+    ("shard", "wfbp:fusion=none", "unmarked_side_stream"),
+    ("shard", "dreamddp:period=3:due=forward:wire=int8", "by_module"),
+]
+PLANTED_AMONG_MEMBERS: list[Call] = [
+    ("change_members", "local-sgd:period=2", "complete"),
+    ("change_members", "local-sgd:period=2", "no_wait_for_results", "deaf"),
+    ("change_members", "wfbp:fusion=none", "no_wait_to_repeat", "deaf"),
+    ("change_members", "wfbp:fusion=none", "failed_messages", "deaf"),
 ]
 # Weights change during a forward on purpose, so this is what a missing order looks like.
 LIVE: Call = ("gossip", "ad-psgd:topology=complete:weights=live")
 
-CLEAN_CALLS = [*STRATEGY_CALLS, *CODEC_CALLS, *SPECIAL_CALLS, *GOSSIP_CALLS]
-CALLS = {
-    2: [*CLEAN_CALLS, *PLANTED_CALLS, LIVE],
-    3: [*SERVED_CALLS, *PLANTED_AMONG_3],
+GATHERED: Call = ("gather", "dreamddp:period=3:due=forward:wire=int8")
+
+PAIR_CALLS = [*STRATEGY_CALLS, *CODEC_CALLS, *SPECIAL_CALLS, *GOSSIP_CALLS]
+CLEAN_CALLS = [*PAIR_CALLS, *SERVED_CALLS, *NODE_CALLS, *MEMBER_CALLS]
+PLANTED = [*PLANTED_CALLS, *PLANTED_AMONG_3, *PLANTED_IN_NODES, *PLANTED_AMONG_MEMBERS]
+# By kind of world: number of ranks, calls, and modules that take long to import.
+WORLDS: dict[str, tuple[int, list[Call], list[str]]] = {
+    "pair": (2, [*PAIR_CALLS, *PLANTED_CALLS, LIVE], []),
+    "servers": (3, [*SERVED_CALLS, *PLANTED_AMONG_3], []),
+    "nodes": (4, [*NODE_CALLS, *PLANTED_IN_NODES, GATHERED], ["support.sharded_jobs"]),
+    "members": (3, [*MEMBER_CALLS, *PLANTED_AMONG_MEMBERS], []),
 }
 
 
 @cache
-def outcomes(ranks: int) -> dict[Call, list[dict[str, Any]]]:
+def outcomes(world: str) -> dict[Call, list[dict[str, Any]]]:
     """Findings of each rank, by call."""
-    everyone = run_world(jobs.each, ranks, CALLS[ranks], timeout_s=110.0)
-    return dict(zip(CALLS[ranks], map(list, zip(*everyone, strict=True)), strict=True))
+    ranks, calls, imports = WORLDS[world]
+    with ExitStack() as services:
+        given = [
+            (*call, *[""] * (4 - len(call)), services.enter_context(membership_service()))
+            if call[0] == "change_members"
+            else call
+            for call in calls
+        ]
+        everyone = run_world(jobs.each, ranks, given, timeout_s=110.0, imports=imports)
+    return dict(zip(calls, map(list, zip(*everyone, strict=True)), strict=True))
 
 
 def findings(call: Call) -> list[dict[str, Any]]:
-    found = outcomes(2 if call in CALLS[2] else 3)[call]
+    found = outcomes(next(name for name, (_, calls, _) in WORLDS.items() if call in calls))[call]
     for rank in found:
         assert "error" not in rank, rank["error"]
     return found
@@ -121,10 +186,22 @@ def test_all_strategies_and_codecs_are_checked() -> None:
     assert {*STRATEGIES} <= trained
     wires = {text.partition("wire=")[2].partition(":")[0] for _, text in CODEC_CALLS}
     assert wires == {*WIRES}
-    assert {call[2] for call in (*PLANTED_CALLS, *PLANTED_AMONG_3)} == {*jobs.PLANTS}
+    assert {call[2] for call in PLANTED} == {*jobs.PLANTS}
 
 
-@pytest.mark.parametrize("call", [*CLEAN_CALLS, *SERVED_CALLS], ids="-".join)
+def test_the_page_states_what_is_checked() -> None:
+    methods = {call[1].partition(":")[0] for call in CLEAN_CALLS}
+    ranks = sorted({count for count, _, _ in WORLDS.values()})
+    sentence = (
+        f"It checks {len(CLEAN_CALLS)} jobs of {ranks[0]} to {ranks[-1]} ranks: {len(methods)} "
+        f"strategies, {len(WIRES)} codecs. No unordered access remains. {len(PLANTED)} waits that "
+        "are removed on purpose, one at a time, are all found missing."
+    )
+    page = Path(__file__).parents[2] / "docs/accelerators.md"
+    assert sentence in " ".join(page.read_text().split())
+
+
+@pytest.mark.parametrize("call", CLEAN_CALLS, ids="-".join)
 def test_every_access_is_ordered(call: Call) -> None:
     found = findings(call)
     for rank in found:
@@ -132,7 +209,7 @@ def test_every_access_is_ordered(call: Call) -> None:
     assert any(rank["operations"].get(COMPUTE, 0) > 100 for rank in found)
 
 
-@pytest.mark.parametrize("call", [*PLANTED_CALLS, *PLANTED_AMONG_3, LIVE], ids="-".join)
+@pytest.mark.parametrize("call", [*PLANTED, LIVE], ids="-".join)
 def test_every_missing_wait_is_found(call: Call) -> None:
     assert any(rank["races"] for rank in findings(call))
 
@@ -149,6 +226,26 @@ def test_the_host_waits_for_decisions_alone(call: Call) -> None:
             "cyclic": "guards/finite.py",
         }.get(call[1], "no place")
         assert all(allowed in place for place in places), places
+
+
+def test_the_host_waits_once_for_unused_parameters() -> None:
+    """A wait for each bucket would end the overlap of update and communication."""
+    for rank in findings(("train", "wfbp:fusion=none", "", "unused")):
+        [(place, count)] = rank["waits"].items()
+        assert "buckets/gradients.py" in place
+        assert count == jobs.STEPS - jobs.MEASURED
+
+
+@pytest.mark.parametrize("call", MEMBER_CALLS, ids="-".join)
+def test_members_have_changed(call: Call) -> None:
+    assert [rank["epochs"] for rank in findings(call)] == [1, 0 if call[3] == "leave" else 1, 1]
+
+
+def test_blocks_are_gathered_after_their_averages() -> None:
+    """FSDP gathers whole blocks. Their weights do not depend on what is gathered together."""
+    for rank in findings(GATHERED):
+        by_block, by_layer = rank["bits"]
+        assert by_block == by_layer
 
 
 # ---- the checker itself -------------------------------------------------------------------------

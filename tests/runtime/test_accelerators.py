@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import offbeat
 from offbeat.core.buckets.flat import with_own_storage
 from offbeat.core.runtime import position, prepare, waiting
 from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.prepared import Optimizer
 from offbeat.core.runtime.votes import Votes
 from offbeat.core.runtime.waiting import Waiting
@@ -51,6 +53,7 @@ TRANSFER = transfer(
     "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
 )
 DAY_S = 86_400.0
+FACTORIES = {f"torch.{name}" for name in ("arange", "empty", "full", "ones", "tensor", "zeros")}
 
 
 # ---- events ---------------------------------------------------------------------------------
@@ -285,6 +288,20 @@ def test_tensors_of_any_gpu_get_a_storage_of_their_own(monkeypatch: pytest.Monke
     assert alone.tolist() == tensor.tolist()
 
 
+def test_tensors_are_created_on_a_named_device() -> None:
+    """Without a name it is torch's default device, which is the host: NCCL sends no such tensor."""
+    made, unnamed = 0, []
+    for room in ("core", "gossip", "server"):
+        for path in sorted((Path(offbeat.__file__).parent / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES:
+                    made += 1
+                    if not {"device", "pin_memory"} & {word.arg for word in node.keywords}:
+                        unnamed.append(f"{path.name}:{node.lineno}")
+    assert made > 20
+    assert unnamed == []
+
+
 def test_trainable_parameters_are_on_one_device() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -466,6 +483,25 @@ def test_decoded_messages_are_kept_for_their_readers() -> None:
     Waiting(Device(), _Control(), 5.0).wait(message, flat)  # type: ignore[arg-type]
     assert link.close()
     assert steps == ["follow", [decoded]]
+
+
+def test_members_follow_the_results_that_they_send() -> None:
+    """After a failure. The thread of the link alone has waited for the device."""
+    steps: list[Any] = []
+    message = Message(TRANSFER, 4, 3)
+    message.end = "end of the message"
+    cluster = SimpleNamespace(
+        device=SimpleNamespace(follow=steps.append),
+        links={"net": SimpleNamespace(detach=lambda: message)},
+    )
+    changes: Any = object.__new__(MemberChanges)
+    changes._begins_at, changes._cluster = None, cluster
+    changes._session = changes._engine = SimpleNamespace(iteration=5)
+    changes._member = SimpleNamespace(epoch=SimpleNamespace(first_iteration=0))
+    changes._meet_again = steps.append
+    changes.recover(RuntimeError("a member is lost"))
+    assert steps == ["end of the message", "a member is lost"]
+    assert changes._results == {"net": (3, message.tensors)}
 
 
 # ---- votes ------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -162,15 +163,15 @@ class Gradients:
         copy = self.flat.copy_index("grad")
         for b in range(len(self._added_now)):
             self._added_now[b] -= 1
-        for index, was_seen in enumerate(seen):
-            if not was_seen:
-                b = self.bucket_of[index]
-                place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
-                absent[place] -= 1
-                if absent[place] <= 0:
-                    self._absentees[copy][b].discard(place)
-                if not self._absentees[copy][b]:
-                    del self._absentees[copy][b]
+        unseen = [index for index, was_seen in enumerate(seen) if not was_seen]
+        for index in unseen:
+            b = self.bucket_of[index]
+            self.flat.absence_counts(b, copy)[index - self.starts[b]] -= 1
+        changed = list(dict.fromkeys(self.bucket_of[index] for index in unseen))
+        for b, absent in self._absence_counts(changed, copy).items():
+            places = {place for place in self._absentees[copy].pop(b, ()) if absent[place] > 0}
+            if places:
+                self._absentees[copy][b] = places
 
     def mark_fresh(self, b: int) -> None:
         """Record that bucket `b` holds this iteration's gradients."""
@@ -210,8 +211,8 @@ class Gradients:
         for index in self.flat.indices(run):
             self.parameters[index].grad = views[index]
         self._hidden.difference_update(self.flat.indices(run))
-        for b in [b for b in self._absentees[copy] if b in run]:
-            absent = self.flat.absence_counts(b, copy).tolist()
+        found = [b for b in self._absentees[copy] if b in run]
+        for b, absent in self._absence_counts(found, copy).items():
             # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
             limit = self.added_iterations(b, copy) - 0.5 / self.world_size
             for place in self._absentees[copy][b]:
@@ -219,6 +220,14 @@ class Gradients:
                     index = self.starts[b] + place
                     self.parameters[index].grad = None
                     self._hidden.add(index)
+
+    def _absence_counts(self, buckets: Sequence[int], copy: int) -> dict[int, list[float]]:
+        """Return the absence counts of some buckets. The host waits once for the device."""
+        if not buckets:
+            return {}
+        counts = [self.flat.absence_counts(b, copy) for b in buckets]
+        values = iter((torch.cat(counts) if len(counts) > 1 else counts[0]).tolist())
+        return {b: [*islice(values, len(own))] for b, own in zip(buckets, counts, strict=True)}
 
     def apply_later(self, runs: Iterable[range]) -> None:
         """Mark buckets whose update is delayed until after `optimizer.step()`."""

@@ -262,7 +262,8 @@ class CodedMessage:
         """
         how, sent = replace(self.settings, leaves_out=leaves_out), 0
         own_bad = not all(all_finite((part.numbers, part.plain)) for part in self.parts)
-        bad = _find_bad_ranks(own_bad, act, levels) if leaves_out else []
+        where = self.parts[0].numbers.device
+        bad = _find_bad_ranks(own_bad, act, levels, where) if leaves_out else []
         factor = levels.ranks / (levels.ranks - len(bad)) if len(bad) < levels.ranks else math.nan
         taken, arrived, kept = [], list[Tensor](), list[tuple[Tensor, slice, int]]()
         for i, part in enumerate(self.parts):
@@ -289,7 +290,7 @@ class CodedMessage:
             taken.append(numbers)
         lost = not all_finite(arrived)
         if lost and not leaves_out:
-            bad = _find_bad_ranks(own_bad, act, levels) or [*range(levels.ranks)]
+            bad = _find_bad_ranks(own_bad, act, levels, where) or [*range(levels.ranks)]
         if self.errors is not None and not (own_bad or lost):
             for numbers, shard, i in kept:
                 views = self.errors[i][0]
@@ -299,9 +300,11 @@ class CodedMessage:
         return arrived, bad, sent
 
 
-def _find_bad_ranks(own_bad: bool, act: Collectives, levels: Levels) -> list[int]:
+def _find_bad_ranks(
+    own_bad: bool, act: Collectives, levels: Levels, where: torch.device
+) -> list[int]:
     """Return the ranks with values that are not finite. Every rank must call it."""
-    flags = torch.zeros(levels.ranks, dtype=torch.float32)
+    flags = torch.zeros(levels.ranks, dtype=torch.float32, device=where)
     flags[levels.rank] = float(own_bad)
     act.by_verb["all_reduce"](flags)
     return [rank for rank, share in enumerate(flags.tolist()) if share > 0]

@@ -28,6 +28,10 @@ class ForwardHooks:
     later forward reads a parameter before that module runs, the read itself completes the bucket
     (`WatchedParameters`).
 
+    FSDP gathers the parameters of whole blocks before the hooks of the modules in them, on a stream
+    of its own that waits for compute when the model begins. So all buckets of a sharded model are
+    completed when its forward begins.
+
     Attributes:
         at_start: bucket that is needed when the whole model begins, together with all buckets
             nearer the input; None if no bucket is needed then.
@@ -51,7 +55,7 @@ class ForwardHooks:
         self._first_read: dict[int, str] = {}
         self._handles: list[RemovableHandle] = []
         self._readers: list[nn.Module] = []  # modules whose parameters are watched
-        modules = list(model.named_modules(remove_duplicate=False))
+        modules = [] if flat.is_sharded else list(model.named_modules(remove_duplicate=False))
         watched = _outside_compiled(modules)
         self._compiled = len(watched) < len(modules)
         for name, module in watched:

@@ -368,6 +368,8 @@ class MemberChanges:
             for name, link in self._cluster.links.items():
                 last = link.detach()
                 if last is not None:
+                    # Compute reads the results of this message and of earlier ones.
+                    self._cluster.device.follow(last.end)
                     self._results[name] = last.order, last.tensors
                     if not (is_vote_channel(name) or base_link(name) == INSIDE):
                         landed = last.iteration + earlier

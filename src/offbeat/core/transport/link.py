@@ -208,6 +208,7 @@ class LinkThread(MessageLink):
     def __init__(self, name: str, collectives: Collectives, device: Device):
         super().__init__(name, collectives, device)
         self._last: Message | None = None
+        self._held: Sequence[Tensor] = ()  # of the message that has failed
         self._changing = threading.Lock()  # of `_last` and `_detached`
         self._detached = False
         self._released: SimpleQueue[Message | None] = SimpleQueue()
@@ -249,6 +250,9 @@ class LinkThread(MessageLink):
             while (message := waiting.pop(expected, None)) is not None:
                 failed = self._run(message, failed)
                 expected += 1
+        if failed is not None:
+            # Copies of the failed message may still use its tensors and the group's pinned memory.
+            self._device.finish()
 
     def _run(self, message: Message, failed: BaseException | None) -> BaseException | None:
         """Run one message. After a failure all later messages fail with the same error."""
@@ -261,7 +265,7 @@ class LinkThread(MessageLink):
                 if self.keeps_last:
                     self._keep(message)
         except BaseException as error:
-            failed = error
+            failed, self._held = error, message.tensors
         message.error = failed
         message.arrive()
         return failed
