@@ -25,8 +25,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count as numbers
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,9 +36,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import offbeat
 from offbeat.core.transport.device import Device
 
 COMPUTE = "compute"
+PACKAGE = f"{Path(offbeat.__file__).parent}/"
 PAGE_BITS = 10
 FRAMES = 14  # of the stack, in which the place of an operation is searched
 SYNCHRONIZES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select"}
@@ -55,6 +59,17 @@ def merge(into: Clock, other: Clock) -> None:
             into[stream] = count
 
 
+class Place(NamedTuple):
+    """An operation, and the files and lines from which it was launched."""
+
+    operation: str
+    lines: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        lines = ", from ".join(f"{name}:{line}" for name, line in self.lines)
+        return f"{self.operation} at {lines or 'script or autograd'}"
+
+
 @dataclass(slots=True)
 class Access:
     low: int
@@ -62,7 +77,7 @@ class Access:
     stream: str
     count: int
     writes: bool
-    where: str
+    where: Place
     allocation: Allocation
 
 
@@ -77,7 +92,7 @@ class Allocation:
 
     ref: StorageWeakRef
     stream: str | None
-    where: str
+    where: Place
     start: int
     is_host: bool = False
     owns: bool = True
@@ -109,14 +124,14 @@ class Checker:
     def reset(self) -> None:
         with self.lock:
             self.races: Counter[str] = Counter()
-            self.waits: Counter[str] = Counter()  # of the host for compute, by place
+            self.waits: Counter[Place] = Counter()  # of the host for compute, by place
             self.operations: Counter[str] = Counter()  # by stream
             self._clocks: dict[str, Clock] = {}
             self._hosts: dict[int, Clock] = {}
             self._pages: dict[int, list[Access]] = {}
             self._known: dict[int, Allocation] = {}
             self._shared: dict[int, Allocation] = {}  # used by a stream other than their own
-            self._freed: dict[str, list[tuple[Clock, str]]] = {}
+            self._freed: dict[str, list[tuple[Clock, Place]]] = {}
 
     # ---- streams and hosts ----------------------------------------------------------------------
 
@@ -143,7 +158,7 @@ class Checker:
             merge(self.clock(stream), moment.order)
             merge(self.host(), moment.host)
 
-    def synchronize(self, where: str) -> None:
+    def synchronize(self, where: Place) -> None:
         """Let the host wait for the current stream."""
         with self.lock:
             merge(self.host(), self.clock())
@@ -179,7 +194,7 @@ class Checker:
         if gone.stream is not None and uses:
             self._freed.setdefault(gone.stream, []).append((uses, gone.where))
 
-    def add(self, tensor: Tensor, where: str, *, is_host: bool = False) -> Allocation:
+    def add(self, tensor: Tensor, where: Place, *, is_host: bool = False) -> Allocation:
         """Note new memory of the current stream, or of the host."""
         low, high = span_of(tensor)
         self._pages_without(low, high)
@@ -189,7 +204,7 @@ class Checker:
             self._check_reuse(where)
         return made
 
-    def _check_reuse(self, where: str) -> None:
+    def _check_reuse(self, where: Place) -> None:
         for key in [key for key, shared in self._shared.items() if shared.ref.expired()]:
             self._forget(key)
         now = self.clock()
@@ -232,7 +247,7 @@ class Checker:
             if page in self._pages:
                 self._pages[page] = [a for a in self._pages[page] if a.high <= low or high <= a.low]
 
-    def touch(self, tensor: Tensor, writes: bool, where: str) -> None:
+    def touch(self, tensor: Tensor, writes: bool, where: Place) -> None:
         """Note an access of the current operation on the current stream."""
         if tensor.layout != torch.strided or not tensor.numel():
             return
@@ -265,13 +280,13 @@ class Checker:
                     kept.append(a)
             self._pages[page] = [*kept, mine]
 
-    def _allocate(self, tensor: Tensor, where: str) -> Allocation:
+    def _allocate(self, tensor: Tensor, where: Place) -> Allocation:
         storage = tensor.untyped_storage()
         made = Allocation(StorageWeakRef(storage), None, where, storage.data_ptr())
         self._known[storage._cdata] = made
         return made
 
-    def touch_by_host(self, tensor: Tensor, where: str, writes: bool = True) -> None:
+    def touch_by_host(self, tensor: Tensor, where: Place, writes: bool = True) -> None:
         """Note an access of the host, which may write unless `writes` is False."""
         if not tensor.numel():
             return
@@ -292,17 +307,22 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + max(size, 0) * tensor.element_size()
 
 
-def place_of(operation: str) -> str:
+def place_of(operation: str) -> Place:
     """Return an operation and the first places of offbeat on the stack."""
     frame, found = sys._getframe(1), []
     for _ in range(FRAMES):
         if frame is None or len(found) == 2:
             break
-        name = frame.f_code.co_filename
-        if "/offbeat/" in name:
-            found.append(f"{name.rsplit('/offbeat/', 1)[1]}:{frame.f_lineno}")
+        if (name := own_file(frame.f_code.co_filename)) is not None:
+            found.append((name, frame.f_lineno))
         frame = frame.f_back
-    return f"{operation} at {', from '.join(found) or 'script or autograd'}"
+    return Place(operation, tuple(found))
+
+
+@cache
+def own_file(name: str) -> str | None:
+    """Return the path of a file within the package, or None."""
+    return name.removeprefix(PACKAGE) if name.startswith(PACKAGE) else None
 
 
 CHECKER = Checker()

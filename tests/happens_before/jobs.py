@@ -28,6 +28,7 @@ import offbeat
 from happens_before.checker import (
     CHECKER,
     COMPUTE,
+    Place,
     SideEvent,
     SideStream,
     Streams,
@@ -348,7 +349,7 @@ def train(
         options |= {"observe": 2, "min_bucket_bytes": 1}
     else:
         options["profile"] = profile_of(case, world_size())
-    before = Counter[str]()
+    before = Counter[Place]()
     with on_streams() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if action == "staged save":
@@ -388,10 +389,10 @@ def stage_messages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FlatSession, "run_from", run_from)
 
 
-def findings(waits: Counter[str]) -> dict[str, Any]:
+def findings(waits: Counter[Place]) -> dict[str, Any]:
     return {
         "races": dict(CHECKER.races.most_common(4)),
-        "waits": dict(waits),
+        "waits": {str(place): count for place, count in waits.items()},
         "operations": dict(CHECKER.operations),
     }
 
