@@ -99,9 +99,12 @@ class Allocation:
     uses: Clock = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)  # streams of which the allocator has been told
 
-    @property
-    def is_free(self) -> bool:
-        return self.owns and self.ref.expired()
+    def has_left(self, address: int) -> bool:
+        """Whether the memory at an address does not belong to the storage any more."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        if storage is None:
+            return self.owns
+        return not storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes()
 
 
 @dataclass(frozen=True)
@@ -272,7 +275,7 @@ class Checker:
                     kept.append(a)
                     continue
                 before = a.stream == stream or now.get(a.stream, 0) >= a.count
-                if not before and a.allocation.is_free:  # the memory has a new owner
+                if not before and a.allocation.has_left(a.low):  # the memory has a new owner
                     continue
                 if not before and (writes or a.writes):
                     self.races[f"{_words(a)} and {_words(mine)}"] += 1
@@ -294,7 +297,9 @@ class Checker:
             low, high = span_of(tensor)
             for a in self._accesses(low, high):
                 overlaps = a.low < high and low < a.high and (writes or a.writes)
-                if overlaps and not (self._is_seen(a.stream, a.count) or a.allocation.is_free):
+                if overlaps and not (
+                    self._is_seen(a.stream, a.count) or a.allocation.has_left(a.low)
+                ):
                     self.races[f"{_words(a)} and access by the host [{where}]"] += 1
 
 

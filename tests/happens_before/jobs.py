@@ -21,7 +21,7 @@ import torch.distributed as dist
 from support import member_jobs, models
 from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from support.node_jobs import PAIRS, Shards, profile_in
-from support.workers import bits_of, rank, world_size
+from support.workers import rank, world_size
 from torch import Tensor, nn
 
 import offbeat
@@ -127,6 +127,7 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
             ("current_stream", current_stream),
         ):
             patch.setattr(torch.cpu, name, stand_in)
+        patch.setattr(torch.accelerator, "current_stream", current_stream)
         # A GPU's memory returns to torch's allocator.
         patch.setattr(Spares, "take", lambda _, n, dtype, __: torch.empty(n, dtype=dtype))
         patch.setattr(Spares, "give", lambda *_: None)
@@ -354,12 +355,14 @@ def train(
         warnings.simplefilter("ignore")
         if action == "staged save":
             stage_messages(patch)
+        if plant == "by_module":  # the plan registers its hooks in `prepare`
+            by_module(patch)
         model, more = (build_model(case), {}) if build is None else build()
         optimizer = build_optimizer(case, model)
         model, optimizer = offbeat.prepare(model, optimizer, strategy, **(options | more))
         CHECKER.reset()
         with Watch():
-            if plant is not None:
+            if plant is not None and plant != "by_module":
                 PLANTS[plant](patch)
             for t in range(STEPS):
                 if t == MEASURED:
@@ -483,36 +486,16 @@ def shard(strategy: str, plant: str | None = None, action: str | None = None) ->
     return train(strategy, plant, action, case=BLOCKS, build=build)
 
 
-def sharded_blocks(*, by_layer: bool = False) -> nn.Module:
+def sharded_blocks() -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     model = build_model(BLOCKS)
     for block in model.children():
-        layers = [layer for layer in block.children() if isinstance(layer, nn.Linear)]
-        for module in layers if by_layer else [block]:
-            fully_shard(module, mesh=mesh()["inside"])
-    return fully_shard(model, mesh=mesh()["inside"])
-
-
-def gather(strategy: str) -> dict[str, Any]:
-    """Train shards that FSDP gathers block by block, and layer by layer. Return hashes of all
-    weights that this rank holds."""
-    from offbeat.core.buckets.shards import own_parameters
-
-    found = []
-    for by_layer in (False, True):
-        model = sharded_blocks(by_layer=by_layer)
-        optimizer: Any = build_optimizer(BLOCKS, model)
-        options = {"mesh": mesh()["between"], "profile": profile_in(BLOCKS, SHARDED)}
-        model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0, **options)
-        for t in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *batch(BLOCKS, rank(), t)).backward()
-            optimizer.step()
-        model.flush()
-        found.append(bits_of(own_parameters(model.module).values()))
-        model.close()
-    return {"races": {}, "bits": found}
+        fully_shard(block, mesh=mesh()["inside"])
+    fully_shard(model, mesh=mesh()["inside"])
+    with torch.no_grad():  # the first forward reads all shards at its start
+        model(batch(BLOCKS, rank(), 0)[0])
+    return model
 
 
 def change_members(

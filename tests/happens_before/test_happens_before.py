@@ -82,7 +82,8 @@ NODE_CALLS: list[Call] = [
     *(
         ("shard", text)
         for text in (
-            "wfbp", "dear", "diloco:period=2", "dreamddp:period=3:due=forward:wire=int8",
+            "wfbp", "dear", "diloco:period=2:fragments=1:due=forward",
+            "dreamddp:period=3:due=delayed",
             "wfbp:fusion=none:wire=int8", "deft:forward=1:backward=1", "selsync:delta=0.1",
         )
     ),
@@ -129,7 +130,8 @@ PLANTED_IN_NODES: list[Call] = [
     ("shard", "wfbp", "no_release"),
     ("shard", "wfbp", "early_release"),
     ("shard", "wfbp:fusion=none", "unmarked_side_stream"),
-    ("shard", "dreamddp:period=3:due=forward:wire=int8", "by_module"),
+    ("shard", "diloco:period=2:fragments=1:due=forward", "by_module"),
+    ("shard", "dreamddp:period=3:due=delayed", "by_module"),
 ]
 PLANTED_AMONG_MEMBERS: list[Call] = [
     ("change_members", "local-sgd:period=2", "complete"),
@@ -140,8 +142,6 @@ PLANTED_AMONG_MEMBERS: list[Call] = [
 # Weights change during a forward on purpose, so this is what a missing order looks like.
 LIVE: Call = ("gossip", "ad-psgd:topology=complete:weights=live")
 
-GATHERED: Call = ("gather", "dreamddp:period=3:due=forward:wire=int8")
-
 PAIR_CALLS = [*STRATEGY_CALLS, *CODEC_CALLS, *SPECIAL_CALLS, *GOSSIP_CALLS]
 CLEAN_CALLS = [*PAIR_CALLS, *SERVED_CALLS, *NODE_CALLS, *MEMBER_CALLS]
 PLANTED = [*PLANTED_CALLS, *PLANTED_AMONG_3, *PLANTED_IN_NODES, *PLANTED_AMONG_MEMBERS]
@@ -149,7 +149,7 @@ PLANTED = [*PLANTED_CALLS, *PLANTED_AMONG_3, *PLANTED_IN_NODES, *PLANTED_AMONG_M
 WORLDS: dict[str, tuple[int, list[Call], list[str]]] = {
     "pair": (2, [*PAIR_CALLS, *PLANTED_CALLS, LIVE], []),
     "servers": (3, [*SERVED_CALLS, *PLANTED_AMONG_3], []),
-    "nodes": (4, [*NODE_CALLS, *PLANTED_IN_NODES, GATHERED], ["support.sharded_jobs"]),
+    "nodes": (4, [*NODE_CALLS, *PLANTED_IN_NODES], ["support.sharded_jobs"]),
     "members": (3, [*MEMBER_CALLS, *PLANTED_AMONG_MEMBERS], []),
 }
 
@@ -239,13 +239,6 @@ def test_the_host_waits_once_for_unused_parameters() -> None:
 @pytest.mark.parametrize("call", MEMBER_CALLS, ids="-".join)
 def test_members_have_changed(call: Call) -> None:
     assert [rank["epochs"] for rank in findings(call)] == [1, 0 if call[3] == "leave" else 1, 1]
-
-
-def test_blocks_are_gathered_after_their_averages() -> None:
-    """FSDP gathers whole blocks. Their weights do not depend on what is gathered together."""
-    for rank in findings(GATHERED):
-        by_block, by_layer = rank["bits"]
-        assert by_block == by_layer
 
 
 # ---- the checker itself -------------------------------------------------------------------------

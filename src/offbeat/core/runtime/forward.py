@@ -28,9 +28,8 @@ class ForwardHooks:
     later forward reads a parameter before that module runs, the read itself completes the bucket
     (`WatchedParameters`).
 
-    FSDP gathers the parameters of whole blocks before the hooks of the modules in them, on a stream
-    of its own that waits for compute when the model begins. So all buckets of a sharded model are
-    completed when its forward begins.
+    FSDP gathers parameters on a stream of its own, which waits for compute only when the model
+    begins. So all buckets of a sharded model are completed when its forward begins.
 
     Attributes:
         at_start: bucket that is needed when the whole model begins, together with all buckets
