@@ -234,6 +234,14 @@ class Checker:
                 if (found := self.allocation(tensor)) is not None:
                     found.kept.add(self.stream)
 
+    def set_host(self, tensor: Tensor, where: Place) -> None:
+        """Note that memory belongs to the host, and so did all operations on it."""
+        found = self.allocation(tensor) or self._allocate(tensor, where)
+        if not found.is_host:
+            found.is_host, found.stream = True, None
+            storage = tensor.untyped_storage()
+            self._pages_without(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
     def is_host(self, tensor: Tensor) -> bool:
         found = self.allocation(tensor)
         return found is not None and found.is_host
@@ -392,6 +400,12 @@ class Watch(TorchDispatchMode):
             if schema.communicates:  # gloo orders its copies of device memory on the current stream
                 given = [(tensor, True) for tensor, _ in given]
                 hosts = [any(hosts)] * len(hosts)
+            elif schema.name not in COPIES and any(
+                is_host and tensor.dim() for (tensor, _), is_host in zip(given, hosts, strict=True)
+            ):  # of tensors of one device, which is the host's
+                for tensor, _ in given:
+                    CHECKER.set_host(tensor, place_of(schema.name))
+                hosts = [True] * len(hosts)
             for tensor, writes in given if all(hosts) else ():
                 CHECKER.touch_by_host(tensor, place_of(schema.name), writes)
         result = func(*args, **kwargs)

@@ -103,6 +103,12 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
         finalize(made, CHECKER.free_on_host, key).atexit = False
         return made
 
+    def reserve_like(self: collectives.Scratch, tensor: Tensor, size: int) -> Tensor:
+        made = reserve(self, tensor, size)
+        if CHECKER.is_host(tensor) and not CHECKER.is_host(made):
+            CHECKER.add(made, place_of("host memory"), is_host=True)
+        return made
+
     def stream(_: object) -> Any:
         return SimpleNamespace(synchronize=lambda: CHECKER.synchronize(place_of("synchronize")))
 
@@ -111,13 +117,14 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
             watch_thread()
         started(self)
 
-    started = threading.Thread.run
+    started, reserve = threading.Thread.run, collectives.Scratch.reserve
     with pytest.MonkeyPatch.context() as patch, host_memory_noted():
         patch.setattr(threading.Thread, "run", run)
         patch.setattr(prepare, "device_of", lambda _: Streams())
         patch.setattr(cluster, "collectives", on_gpu)
         patch.setattr(collectives, "is_on_host", CHECKER.is_host)
         patch.setattr(collectives, "pinned_memory", pinned)
+        patch.setattr(collectives.Scratch, "reserve", reserve_like)
         patch.setattr(torch.cuda, "current_stream", stream)
         # FSDP's streams are those of its device.
         for name, stand_in in (
@@ -301,7 +308,6 @@ PLANTS: dict[str, Plant] = {
     "early_release": early_release,
     "no_copy": no_copy,
     "no_host_wait": no_host_wait,
-    "no_wait_before_free": no_wait_before_free,
     "unmarked_side_stream": unmarked_side_stream,
     "by_module": by_module,
     "no_wait_for_results": no_wait_for_results,
@@ -337,15 +343,13 @@ def train(
         plant: name of the missing wait; None: nothing is missing.
         action: what the script does beside training: "observe" without a profile, "save", "load"
             or "evaluate" in the middle and at the end, "accumulate" two backward passes per step.
-            "staged save": the same, with messages that are copies. "ignore": values that are not
-            finite are not detected. "unused": layers without gradients.
+            "staged save": the same, with messages that are copies. "unused": layers without
+            gradients.
         case: model and optimizer.
         build: returns the model, and further arguments of `prepare`.
     """
     options: dict[str, Any] = {"compare_every": 0, "timeout_s": 20.0}
     case = UNUSED if action == "unused" else case
-    if action == "ignore":
-        options["on_nonfinite"] = "ignore"  # the check of a message waits for the device
     if action == "observe":
         options |= {"observe": 2, "min_bucket_bytes": 1}
     else:

@@ -25,6 +25,7 @@ from happens_before import jobs
 from happens_before.checker import CHECKER, COMPUTE, Streams, Watch
 from offbeat.core.codecs import WIRES
 from offbeat.core.strategy.registry import module_names, setting_names
+from offbeat.core.transport.collectives import Scratch, via_host
 
 Call = tuple[str, ...]
 
@@ -51,7 +52,7 @@ CODEC_CALLS: list[Call] = [
     )
 ]  # fmt: skip
 SPECIAL_CALLS: list[Call] = [
-    ("train", "local-sgd:period=2:state=averaged", "", "ignore"),
+    ("train", "local-sgd:period=2:state=averaged"),
     ("train", "dreamddp:period=3:due=delayed", "", "save"),
     ("train", "diloco:period=3:fragments=2:delay=1", "", "evaluate"),
     ("train", "cyclic:wire=int4", "", "load"),
@@ -103,7 +104,6 @@ PLANTED_CALLS: list[Call] = [
     ("train", "deft", "complete"),
     ("train", "wfbp:wire=int8", "complete"),
     ("train", "local-sgd:period=2:wire=int4", "no_release"),
-    ("train", "local-sgd:period=2:state=averaged", "no_wait_before_free", "ignore"),
     ("train", "dreamddp:period=3:due=delayed", "complete", "staged save"),
     ("train", "cyclic", "no_copy"),
     ("train", "cyclic", "complete"),
@@ -117,7 +117,6 @@ PLANTED_AMONG_3: list[Call] = [
     ("serve", "ssp:s=1", "collect"),
     ("serve", "ssp:s=1", "load_pulled"),
     ("serve", "ps-diloco:period=2", "push"),
-    ("serve", "ps-diloco:period=2", "load_pulled"),
 ]
 PLANTED_IN_NODES: list[Call] = [
     ("replicate", "wfbp", "no_follow"),
@@ -286,6 +285,25 @@ def test_memory_of_another_stream_is_kept_for_its_reader(device: Streams, kept: 
         torch.zeros(1000)
     del CHECKER.threads.stream
     assert bool(CHECKER.races) == (not kept)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pinned_memory_is_freed_after_copies_from_it(waits: bool) -> None:
+    """The second tensor of a message needs more memory than the first one."""
+    with jobs.on_streams() as patch, Watch():
+        if not waits:
+            jobs.no_wait_before_free(patch)
+        CHECKER.reset()
+        buffers, device = Scratch(pinned=True), Streams()
+        send = via_host(lambda _: None, buffers)
+        small, large = torch.ones(10), torch.ones(20)
+
+        def send_both() -> None:
+            send(small)
+            send(large)
+
+        on_link(send_both, device.mark())
+    assert bool(CHECKER.races) == (not waits)
 
 
 def test_reads_do_not_race(device: Streams) -> None:
