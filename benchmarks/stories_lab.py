@@ -198,9 +198,10 @@ def measure(story: SmallStory, folder: Path, launches: int, seconds: float) -> M
     alone = verdict.row(ALONE)
     assert alone is not None
     steps = ("--steps", str(steps_of(alone.method, seconds / 2)))
-    one = Setup(story.script(), Cluster.simple(1), pace=profile.pace, timeout_s=LAUNCH_S)
+    verdict.place.one_machine.save(folder / "one.json")
+    one = Setup(story.script(), Cluster.simple(1), timeout_s=LAUNCH_S)
     chosen = {ALONE: Contestant(BASELINE, create(BASELINE), steps)}
-    rows |= run(one, chosen, launches, folder / "one")
+    rows |= run(one, chosen, launches, folder / "one", folder / "one.json")
     return Measured(story, profile, verdict, rows)
 
 
