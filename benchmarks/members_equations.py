@@ -252,8 +252,10 @@ class Reference:
         failed = [e for e in later if e.first_iteration == change.first_iteration]
         if not failed or "landed" not in failed[0].details:
             return True
-        if failed[0].details.get("united"):
+        if failed[0].details.get("united") or failed[0].details.get("begun", -1) >= change.number:
             return True
+        if "begun" in failed[0].details:
+            return False
         self.is_ambiguous = True
         return self._united
 

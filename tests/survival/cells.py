@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpoint.test_resume import TRIALS
 from support import failing
+from support.member_jobs import Scenario, epochs_of, membership_service, train_member
 from support.worlds import Outcome, run_world, watch_world
 
 from offbeat.strategies import Strategy, create
@@ -48,7 +49,8 @@ RESUMED = {trial.strategy.name for trials in TRIALS.values() for trial in trials
 NAMES, ENDS = "names it", "ends"
 GOES_ON, WAITS = "goes on", "waits"
 EXACT, WEIGHTS, SNAPSHOT = "same bits", "weights", "snapshot"
-OUTCOMES = {NAMES, ENDS, GOES_ON, WAITS, EXACT, WEIGHTS, SNAPSHOT}
+REFUSED = "refused"
+OUTCOMES = {NAMES, ENDS, GOES_ON, WAITS, EXACT, WEIGHTS, SNAPSHOT, REFUSED}
 ACCUSED = re.compile(
     r"[Rr]ank (\d+)(?: \(\S+\))? "
     r"(?:has died or stands still|has left|keeps the others|cannot be reached|failed)"
@@ -113,10 +115,31 @@ def _restarted(name: str) -> str:
     return EXACT if strategy.name in RESUMED else WEIGHTS
 
 
+def _changed(name: str) -> str:
+    """Return what a job with members does while one is killed, one joins, and the first leaves."""
+    strategy = strategy_of(name)
+    with membership_service() as address:
+        founders = watch_world(train_member, 3, address, Scenario(strategy, 2), timeout_s=LIMIT_S)
+    kinds = {outcome.kind for outcome in founders}
+    if kinds == {"ValueError"}:
+        return REFUSED
+    assert kinds == {""}, f"members do not train under {name}: {founders[0].error}"
+    changes = {"kills": {1: 5}, "joins": {3: 17}, "join_after": 1, "leaves": {0: 25}}
+    scenario = Scenario(strategy, 40, **changes)
+    with membership_service() as address:
+        outcomes = watch_world(train_member, 4, address, scenario, timeout_s=LIMIT_S, doomed=[1])
+        counts = [len(epoch.members) for epoch in epochs_of(address)]
+    others = [outcome for outcome in outcomes if outcome.rank != 1]
+    assert not any(outcome.kind for outcome in others), f"{name}: {others}"
+    assert counts == [3, 2, 3, 2], f"members are {counts} under {name}"
+    return GOES_ON
+
+
 EVENTS: dict[str, Callable[[str], str]] = {
     "a rank is killed": lambda name: _disturbed(name, "is killed", 1),
     "rank 0 is killed": lambda name: _disturbed(name, "is killed", 0),
     "a rank is stopped": lambda name: _disturbed(name, "is stopped", 1),
     "a rank is stopped for .3 s": _paused,
     "the job starts again": _restarted,
+    "members fail, join, leave": _changed,
 }

@@ -17,7 +17,11 @@ from survival.cells import EVENTS, OUTCOMES, STRATEGIES
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 TABLE = re.compile(r"^\| strategy \|.*\n(?:\|.*\n)+", re.MULTILINE)
 REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"
-RUN = [("a2cid2", "a rank is killed"), ("dear", "rank 0 is killed")]
+RUN = [
+    ("a2cid2", "a rank is killed"),
+    ("dear", "rank 0 is killed"),
+    ("dear", "members fail, join, leave"),
+]
 
 
 def table(outcomes: dict[tuple[str, str], str]) -> str:
