@@ -49,7 +49,7 @@ STRATEGIES = {
     "dreamddp:period=8": 8192,
     "diloco:period=50": 8192,
     "deft": 8192,
-    "noloco:period=50": 1024,
+    "noloco:period=50": 64,
 }  # with the largest number of ranks that is tried
 BUCKETS, BUCKET_BYTES = 24, 4 << 20
 GRAPHS = {"ring": 8192, "exponential": 8192, "torus": 1024}
@@ -317,7 +317,6 @@ def digits(value: float) -> float | int:
 
 MEASURED = (
     ("processor seconds of a rank", "cpu_s", 1.0),
-    ("open files of a rank", "files", 1.0),
     ("open files of rank 0, which hosts the store", "files of rank 0", 1.0),
     ("threads of a rank", "threads", 1.0),
     ("KB that a rank receives from the store", "store_received", 1e-3),

@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("benchmarks", "claims"))
+PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("benchmarks", "claims", "scale"))
 ALL_TABLES = HERE / "tables.md"
 GENERATED = re.compile(r"(<!-- (table|list) ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 

@@ -307,6 +307,25 @@ def test_groups_work_if_pairs_connect_with_their_first_message() -> None:
     assert run_world(run_lazily, 5) == [expected] * 5
 
 
+def train_lazily() -> list[float]:
+    os.environ[LAZY_CONNECTIONS] = "1"
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, "bsp", links=["lo"], timeout_s=20.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        optimizer.step()
+    model.close()
+    return [w for p in model.parameters() for w in p.flatten().tolist()]
+
+
+def test_a_job_trains_if_pairs_connect_with_their_first_message() -> None:
+    """Its groups do not share the devices of gloo, which would wait forever."""
+    first, *others = run_world(train_lazily, 3)
+    assert others == [first] * 2
+
+
 class Noted:
     """A group of three that notes what its rank 0 sends, takes and waits for."""
 

@@ -580,6 +580,7 @@ def test_texts_show_what_was_changed():
         "state": "local",
         "due": "end",
         "delay": 1,
+        "gain": 1.0,
         "clip": None,
         "outer": None,
     }

@@ -36,7 +36,7 @@ from offbeat.core.transport.heartbeat import (
     mark_peer_error,
     process_heartbeat,
 )
-from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
 from offbeat.core.transport.rendezvous import missing_keys
 from offbeat.core.transport.tagged import all_gather
 from offbeat.core.transport.versions import compare_versions, publish_versions
@@ -481,7 +481,8 @@ def new_group(
             has its own.
     """
     mine, timeout = None, timedelta(seconds=timeout_s)
-    with share_devices(like):
+    # Groups of one device could not distinguish connections that begin with a message.
+    with share_devices(None if connects_lazily() else like):
         for part in parts or [range(dist.get_world_size())]:  # every rank must create every group
             group = dist.new_group(list(part), backend=backend, timeout=timeout)
             mine = group if dist.get_rank() in part else mine

@@ -122,6 +122,11 @@ def group_environment(spec: LinkSpec, ranks: int = 1):
                 os.environ[name] = value
 
 
+def connects_lazily() -> bool:
+    """Return whether new groups of gloo connect two ranks with their first message."""
+    return os.environ.get(LAZY_CONNECTIONS, "0").lower() not in ("", "0", "n", "no", "f", "false")
+
+
 def control_interface(specs: Sequence[LinkSpec], topology: Topology) -> str | None:
     """Return the interface for process groups that belong to no link; None lets gloo choose.
 
