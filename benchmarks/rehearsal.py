@@ -194,7 +194,13 @@ def ranking(model: str, options: argparse.Namespace) -> dict[str, Any] | None:
         options.keep / f"{model}-{what}" for what in ("measured", "rehearsed")
     )
     outcome = compare(
-        Comparison(Setup(script, cluster, pace="auto"), contestants, len(seeds), given_seeds=seeds),
+        Comparison(
+            Setup(script, cluster, pace="auto"),
+            contestants,
+            len(seeds),
+            repeat_disturbed=True,
+            given_seeds=seeds,
+        ),
         run_dir,
         resume=(run_dir / "run.json").exists(),
     )
