@@ -496,7 +496,9 @@ def test_members_follow_the_results_that_they_send() -> None:
     )
     changes: Any = object.__new__(MemberChanges)
     changes._begins_at, changes._cluster = None, cluster
-    changes._session = changes._engine = SimpleNamespace(iteration=5)
+    changes._session = SimpleNamespace(iteration=5, has_profile=True)
+    changes._engine = SimpleNamespace(iteration=5, waiting=SimpleNamespace(since_s=None))
+    changes._united_at = -1
     changes._member = SimpleNamespace(epoch=SimpleNamespace(first_iteration=0))
     changes._meet_again = steps.append
     changes.recover(RuntimeError("a member is lost"))
