@@ -300,6 +300,11 @@ def overhead_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
             yield [task, plain, ours.partition(" ")[0], *ms, spread(ratios, 3)]
 
 
+NOTES = [
+    "Where the package torchft is installed, its local SGD over shards races, too. DeToNATION (detonation 0.5 on PyPI) does not: it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
+]
+
+
 # ---- result ---------------------------------------------------------------------------------
 
 COLUMNS: dict[str, tuple[str, str, list[str]]] = {
@@ -378,7 +383,7 @@ def result(out: Path) -> dict[str, Any]:
             for name, rows in parts.items()
         ],
         "misses": [*misses(parts)],
-        "notes": [],
+        "notes": NOTES,
     }
 
 

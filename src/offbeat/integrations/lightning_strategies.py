@@ -111,24 +111,11 @@ class ShardedTrainerStrategy(TrainerStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._consolidate()
-        with self._bare_model():
-            return super(TrainerStrategy, self).lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        with self._bare_model():
-            return super().optimizer_state(optimizer)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with self._bare_model():
-            return super().load_checkpoint(*args, **kwargs)
-
-    @contextmanager
-    def _bare_model(self) -> Iterator[None]:
-        """Use the module itself, because torch collects shards by the names of its modules."""
-        prepared, self.model = self.model, self.lightning_module
+        prepared = self.model
         try:
-            yield
+            self._consolidate()
+            self.model = self.lightning_module  # torch collects shards by the names of its modules
+            return super(TrainerStrategy, self).lightning_module_state_dict()
         finally:
             self.model = prepared
 

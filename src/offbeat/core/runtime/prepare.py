@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.core.buckets.flat import ALIGNED_BYTES, require_supported
-from offbeat.core.buckets.shards import describe_shards, shard_ranks
+from offbeat.core.buckets.shards import describe_shards, reshard, shard_ranks
 from offbeat.core.checkpoint.checkpoints import enable_checkpoints, save
 from offbeat.core.console import console
 from offbeat.core.files import write_or_warn
@@ -423,6 +423,7 @@ def joined_optimizer(
             stacklevel=3,
         )
     _require_unwrapped(model)
+    reshard(model)  # a forward of FSDP may have left whole parameters in the place of shards
     require_supported(model)
     _require_own_parameters(model, whole)
     _require_one_backward(whole)

@@ -54,12 +54,9 @@ class TensorActions:
 
     def receive(self, iteration: Iteration, index: int) -> None:
         message = iteration.messages[index]
-        target, run = message.transfer.target, message.transfer.payload.buckets
-        if target == "param":
-            self._flat.copy_in(run)  # a message may hold only a slice
         self.messages.complete(message)
-        if target == "param":
-            self._flat.copy_out(run)
+        if message.transfer.target == "param":
+            self._flat.copy_out(message.transfer.payload.buckets)
         if message.culprits and self._suspects is not None:
             gradients = message.transfer.payload.buffer == "grad"
             self._suspects.note(message, later=gradients and self._note_later)
