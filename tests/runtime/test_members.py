@@ -284,3 +284,8 @@ def test_nodes_of_two_ranks_join_fail_and_leave(strategy: Strategy) -> None:
 def test_a_failure_before_the_plan_ends_the_job_with_its_name() -> None:
     scenario = Scenario(LocalSGD(period=3), 12, kills={1: 1}, orphans=(0, 2), measures=True)
     run(scenario)
+
+
+def test_a_process_that_has_failed_to_create_a_group_meets_the_others() -> None:
+    scenario = Scenario(LocalSGD(period=2), 4, first=2, inject={1: "fail to create a group"})
+    assert [len(e.members) for e in check(scenario, every(2))] == [2]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from offbeat.core.checkpoint import saving, shard
 from offbeat.core.guards import replicas
@@ -123,6 +124,11 @@ def _end_in_write() -> None:
     shard.write = write
 
 
+def _fail_to_create_group() -> None:
+    """Count a process group whose creation has failed, as torch does."""
+    distributed_c10d._world.group_count += 1
+
+
 FAILURES: dict[str, Callable[[], None]] = {
     "end in repeat": _end_in_repeat,
     "end after repeat": _end_after_repeat,
@@ -134,4 +140,5 @@ FAILURES: dict[str, Callable[[], None]] = {
     "lose union": _lose_union,
     "end in save": _end_in_save,
     "end in write": _end_in_write,
+    "fail to create a group": _fail_to_create_group,
 }

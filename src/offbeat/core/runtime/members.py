@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.derive import effects
@@ -308,6 +308,9 @@ class JobMember:
             except TimeoutError as error:
                 raise RuntimeError(f"the first member has opened no store: {error}") from error
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        if not dist.is_initialized():
+            # torch numbers groups, and counts one whose creation has failed on this rank alone.
+            distributed_c10d._world.group_count = 0
         with group_environment(LinkSpec("", self._interface), size):
             dist.init_process_group(
                 "gloo",
