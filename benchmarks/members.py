@@ -45,6 +45,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -731,9 +732,10 @@ def _may_kill(job: dict[str, Any], host: int) -> bool:
 
 def tables(options: argparse.Namespace) -> None:
     """Write results/members.json from the files of `--out`."""
+    kernel = ".".join(platform.release().split(".")[:2])
     machine = (
-        f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()} "
-        f"{platform.release()}, Python {platform.python_version()}"
+        f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()} {kernel}, Python "
+        f"{platform.python_version()}, torch {version('torch')} on CPU, gloo"
     )
     kills, joins = (read(options.out / f"{name}.jsonl") for name in ("kills", "joins"))
     found: list[dict[str, Any]] = []
@@ -829,10 +831,7 @@ def _notes(kills: Sequence[dict[str, Any]]) -> Iterator[str]:
         places = Counter((line["case"]["strategy"]) for line in kills)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(places.items()))
         yield f"Kills by strategy: {counts}."
-    yield (
-        "If a member fails within a requested change, no record states whether the average before "
-        "the change has taken place on all members or on none. The weights then equal one of both."
-    )
+    yield "The machine also ran other programs, so times are not those of an idle one."
 
 
 def _cost_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
