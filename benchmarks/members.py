@@ -762,7 +762,7 @@ def tables(options: argparse.Namespace) -> None:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "machine": machine,
             "command": "; ".join(
-                f"python benchmarks/members.py {name} --out runs/members"
+                f"python benchmarks/members.py {name}"
                 for name in ("kills", "joins", "chaos", "cost", "tables")
             ),
             "tables": found,
