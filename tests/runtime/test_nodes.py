@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from reference.training import copy_buffers
 from support import workers
 from support.comparing import assert_same
 from support.models import Case, Loop, batch, build_model, build_optimizer, loss_of, profile_of
@@ -52,25 +53,33 @@ def train(case: Case, name: str, nodes: Sequence[Sequence[int]]) -> tuple[Traine
     return trained, trained.plan, workers.bits_of(model.values(), "".join(model))
 
 
-def check(case: Case, name: str, nodes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-    calls = tuple((case, one, nodes) for one in names)
+Call = tuple[Case, str, Sequence[Sequence[int]]]
+EVEN: tuple[Call, ...] = (
+    *((ADAM, name, PAIRS) for name in STRATEGIES),
+    (NORMED, "wfbp", PAIRS),  # rank 0's running statistics count
+)
+
+
+def check(calls: tuple[Call, ...], i: int) -> None:
+    case, name, nodes = calls[i]
     world = members(case, nodes)
-    ranks = one_of(train, len(world), calls, list(names).index(name))
+    ranks = one_of(train, len(world), calls, i)
     STRATEGIES[name][1](world, ranks[0][1], nodes)
+    copy_buffers(world)  # in the last forward, too
     for (trained, _, _), replica in zip(ranks, world, strict=True):
         assert_same(trained, replica, f"rank {replica.rank}")
     for node in nodes:
         assert len({ranks[rank][2] for rank in node}) == 1, f"bits of {node} differ"
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_two_nodes_of_two_ranks(name: str) -> None:
-    check(ADAM, name, PAIRS, tuple(STRATEGIES))
+@pytest.mark.parametrize("i", range(len(EVEN)), ids=[f"{call[1]}-{call[0]}" for call in EVEN])
+def test_two_nodes_of_two_ranks(i: int) -> None:
+    check(EVEN, i)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_nodes_of_two_and_three_ranks(name: str) -> None:
-    check(ADAM, name, UNEVEN, tuple(DIFFERENT))
+    check(tuple((ADAM, one, UNEVEN) for one in DIFFERENT), [*DIFFERENT].index(name))
 
 
 # ---- what is refused, on every rank ---------------------------------------------------------
