@@ -571,6 +571,7 @@ CHAOS_STRATEGY = "dreamddp:period=8"
 PORT = 29600
 KILL_S, CUT_S, CHANGE_S = 60.0, 45.0, 12.0  # mean times between two kills per host, cuts, rates
 RATES_MBIT = (20.0, 200.0)
+NEAREST = 8  # validations of which the loss at a number of samples is the mean
 
 
 def chaos(options: argparse.Namespace) -> None:
@@ -865,7 +866,7 @@ def _chaos_table(out: Path) -> dict[str, Any]:
     both = {name: sizes_of(out / name) for name in ("disturbed", "undisturbed")}
     common = min(max(line["samples"] for line in lines) for lines in both.values())
     for name, lines in both.items():
-        near = [line for line in lines if 0.9 * common <= line["samples"] <= common]
+        near = sorted(lines, key=lambda line: abs(line["samples"] - common))[:NEAREST]
         loss = statistics.fmean(line["validation"] for line in near)
         rows.append([f"validation loss, {name}, after {common:,} samples", f"{loss:.4f}"])
     rows += [[name, value] for name, value in sorted(counts.items()) if name != "problem"]
