@@ -375,6 +375,7 @@ TOGETHER = {  # settings that need each other
     "forward": {"backward": 2},
     "backward": {"forward": 2},
     "delay": {"due": "delayed"},
+    "gain": {"due": "delayed"},
     "alpha": {"delay": 2},
     "wire": {"update": "at_step"},
     "epoch_share": {"steps_per_epoch": 8},
