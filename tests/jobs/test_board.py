@@ -106,3 +106,19 @@ def test_a_lost_store_ends_the_thread_in_silence(monkeypatch: pytest.MonkeyPatch
     until(lambda: not is_running())
     other.post(interval(1, 1))
     other.close()
+
+
+def test_no_connection_to_the_store_ends_the_thread_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The members of a job may change again before a board has its connection."""
+
+    class Lost:
+        def clone(self) -> None:
+            raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(board.distributed_c10d, "_get_default_store", Lost)
+    other = Board(Control(1), None)  # type: ignore[arg-type]
+    other.post(interval(1, 0))
+    until(lambda: not is_running())
+    other.close()

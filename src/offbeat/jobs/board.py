@@ -45,17 +45,12 @@ class Board:
     def __init__(self, control: Control, on_round: OnRound | None, name: str | None = None):
         self._rank, self._ranks = control.rank, range(control.world_size)
         self.divergence: float | None = None
+        self._prefix = f"offbeat/intervals/{name or control.met}"
+        self._job_store = distributed_c10d._get_default_store() if control.world_size > 1 else None
         self._samples: SampleBoard | None = None
         self._unsent_sample: tuple[int, float, Tensor] | None = None
         self._sample: tuple[int, float] | None = None  # number and weight of the newest sample
         self._store: Any = None
-        if control.world_size > 1:
-            store: Any = distributed_c10d._get_default_store()
-            # A blocking wait of another thread occupies the connection of a store.
-            clone = store.clone() if hasattr(store, "clone") else store
-            self._store = PrefixStore(f"offbeat/intervals/{name or control.met}", clone)
-            samples = PrefixStore("samples", self._store)
-            self._samples = SampleBoard(samples, self._rank, self._ranks)
         self._on_round = on_round
         self._newest: dict[int, Interval] = {}
         self._known: set[int] = set()  # ranks that have published
@@ -122,10 +117,22 @@ class Board:
         """Return whether the store has responded. If it is lost, the heartbeat reports it."""
         try:
             if not self._lost:
+                self._connect()
                 self._exchange()
         except RuntimeError:
             self._lost = True
         return not self._lost
+
+    def _connect(self) -> None:
+        """Open a connection of the board's own. It waits as long as a lost store is missing."""
+        if self._job_store is None or self._store is not None:
+            return
+        # A blocking wait of another thread occupies the connection of a store.
+        store: Any = self._job_store
+        clone = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore(self._prefix, clone)
+        samples = PrefixStore("samples", self._store)
+        self._samples = SampleBoard(samples, self._rank, self._ranks)
 
     def _exchange(self) -> None:
         unsent, self._unsent = self._unsent, None
