@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from offbeat.core.runtime.member_meeting import Report, agreed_details
+from offbeat.core.runtime.member_meeting import Report, agreed_details, meet
 from offbeat.core.runtime.member_node import node_of_process, rank_names, topology_of
 from offbeat.core.runtime.repeated_averages import INSIDE_NODE
+from offbeat.membership import Epoch, JoinRequest, LocalMembership
 
 
 def report(**values: Any) -> Report:
@@ -65,6 +70,43 @@ def test_an_average_of_replicas_lands_on_all() -> None:
     }
     details = agreed_details(reports)
     assert (details["united"], details["ununited"]) == (["a", "c"], ["b"])
+
+
+def test_a_joined_member_is_awaited_if_the_epoch_has_begun() -> None:
+    """Its report may arrive last. Rank a has not begun the epoch with it, rank b has."""
+    membership = LocalMembership()
+    membership.propose(Epoch(0, ("a", "b"), details={"addresses": {}}))
+    membership.request_join(JoinRequest("c"))
+    before = membership.propose(Epoch(1, ("a", "b", "c"), details={"addresses": {}}))
+    keys, looks = membership.rendezvous(1), list[str]()
+
+    def post(name: str, begun: int) -> None:
+        text = json.dumps(asdict(report(begun=begun)))
+        keys.set(f"survivor/{name}", text.encode())
+
+    def is_gone(name: str) -> bool:
+        looks.append(name)
+        if len(looks) == 3:
+            post("c", 1)
+        return False
+
+    def propose(alive: list[str], *_: Any) -> Epoch:
+        return membership.propose(Epoch(2, tuple(alive)))
+
+    member: Any = SimpleNamespace(
+        name="a", rank_name="a", rank_names=["a", "b", "c"], epoch=before, membership=membership,
+        settings=SimpleNamespace(least=1), is_gone=is_gone, lost_ranks=lambda _: [],
+        propose=propose,
+    )  # fmt: skip
+    post("b", 1)
+    found = list[Epoch]()
+    thread = threading.Thread(
+        target=lambda: found.append(meet(member, {"a", "b"}, report(begun=0), lambda _: 0, 60.0))
+    )
+    thread.start()
+    thread.join(30.0)
+    assert [one.members for one in found] == [("a", "b", "c")]
+    assert {*looks} == {"c"}
 
 
 def test_ranks_of_members() -> None:

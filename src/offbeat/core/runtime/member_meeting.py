@@ -59,7 +59,7 @@ def meet(
     Args:
         member: this process as a member.
         begun: members that have trained. All ranks of these are awaited, unless their processes
-            have ended.
+            have ended. If a report shows that the epoch has begun, all its members have trained.
         report: report of this rank.
         read_count: returns the number of samples that all members have read before an iteration.
         timeout_s: longest wait for a rank whose process does not answer. One that answers may be
@@ -73,7 +73,8 @@ def meet(
     keys, names = member.membership.rendezvous(before.number), member.rank_names
     keys.set(_key_of(member.rank_name), json.dumps(asdict(report)).encode())
     begun_s = time.monotonic()
-    awaited = [name for name in names if member_of(name) in begun and name != member.rank_name]
+    others = [name for name in names if name != member.rank_name]
+    awaited, awaits_all = [name for name in others if member_of(name) in begun], False
     while (epoch := member.membership.epoch(before.number + 1)) is None:
         awaited = [name for name in awaited if not keys.check([_key_of(name)])]
         _require_whole(member, awaited)
@@ -83,6 +84,9 @@ def meet(
             continue
         there = {name: json.loads(keys.get(_key_of(name), 1.0)) for name in _present(keys, names)}
         reports = {name: Report(**values) for name, values in there.items()}
+        if not awaits_all and any(one.begun == before.number for one in reports.values()):
+            awaited, awaits_all = others, True
+            continue
         lost = {member_of(name) for name in names if name not in reports}
         alive = [name for name in before.members if name not in lost]
         _require_enough(member, alive)
