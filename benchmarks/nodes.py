@@ -370,7 +370,7 @@ def result(out: Path) -> dict[str, Any]:
         "how": sorted({COLUMNS[name][1] for name in parts}),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": "python benchmarks/nodes.py bytes; python benchmarks/nodes.py tables",
+        "command": "; ".join(f"python benchmarks/nodes.py {part}" for part in (*parts, "tables")),
         "tables": [
             {
                 "name": name,

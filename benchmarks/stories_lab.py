@@ -274,7 +274,9 @@ def verdict_rows(found: Sequence[Measured]) -> Iterator[list[Any]]:
         ]
 
 
-def result(found: Sequence[Measured]) -> dict[str, Any]:
+def result(found: Sequence[Measured], launches: int) -> dict[str, Any]:
+    names = ",".join(one.story.name for one in found)
+    options = f"--stories {names} --launches {launches}"
     rows = [row for one in found for row in method_rows(one)]
     wrong = [one for one in found if one.advised_label != one.fastest_label]
     return {
@@ -287,7 +289,7 @@ def result(found: Sequence[Measured]) -> dict[str, Any]:
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": "python benchmarks/stories_lab.py --save",
+        "command": f"python benchmarks/stories_lab.py {options} --save",
         "tables": [
             {
                 "name": "verdicts",
@@ -344,11 +346,11 @@ def main() -> None:
         begin_s = time.time()
         one = measure(story, options.out / name, options.launches, options.seconds)
         found.append(one)
-        made = result([one])
+        made = result([one], options.launches)
         print(*(tables.table_text(made, table, selected=False) for table in made["tables"]))
         print(f"{name}: {time.time() - begin_s:.0f} s", flush=True)
     if options.save:
-        tables.save(RESULT, result(found))
+        tables.save(RESULT, result(found, options.launches))
 
 
 if __name__ == "__main__":
