@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,6 +268,14 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
     assert not [*tmp_path.glob(".unfinished*")]
 
 
+def test_a_rank_without_the_others_completes_no_checkpoint() -> None:
+    company = SaveGroup(None)
+    assert company.gather_in_thread(3) == [3]
+    company.drop_group()
+    with pytest.raises(RuntimeError, match="has lost the other ranks"):
+        company.gather_in_thread(3)
+
+
 def test_what_rank_0_cannot_give_is_an_error_on_the_others() -> None:
     company = SaveGroup(None)
     company._control, company.size = Mock(rank=1, gather=lambda mine: ["a Path", mine]), 2
@@ -319,6 +328,33 @@ def test_buffers_that_state_dict_leaves_out_are_saved() -> None:
     model.register_buffer("hidden", torch.ones(3), persistent=False)
     frozen = _freeze_all(model, torch.optim.SGD(model.parameters()), {}, {})
     assert frozen.thaw()["buffers"]["hidden"].tolist() == [1, 1, 1]
+
+
+def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
+    """Also buffers that `state_dict` leaves out, and the random state."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("hidden", torch.ones(3), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Mock(saver=Saver(None), alone=False, elsewhere=None, worker=0, has_joined=False)
+    session.strategy, session.cluster.where = "bsp", torch.device("cpu")
+    session.run_joint_call = lambda act: (act(), "")
+    model._session = optimizer._session = session
+    frozen = _freeze_all(model, optimizer, {"planned": 3}, {"epoch": 7})
+    shard.write(Folder(tmp_path).shard("000001-iteration-3", 0), frozen, manifest())
+    weights, drawn = model.weight.detach().clone(), torch.rand(3)
+    with torch.no_grad():
+        model.weight.zero_()
+    model.hidden.zero_()
+    optimizer.param_groups[0]["lr"] = 9.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DataLoaders of other tests
+        found = offbeat.load(tmp_path, model, optimizer)
+    assert torch.equal(model.weight, weights)
+    assert model.hidden.tolist() == [1, 1, 1]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(torch.rand(3), drawn)
+    assert (found.iteration, found.exact, found.extra) == (3, True, {"epoch": 7})
+    session.resume.assert_called_once_with(3, {"planned": 3})
 
 
 # ---- several ranks --------------------------------------------------------------------------

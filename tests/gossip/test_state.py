@@ -142,6 +142,18 @@ def test_a_gradient_before_the_exchange_begins_here_but_after_its_time() -> None
     np.testing.assert_allclose((x + y).numpy(), i.x + j.x + u, rtol=1e-12)
 
 
+def test_an_exchange_with_an_earlier_label_does_not_set_the_time_back() -> None:
+    (a, b), (i, j), (x, y) = states(MOMENTUM)
+    wire = Wire([x], chunk_bytes=32)
+    exchange(a, b, 1.0, wire)
+    a.step(2.0, int)
+    exchange(a, b, 1.5, wire)
+    assert (a.t, b.t) == (2.0, 1.5)
+    a.mix_until(3.0)
+    b.mix_until(3.0)
+    np.testing.assert_allclose((x + y).numpy(), i.x + j.x, rtol=1e-12, atol=1e-13)
+
+
 def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     (a, b), (i, _), (x, _) = states(MOMENTUM)
     wire = Wire([x], chunk_bytes=32)

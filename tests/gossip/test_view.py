@@ -54,6 +54,14 @@ def test_of_equal_versions_the_worse_counts() -> None:
     assert a.digest == b.digest
 
 
+def test_a_known_edge_is_not_forwarded_again() -> None:
+    """Otherwise two neighbours would send it to each other without end."""
+    a, b = View(0, RING), View(1, RING)
+    down = a.set_edge(1, State.DOWN, 0.5)
+    assert b.merge(down) == down
+    assert b.merge(down) == a.merge(down) == []
+
+
 def test_the_tree_spans_all_members() -> None:
     all_ = views([(0, 1), (1, 2), (2, 3), (1, 4)])
     places = {me: view.place() for me, view in all_.items()}

@@ -118,6 +118,15 @@ def test_a_rule_that_reads_weights_does_not_flush_again() -> None:
     assert log.applied == [1, 0]
 
 
+def test_a_rule_that_walks_again_is_applied_once() -> None:
+    cursor, log = at_next_forward()
+    iterate(cursor, log)
+    cursor.begin(log.create)
+    log.in_rule = lambda: cursor.walk(0)
+    cursor.walk(0)
+    assert log.applied == [0]
+
+
 def test_a_rule_that_a_flush_refuses_is_not_passed_over() -> None:
     def refuse() -> None:
         raise ValueError

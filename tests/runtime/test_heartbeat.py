@@ -138,6 +138,26 @@ def test_first_heartbeat_that_a_collector_reads_may_be_old() -> None:
     assert (status.iteration, status.received_s, status.heard_round) == (5, 0.5, 0)
 
 
+def test_a_rank_that_collects_again_takes_no_old_heartbeat_for_a_new_one() -> None:
+    """It reads no heartbeats while another rank collects. Ranks may have died meanwhile."""
+    detector = FailureDetector(1, 3)
+    status = detector.statuses[2]
+    status.update(1.0, 1, 5, [3, RUNNING, "in forward", []])
+    detector.set_digest(2.0, 0, 8, 8)
+    status.update(9.0, 9, 7, [4, RUNNING, "in forward", []])
+    assert (status.iteration, status.received_s, status.heard_round) == (4, 2.0, 8)
+
+
+def test_a_state_that_is_published_within_a_wait_outlasts_it() -> None:
+    one = Heartbeat(Store(), 0, 2)
+    with one.waiting("waiting for a message"):
+        assert one.state == WAITING
+    assert (one.state, one.activity) == (RUNNING, heartbeat.IN_SCRIPT)
+    with one.waiting("waiting for a message"):
+        one.publish(ABORTED, "gave up")
+    assert (one.state, one.activity) == (ABORTED, "gave up")
+
+
 def test_waiting_ranks_are_not_suspects(ranks: tuple[Store, list[Heartbeat]]) -> None:
     _, heartbeats = ranks
     for one in heartbeats:
@@ -579,6 +599,19 @@ def test_every_attempt_has_a_part_of_the_store_of_its_own() -> None:
     assert meet(store, "first") == ["first"] * 9
     store.set("offbeat/here/1", "of one that has died since")
     assert meet(store, "second") == ["second"] * 9
+
+
+def test_a_rank_meets_rank_0_after_an_earlier_process_of_its_number() -> None:
+    """Rank 0 may have answered a process that has died, before its successor connects."""
+    store = HashStore()
+    store.set("offbeat/here/1", "dead")
+    with ThreadPoolExecutor() as pool:
+        meets = [pool.submit(rendezvous.create_prefix, store, 0, 2, 10.0)]
+        until(lambda: store.check(["offbeat/welcome/dead"]))
+        meets.append(pool.submit(rendezvous.create_prefix, store, 1, 2, 10.0))
+        first, second = (one.result() for one in meets)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
 
 
 def test_the_last_moment_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,3 +189,35 @@ def test_a_message_between_two_ranks_is_sent(verb: Verb) -> None:
     assert link.close()
     assert sent == [(5.0, 2, 0)]
     assert link.bytes_sent == 8
+
+
+def test_a_message_that_arrives_after_the_link_is_detached_is_not_the_last() -> None:
+    """The members of the job compare their last messages, after which no message may count."""
+    begun, leave = threading.Event(), threading.Event()
+
+    def block_at_1(tensor: Tensor) -> None:
+        if tensor[0] == 1:
+            begun.set()
+            leave.wait(LONG_S)
+
+    with link_of(block_at_1) as link:
+        link.keeps_last = True
+        messages = enqueue(link, 2)
+        for message in messages:
+            release(link, message)
+        assert begun.wait(LONG_S)
+        assert link.detach() is messages[0]
+        leave.set()
+        assert messages[1].wait(LONG_S)
+        assert link.detach() is messages[0]
+
+
+def test_suspects_of_all_tensors_of_a_message_are_kept() -> None:
+    link = LinkThread("net", only({"all_reduce": lambda _: None}), CPU())
+    suspects = iter([[0], [], [2]])
+    link.guard = lambda *_: next(suspects)
+    message = link.enqueue(TRANSFER, 0)
+    link.release(message, tuple(torch.zeros(2) for _ in range(3)))
+    assert message.wait(LONG_S)
+    assert link.close()
+    assert message.culprits == [0, 2]

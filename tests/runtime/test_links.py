@@ -34,6 +34,7 @@ from offbeat.core.transport.collectives import (
     Ring,
     collectives,
     shards,
+    swapping,
 )
 from offbeat.core.transport.control import Control, new_group
 from offbeat.core.transport.device import CPU
@@ -300,6 +301,31 @@ def test_two_ranks_exchange_tensors_in_both_directions() -> None:
     for found, first in zip(run_world(run_swaps, 3, 2), (1.0, 0.0, 2.0), strict=True):
         assert found[0] == [first]
     assert [row[1] for row in run_world(run_swaps, 4, 2)] == [[2.0], [3.0], [0.0], [1.0]]
+
+
+class Eager:
+    """A group whose messages arrive as soon as a rank is ready to receive them."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[float]] = []
+
+    def recv(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
+        tensors[0].fill_(7.0)
+        return SimpleNamespace(wait=lambda _: None)
+
+    def send(self, tensors: list[Tensor], _peer: int, _tag: int) -> Any:
+        self.sent.append(tensors[0].tolist())
+        return SimpleNamespace(wait=lambda _: None)
+
+
+def test_an_exchange_sends_the_values_from_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both directions use one tensor, and the other rank's values may arrive first."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_group_rank", lambda _, rank: rank)
+    group, tensor = Eager(), torch.arange(3.0)
+    swapping(cast("Any", group), 1.0, 1)(tensor, 0, 1)
+    assert group.sent == [[0.0, 1.0, 2.0]]
+    assert tensor.tolist() == [7.0] * 3
 
 
 def test_groups_work_if_pairs_connect_with_their_first_message() -> None:

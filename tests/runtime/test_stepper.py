@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import PartialSync
+from offbeat.core.runtime.stepper import BucketStepper
 
 LAYERS = 3
 PROFILE = offbeat.Profile.from_dict(
@@ -101,3 +102,27 @@ def test_a_step_of_the_users_own_is_called() -> None:
     iterate(model, optimizer)
     model.close()
     assert sum(calls) == CALLS + LAYERS * 11
+
+
+def test_param_groups_are_whole_again_after_a_step_that_raises() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("out of memory")
+
+    layers = [nn.Linear(2, 1) for _ in range(2)]
+    optimizer = Failing([p for layer in layers for p in layer.parameters()], lr=0.1)
+    groups = optimizer.param_groups
+    stepper = BucketStepper(optimizer, [[*layer.parameters()] for layer in layers], "")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stepper.step([0], None, compare=False)
+    assert optimizer.param_groups is groups
+    assert len(groups[0]["params"]) == 4
+
+
+def test_settings_for_later_steps_are_copies() -> None:
+    """A learning rate may be a tensor, which a scheduler changes in place."""
+    layer, rate = nn.Linear(2, 1), torch.tensor(0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
+    [settings] = BucketStepper(optimizer, [[*layer.parameters()]], "").settings().values()
+    rate.zero_()
+    assert settings["lr"].item() == 0.5

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from support.memory import MemoryControl, World, run_ranks
 from support.server_jobs import SECRET, Job, job, pulled, until
 
+from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
 from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack
@@ -85,6 +88,42 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
         other.join()
         for client in (again, b):
             client.close()
+
+
+def test_numbers_of_a_worker_that_has_left_are_not_averaged() -> None:
+    with job(5, 1, 2) as j:
+        a, b, numbers = j.client(0), j.client(1), torch.tensor([3.0]).double()
+        body = memory_of(numbers)
+        b._run_in_thread(lambda: b._send(b._ups[0], Kind.MEET, body, clock=1))
+        until(lambda: 1 in j.services[0]._waiting_averages)
+        b.close()
+        until(lambda: list(j.services[0].store.clocks()) == [0])
+        assert a.average(torch.tensor([1.0]).double()).tolist() == [1.0]
+        a.close()
+
+
+def frame(kind: Kind, shard: int, clock: int) -> Any:
+    return SimpleNamespace(header=SimpleNamespace(kind=kind, shard=shard, clock=clock))
+
+
+def test_pulled_parameters_are_as_old_as_their_oldest_shard() -> None:
+    client, server = Client.__new__(Client), SimpleNamespace(failures=3)
+    client._changed, client._pending_request = threading.Condition(), {}
+    client._missing, client._low, client._arrived = {0, 1, 2}, float("inf"), None
+    for shard, clock in enumerate((5, 3, 4)):
+        assert client._arrived is None
+        client._on_frame(server, frame(Kind.PARAMETERS, shard, clock))  # type: ignore[arg-type]
+    assert (client._arrived, client._missing, server.failures) == (3, None, 0)
+
+
+def test_only_the_acknowledgement_of_the_current_push_counts() -> None:
+    """The acknowledgement of an earlier push may arrive late, after a connection has broken."""
+    client, server = Client.__new__(Client), SimpleNamespace(failures=0, push_clock=2)
+    client._changed, client._pending_request = threading.Condition(), {}
+    client._pending = {0, 1}
+    for clock, left in ((1, {0, 1}), (2, {1})):
+        client._on_frame(server, frame(Kind.TAKEN, 0, clock))  # type: ignore[arg-type]
+        assert client._pending == left
 
 
 def test_optimizer_state_comes_back() -> None:
@@ -249,6 +288,30 @@ def test_a_broken_connection_is_made_again_and_nothing_counts_twice() -> None:
         client.close()
 
 
+def test_a_pull_is_repeated_as_a_whole_after_its_connection_has_broken() -> None:
+    """The server sends all its shards again, also a shard that had arrived."""
+    with job(40, 1, 2) as j:
+        a, b, broken = j.client(0), j.client(1), threading.Event()
+        j.push(a, 1.0)
+        a.pull(1)
+
+        def lose_connection() -> None:
+            assert a._missing is not None
+            a._missing.discard(0)
+            assert a._ups[0].connection is not None
+            a._ups[0].connection.sock.shutdown(socket.SHUT_RDWR)
+            broken.set()
+
+        a._run_in_thread(lose_connection)
+        assert broken.wait(10.0)
+        j.push(b, 3.0)
+        a.await_arrival()
+        assert a.arrived_clock() == 1
+        assert bool((a.incoming[torch.float64] == -2).all())
+        for client in (a, b):
+            client.close()
+
+
 @pytest.mark.filterwarnings("ignore:server")
 def test_who_is_silent_counts_no_more_and_may_come_back(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "order2.json", {})
@@ -349,6 +412,37 @@ def test_snapshots_are_whole_and_go_on(tmp_path: Path) -> None:
         assert snapshots is not None
         with pytest.raises(ValueError, match="must be of this model"):
             snapshots.restore(other.services[0].store, 6)
+
+
+def test_a_snapshot_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its name is on the disk before an older snapshot is removed."""
+    done: list[int | str] = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(os.fstat(descriptor).st_ino)
+
+    def replaced(path: Path, target: Path) -> Path:
+        done.append(target.name)
+        return replace(path, target)
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        done.append(f"{path.name} removed")
+        unlink(path, missing_ok=missing_ok)
+
+    snapshots = Snapshots(tmp_path, 0, 2)
+    with job(5, 1, 1) as j, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(Path, "replace", replaced)
+        patch.setattr(Path, "unlink", removed)
+        for clock in (2, 4, 6):
+            done.clear()
+            snapshots.save(clock, j.services[0].store)
+    file, folder = (path.stat().st_ino for path in (tmp_path / "server0-6.pt", tmp_path))
+    assert done == [file, "server0-6.pt", folder, "server0-2.pt removed"]
 
 
 def test_a_resumed_server_removes_the_snapshots_of_lost_clocks(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from support.server_workers import Worked, refused, sparsely, work
 from support.worlds import run_world, watch_world
 
 from offbeat import BSP, PSBSP, SSP
+from offbeat.server.session import SSPSession
 
 ITERATIONS = 6
 
@@ -51,6 +54,23 @@ def test_replicas_agree_in_the_end(strategy: SSP) -> None:
     assert a.clock == ITERATIONS // strategy.accumulate
     start = replicas(Case("conv", "sgd"), 1)[0].model.state_dict()
     assert any(not torch.equal(a.model[name], start[name]) for name in start)
+
+
+def test_gradients_of_several_iterations_are_pushed_as_their_average() -> None:
+    pushes: list[Any] = []
+    outgoing = {torch.float32: torch.tensor([4.0, 6.0])}
+    session: Any = SimpleNamespace(
+        _collected=2,
+        _waiting=2,
+        _absent=[0, 1, 2],
+        _known=[frozenset({"lr"})],
+        _optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.5),
+        _client=SimpleNamespace(outgoing=outgoing, push=lambda *about: pushes.append(about)),
+    )
+    SSPSession._push(session)
+    assert outgoing[torch.float32].tolist() == [2.0, 3.0]
+    assert pushes == [([{"lr": 0.5}], [2])]
+    assert (session._collected, session._waiting) == (0, 0)
 
 
 def test_sparse_gradients_become_dense() -> None:

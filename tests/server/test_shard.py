@@ -156,6 +156,15 @@ def test_a_push_counts_once() -> None:
     assert torch.equal(held(stores), after)
 
 
+def test_a_new_process_begins_after_the_pushes_of_the_earlier_one() -> None:
+    """Not at the lowest clock of all workers, where its pushes would not count."""
+    stores, optimizer = made("push", sgd, servers=1)
+    for clock in range(2):
+        push(stores[0], 0, clock, gradient(0, clock), settings_of(optimizer))
+    assert stores[0].lowest_clock == 0
+    assert stores[0].welcome(0, 0, fresh=True) == 2
+
+
 def test_who_leaves_holds_nobody_up_and_what_was_pushed_stays() -> None:
     stores, optimizer = made("clock", sgd, servers=1)
     settings, (store,) = settings_of(optimizer), stores

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from offbeat.core.checkpoint.shard import sync
 from offbeat.server.parameters import Store
 
 KEEP = 2  # files per server; servers resume from the newest clock that all of them have saved
@@ -105,6 +106,7 @@ class Snapshots:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+        sync(self._directory)  # A power failure must not undo the new name.
         self._remove(self.clocks()[:-KEEP])
 
     def _remove(self, clocks: Iterable[int]) -> None:

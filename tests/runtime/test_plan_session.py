@@ -1,0 +1,86 @@
+"""Parts of the session of plans: its count of iterations, boundaries, no_sync and bounded waits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from offbeat.core.runtime import waiting
+from offbeat.core.runtime.plan_session import MEMBER_ITERATIONS, FlatSession
+from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.transport.device import CPU
+from offbeat.plan import Moment, transfer
+
+
+def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> None:
+    session: Any = SimpleNamespace(
+        _cluster=Mock(), _forget_weights=Mock(), engine=Mock(iteration=5), _earlier_iterations=0
+    )
+    FlatSession.resume(session, 12, None)
+    assert FlatSession.iteration.fget(session) == 12  # type: ignore[attr-defined]
+    session.engine.iteration += 1
+    assert FlatSession.iteration.fget(session) == 13  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("period", "step"), [(3, 3), (1, MEMBER_ITERATIONS)])
+def test_boundaries_are_the_ends_of_periods_after_the_prologue(period: int, step: int) -> None:
+    def is_at_boundary(planned: int) -> bool:
+        session: Any = SimpleNamespace(
+            _observer=None,
+            _trying=False,
+            is_in_iteration=False,
+            engine=SimpleNamespace(cursor=SimpleNamespace(planned=planned)),
+            plan=SimpleNamespace(prologue=2, period=period),
+        )
+        return FlatSession.is_at_boundary.fget(session)  # type: ignore[attr-defined]
+
+    boundaries = [planned for planned in range(2 + 3 * step) if is_at_boundary(planned)]
+    assert boundaries == [2, 2 + step, 2 + 2 * step]
+
+
+def test_the_end_of_an_inner_no_sync_does_not_end_the_outer_one() -> None:
+    hooks = SimpleNamespace(accumulating=False)
+    session: Any = SimpleNamespace(engine=SimpleNamespace(hooks=hooks))
+    with FlatSession.no_sync(session):
+        with FlatSession.no_sync(session):
+            assert hooks.accumulating
+        assert hooks.accumulating
+    assert not hooks.accumulating
+
+
+@pytest.mark.parametrize(
+    ("needs_abort", "timeout_s", "words"),
+    [
+        (True, 60.0, "will not arrive: another rank has failed or given up"),
+        (False, 0.0, "has not arrived in 0 s"),
+    ],
+)
+def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch, needs_abort: bool, timeout_s: float, words: str
+) -> None:
+    """Such a wait looks for failures a few times, and this rank has failed afterwards."""
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.0)
+    looks = iter(range(3))
+    rule = transfer(
+        "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
+    )
+    message: Any = SimpleNamespace(
+        transfer=rule, iteration=7, done=False, settled=False, error=None, released=None
+    )
+    message.wait = lambda _: next(looks) is None
+    control: Any = SimpleNamespace(
+        rank=1,
+        needs_abort=needs_abort,
+        waiting=lambda _: nullcontext(),
+        report_failure=lambda **_: "Rank 0 has died.",
+    )
+    flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
+    waits = Waiting(CPU(), control, timeout_s)
+    with pytest.raises(RuntimeError, match=rf"^rank 1: grad of bucket w .*{words}\. Rank 0 has"):
+        waits.wait(message, flat)
+    with pytest.raises(RuntimeError, match="this worker has failed"):
+        waits.require_alive()
