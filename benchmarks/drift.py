@@ -64,7 +64,8 @@ def work(path: Path) -> None:
         loss.backward()
         optimizer.step()
         ends_s.append(time.perf_counter())
-        digests.append(model._session.plan.digest)
+        session = model._session
+        digests.append("" if session.observing else session.plan.digest)
         if rank == 0 and (t + 1) % third == 0:
             print(f"third {(t + 1) // third}", flush=True)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -175,10 +176,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of each host")
     parser.add_argument("--period", type=int, default=5)
-    parser.add_argument("--periods", type=int, default=40, help="periods of each third")
+    parser.add_argument("--periods", type=int, default=40, help="periods of each third, at least 8")
     parser.add_argument("--json", help="file of the numbers")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.periods < 8:
+        parser.error(f"--periods ({given.periods}) must be at least 8: the last quarter counts")
     if given.rank:
         work(Path(given.rank))
     else:
