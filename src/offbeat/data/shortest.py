@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from offbeat.core.transport.control import Control
+from offbeat.core.transport.control import OPEN_CONTROL, Control
 from offbeat.data.numbers import require_positive
 
 Batch = TypeVar("Batch")
@@ -29,7 +29,7 @@ class Joined(Generic[Batch]):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield from self.loader
             return
-        control = self._control = self._control or Control(self._timeout_s)
+        control = self._control = self._control or OPEN_CONTROL.get()(self._timeout_s)
         own = _length(self.loader)
         lengths = control.gather(own)
         if UNSIZED in lengths:

@@ -113,7 +113,9 @@ def rehearse_script(assignment: Assignment) -> None:
 
         def live(replica: Replica) -> None:
             _replica.set(replica)
-            GROUP.set(ScriptGroup(replica.rank, replica.ranks, replica.exchange))
+            group = ScriptGroup(replica.rank, replica.ranks, replica.exchange)
+            GROUP.set(group)
+            replica.on_prepared = group.init_process_group
             if replica.rank == 0:
                 replica.recorder.on_iteration = count.write
             if assignment.iterations is not None:

@@ -75,8 +75,8 @@ class MemoryControl(Control):
     def group(self) -> dist.ProcessGroup:  # type: ignore[override]
         """Raise ValueError: a rehearsal has no process groups."""
         raise ValueError(
-            "this call needs a process group, which a rehearsal does not have: leave offbeat.load "
-            "and offbeat.join of loaders without a length out"
+            "this call needs a process group, which a rehearsal does not have: leave offbeat.load, "
+            "offbeat.data.Injected and offbeat.join of loaders without a length out"
         )
 
     def meet(self, what: str) -> None:

@@ -64,7 +64,7 @@ class ScriptGroup:
         rank: rank of the replica.
         ranks: number of replicas.
         exchange: exchange of the replicas for these calls.
-        initialized: whether the script has called `init_process_group`.
+        initialized: whether the script has called `init_process_group`, or `offbeat.prepare`.
     """
 
     rank: int

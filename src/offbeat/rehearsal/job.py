@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from torch._C._distributed_c10d import HashStore
@@ -15,8 +16,9 @@ from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.sim import Ranks
 from offbeat.core.sim.trace import Trace
 from offbeat.core.strategy.interface import Strategy
+from offbeat.core.transport.control import OPEN_CONTROL
 from offbeat.core.transport.topology import Topology
-from offbeat.rehearsal.cluster import Exchange
+from offbeat.rehearsal.cluster import Exchange, MemoryControl
 from offbeat.rehearsal.links import MemoryNetwork
 from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Course, RandomStreams, Replica, ReplicaLog, _device
@@ -82,6 +84,7 @@ def train_replicas(
     def live(rank: int) -> None:
         replica = all_replicas[rank]
         REHEARSAL.set(replica.prepare)
+        OPEN_CONTROL.set(partial(MemoryControl, rank, replicas, exchange, store))
         try:
             life(replica)
             if order is not None and replica.session is not None:

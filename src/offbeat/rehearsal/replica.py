@@ -219,6 +219,7 @@ class Replica:
         model: prepared model; None before `prepare`.
         last_iteration: number of iterations after which `optimizer.step()` raises `EndOfRehearsal`;
             None: never.
+        on_prepared: called when `prepare` has prepared the model.
     """
 
     def __init__(
@@ -236,6 +237,7 @@ class Replica:
         self.session: Session | None = None
         self.model: Model | None = None
         self.last_iteration: int | None = None
+        self.on_prepared: Callable[[], None] = lambda: None
         self.exchange = exchange
         self._network, self._store = network, store
 
@@ -292,6 +294,7 @@ class Replica:
         if self.last_iteration is not None:
             session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
         self.model = self._network.models[self.rank] = prepared = Model(model, session)
+        self.on_prepared()
         made = Optimizer(whole, session)
         return prepared, (made.parts() if is_list else made)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -463,6 +464,11 @@ class Control:
         if self.world_size > SHOWN:
             shown.append(f"and {self.world_size - SHOWN} more")
         return "Last heard of: " + "; ".join(shown) + "."
+
+
+OPEN_CONTROL: ContextVar[Callable[[float], Control]] = ContextVar("open_control", default=Control)
+"""Function of a timeout in seconds that opens the control of a loader. The threads of a rehearsal
+replace it."""
 
 
 def new_group(
