@@ -162,3 +162,42 @@ def test_replicas_of_two_ranks(folder, monkeypatch, capsys):
     curve = json.loads((repetition / "curve.json").read_text())
     assert (curve["ranks"], curve["trained"], len(curve["losses"])) == (6, 6, 3)
     assert json.loads((folder / "nodes" / "run.json").read_text())["cluster"]["ranks"] == 2
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from offbeat.integrations.accelerate import prepare
+from support import rehearsed
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+module = rehearsed.make_model()
+data = [(torch.full((5,), float(i), dtype=torch.float64), i % 3) for i in range(24)]
+loader = DataLoader(data, batch_size=2)
+optimizer = rehearsed.make_optimizer(module)
+model, optimizer, loader = prepare(accelerator, module, optimizer, loader)
+seen = []
+for x, y in loader:
+    accelerator.backward(model(x, y))
+    optimizer.step()
+    optimizer.zero_grad()
+    seen += x[:, 0].tolist()
+found = accelerator.gather(torch.tensor([accelerator.process_index]))
+print(accelerator.process_index, found.tolist(), accelerator.is_main_process, seen)
+"""
+
+
+def test_accelerate_deals_the_data(folder, monkeypatch):
+    """accelerate keeps its rank once per process; each replica has its own."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    (folder / "accelerated.py").write_text(ACCELERATE)
+    assert main([*command(folder, "accelerated", "wfbp"), str(folder / "accelerated.py")]) == 0
+    repetition = folder / "accelerated" / "wfbp" / "rep0"
+    logs = [(repetition / f"rank{r}.log").read_text().splitlines() for r in range(3)]
+    lines = [log[-1].split(maxsplit=1) for log in logs]  # after warnings of accelerate
+    shares = [[float(i) for i in range(24) if i // 2 % 3 == rank] for rank in range(3)]
+    expected = [[str(r), f"[0, 1, 2] {r == 0} {shares[r]}"] for r in range(3)]
+    assert lines == expected

@@ -6,23 +6,26 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 from offbeat.experiments.script import MODULE
 from offbeat.rehearsal.replica import RandomStreams
 
 OWN = __name__.partition(".")[0]
+# Classes of accelerate whose objects share one dictionary per process, with the rank of the process.
+SHARING_MODULE = "accelerate.state"
+SHARING_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
 
 
 class ScriptState:
     """State of one replica that runs a script: random streams, environment, output and modules.
 
     A replica imports the modules of the script's folder itself, because their code may read the
-    rank. Modules of installed packages are common to all replicas.
+    rank. Modules of installed packages are common to all replicas, except the state of accelerate.
 
     Args:
         seed: seed of the random streams at the start.
@@ -44,6 +47,7 @@ class ScriptState:
         self._modules: dict[str, ModuleType] = {"__main__": self.main}
         self._others: dict[str, ModuleType | None] = {}  # what the modules have replaced
         self._count = -1  # modules of the process after the last search
+        self._shared: dict[str, dict[str, Any]] = {}  # state of accelerate, by class
 
     def enter(self) -> None:
         """Install the state of the replica."""
@@ -52,6 +56,8 @@ class ScriptState:
         sys.stdout = sys.stderr = self._output
         self._others = {name: sys.modules.get(name) for name in self._modules}
         sys.modules.update(self._modules)
+        for name, sharing in _sharing_classes():
+            sharing._shared_state = self._shared.setdefault(name, {})
         self._streams.enter()
 
     def leave(self) -> None:
@@ -59,6 +65,7 @@ class ScriptState:
         self._streams.leave()
         self._output.flush()
         self._find_modules()
+        self._shared = {name: sharing._shared_state for name, sharing in _sharing_classes()}
         for name in self._modules:
             before = self._others.get(name)
             if before is None:
@@ -80,6 +87,14 @@ class ScriptState:
         if path is None or name.partition(".")[0] == OWN:
             return False
         return path.startswith(self._roots) and not path.startswith(_package_folders())
+
+
+def _sharing_classes() -> Iterator[tuple[str, Any]]:
+    """Yield name and class of the state of accelerate, if a script has imported it."""
+    module = sys.modules.get(SHARING_MODULE)
+    for name in SHARING_CLASSES:
+        if hasattr(module, name):
+            yield name, getattr(module, name)
 
 
 def _package_folders() -> tuple[str, ...]:
