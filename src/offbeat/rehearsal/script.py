@@ -16,7 +16,7 @@ from offbeat.experiments.script import MODULE
 from offbeat.rehearsal.replica import RandomStreams
 
 OWN = __name__.partition(".")[0]
-# Classes of accelerate whose objects share one dictionary per process, with the rank of the process.
+# Classes of accelerate whose objects share one dictionary per process, which holds its rank.
 SHARING_MODULE = "accelerate.state"
 SHARING_CLASSES = ("PartialState", "AcceleratorState", "GradientState")
 
