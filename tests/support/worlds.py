@@ -237,13 +237,16 @@ def _rank(
     import torch.distributed as dist
 
     from offbeat.core.measuring import codec_speed as coding
+    from offbeat.core.measuring import links
     from offbeat.core.runtime import plan_session
 
     os.environ.update(variables)
     torch.set_num_threads(1)
-    # Every `prepare` without a profile measures all codecs: most of its processor time.
+    # Every `prepare` without a profile measures codecs and links, which takes most of its time.
     coding.MANY = 1 << 14
     coding.REPEATS = {coding.FEW: 1, coding.MANY: 1}
+    coding.MESSAGES, coding.REST_S = 3, 0.0
+    links.BUDGET_S = 0.5
     plan_session.raise_if_wrong = _checked_once(plan_session.raise_if_wrong)
     try:
         report: dict[str, Any] = {"result": function(*args)}
