@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from torch import Tensor
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
 from offbeat.core.guards.finite import FiniteGuard, all_finite, is_finite, require_policy
 from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
+from offbeat.strategies.methods.noloco import NoLoCo
 
 MESSAGE = transfer(
     "param", range(2), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
 )
 READY = Moment("grad", 1)
 HANDED = Transfer(Payload("grad", range(2)), READY, READY, Phases(), "net", "send", (1, 2), "sum")
+EXCHANGED = replace(MESSAGE, verb="exchange", ranks=(1, 2), into="partner")
 NAN, INF = float("nan"), float("inf")
 
 # ---- one message between three threads -------------------------------------------------------
@@ -85,6 +88,25 @@ def test_a_sum_that_is_handed_on_is_laid_to_whoever_sent_it(policy: Any) -> None
         guard.require_finite_sum(range(2), 7, [torch.tensor([INF])])
 
 
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize(
+    ("values", "spoilt"),
+    [(([1.0], [2.0]), []), (([1.0], [NAN]), [2]), (([INF], [2.0]), [1]), (([NAN], [INF]), [1, 2])],
+)
+def test_both_partners_of_an_exchange_name_the_same_ranks(
+    policy: Any, values: tuple[list[float], list[float]], spoilt: list[int]
+) -> None:
+    for rank, own, theirs in ((1, *values), (2, *reversed(values))):
+        guard, tensor = FiniteGuard(policy, rank, 4, str), torch.tensor(own)
+        exchange = {"exchange": lambda t, theirs=theirs: t.copy_(torch.tensor(theirs))}
+        assert guard.run(EXCHANGED, tensor, exchange) == spoilt  # type: ignore[arg-type]
+        assert tensor.tolist() == pytest.approx(theirs, nan_ok=True)
+        if spoilt:
+            names = f"rank{'s' if len(spoilt) > 1 else ''} {', '.join(map(str, spoilt))}"
+            with pytest.raises(RuntimeError, match=f"{names} exchanged .* parameters of bucket"):
+                guard.check_message(EXCHANGED, 7, spoilt, [tensor])
+
+
 def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:
     assert is_finite(torch.full((8,), 6e4, dtype=torch.float16))
     assert is_finite(torch.full((8,), 3e38))
@@ -137,6 +159,14 @@ def test_skipped_gradients_leave_the_average_of_the_others(strategy: Strategy) -
     for rank in run_world(support.spoil, 2, strategy, "skip", "gradient", 4):
         for name, value in expected.items():
             assert torch.allclose(rank["weights"][name], value, rtol=1e-12), name
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_pair_does_not_use_the_values_of_a_spoilt_partner(policy: str) -> None:
+    for rank in run_world(support.spoil, 2, NoLoCo(period=3), policy, "weight", 5):
+        assert rank["iteration"] == WHEN
+        assert rank["words"].startswith("rank 1 exchanged values that are not finite")
+        assert f"parameters of bucket '6' to '1' in iteration {WHEN}" in rank["words"]
 
 
 def by_hand(iterations: int) -> dict[str, Tensor]:

@@ -96,6 +96,18 @@ def test_several_tensors_are_one_message() -> None:
     assert link.bytes_sent == 12 + 4
 
 
+def test_a_rank_with_bad_values_in_several_tensors_counts_once() -> None:
+    """Of a message with tensors of two dtypes, each of which is checked."""
+    found = iter([[2, 1], [1]])
+    with link_of(lambda _: None) as link:
+        link.guard = lambda *_: next(found)
+        [message] = enqueue(link, 1)
+        link.release(message, (torch.zeros(3), torch.zeros(2, dtype=torch.bfloat16)))
+        assert message.wait(LONG_S)
+    assert message.error is None
+    assert message.culprits == [1, 2]
+
+
 def test_halves_count_half() -> None:
     issued: list[str] = []
     verbs: tuple[Verb, ...] = ("reduce_scatter", "all_gather", "all_reduce")

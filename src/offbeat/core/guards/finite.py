@@ -39,8 +39,9 @@ class FiniteGuard:
     its ranks agree before each message, so that all shards take the same branch.
 
     A sum that passes from rank to rank is checked by its sender and its receiver. A rank never
-    sends a bad sum that it has received, so the sender of a bad sum has caused it. A bad sum is
-    refused with both policies.
+    sends a bad sum that it has received, so the sender of a bad sum has caused it. In an exchange
+    of two ranks both check the values of both. Bad sums and exchanges are refused with both
+    policies.
     """
 
     def __init__(
@@ -92,11 +93,12 @@ class FiniteGuard:
         if verb == "broadcast":  # broadcasts send bytes
             act(tensor)
             return []
+        if verb == "exchange":
+            return self._exchange(transfer, tensor, act)
         if transfer.ranks is not None:
             act(tensor)
             is_sum = transfer.payload.buffer == "grad"
-            sender = next(r for r in transfer.ranks if transfer.way or r != self._rank)
-            return [sender] if is_sum and not is_finite(tensor) else []
+            return [transfer.ranks[0]] if is_sum and not is_finite(tensor) else []
         # All ranks of the replica call `is_any`, also those without elements.
         bad = verb != "all_gather" and is_any(not is_finite(tensor))
         if not tensor.numel():
@@ -113,6 +115,17 @@ class FiniteGuard:
             self._own[key] = bad
             return []
         return [] if is_finite(tensor[:1]) else self._culprits(bad, tensor, collectives)
+
+    def _exchange(
+        self, transfer: Transfer, tensor: Tensor, act: Callable[[Tensor], None]
+    ) -> list[int]:
+        """Exchange a tensor with a partner; return which of both had values that are not finite."""
+        assert transfer.ranks is not None
+        spoilt = [] if is_finite(tensor) else [self._rank]
+        act(tensor)
+        if not is_finite(tensor):
+            spoilt += [rank for rank in transfer.ranks if rank != self._rank]
+        return sorted(spoilt)
 
     def _averaging_on(self, link: str) -> int:
         """Return the number of ranks that average with each other on a link."""
@@ -150,12 +163,18 @@ class FiniteGuard:
 
         Raises:
             RuntimeError: policy `raise`, and user code has not replaced the bad values; or no rank
-                had finite values; or the message is a sum that passes from rank to rank.
+                had finite values; or the message is one between two ranks.
         """
         payload = transfer.payload
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
         what = f"{kind} of bucket {where} in iteration {iteration}"
         who = _name_ranks(culprits)
+        if transfer.verb == "exchange":
+            raise RuntimeError(
+                f"{who} exchanged values that are not finite (NaN or infinity) as {what}, with the "
+                "partner of this round; lower the learning rate or clip gradients, and start from "
+                "the last checkpoint"
+            )
         if transfer.ranks is not None:
             raise self._spoilt_sum(culprits, payload.buckets, iteration)
         if self._policy == "skip" and len(culprits) < self._averaging_on(transfer.link):

@@ -185,7 +185,7 @@ class MessageLink:
             if self.guard is None:
                 by_verb[t.verb](tensor)
             elif culprits := self.guard(t, tensor, by_verb):
-                message.culprits = [*message.culprits, *culprits]
+                message.culprits = sorted({*message.culprits, *culprits})
             self._count(message, act.sent_bytes(t.verb, tensor.nbytes))
 
     def _count(self, message: Message, sent: int) -> None:
