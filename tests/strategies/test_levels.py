@@ -121,6 +121,27 @@ def test_a_strategy_without_such_a_variant_is_refused() -> None:
         Early(period=3).plan(profile_of())
 
 
+SHARDED = replace(profile_of(), inside=None, sharded=True)
+
+
+@pytest.mark.parametrize("text", ["wfbp", "local-sgd:period=3", "fedavg:fraction=.5"])
+def test_sharded_replicas_average_inside_themselves(text: str) -> None:
+    strategy = parse(text)
+    assert strategy.plan(SHARDED) == strategy.plan_of_replicas(SHARDED)
+
+
+@pytest.mark.parametrize(
+    ("text", "profile"),
+    [("noloco:period=3", profile_of()), ("noloco:period=3", SHARDED), ("cyclic", SHARDED)],
+    ids=["whole", "sharded", "sums"],
+)
+def test_messages_between_single_replicas_of_several_ranks_are_refused(
+    text: str, profile: Profile
+) -> None:
+    with pytest.raises(ValueError, match="must average over all replicas where these have several"):
+        parse(text).plan(profile)
+
+
 def test_times_by_hand() -> None:
     """Forward .5, backward .8, gradients inside 1.01, update .1, average 8.1; then the next one."""
     plan = parse("local-sgd:period=2").plan(profile_of(buckets=1))

@@ -574,7 +574,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "sums that pass from rank to rank": (
         lambda: {"strategy": "cyclic"},
-        "strategy (cyclic) must update in optimizer.step() where the model is sharded",
+        "strategy (cyclic) must average over all replicas where these have several ranks",
+    ),
+    "exchanges between pairs of nodes": (
+        lambda: {"strategy": "noloco"},
+        "strategy (noloco) must average over all replicas where these have several ranks",
     ),
     "gossip": (
         lambda: {"strategy": "ad-psgd"},

@@ -25,15 +25,20 @@ def two_levels(strategy: Strategy, profile: Profile) -> Plan:
 
     Gradients are averaged inside a replica in every iteration, in the messages of WFBP for the link
     inside. They are not where the strategy averages them over all replicas itself: then its own
-    messages average over both levels at once.
+    messages average over both levels at once. Nor are they in a sharded model, which averages them
+    inside its replicas itself.
 
     Args:
         strategy: strategy between replicas.
-        profile: profile with a link inside.
+        profile: profile with replicas of several ranks.
 
     Raises:
         ValueError: the strategy cannot run between replicas of several ranks.
     """
+    if profile.sharded:
+        plan = strategy.plan_of_replicas(profile)
+        _require_alike(strategy, plan, profile)
+        return plan
     _, plan = _choose_variant(strategy, profile)
     _require_alike(strategy, plan, profile)
     if _averages_all_gradients(plan):

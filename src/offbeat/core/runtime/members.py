@@ -486,6 +486,8 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
         problem = "encodes messages, whose errors depend on all earlier ones; use wire=None"
     elif any(any(effects.per_rank_settings(apply)) for apply in plan.applies):
         problem = "has weights for each rank"
+    elif any(t.ranks is not None for t in plan.transfers):
+        problem = "sends between single members"
     elif any(t.verb != "all_reduce" for t in plan.transfers):
         problem = "divides averages into halves"
     else:

@@ -96,10 +96,10 @@ class Strategy(ABC):
             profile: compute times, links and message costs of the job.
 
         Raises:
-            ValueError: the profile has a link inside replicas, and the strategy cannot run between
-                replicas of several ranks.
+            ValueError: replicas have several ranks, and the strategy cannot run between such
+                replicas.
         """
-        if profile.inside is not None:
+        if profile.topology:
             return load_object(TWO_LEVELS)(self, profile)
         return self.plan_of_replicas(profile)
 

@@ -1,0 +1,47 @@
+"""Plans that run while members of the job change, and plans that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.core.runtime.members import JoinState, Members, require_supported_plan
+from offbeat.core.strategy.parsing import parse
+from offbeat.profile import Bucket, Link, Profile
+
+PROFILE = Profile(
+    tuple(Bucket(f"b{b}", 0.5, 0.8, 100 * (b + 1)) for b in range(4)), (Link("net", 0.1, 100.0),), 3
+)
+
+
+def require(text: str, state: JoinState = "copy") -> None:
+    strategy = parse(text)
+    settings = Members("127.0.0.1:1", join_state=state)
+    require_supported_plan(strategy.plan(PROFILE), strategy, settings)
+
+
+ACCEPTED = ["wfbp", "bsp", "local-sgd:period=3", "dreamddp:period=2", "selsync:max_period=3"]
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_averages_that_may_be_skipped(text: str) -> None:
+    require(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "problem"),
+    [
+        ("cyclic", "copy", "applies gradients of several iterations together"),
+        ("selsync:aggregate=gradients", "copy", "averages gradients in some iterations only"),
+        ("wfbp", "fresh", "keeps optimizer states equal"),
+        ("dreamddp:period=2:wire=int8", "copy", "encodes messages"),
+        ("noloco:period=2", "copy", "sends between single members"),
+        ("dear", "copy", "divides averages into halves"),
+        ("selsync", "copy", "averages some parameters only after a vote; set max_period"),
+    ],
+)
+def test_other_plans_are_refused_with_their_reason(
+    text: str, state: JoinState, problem: str
+) -> None:
+    with pytest.raises(ValueError, match="must be one whose averages may be skipped") as refused:
+        require(text, state)
+    assert problem in str(refused.value)
