@@ -6,7 +6,7 @@
 A question that the lab can pose is one of hosts with equal or unlike speed, of a rate and a delay.
 Each has a profile of the hosts, the verdict of advice for it, and launches of one machine, of DDP
 and of the advised strategy. Hosts compute at an emulated pace, the smallest that this machine can
-emulate; messages, losses and links are real. Messages take 2 to 20 times the compute, where those
+emulate; messages, losses and links are real. Messages take .6 to 31 times the compute, where those
 of some questions take more than 100 times. Predictions follow from the measured profile; a further
 column has predictions from rate, delay and the compute of one machine alone, which need no network.
 

@@ -3,6 +3,7 @@
 import heapq
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from random import Random
 import pytest
 
 from offbeat.cli import commands as cli
+from offbeat.cli import rehearsed_advice
 from offbeat.cli.advise import launch_command, rate, span
 from offbeat.cli.rehearsed_advice import Losses, target_at_equal_times
 from offbeat.core.profile.elsewhere import (
@@ -28,13 +30,16 @@ from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.verdict import decide, predict_methods
 from offbeat.experiments.advice.work import Work
+from offbeat.experiments.progress import Progress
 from offbeat.jobs.verdict_file import KeptVerdict
 from offbeat.lab import Cluster
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
+from offbeat.rehearsal.command import RehearsalOutcome
 from offbeat.rehearsal.rehearse import RehearsedCurve
 from offbeat.sim import Ranks, predict, predict_plan
-from offbeat.strategies import DDP, SSP, WFBP, A2CiD2, DeFT, DiLoCo, DreamDDP, LocalSGD
+from offbeat.strategies import DDP, SSP, WFBP, A2CiD2, Cyclic, DeFT, DiLoCo, DreamDDP, LocalSGD
+from offbeat.strategies.methods.noloco import NoLoCo
 
 
 def profile_of(seed=0, layers=6, ranks=4, ratio=2.0, latency_s=1e-3):
@@ -249,6 +254,29 @@ def test_copies_of_gradients_and_messages_count():
     ]
     assert DreamDDP(2, wire="int8").memory(profile, wired).staged_bytes == max(sent)
     assert DreamDDP(2).memory(profile, DreamDDP(2).plan(profile)).staged_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "copies"), [(NoLoCo(2, rounds=3), 1), (NoLoCo(2, rounds=3, gamma=0.1), 2)], ids=str
+)
+@pytest.mark.parametrize("ranks", [1, 2, 7, 8])
+def test_copies_of_messages_between_pairs_are_those_of_one_rank(strategy, copies, ranks):
+    profile = profile_of(ranks=ranks)
+    assert strategy.memory(profile, strategy.plan(profile)).staged_bytes == copies * SIZE
+
+
+def test_a_rank_of_a_chain_holds_copies_of_its_own_sends():
+    """Of the plan's sends, counted one by one for each rank and iteration."""
+    profile, strategy = profile_of(ranks=5), Cyclic()
+    plan, found = strategy.plan(profile), Counter()
+    for t in plan.transfers:
+        kind = plan.all_buffers[t.payload.buffer].kind
+        size = profile.bytes_of(replace(t.payload, buffer=kind))
+        for phase in (phase for phase in t.phases if phase >= plan.prologue):
+            for iteration in range(phase, phase + t.before.lag + 1):
+                for rank in t.ranks:
+                    found[rank, (iteration - plan.prologue) % plan.period] += size
+    assert strategy.memory(profile, plan).staged_bytes == max(found.values())
 
 
 def test_shards_are_divided_and_activations_are_not():
@@ -857,6 +885,32 @@ def test_rehearsed_losses_decide(tmp_path, capsys, monkeypatch):
     again = [word.replace("loss=0.5", "loss=0.0") for word in argv]
     assert cli.main([*again, "--resume", str(folder), "train.py", "0.05", "60"]) == 1
     assert "no loss has decreased to loss 0" in " ".join(capsys.readouterr().err.split())
+
+
+def test_rehearsed_methods_have_the_rates_of_each_machine(tmp_path, monkeypatch):
+    """Gossip and servers send at the rates of their own machines."""
+    (tmp_path / "train.py").write_text("")
+    text = 'hosts = 3\nrate = "100mbit"\n[[overrides]]\nhost = 1\nrates = { net = "20mbit" }'
+    place = place_on_cluster(profile_of(ranks=1), Cluster.from_toml(text))
+    defined = []
+
+    def interrupt(rehearsal, run_dir, *_, **__):
+        defined.append(rehearsal)
+        return RehearsalOutcome(run_dir, interrupted=True)
+
+    monkeypatch.setattr(rehearsed_advice, "rehearse_script", interrupt)
+    losses = rehearsed_advice.rehearse_methods(
+        predict_methods(place, max_staleness=0),
+        (str(tmp_path / "train.py"),),
+        {"seeds": (0,)},
+        profile_of(ranks=1),
+        tmp_path / "runs",
+        Progress(),
+        resume=False,
+    )
+    assert losses.interrupted
+    assert place.ranks != Ranks()
+    assert [one.differences for one in defined] == [place.ranks]
 
 
 def curve_of(label, losses, iteration_s):

@@ -202,7 +202,14 @@ def rehearse_methods(
     contestants = texts.contestants(names, [])
     outcomes = [
         rehearse_script(
-            ScriptRehearsal(script, contestants, place.profile, measured=measured, **settings),
+            ScriptRehearsal(
+                script,
+                contestants,
+                place.profile,
+                measured=measured,
+                differences=place.ranks,
+                **settings,
+            ),
             run_dir,
             progress,
             resume=resume,

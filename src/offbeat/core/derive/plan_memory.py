@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -66,23 +67,27 @@ def held_memory(profile: Profile, buffers: Iterable[Buffer] = (), staged_bytes: 
 
 
 def largest_staged_bytes(plan: Plan, profile: Profile) -> int:
-    """Return the largest number of bytes in copies of messages that one iteration can hold.
+    """Return the largest number of bytes in copies of messages on one rank in an iteration.
 
     A message that does not work in place has a copy from its release to its deadline. All copies of
     an iteration count as simultaneous, with those of earlier iterations whose deadlines it
-    contains. For a codec the copy is that of the numbers before encoding.
+    contains. For a codec the copy is that of the numbers before encoding. Of a message between two
+    ranks both have a copy, and no other rank.
     """
     staged = [t for t in plan.transfers if not t.in_place]
     first = plan.prologue + max((t.before.lag for t in staged), default=0) * plan.period
     kinds = {name: buffer.kind for name, buffer in plan.all_buffers.items()}
     sizes = [profile.bytes_of(replace(t.payload, buffer=kinds[t.payload.buffer])) for t in staged]
-    totals = [
-        sum(
-            size * _count_in_flight(t, plan, iteration)
-            for t, size in zip(staged, sizes, strict=True)
-        )
-        for iteration in range(first, first + plan.period)
-    ]
+    totals = list[int]()
+    for iteration in range(first, first + plan.period):
+        everywhere, own = 0, Counter[int]()
+        for t, size in zip(staged, sizes, strict=True):
+            held = size * _count_in_flight(t, plan, iteration)
+            if t.ranks is None:
+                everywhere += held
+            else:
+                own.update(dict.fromkeys(t.ranks, held))
+        totals.append(everywhere + max(own.values(), default=0))
     return max(totals, default=0)
 
 
