@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import workers
@@ -27,6 +31,7 @@ from offbeat.strategies import DreamDDP
 footprint = benchmark("footprint")
 HOST = torch.device("cpu")
 NET = LinkSpec("net", None, "gloo")
+APART = {"net": ((0,), (1,))}  # groups of one rank
 RANKS = 4
 # One rank of torch's DDP has 4 threads (its own, that of gloo's device, and two that run
 # collectives) and 5 sockets (3 connections, a listening one, the store).
@@ -62,6 +67,13 @@ def use_channels() -> dict[str, Any]:
     found["all"] = cluster.bytes_sent()
     cluster.close_channels([name])
     found["kept"] = [*cluster.links]
+    cluster.links["net"].bytes_sent = 8
+    counts = []
+    for groups in (APART, {}, APART, {}, APART):
+        cluster.open(["net"], groups)
+        counts.append(footprint.count())
+    found["divided"], found["regrouped"] = counts[0::2], counts[1::2]
+    found["regrouped bytes"] = cluster.bytes_sent()
     assert cluster.close()
     return found
 
@@ -100,8 +112,13 @@ def test_at_most_twice_the_threads_and_sockets_of_ddp() -> None:
         assert all(number <= 2 * ddp[what] for what, number in own.items()), own
 
 
+@cache
+def used_channels() -> list[dict[str, Any]]:
+    return run_world(use_channels, 2)
+
+
 def test_channels_that_no_plan_uses_are_closed() -> None:
-    for found in run_world(use_channels, 2):
+    for found in used_channels():
         assert found["first"] == found["again"] == [0.5, 1.5, 2.5, 3.5]
         assert found["open"]["sockets"] == found["without"]["sockets"] + 1  # one connection
         assert (
@@ -111,6 +128,13 @@ def test_channels_that_no_plan_uses_are_closed() -> None:
         assert found["links"] == ["net"]
         assert found["bytes"] == found["all"] == {"net": 0, "net#1": 40}
         assert found["kept"] == ["net", "net#1"]
+
+
+def test_links_that_open_with_other_groups_close_the_earlier_ones() -> None:
+    for found in used_channels():
+        assert found["divided"] == [found["divided"][0]] * 3
+        assert found["regrouped"] == [found["regrouped"][0]] * 2
+        assert found["regrouped bytes"] == {"net": 8, "net#1": 40}
 
 
 def test_control_messages_use_the_default_group_that_offbeat_has_created() -> None:
@@ -141,6 +165,29 @@ def test_groups_without_devices_share_none() -> None:
     group: Any = object()
     with share_devices(group):
         assert distributed_c10d.ProcessGroupGloo is before
+
+
+def test_a_group_of_another_thread_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[tuple[Any, ...], dict[str, Any]]]()
+
+    class Group:
+        _Options = SimpleNamespace
+
+        def __init__(self, *given: Any, **named: Any):
+            made.append((given, named))
+
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", Group)
+    options, timeout = SimpleNamespace(_devices=["device"]), timedelta(seconds=5)
+    group: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(options=options))
+    with share_devices(group):
+        create: Any = partial(distributed_c10d.ProcessGroupGloo, "store", 0, 1, timeout=timeout)
+        create()
+        other = threading.Thread(target=create)
+        other.start()
+        other.join(10)
+    assert made[0][0][3]._devices == ["device"]
+    assert made[1:] == [(("store", 0, 1), {"timeout": timeout})]
+    assert distributed_c10d.ProcessGroupGloo is Group
 
 
 # ---- calls between averages -----------------------------------------------------------------

@@ -127,11 +127,8 @@ class Cluster:
             RuntimeError: on every rank, if a process group cannot be created; names the link.
         """
         for name in dict.fromkeys([*names, *(self.links if within is not None else ())]):
-            parts = tuple(groups_of(name, within or {}))
-            if name in self.links and self._parts[name] == parts:
+            if name in self.links and within is None:
                 continue
-            if name in self.links:
-                self.links.pop(name).close()
             base = base_link(name)
             spec = self.inside if base == INSIDE and self.inside else self.specs.get(base)
             if spec is None:
@@ -139,6 +136,11 @@ class Cluster:
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
             if is_vote_channel(name):  # NCCL needs one order of launches over all its groups
                 spec = replace(spec, backend="gloo")
+            parts = self._parts_of(name, spec, within or {})
+            if name in self.links and self._parts[name] == parts:
+                continue
+            if name in self.links:
+                self._close_link(name)
             act = self._open_link(name, spec, parts)
             self._parts[name] = parts
             self.links[name] = LinkThread(name, act, self.device)
@@ -158,30 +160,45 @@ class Cluster:
         for name in [name for name in self.groups if name in self.links and name not in kept]:
             if dist.get_backend(self.groups[name]) != "gloo":
                 continue  # NCCL waits for the other ranks when it closes a group
-            link = self.links.pop(name)
-            self._sent_before[name] = self._sent_before.get(name, 0) + link.bytes_sent
-            with self.control.waiting(f"closing channel {name!r}"):
-                if not link.close(self.timeout_s):
-                    raise RuntimeError(
-                        f"messages of channel {name!r} have not arrived in {self.timeout_s:g} s. "
-                        f"{self.control.report_failure()}"
-                    )
-            link.drop_group()
-            del self._parts[name]
-            for groups in (self.groups, self._nodes):
-                if (group := groups.pop(name, None)) is not None:
-                    dist.destroy_process_group(group)
+            self._close_link(name)
+
+    def _close_link(self, name: str) -> None:
+        """Close a link or channel after its last message, and destroy its groups of gloo."""
+        link = self.links.pop(name)
+        self._sent_before[name] = self._sent_before.get(name, 0) + link.bytes_sent
+        with self.control.waiting(f"closing link {name!r}"):
+            if not link.close(self.timeout_s):
+                raise RuntimeError(
+                    f"messages of link {name!r} have not arrived in {self.timeout_s:g} s. "
+                    f"{self.control.report_failure()}"
+                )
+        link.drop_group()
+        del self._parts[name]
+        for groups in (self.groups, self._nodes):
+            group = groups.pop(name, None)
+            if group is None or group is self._everyone:
+                continue
+            if dist.get_backend(group) == "gloo":  # NCCL waits for the other ranks
+                dist.destroy_process_group(group)
+
+    def _parts_of(self, name: str, spec: LinkSpec, within: Mapping[str, Groups]) -> Groups:
+        """Return the ranks of each process group of a link; () for one group of all ranks.
+
+        Groups of a plan are of replicas. Where these have several ranks, nodes and columns are the
+        groups of every plan.
+        """
+        topology = self.topology
+        if topology.is_flat or is_vote_channel(name):
+            return tuple(groups_of(name, within))
+        if spec is self.inside:
+            return topology.nodes
+        return (*topology.columns, *([topology.outside] if topology.outside else []))
 
     def _open_link(self, name: str, spec: LinkSpec, parts: Groups) -> Collectives:
         """Open the process groups of a link or channel. Return its collectives."""
         topology = self.topology
-        if not topology.is_flat:
-            if is_vote_channel(name):
-                spec = _on_any_interface(spec)
-            elif spec is self.inside:
-                parts = topology.nodes
-            else:
-                parts = (*topology.columns, *([topology.outside] if topology.outside else []))
+        if is_vote_channel(name) and not topology.is_flat:
+            spec = _on_any_interface(spec)
         group = self.groups[name] = self._group(name, spec, parts)
         if self._everyone is None and not parts:
             self._everyone = group

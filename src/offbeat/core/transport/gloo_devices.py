@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 THREADS = 2  # threads per device that run collectives of a group, as in torch's own groups
-_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)  # None: torch without gloo
 
 
 @contextmanager
@@ -29,21 +29,26 @@ def share_devices(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
         return
 
-    class SharingGroup(_Gloo):
+    patched: Any = distributed_c10d
+    own_class, thread = patched.ProcessGroupGloo, get_ident()
+
+    class SharingGroup(own_class):
         """Group on the given devices; `new_group` creates it."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
-            options = _Gloo._Options()
+            if get_ident() != thread:  # a group that another thread creates meanwhile
+                super().__init__(store, rank, size, timeout=timeout)
+                return
+            options = own_class._Options()
             options._devices, options._threads = devices, THREADS * len(devices)
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
-    patched: Any = distributed_c10d
     patched.ProcessGroupGloo = SharingGroup
     try:
         yield
     finally:
-        patched.ProcessGroupGloo = _Gloo
+        patched.ProcessGroupGloo = own_class
 
 
 def _devices_of(group: dist.ProcessGroup) -> list[Any]:
