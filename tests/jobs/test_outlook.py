@@ -122,6 +122,21 @@ def test_each_cause_is_named_once(cause: str, expected: Outlook) -> None:
     assert back[0].text.startswith("as predicted again since iteration")
 
 
+@pytest.mark.parametrize("cause", ["slow_rank", "slow_script"])
+def test_a_rank_is_named_by_the_number_of_its_process(cause: str) -> None:
+    """Processes have left, and others have joined: ranks are counted anew."""
+    strategy, numbers = WFBP(), [0, 2, 5, 6]
+    found = Outlook.of(strategy, strategy.plan(PROFILE), PROFILE, HOSTS, 0, numbers)
+    job = Job(found)
+    assert job.run(120) == []
+    factors, rank, text = SLOW[cause]
+    (notice,) = job.run(900, **factors)
+    assert rank is not None
+    assert notice.cause is not None
+    assert (notice.cause.name, notice.cause.rank) == (cause, numbers[rank])
+    assert text.replace(f"ank {rank}", f"ank {numbers[rank]}") in notice.text
+
+
 def test_another_cause_is_reported_after_ten_minutes(expected: Outlook) -> None:
     job = Job(expected)
     assert [n.cause.name for n in job.run(300, compute={2: 2.1}) if n.cause] == ["slow_rank"]

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -25,7 +26,14 @@ from offbeat.jobs import monitor, observer
 from offbeat.jobs.interval import Interval, LinkSums, LossSums
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.observer import JobObserver, new_run
-from offbeat.jobs.record_lines import ALIVE_FILE, BackgroundWriter, JobRecord, LineWriter, load
+from offbeat.jobs.record_lines import (
+    ALIVE_FILE,
+    WRITER_THREAD,
+    BackgroundWriter,
+    JobRecord,
+    LineWriter,
+    load,
+)
 from offbeat.jobs.settings import JobSettings, SinkSetting
 from offbeat.profile import Bucket, Link, Profile
 
@@ -303,6 +311,18 @@ def test_a_name_that_another_job_has_drawn_is_drawn_again(
     assert new_run(str(tmp_path), 0.0) == "0101-0000-aaaa"
     assert new_run(str(tmp_path), 0.0) == "0101-0000-bbbb"
     assert new_run(None, 0.0) == "0101-0000-aaaa"
+
+
+def test_the_thread_of_a_record_ends_with_it(tmp_path: Path, opened: Callable[..., Job]) -> None:
+    before = set(threading.enumerate())
+    job = opened()
+    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == WRITER_THREAD)
+    job.observer.end("ended")
+    thread.join(10)
+    assert not thread.is_alive()
+    job.observer.decide(3, "a decision after the end", None)  # as in a job that a signal has ended
+    events = read(tmp_path).ranks[0].events
+    assert events[-1]["text"] == "a decision after the end"
 
 
 def test_a_drive_that_does_not_answer_is_stated_at_the_end(

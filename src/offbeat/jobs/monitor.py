@@ -154,7 +154,7 @@ class JobMonitor:
         """Predict the plan, and print what it does."""
         is_first = self._outlook is None
         hosts = [self._facts["hosts"][number] for number in self._numbers]
-        outlook = Outlook.of(self._strategy, plan, profile, hosts, self._servers)
+        outlook = Outlook.of(self._strategy, plan, profile, hosts, self._servers, self._numbers)
         self._outlook = outlook
         lines, numbers = [], dict[str, Any]()
         if profile is not None:
@@ -233,7 +233,8 @@ class JobMonitor:
         if predicted_s is not None:
             first += f", predicted {seconds(predicted_s)}"
         sent = sum(link.bytes for link in total.links.values())
-        second = f"{percent(total.wait_s / total.s_sum)} waiting; {size(sent)} sent by rank 0"
+        waiting = percent(total.wait_s / total.s_sum)
+        second = f"{waiting} waiting; {size(sent)} sent by rank {self._number}"
         if self._outlook is not None and (baseline := self._outlook.baseline) is not None:
             whole_s = baseline.iteration_s * total.n
             second += f"; {BASELINE}: {duration(whole_s)} (predicted)"

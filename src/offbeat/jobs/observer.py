@@ -355,7 +355,9 @@ class JobObserver(Recorder):
         self._board.close()
         if self.monitor is not None:
             self.monitor.on_end(how, text, self._total, self._count)
-        if self._writer is not None and not self._writer.flush(FLUSH_S):
+        if self._writer is not None and self._writer.flush(FLUSH_S):
+            self._writer.close()
+        elif self._writer is not None:
             text = f"record ({self._writer.folder}) did not answer within {FLUSH_S:g} s; its last "
             console.print("record", f"{text}lines may be missing", "warning")
         self._tap.close()

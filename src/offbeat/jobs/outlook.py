@@ -33,7 +33,8 @@ class Cause:
         name: one of `CAUSES` (interval.py).
         excess_s: seconds per iteration above the prediction that the cause explains.
         text: description with a remedy.
-        rank: rank whose compute or script is slow; None for causes that concern all ranks.
+        rank: number of the process whose compute or script is slow, which is its rank at the
+            start; None for causes that concern all ranks.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Outlook:
         profile: profile of the job.
         period: period of the plan.
         hosts: host of each rank, for messages.
+        numbers: number of each rank's process in the record, for messages.
     """
 
     prediction: Prediction | None
@@ -78,6 +80,7 @@ class Outlook:
     profile: Profile | None
     period: int
     hosts: Sequence[str]
+    numbers: Sequence[int]
     _suspected: bool = False  # whether the last comparison has found a departure
     _reported: Notice | None = None
     _reported_s: float = float("-inf")
@@ -92,13 +95,24 @@ class Outlook:
         profile: Profile | None,
         hosts: Sequence[str],
         servers: int,
+        numbers: Sequence[int] | None = None,
     ) -> Outlook:
-        """Return the outlook of a plan, or of a strategy without a plan."""
+        """Return the outlook of a plan, or of a strategy without a plan.
+
+        Args:
+            strategy: strategy that runs.
+            plan: plan of the strategy; None if it has none.
+            profile: profile of the job; None if it has none.
+            hosts: see the class.
+            servers: number of ranks that serve.
+            numbers: see the class; None where they are the ranks.
+        """
         prediction = baseline = None
         if profile is not None:
             prediction = _predict(strategy, profile, plan, servers)
             baseline = _predict(create(BASELINE), profile, None, servers)
-        return cls(prediction, baseline, profile, plan.period if plan else 1, hosts)
+        period, numbers = plan.period if plan else 1, numbers or range(len(hosts))
+        return cls(prediction, baseline, profile, period, hosts, numbers)
 
     @property
     def iteration_s(self) -> float | None:
@@ -231,11 +245,11 @@ class Outlook:
             )
             return Cause("slow_compute", excess_s, text)
         text = (
-            f"Rank {rank} ({self.hosts[rank]}) computes {ratios[rank]:.2g} times as long as when "
+            f"Rank {self._name(rank)} computes {ratios[rank]:.2g} times as long as when "
             "measured, and the other ranks wait for it. Is its host busy or hot? Another plan "
             "would not help."
         )
-        return Cause("slow_rank", excess_s, text, rank)
+        return Cause("slow_rank", excess_s, text, self.numbers[rank])
 
     def _slow_script(self, newest: Mapping[int, Interval]) -> Cause:
         """Return the rank whose script takes longest between iterations."""
@@ -244,10 +258,13 @@ class Outlook:
         took = {rank: interval.script_s / interval.n for rank, interval in newest.items()}
         rank = max(took, key=lambda r: took[r])
         text = (
-            f"The script of rank {rank} ({self.hosts[rank]}) takes {seconds(took[rank])} between "
+            f"The script of rank {self._name(rank)} takes {seconds(took[rank])} between "
             f"iterations, {seconds(before_s)} when measured. Is the data loader slow?"
         )
-        return Cause("slow_script", took[rank] - before_s, text, rank)
+        return Cause("slow_script", took[rank] - before_s, text, self.numbers[rank])
+
+    def _name(self, rank: int) -> str:
+        return f"{self.numbers[rank]} ({self.hosts[rank]})"
 
     def _slow_link(self, newest: Mapping[int, Interval]) -> Cause:
         """Return the link whose messages take longest in comparison with the prediction.

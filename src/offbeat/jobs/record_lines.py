@@ -159,7 +159,7 @@ class BackgroundWriter(LineWriter):
         super().__init__(folder, rank, clock)
         self._writes: deque[Callable[[], None]] = deque()
         self._lost = 0
-        self._is_busy = False
+        self._is_busy = self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
         threading.Thread(target=self._run, name=WRITER_THREAD, daemon=True).start()
 
@@ -179,8 +179,17 @@ class BackgroundWriter(LineWriter):
         with self._changed:
             return self._changed.wait_for(lambda: not (self._writes or self._is_busy), limit_s)
 
+    def close(self) -> None:
+        """End the thread after the last write. Later writes run on the thread of their caller."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
     def _add(self, write: Callable[[], None]) -> None:
         if self.is_inherited:
+            return
+        if self._is_closed:
+            write()
             return
         with self._changed:
             if len(self._writes) >= MOST_UNWRITTEN:
@@ -194,7 +203,9 @@ class BackgroundWriter(LineWriter):
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._writes)
+                self._changed.wait_for(lambda: self._writes or self._is_closed)
+                if not self._writes:
+                    return
                 self._is_busy, write = True, self._writes.popleft()
                 lost, self._lost = self._lost, 0
             try:
