@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat import WFBP
+from offbeat.cli import main
 from offbeat.core.strategy import registry
 from offbeat.strategies import create, find, reference_of, strategy_names
 
@@ -107,17 +108,19 @@ class Alone(Planned):
         return ()
 '''
 SCRIPT = """
-import torch, offbeat
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = offbeat.prepare(model, optimizer, observe=2)
-for t in range(6):
-    optimizer.zero_grad()
-    model(torch.full((3, 4), float(t))).pow(2).mean().backward()
-    optimizer.step()
-print("TRAINED", offbeat.iteration(model))
-model.close()
+import os, sys, torch, offbeat
+for name in sys.argv[1:]:
+    os.environ["OFFBEAT_STRATEGY"] = name
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, observe=2)
+    for t in range(6):
+        optimizer.zero_grad()
+        model(torch.full((3, 4), float(t))).pow(2).mean().backward()
+        optimizer.step()
+    print("TRAINED", name, offbeat.iteration(model))
+    model.close()
 """
 METADATA = "Metadata-Version: 2.1\nName: foreign\nVersion: 1\n"
 POINTS = """[offbeat.strategies]
@@ -167,30 +170,31 @@ def test_two_packages_with_one_name(package: Path) -> None:
         find("foreign")
 
 
-@pytest.mark.parametrize("name", ["foreign_strategies:Planned", "foreign-alone"])
-def test_they_run_and_are_simulated(package: Path, name: str) -> None:
+NAMES = ("foreign_strategies:Planned", "foreign-alone")
+
+
+def test_they_run(package: Path) -> None:
+    """In a process of their own, which finds them on its path."""
     script = package / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(package), "OFFBEAT_STRATEGY": name}
+    environment = os.environ | {"PYTHONPATH": str(package)}
     for gone in ("RANK", "WORLD_SIZE", "OFFBEAT_JOB"):
         environment.pop(gone, None)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *NAMES],
         env=environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "TRAINED 6" in done.stdout
+    assert done.stdout.splitlines() == [f"TRAINED {name} 6" for name in NAMES]
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_simulated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     profile = Path(__file__).parents[2] / "docs" / "example.json"
-    command = [sys.executable, "-m", "offbeat", "simulate", "--profile", str(profile)]
-    done = subprocess.run(
-        [*command, "--strategy", name, "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["iteration_s"] > 0
+    argv = ["simulate", "--profile", str(profile), "--strategy", name, "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["iteration_s"] > 0
