@@ -4,12 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11.2", "3.12", "3.13", "3.14")
+PLATFORMS = ("x86_64-pc-windows-msvc", "aarch64-apple-darwin")
 LOCAL_FILES = ("UV_CONSTRAINT", "UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_OVERRIDE")
 
 
@@ -20,7 +23,9 @@ def compile_pins(*arguments: str | Path, text: str | None = None) -> subprocess.
     return subprocess.run(
         [find_uv() or "uv", *argv],
         input=text,
-        env=env | {"VIRTUAL_ENV": sys.prefix, "UV_HTTP_RETRIES": "1"},
+        # torch has no wheels for Intel Macs, and none before macOS 14.
+        env=env
+        | {"VIRTUAL_ENV": sys.prefix, "UV_HTTP_RETRIES": "1", "MACOSX_DEPLOYMENT_TARGET": "14.0"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -33,7 +38,7 @@ def find_uv() -> str | None:
 
 
 @pytest.fixture(scope="module")
-def index():
+def _index():
     if find_uv() is None:
         pytest.skip("uv is not installed (it is in the extra dev)")
     probe = compile_pins("--no-cache", "-", text="iniconfig\n")
@@ -41,45 +46,53 @@ def index():
         pytest.skip(f"no package index can be reached: {probe.stderr.strip()[-200:]}")
 
 
-@pytest.mark.usefixtures("index")
+@pytest.fixture(scope="module")
+def pins_of(
+    _index: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], list[str]]]:
+    """A function of a Python, a platform or "all": the pins that uv resolves. All resolve at the
+    same time, as each mostly waits for the index."""
+    folder, linux = tmp_path_factory.mktemp("pins"), "x86_64-unknown-linux-gnu"
+    wheels = ("--only-binary", ":all:", "-c", ROOT / "constraints.txt")
+    shutil.copy(ROOT / "constraints.txt", folder / "all")
+    runs = {
+        **{
+            python: ("--python-version", python, "--python-platform", linux, "--extra", "test")
+            for python in PYTHONS
+        },
+        **{
+            platform: ("--python-version", "3.12", "--python-platform", platform)
+            for platform in PLATFORMS
+        },
+    }
+    runs = {name: (*options, *wheels) for name, options in runs.items()}
+    runs["all"] = ("--universal", "--python-version", "3.11", "--all-extras")
+
+    def resolve(name: str) -> list[str]:
+        done = compile_pins(*runs[name], "-o", folder / name, ROOT / "pyproject.toml")
+        assert done.returncode == 0, done.stderr
+        return read_pins(folder / name)
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        resolved = {name: pool.submit(resolve, name) for name in runs}
+        yield lambda name: resolved[name].result()
+
+
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_test_extra_resolves_to_wheels(python, tmp_path):
-    pins = tmp_path / "pins.txt"
-    resolved = compile_pins(
-        *("--python-version", python, "--python-platform", "x86_64-unknown-linux-gnu"),
-        *("--only-binary", ":all:", "--extra", "test", "-c", ROOT / "constraints.txt"),
-        *("-o", pins, ROOT / "pyproject.toml"),
-    )
-    assert resolved.returncode == 0, resolved.stderr
+def test_the_test_extra_resolves_to_wheels(python, pins_of):
     constraints = {line.partition(" ;")[0] for line in read_pins(ROOT / "constraints.txt")}
-    assert set(read_pins(pins)) <= constraints
+    assert set(pins_of(python)) <= constraints
 
 
-@pytest.mark.usefixtures("index")
-@pytest.mark.parametrize("platform", ["x86_64-pc-windows-msvc", "aarch64-apple-darwin"])
-def test_the_package_resolves_to_wheels_where_it_can_plan(platform, tmp_path, monkeypatch):
-    """Without the lab's pyroute2. torch has no wheels for Intel Macs, and none before macOS 14."""
-    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "14.0")
-    pins = tmp_path / "pins.txt"
-    resolved = compile_pins(
-        *("--python-version", "3.12", "--python-platform", platform, "--only-binary", ":all:"),
-        *("-c", ROOT / "constraints.txt", "-o", pins, ROOT / "pyproject.toml"),
-    )
-    assert resolved.returncode == 0, resolved.stderr
-    assert not [pin for pin in read_pins(pins) if pin.startswith("pyroute2")]
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_package_resolves_to_wheels_where_it_can_plan(platform, pins_of):
+    """Without the lab's pyroute2."""
+    assert not [pin for pin in pins_of(platform) if pin.startswith("pyroute2")]
 
 
-@pytest.mark.usefixtures("index")
-def test_the_pins_are_those_of_pyproject(tmp_path):
+def test_the_pins_are_those_of_pyproject(pins_of):
     """`make constraints` changes nothing."""
-    pins = tmp_path / "pins.txt"
-    shutil.copy(ROOT / "constraints.txt", pins)
-    resolved = compile_pins(
-        *("--universal", "--python-version", "3.11", "--all-extras"),
-        *("-o", pins, ROOT / "pyproject.toml"),
-    )
-    assert resolved.returncode == 0, resolved.stderr
-    assert pins.read_text() == (ROOT / "constraints.txt").read_text()
+    assert pins_of("all") == read_pins(ROOT / "constraints.txt")
 
 
 def test_pins_are_on_any_index():
