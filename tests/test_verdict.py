@@ -206,11 +206,9 @@ def test_uncertainty_is_that_of_messages_and_of_the_model():
 
 
 def test_every_strategy_is_listed():
-    labels = {
-        method.label.partition(":")[0] for method in making.default_methods(Place(profile_of()))
-    }
-    assert labels == set(strategy_names())
-    assert all(method.changes for method in making.default_methods(Place(profile_of())))
+    methods = [*making.default_methods(Place(profile_of()))]
+    assert {method.label.partition(":")[0] for method in methods} == set(strategy_names())
+    assert all(method.changes for method in methods)
 
 
 # --- memory --------------------------------------------------------------------------------------
