@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from support.worlds import free_port
 
-from offbeat.jobs import sinks
+from offbeat import cli
+from offbeat.jobs import sinks, watch
 from offbeat.jobs.interval import Interval, LinkSums, LossSums, bin_of, combine
+from offbeat.jobs.job_view import JobFollower, find_run, view
 from offbeat.jobs.settings import parse_sinks
 from offbeat.jobs.sinks import SERIES, JobState, RankState, Sink, SinkLabels, open_sinks
 
@@ -321,7 +323,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
 # ---- a job ----------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -329,21 +331,25 @@ import offbeat
 
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-model, optimizer = offbeat.prepare(model, optimizer, "wfbp")
+model, optimizer = offbeat.prepare(model, optimizer, "wfbp", observe=4)
 stop = torch.zeros(())
 while not stop:
     optimizer.zero_grad()
-    model(torch.ones(2, 64)).square().mean().backward()
+    loss = model(torch.ones(2, 64)).square().mean()
+    time.sleep(0.05 * (1 + int(os.environ["RANK"])))
+    loss.backward()
     optimizer.step()
-    time.sleep(0.02)
     stop.fill_(Path(sys.argv[1]).exists())
     dist.all_reduce(stop)
 model.close()
 """
 
 
-def test_a_job_of_torchrun_is_scraped(tmp_path: Path) -> None:
-    """From the first heartbeats to the intervals of both ranks, while counters never fall."""
+def test_a_job_of_torchrun_is_scraped_and_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first heartbeats to the intervals of both ranks, while counters never fall. Rank 1
+    computes 50 ms longer. The screen of `offbeat watch` states it, and that the job has ended."""
     script, stop, file, port = (
         tmp_path / "t.py",
         tmp_path / "stop",
@@ -351,27 +357,34 @@ def test_a_job_of_torchrun_is_scraped(tmp_path: Path) -> None:
         free_port(),
     )
     script.write_text(SCRIPT)
+    runs = tmp_path / "runs"
     counters = {series.name for series in SERIES if series.kind == "counter"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
         [*torchrun, "--nproc-per-node", "2", str(script), str(stop)],
         env={k: v for k, v in os.environ.items() if not k.startswith("OFFBEAT_")}
         | {"OFFBEAT_METRICS": f"prometheus:{port},textfile:{file}", "OFFBEAT_JOB_NAME": "gpt"}
-        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        | {"OFFBEAT_RECORD": str(runs), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
         before: dict[tuple[str, ...], float] = {}
-        until = time.monotonic() + 80
-        while sum(name == "offbeat_loss" for name, *_ in before) < 2 and time.monotonic() < until:
+        until, shown = time.monotonic() + 80, None
+        while (
+            shown is None
+            or [rank.delays_others for rank in shown.ranks] != [False, True]
+            or sum(name == "offbeat_loss" for name, *_ in before) < 2
+        ):
             time.sleep(0.5)
             assert process.poll() is None
+            assert time.monotonic() < until
             with contextlib.suppress(urllib.error.URLError):
                 now = samples_of(scrape(port))
                 assert all(now[key] >= x for key, x in before.items() if key[0] in counters)
                 before = now
+            shown = view(JobFollower(find_run(runs))) if any(runs.glob("*/run.json")) else None
         written = samples_of(file.read_text())
         stop.touch()
         _, errors = process.communicate(timeout=20)
@@ -383,11 +396,19 @@ def test_a_job_of_torchrun_is_scraped(tmp_path: Path) -> None:
     assert {name for name, *_ in written} >= {"offbeat_info", "offbeat_iterations_total"}
     for rank in "01":
         place = (socket.gethostname(), rank)
-        assert before[("offbeat_iteration_seconds", *place)] > 0.02
+        assert before[("offbeat_iteration_seconds", *place)] > 0.05
         assert abs(before[("offbeat_last_seen_timestamp_seconds", *place)] - time.time()) < 30
         sent = before[("offbeat_sent_bytes_total", place[0], "net", rank)]
         assert sent >= 4 * 65 * 64 * before[("offbeat_updates_total", *place)] > 0
     assert not file.exists()
+    assert (shown.strategy, shown.world_size, shown.hosts, shown.state) == ("wfbp", 2, 1, "running")
+    assert shown.predicted_s is not None
+    assert shown.iteration_s is not None
+    assert shown.iteration_s > 0.05
+    assert "rank 1 delays the others" in watch.line(shown)
+    assert "delays others: " in "\n".join(text.plain for text in watch.screen(shown, 80))
+    assert cli.main(["watch", str(runs), "--once"]) == 0
+    assert "wfbp  2 ranks  ended" in capsys.readouterr().out
 
 
 # ---- dashboard and alerts -------------------------------------------------------------------
