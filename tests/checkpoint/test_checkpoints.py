@@ -94,6 +94,9 @@ def test_frozen_is_frozen() -> None:
     assert frozen.thaw()["tensor"].sum() == 2
     tied = value["tensor"]
     assert [*freeze([tied, tied], {"first": tied, "second": tied}).tensors] == ["first"]
+    alike = freeze([tied, tied], {})
+    assert len(alike.tensors) == 1
+    assert alike.thaw()[0] is alike.thaw()[1]
     with pytest.raises(ValueError, match="extra holds something that cannot be saved"):
         freeze({"lock": threading.Lock()}, {})
 
@@ -153,6 +156,21 @@ def test_of_another_time(tmp_path: Path) -> None:
         path.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"field '{name}' is missing or unknown in schema 1"):
             shard.read_manifest(path.parent)
+
+
+def test_the_newest_shard_decides_whether_a_later_version_has_written_it(tmp_path: Path) -> None:
+    folder, names = Folder(tmp_path), [f"{n:06d}-iteration-5" for n in (1, 2, 3)]
+    texts = {}
+    for name in names:
+        path = written(folder.shard(name, 0), 1) / shard.MANIFEST
+        texts[path] = path.read_text()
+    first, second, third = texts
+    for later, is_refused in ((first, False), (third, True), (second, False)):
+        for path, text in texts.items():
+            path.write_text(text.replace('"schema": 1', f'"schema": {1 + (path == later)}'))
+        assert bool(folder.refusal(0)) == is_refused
+    third.unlink()
+    assert "a later version" in str(folder.refusal(0))
 
 
 def test_damage_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,15 +348,32 @@ def test_buffers_that_state_dict_leaves_out_are_saved() -> None:
     assert frozen.thaw()["buffers"]["hidden"].tolist() == [1, 1, 1]
 
 
-def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
-    """Also buffers that `state_dict` leaves out, and the random state."""
-    model = torch.nn.Linear(2, 2)
+def prepared(strategy: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Mock]:
+    """Model, optimizer and session of a job of one rank."""
+    model: Any = torch.nn.Linear(2, 2)
     model.register_buffer("hidden", torch.ones(3), persistent=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Mock(saver=Saver(None), alone=False, elsewhere=None, worker=0, has_joined=False)
-    session.strategy, session.cluster.where = "bsp", torch.device("cpu")
+    session.strategy, session.cluster.where = strategy, torch.device("cpu")
     session.run_joint_call = lambda act: (act(), "")
     model._session = optimizer._session = session
+    return model, optimizer, session
+
+
+def test_shards_of_another_job_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank would load the shards of rank 0."""
+    model, optimizer, session = prepared("wfbp")
+    frozen = _freeze_all(model, optimizer, {}, {})
+    shard.write(Folder(tmp_path).shard("000001-iteration-3", 0), frozen, manifest())
+    monkeypatch.setattr(checkpoints, "is_sharded", lambda _: True)
+    with pytest.raises(ValueError, match="whose ranks hold other shards of the model"):
+        offbeat.load(tmp_path, model, optimizer)
+    assert not session.resume.called
+
+
+def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
+    """Also buffers that `state_dict` leaves out, and the random state."""
+    model, optimizer, session = prepared("bsp")
     frozen = _freeze_all(model, optimizer, {"planned": 3}, {"epoch": 7})
     shard.write(Folder(tmp_path).shard("000001-iteration-3", 0), frozen, manifest())
     weights, drawn = model.weight.detach().clone(), torch.rand(3)

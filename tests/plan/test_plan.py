@@ -182,6 +182,11 @@ def sets_of_phases():
     return [{p for p in range(12) if rng.random() < share} for share in (0, 0.2, 0.5, 0.8, 1) * 6]
 
 
+def test_empty_runs_are_no_phases():
+    assert Phases.of_runs([(3, 3), (0, 1), (5, 5)]).runs == ((0, 1),)
+    assert not Phases.of_runs([(2, 2)])
+
+
 def test_phases_are_sets():
     for members in sets_of_phases():
         phases = Phases(members)

@@ -119,6 +119,7 @@ def test_steps_are_what_the_rules_say(seed):
             steps = program.steps(i)
             assert known.setdefault(program.key(i), steps) == steps
             assert [s.position for s in steps] == sorted({s.position for s in steps})
+            assert all(lag == apply.at.lag for s in steps for lag, apply in s.apply)
             waited = sorted((i - due.lag, due.number) for s in steps for due in s.wait)
             released = sorted(index for s in steps for index in s.release)
             mine = [t for t in plan.transfers if t.ranks is None or rank in t.ranks]

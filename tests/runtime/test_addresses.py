@@ -56,6 +56,21 @@ def test_an_address_that_leads_here_by_translation(monkeypatch):
     check("127.0.0.1")
 
 
+def test_a_rank_that_connects_early_does_not_disturb_the_probe(monkeypatch):
+    connect, early = socket.create_connection, []
+
+    def connect_after_a_rank(address, timeout_s):
+        early.append(connect(address, timeout_s))
+        early[0].sendall(b"of a rank")
+        return connect(address, timeout_s)
+
+    monkeypatch.setattr(addresses, "ARRIVE_S", 10.0)
+    monkeypatch.setattr(socket, "create_connection", connect_after_a_rank)
+    assert addresses._arrives_here((socket.AF_INET, "127.0.0.1"), free_port())
+    assert len(early) == 1
+    early[0].close()
+
+
 def test_gloos_interface():
     check("127.0.0.1", GLOO_SOCKET_IFNAME="lo")
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME \(eth77\) must be .*it has .*lo"):

@@ -302,6 +302,18 @@ def test_table_is_read_for_a_new_version_only(clock: Clock) -> None:
     assert tables.count(heartbeat.TABLE) == 1
 
 
+def test_a_request_that_is_overdue_is_a_lost_store(clock: Clock) -> None:
+    """It may never return. The store is lost from the start of the request."""
+    detector, start_s = heartbeat.FailureDetector(1, 3), clock.now_s
+    with detector.track_store_request():
+        clock.now_s += heartbeat.STORE_TIMEOUT_S
+        assert detector.store_lost_s is None
+        clock.now_s += 0.1
+        assert detector.store_lost_s == start_s
+        assert detector.store_readers() == []
+    assert detector.store_lost_s is None
+
+
 def test_interval_grows_with_the_number_of_ranks() -> None:
     assert heartbeat_traffic.interval_s(64) == 0.5
     assert heartbeat_traffic.interval_s(512) == 4.0

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from support.workers import Trained
 from support.worlds import run_world
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
+from offbeat.core.runtime.votes import Votes
 from offbeat.experiments import report as reports
 from offbeat.experiments.compare import outcomes_of
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.experiments.report.votes import votes_of
+from offbeat.plan import Apply, Moment, Phases
 
 CASE = Case("mlp", "nesterov", "step")
 GRADIENTS = SelSync(delta=0, aggregate="gradients")
@@ -57,6 +60,13 @@ def test_parameters_and_rounds_of_one_step_are_bsp_up_to_rounding() -> None:
         for other in mine:
             for name, tensor in theirs.model.items():
                 torch.testing.assert_close(other.model[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_an_earlier_vote_counts_from_the_first_iteration_that_has_its_outcome() -> None:
+    votes = Votes(None, Mock(), Mock(), 0, 2)
+    votes.outcomes = {("v", 0): [], ("v", 1): [1]}
+    rule = Apply("local", range(1), Moment("step"), Phases([0]), None, "v", ago=1)
+    assert [votes.allows(rule, planned) for planned in range(3)] == [True, False, True]
 
 
 def recorded(directory: str, strategy: Strategy) -> dict[str, Any]:

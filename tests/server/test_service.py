@@ -374,6 +374,17 @@ def test_a_dead_server_is_an_error_that_names_it() -> None:
             client.settle()
 
 
+def test_a_server_that_closes_every_connection_is_an_error() -> None:
+    with job(5, 1, 1) as j:
+        client, [service] = j.client(0), j.services
+        service._handlers[Kind.START] = lambda peer, _: service._drop(peer)
+        assert client._ups[0].connection is not None
+        client._ups[0].connection.sock.shutdown(socket.SHUT_RDWR)
+        until(lambda: client._error is not None)
+        with pytest.raises(ServerGoneError, match=r"server 0 at .* closes every connection"):
+            client.settle()
+
+
 def test_a_worker_that_reconnects_to_one_server_is_not_silent_for_another() -> None:
     with job(5, 2, 1, silent_s=0.4) as j:
         client = j.client(0, retry_s=1.5, beat_s=0.1)

@@ -15,6 +15,7 @@ from support.server_workers import Worked, refused, sparsely, work
 from support.worlds import run_world, watch_world
 
 from offbeat import BSP, PSBSP, SSP
+from offbeat.server.serving import _free_model
 from offbeat.server.session import SSPSession
 
 ITERATIONS = 6
@@ -71,6 +72,17 @@ def test_gradients_of_several_iterations_are_pushed_as_their_average() -> None:
     assert outgoing[torch.float32].tolist() == [2.0, 3.0]
     assert pushes == [([{"lr": 0.5}], [2])]
     assert (session._collected, session._waiting) == (0, 0)
+
+
+def test_a_server_frees_the_memory_of_its_model() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    _free_model(model, optimizer)
+    assert not any(t.numel() for t in (*model.parameters(), *model.buffers()))
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
 
 
 def test_sparse_gradients_become_dense() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offbeat.frames.frames import WireError
 from offbeat.server.layout import Layout
-from offbeat.server.optimizers import require_elementwise, settings_of
+from offbeat.server.optimizers import checked_settings, require_elementwise, settings_of
 from offbeat.server.parameters import Store
 
 SHAPES = [(3, 4), (5,), (2, 2, 2)]
@@ -194,6 +195,14 @@ def test_without_a_gradient_nothing_moves() -> None:
     after = held(stores)
     torch.testing.assert_close(after[:12], before[:12] * (1 - 0.1 * 0.01))
     assert torch.equal(after[12:], before[12:])
+
+
+@pytest.mark.parametrize("settings", [{"betas": 0.9}, {"lr": [0.1]}])
+def test_sequences_and_numbers_are_not_exchanged(settings: dict[str, Any]) -> None:
+    optimizer = adam(parameters())
+    assert checked_settings([{"betas": [0.5, 0.9], "lr": 0.1}], optimizer)
+    with pytest.raises(WireError, match="must be a sequence on both sides or on none"):
+        checked_settings([settings], optimizer)
 
 
 def test_state_of_before_is_taken_over() -> None:
