@@ -18,7 +18,7 @@ from support.worlds import run_world
 
 from offbeat import DeFT
 from offbeat.core.guards.convergence import ConvergenceGuard
-from offbeat.core.measuring.loss import LossTap
+from offbeat.core.measuring.loss import LossTap, accumulation, is_accumulating
 from offbeat.core.measuring.noise import NoiseMeter, is_scale_free, step_size
 from offbeat.strategies import Strategy
 
@@ -258,6 +258,27 @@ def test_tap_takes_scalars_only() -> None:
         torch.ones(3, requires_grad=True).backward(torch.ones(3))
         assert float(tap.take() or 0.0) == 2.0
         assert tap.take() is None
+    finally:
+        tap.close()
+
+
+def test_tap_adds_the_losses_of_an_accumulation() -> None:
+    """Those within `accumulation`, and the next one; other backward passes replace the loss."""
+    tap, scaler = LossTap(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    try:
+        loss_of(9.0).backward()
+        for value in (1.0, 2.0):
+            with accumulation():
+                scaler.scale(loss_of(value)).backward()
+        assert not is_accumulating()
+        loss_of(4.0).reshape(1).backward()
+        assert float(tap.take() or 0.0) == 7.0
+        with accumulation():
+            loss_of(8.0).backward()
+        assert float(tap.take() or 0.0) == 8.0
+        loss_of(3.0).backward()
+        loss_of(5.0).backward()
+        assert float(tap.take() or 0.0) == 5.0
     finally:
         tap.close()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -13,15 +14,34 @@ from torch.amp.grad_scaler import GradScaler
 
 from offbeat.core.transport.device import Mark
 
-NOT_SCALED = (lambda: None), None  # no scalar, and no loss before its scale
+# No scalar, and no loss before its scale.
+NOT_SCALED: tuple[Callable[[], Any], Any] = (lambda: None), None
+_this_thread = threading.local()
+
+
+@contextmanager
+def accumulation() -> Iterator[None]:
+    """In the body, `backward` only accumulates: its loss is a part of the iteration's."""
+    before = is_accumulating()
+    _this_thread.accumulates = True
+    try:
+        yield
+    finally:
+        _this_thread.accumulates = before
+
+
+def is_accumulating() -> bool:
+    """Return whether this thread is within `accumulation`."""
+    return getattr(_this_thread, "accumulates", False)
 
 
 class LossTap:
     """Records the last scalar on which each thread has called `backward`, until `close`.
 
-    So scripts need not report their loss. A scalar that a GradScaler has scaled is recorded as it
-    was before. The cost is one attribute look-up per iteration. Taps may be nested and closed in
-    any order.
+    So scripts need not report their loss. The scalars of an accumulation are added up, as most
+    scripts divide them by their number. A scalar that a GradScaler has scaled is recorded as it was
+    before. The cost is one attribute look-up per iteration. Taps may be nested and closed in any
+    order.
 
     Attributes:
         began: mark of the start of the last backward, by the function `mark`.
@@ -41,7 +61,7 @@ class LossTap:
         def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
             if tap._open and self.numel() == 1:
                 scaled, loss = getattr(tap._threads, "scaled", NOT_SCALED)
-                tap._loss = loss if scaled() is self else self.detach()
+                tap._add(loss if scaled() is self else self.detach())
             tap.began, tap.ended = mark(), tap._last
             original(self, *args, **kwargs)
             tap._last = mark()
@@ -63,6 +83,11 @@ class LossTap:
     @_loss.setter
     def _loss(self, loss: Tensor | None) -> None:
         self._threads.loss = loss
+
+    def _add(self, loss: Tensor) -> None:
+        earlier = self._loss if getattr(self._threads, "accumulates", False) else None
+        self._loss = loss if earlier is None else earlier.reshape(()) + loss.reshape(())
+        self._threads.accumulates = is_accumulating()
 
     def take(self) -> Tensor | None:
         """Return the last loss of this thread since the last call; None if there was none."""

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
@@ -19,6 +19,7 @@ from torch import nn
 
 from offbeat.core.buckets.coupling import is_wrapper
 from offbeat.core.guards.step_hooks import has_hooks
+from offbeat.core.measuring.loss import accumulation
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.transport.cluster import Cluster
@@ -280,10 +281,12 @@ class Model(nn.Module):
             )
         return self._session.forward(self._modules["module"], *args, **kwargs)  # type: ignore[arg-type]
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Return a context in which backward only accumulates: `with model.no_sync():
         loss.backward()`."""
-        return self._session.no_sync()
+        with self._session.no_sync(), accumulation():
+            yield
 
     def skip_step(self) -> None:
         """End this iteration without an update, in place of `optimizer.step()`, or in place of
