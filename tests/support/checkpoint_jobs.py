@@ -110,19 +110,15 @@ class Trial(NamedTuple):
 
 
 def train_and_save(trials: Sequence[Trial], folder: str) -> list[str]:
-    """Per trial the digest after all iterations, of a run that was saved at every position and of
-    one that never was; they must be the same."""
+    """Per trial the digest after all iterations of a run that was saved at every position. The run
+    that continues from position 0 and is not saved shows whether saving disturbs training."""
     digests = []
     for number, (strategy, case, iterations, clip) in enumerate(trials):
-        with job(strategy, case, clip=clip) as plain:
-            plain.train(range(iterations))
-            expected = plain.digest()
         with job(strategy, case, clip=clip) as saved:
             for t in range(iterations):
                 saved.save(f"{folder}/{number}", keep=iterations).wait()
                 saved.iterate(t)
-            assert saved.digest() == expected, f"saving disturbs {strategy}"
-        digests.append(expected)
+            digests.append(saved.digest())
     return digests
 
 
