@@ -140,9 +140,10 @@ def comparison(
     repetitions: int = 2,
     profile: Path | None = None,
     contestants: tuple[Contestant, ...] = CONTESTANTS,
+    hosts: int = 2,
 ):
-    """Two contestants that take turns."""
-    return Comparison(setup(*words), contestants, repetitions, None, profile)
+    """Two contestants that take turns. One host is enough if no rank differs from another."""
+    return Comparison(setup(*words, hosts=hosts), contestants, repetitions, None, profile)
 
 
 @dataclass(frozen=True)
@@ -342,8 +343,8 @@ def test_a_script_that_leaves_no_record_has_failed(here):
 
 
 def test_a_given_profile_is_not_measured_again(here):
-    given = _profile(here)
-    outcome = compare.compare(comparison(repetitions=1, profile=given), here / "out")
+    given = _profile(here, hosts=1)
+    outcome = compare.compare(comparison(repetitions=1, profile=given, hosts=1), here / "out")
     assert outcome.measured == 2
     assert launched() == ["ddp", "dreamddp-period=2"]
     assert Profile.load(here / "out" / "profile.json") == Profile.load(given)
@@ -359,14 +360,14 @@ def test_a_contestant_without_a_plan(here):
 
 
 def test_hosts_keep_the_profiles_pace(here):
-    profile = Profile.load(_profile(here))
+    profile = Profile.load(_profile(here, hosts=1))
     paced = here / "paced.json"
     profile.with_pace(3.0).save(paced)
-    asked = comparison(repetitions=1, profile=paced, contestants=CONTESTANTS[:1])
+    asked = comparison(repetitions=1, profile=paced, contestants=CONTESTANTS[:1], hosts=1)
     outcome = compare.compare(asked, here / "out")
     assert outcome.measured == 1
     assert read(here / "out" / "ddp" / "rep0" / "job.json")["pace"] == 3.0
-    again = replace(asked, setup=replace(setup(), pace=4.0))
+    again = replace(asked, setup=replace(asked.setup, pace=4.0))
     compare.compare(again, here / "again")
     assert read(here / "again" / "ddp" / "rep0" / "job.json")["pace"] == 4.0
     assert Profile.load(here / "again" / "profile.json") == profile.with_pace(4.0)
@@ -444,11 +445,22 @@ def test_compare_command(here, capsys):
     assert (run_dir / "report.html").is_file()
 
 
+def test_demo_command(here, capsys, monkeypatch):
+    """With the stand-in in place of its script (which test_examples.py trains)."""
+    monkeypatch.setattr(cli, "DEMO", "train")
+    options = ["--lab", "none", "--hosts", "2", "--iterations", "20", "--out", "out"]
+    assert cli.main(["demo", *options]) == 0
+    assert {*launched()} == {"profile", "ddp", "local-sgd", "dreamddp"}
+    assert read(here / "out" / "run.json")["script"] == ["-m", "train", "--iterations", "20"]
+    assert capsys.readouterr().out.splitlines()[-1].endswith(".")  # a sentence
+    assert (here / "out" / "report.html").exists()
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["measured", "profile"])
 def test_run_takes_the_strategy_that_the_script_names(given, here, capsys):
     """And the default if the script names none, however the profile comes about."""
-    argv = ["run", "--lab", "none", "--hosts", "2"]
-    argv += ["--profile", str(_profile(here))] if given else []
+    argv = ["run", "--lab", "none", "--hosts", "1"]
+    argv += ["--profile", str(_profile(here, hosts=1))] if given else []
     first = "asking" if given else "profile"
     assert cli.main([*argv, "--out", "a", "train.py", "names=dreamddp:period=3"]) == 0
     assert launched() == [first, "dreamddp"]
@@ -622,7 +634,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_was_measured(name, here, monk
         write(path, text)
 
     monkeypatch.setattr(files, "write_text", write_until_full)
-    outcome = compare.compare(comparison(repetitions=1), here / "out")
+    outcome = compare.compare(comparison(repetitions=1, hosts=1), here / "out")
     err = capsys.readouterr().err
     (failure,) = outcome.failures
     assert re.search(
@@ -662,13 +674,14 @@ def test_the_rest_is_estimated_from_the_first_run():
 def test_an_interrupted_comparison_is_resumed(here, capsys):
     """What is complete stays; what was cut short or has not begun runs with the same seeds."""
     arguments = ("--args", "wfbp=--rate 2", "train.py")
-    assert cli.main([*RESUMABLE, "--out", "out", *arguments]) == 0
+    command = ["1" if word == "2" else word for word in RESUMABLE]  # of one host
+    assert cli.main([*command, "--out", "out", *arguments]) == 0
     before = (here / "out" / "ddp" / "rep1" / "rank0.json").stat().st_mtime_ns
     shutil.rmtree(here / "out" / "bsp")
     (here / "out" / "wfbp" / "rep1" / "problem.txt").write_text("interrupted with Ctrl-C")
     (here / "order.txt").unlink()
     capsys.readouterr()
-    assert cli.main([*RESUMABLE, "--resume", "out", *arguments]) == 0
+    assert cli.main([*command, "--resume", "out", *arguments]) == 0
     out = capsys.readouterr().out
     assert "ddp, repetition 1 of 2: kept, as it is complete" in out
     order = [line.split()[:2] for line in (here / "order.txt").read_text().splitlines()]
@@ -761,10 +774,10 @@ def _text_of(path: Path, process: subprocess.Popen[str]) -> str:
     return path.read_text()
 
 
-def _profile(here: Path) -> Path:
+def _profile(here: Path, hosts: int = 2) -> Path:
     """What the stand-in measures."""
     buckets = tuple(Bucket(f"h.{i}", 0.001, 0.002, 10**6) for i in range(4))
-    Profile(buckets, (Link("net", 1e-4, 1.25e7),), 2).save(here / "given.json")
+    Profile(buckets, (Link("net", 1e-4, 1.25e7),), hosts).save(here / "given.json")
     return here / "given.json"
 
 
@@ -812,7 +825,7 @@ def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
     try:
         outcome = compare.compare(
             replace(
-                comparison("dwell", repetitions=1, contestants=CONTESTANTS[:1]),
+                comparison("dwell", repetitions=1, contestants=CONTESTANTS[:1], hosts=1),
                 repeat_disturbed=True,
             ),
             here / "out",
@@ -856,7 +869,7 @@ def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -
     disturbed = Repetition(0, (), load={"disturbed": 1.0, "foreign": 0.5})
     monkeypatch.setattr(compare, "load_repetition", lambda *_: disturbed)
     monkeypatch.setattr(launcher, "load_in", lambda _: None)
-    made = comparison(repetitions=1, contestants=CONTESTANTS[:1])
+    made = comparison(repetitions=1, contestants=CONTESTANTS[:1], hosts=1)
     outcome = compare.compare(replace(made, repeat_disturbed=True), here / "out")
     assert len(launches) == 3
     assert (outcome.measured, outcome.interrupted) == ((0, False) if how == "fails" else (1, True))

@@ -1,16 +1,26 @@
-"""The examples run as users run them: alone, and as two processes that share the work."""
+"""The examples run as users run them: alone, as two processes that share the work, by torchrun.
 
+Only torchrun starts processes of its own here, as each takes seconds to import torch. (Also
+lab/test_image.py starts gpt.py by torchrun.)
+"""
+
+import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.worlds import run_world
 
 from offbeat.profile import Bucket, Link, Profile
 
@@ -19,12 +29,13 @@ TINY = "--layers 1 --width 32 --heads 2 --context 32 --steps 31 --lr 0.01"
 TINY_GPT = ["gpt.py", *TINY.split()]
 TINY_DIGITS = ["digits.py", "--width", "64", "--steps", "41"]
 LIMIT_S = 100  # of a test: torch takes seconds to import on a busy machine
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(**more: str) -> dict[str, str]:
     """No launcher's variables, one thread, the loopback."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OFFBEAT_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in LAUNCHER:
         kept.pop(name, None)
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
 
@@ -67,19 +78,26 @@ def example(script: str, *args: str) -> list[str]:
     return [str(EXAMPLES / script), *args]
 
 
+def run_here(argv: list[str], *, is_alone: bool = False) -> str:
+    """Run a script in this process, a rank or alone, and return what it has printed."""
+    for name in LAUNCHER if is_alone else ():
+        os.environ.pop(name, None)
+    sys.argv = argv
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
 def run_alone(script: str, *args: str) -> str:
-    with started(example(script, *args)) as process:
-        return output(process)
+    [printed] = run_world(partial(run_here, is_alone=True), 1, example(script, *args))
+    return printed
 
 
-def run_as_two(script: str, *args: str) -> str:
+def run_as_two(argv: list[str]) -> str:
     """Rank 0's output; rank 1 must print nothing."""
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argv = example(script, *args)
-    with started(argv, RANK="0", **where) as first, started(argv, RANK="1", **where) as second:
-        printed = output(first)
-        assert output(second) == ""
-        return printed
+    printed, nothing = run_world(run_here, 2, argv)
+    assert nothing == ""
+    return printed
 
 
 def losses(printed: str) -> list[float]:
@@ -94,7 +112,7 @@ def number(label: str, printed: str) -> float:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_gpt_learns():
-    printed = run_as_two(*TINY_GPT)
+    printed = run_as_two(example(*TINY_GPT))
     first, *_, last = losses(printed)
     assert last < 0.8 * first
     assert number("held-out loss", printed) < 0.8 * first
@@ -118,6 +136,12 @@ def test_emulated_learns(tmp_path):
     printed = run_alone("emulated.py", "--profile", str(tmp_path / "profile.json"), "--lr", "0.03")
     first, *_, last = losses(printed)
     assert last < 0.8 * first
+
+
+def test_the_script_of_the_demo_learns():
+    found = find_spec("offbeat.experiments.demo")
+    first, last = losses(run_as_two([found.origin, "--iterations", "11"]))
+    assert last < 0.9 * first
 
 
 def test_the_emulated_example_is_as_documented():
