@@ -12,6 +12,7 @@ from offbeat.core.measuring.reported import set_receiver
 from offbeat.experiments import report
 from offbeat.experiments.report.losses import Curve
 from offbeat.experiments.report.metrics import reach
+from offbeat.profile import Bucket, Link, Profile
 
 SCRIPT = """
 import os
@@ -42,8 +43,11 @@ def curve(*values: float) -> Curve:
 def test_a_metric_is_recorded_shown_and_a_target(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
+    buckets = (Bucket("all", 0.001, 0.002, 20, tensors=("weight", "bias")),)
+    Profile(buckets, (Link("net", 0.001, 1e7),), 2).save("profile.json")
     place = ("--lab", "none", "--hosts", "2", "--strategies", "ddp,bsp", "--repeat", "1")
     argv = ["compare", *place, "--keep-disturbed", "--target", "accuracy=.4", "--out", "out"]
+    argv += ["--profile", "profile.json"]
     assert cli.main([*argv, "train.py"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^strategy +to accuracy", out, re.MULTILINE)
