@@ -41,7 +41,7 @@ from happens_before.checker import (
 )
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import active_plan, messages, plan_session, prepare
+from offbeat.core.runtime import active_plan, connecting, known_profile, messages, plan_session
 from offbeat.core.runtime.plan_session import FlatSession
 from offbeat.core.transport import cluster, collectives
 from offbeat.core.transport.link import LinkThread, Message
@@ -120,7 +120,7 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
     started, reserve = threading.Thread.run, collectives.Scratch.reserve
     with pytest.MonkeyPatch.context() as patch, host_memory_noted():
         patch.setattr(threading.Thread, "run", run)
-        patch.setattr(prepare, "device_of", lambda _: Streams())
+        patch.setattr(connecting, "device_of", lambda _: Streams())
         patch.setattr(cluster, "collectives", on_gpu)
         patch.setattr(collectives, "is_on_host", CHECKER.is_host)
         patch.setattr(collectives, "pinned_memory", pinned)
@@ -140,7 +140,7 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(Spares, "give", lambda *_: None)
         # Other tests check plans and networks.
         patch.setattr(plan_session, "raise_if_wrong", lambda *_: None)
-        patch.setattr(prepare, "compare_network", lambda *_: None)
+        patch.setattr(known_profile, "compare_network", lambda *_: None)
         yield patch
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offbeat
 from offbeat.core.buckets.flat import with_own_storage
-from offbeat.core.runtime import position, prepare, waiting
+from offbeat.core.runtime import connecting, position, prepare, startup_notices, waiting
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.prepared import Optimizer
@@ -218,7 +218,7 @@ def test_a_send_changes_the_receivers_tensor_only(
 
 def train_at_a_pace(strategy: str, folder: str, servers: bool) -> dict[str, Any]:
     """Measure in turns, then train at a pace, on a device whose marks are no numbers."""
-    prepare.device_of = lambda _: OpaqueMarks()
+    connecting.device_of = lambda _: OpaqueMarks()
     job = {"schema": 1, "pace": 2.0, "turns": f"{folder}/turns", "record_dir": folder}
     path = Path(folder, f"job{os.environ['RANK']}.json")
     path.write_text(json.dumps(job))
@@ -392,26 +392,26 @@ def test_hosts_of_a_lab_are_hosts_to_nccl() -> None:
 
 def test_an_interface_that_nccl_has_chosen_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(prepare, "_has_used_nccl", lambda: True)
+    monkeypatch.setattr(connecting, "_has_used_nccl", lambda: True)
     link = LinkSpec("nccl:eth1", "eth1", "nccl")
     with pytest.warns(RuntimeWarning, match="set NCCL_SOCKET_IFNAME=eth1 before the start"):
-        prepare._warn_of_earlier_nccl([link])
+        connecting._warn_of_earlier_nccl([link])
     for silent in (LinkSpec("eth1", "eth1", "gloo"), LinkSpec("nccl", None, "nccl")):
-        prepare._warn_of_earlier_nccl([silent])
+        connecting._warn_of_earlier_nccl([silent])
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth1")
-    prepare._warn_of_earlier_nccl([link])
+    connecting._warn_of_earlier_nccl([link])
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
     hosts = ["a", "a", "b", "b"]
     one, other = ("GPU-1", 2), ("GPU-2", 2)
-    notice = prepare._shared_gpu_notice(hosts, [one, one, one, other])
+    notice = startup_notices._shared_gpu_notice(hosts, [one, one, one, other])
     assert notice is not None
     assert notice.startswith("ranks 0, 1 of host a use the same GPU")
-    assert prepare._shared_gpu_notice(hosts, [one, other, one, other]) is None
+    assert startup_notices._shared_gpu_notice(hosts, [one, other, one, other]) is None
     alone = ("GPU-1", 1)
-    assert prepare._shared_gpu_notice(hosts, [alone] * 4) is None, "there is no other GPU"
-    assert prepare._shared_gpu_notice(hosts, [None] * 4) is None
+    assert startup_notices._shared_gpu_notice(hosts, [alone] * 4) is None, "there is no other GPU"
+    assert startup_notices._shared_gpu_notice(hosts, [None] * 4) is None
 
 
 # ---- launches ---------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ def train_aligned(folder: str) -> list[dict[str, Any]]:
     for number, strategy in enumerate(ALIGNED):
         bits, path = {}, f"{folder}/{number}"
         for kind, gpu in (("cpu", None), ("gpu", ("GPU-1", 1))):
-            prepare._gpu_of = lambda _, gpu=gpu: gpu
+            prepare.gpu_of = lambda _, gpu=gpu: gpu
             with jobs.job(parse(strategy), ODD) as job:
                 job.train(range(3))
                 job.save(f"{path}-{kind}").wait()
@@ -618,7 +618,7 @@ def train_aligned(folder: str) -> list[dict[str, Any]]:
                 bits[f"{kind} alignment"] = session.engine.flat.alignment_bytes
             bits[f"{kind} sent"] = sum(session.traffic().values())  # after the last message
         for kind, gpu in (("cpu", ("GPU-1", 1)), ("gpu", None)) if number else ():
-            prepare._gpu_of = lambda _, gpu=gpu: gpu
+            prepare.gpu_of = lambda _, gpu=gpu: gpu
             with jobs.job(parse(strategy), ODD) as job:
                 assert job.load(f"{path}-{kind}").exact
                 job.train(range(3, 6))

@@ -13,7 +13,7 @@ from support.worlds import run_world
 import offbeat
 from offbeat.core.runtime.launch_request import current_place
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
-from offbeat.core.runtime.prepare import _nodes_notice
+from offbeat.core.runtime.startup_notices import _nodes_notice
 from offbeat.core.transport.addresses import parse_address
 
 SRUN = {

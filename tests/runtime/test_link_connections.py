@@ -16,8 +16,8 @@ import torch.distributed as dist
 from support.worlds import run_world, watch_world
 
 from offbeat.core.measuring.network_check import compare_network
+from offbeat.core.runtime.connecting import link_specs
 from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.runtime.prepare import _link_specs
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.collectives import PIECE_BYTES, pieces
 from offbeat.core.transport.device import CPU
@@ -110,11 +110,11 @@ def test_number_of_connections_in_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_several_connections_need_gloo() -> None:
     with pytest.raises(ValueError) as caught:
-        _link_specs(["nccl:eth0*2"], torch.device("cuda"))
+        link_specs(["nccl:eth0*2"], torch.device("cuda"))
     assert "link 'nccl:eth0' (eth0) with 2 connections must use gloo; give gloo:eth0*2" in str(
         caught.value
     )
-    assert _link_specs(["eth0*2"], torch.device("cuda"))[0].connections == 2
+    assert link_specs(["eth0*2"], torch.device("cuda"))[0].connections == 2
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.cli import commands as cli
+from offbeat.core.runtime.connecting import link_specs
 from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.runtime.prepare import _link_specs
 from offbeat.core.transport import interfaces, store_agreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
@@ -472,15 +472,15 @@ def test_links_of_the_environment(
 )
 def test_links_that_nccl_cannot_be(links: list[str], device: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        _link_specs(links, torch.device(device))
+        link_specs(links, torch.device(device))
     assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_links_use_gloo_unless_they_name_nccl(device: str) -> None:
-    [spec] = _link_specs(["eth0"], torch.device(device))
+    [spec] = link_specs(["eth0"], torch.device(device))
     assert spec.backend == "gloo"
-    assert _link_specs(["nccl:eth0"], torch.device("cuda"))[0].backend == "nccl"
+    assert link_specs(["nccl:eth0"], torch.device("cuda"))[0].backend == "nccl"
 
 
 def test_address_of_an_interface() -> None:

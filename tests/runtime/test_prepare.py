@@ -35,7 +35,7 @@ from offbeat import (
 )
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.named_strategy import NamedStrategy
-from offbeat.core.runtime.prepare import _save_strategy
+from offbeat.core.runtime.strategy_choice import choose_strategy
 from offbeat.experiments.record.record_file import path_of, read
 
 CASE = failing.CASE
@@ -418,7 +418,7 @@ def test_a_full_disk_of_the_launcher_ends_no_training(tmp_path, monkeypatch) -> 
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.warns(UserWarning, match="No space left") as said:
-        _save_strategy("wfbp", LaunchRequest(), str(path))
+        choose_strategy("wfbp", LaunchRequest(save_strategy=str(path)))
     assert [str(w.message).count(str(tmp_path)) for w in said] == [1]
     with pytest.raises(OSError, match=str(tmp_path)):
-        _save_strategy("wfbp", LaunchRequest(stop_after_strategy=True), str(path))
+        choose_strategy("wfbp", LaunchRequest(save_strategy=str(path), stop_after_strategy=True))

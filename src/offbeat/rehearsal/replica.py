@@ -18,7 +18,8 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.launch_request import LaunchRequest
-from offbeat.core.runtime.prepare import OBSERVE, agree_on_model, joined_optimizer
+from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
+from offbeat.core.runtime.prepare import OBSERVE
 from offbeat.core.runtime.prepared import Model, Optimizer, Session
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch

@@ -1,0 +1,93 @@
+"""Choice of a job's strategy among launcher, environment and script, and its fit to the job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from offbeat.core.files import write_or_warn
+from offbeat.core.runtime.launch_request import (
+    JOIN_VARIABLE,
+    STRATEGY_VARIABLE,
+    LaunchRequest,
+    current_join_request,
+    current_place,
+)
+from offbeat.core.runtime.named_strategy import NamedStrategy
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.parsing import parse
+from offbeat.core.strategy.registry import create, is_registered
+from offbeat.core.transport.topology import Topology
+
+DEFAULT_STRATEGY = "wfbp"
+
+
+def choose_strategy(
+    strategy: Strategy | str | None, job: LaunchRequest
+) -> tuple[Strategy, str | None]:
+    """Return the strategy to run, and a notice if it is not the script's.
+
+    If the launcher requests it, also write the script's strategy to a file.
+    """
+    script = parse(strategy) if isinstance(strategy, str) else strategy
+    if script is not None and not isinstance(script, Strategy):
+        raise ValueError(
+            f"strategy ({script!r}) must be a strategy, or its name and settings as "
+            "'dreamddp:period=8'"
+        )
+    if job.save_strategy is not None:
+        _save_strategy(script, job, job.save_strategy)
+    requested = os.environ.get(STRATEGY_VARIABLE)
+    if job.strategy is not None:
+        chosen, by = create(job.strategy, job.settings), "the launcher"
+    elif requested:
+        chosen, by = parse(requested), STRATEGY_VARIABLE
+    else:
+        return script if script is not None else create(DEFAULT_STRATEGY), None
+    if script is None or script == chosen or job.stop_after_profile:
+        return chosen, None
+    return chosen, f"{by} selects {chosen}, so {script} of the script is not used"
+
+
+def _save_strategy(script: Strategy | None, job: LaunchRequest, path: str) -> None:
+    """On rank 0, write the strategy that would run without the launcher's choice, for the
+    launcher."""
+    chosen, _ = choose_strategy(script, replace(job, strategy=None, save_strategy=None))
+    if "RANK" not in os.environ or current_place()[0] == 0:
+        text = None if script is None else str(script)
+        named = NamedStrategy(text, chosen.name, chosen.settings(), not is_registered(chosen))
+        write_or_warn(named.save, path, "strategy", needed=job.stop_after_strategy)
+    if job.stop_after_strategy:
+        raise SystemExit(0)
+
+
+def require_fitting_strategy(strategy: Strategy, job: LaunchRequest) -> None:
+    """Raise ValueError if a strategy does not support an option of the launcher or the
+    environment."""
+    if current_join_request() is not None and not strategy.needs.allows_joining:
+        raise ValueError(
+            f"strategy ({strategy}) must be the job's, one of gossip, where {JOIN_VARIABLE} is "
+            "set; name it in the script, or as in `offbeat join --strategy a2cid2`"
+        )
+    if job.checkpoint is not None and strategy.needs.no_checkpoint is not None:
+        raise ValueError(strategy.needs.no_checkpoint)
+
+
+def require_fitting_topology(strategy: Strategy, topology: Topology) -> None:
+    """Raise ValueError on every rank if replicas have several ranks and the strategy has a session
+    of its own, which supports one rank per replica only, or if it requires early updates and the
+    model is sharded."""
+    if topology.sharded and strategy.requires_early_updates:
+        raise ValueError(
+            f"strategy ({strategy}) must not require updates in backward where the model is "
+            "sharded (fully_shard), because FSDP gathers weights at moments of its own; use "
+            "average='before_update', or leave average out"
+        )
+    supports = type(strategy).open is Strategy.open or strategy.needs.nodes
+    if not topology.is_flat and not supports:
+        raise ValueError(
+            f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
+            f"({topology.source}: {topology}), because its workers exchange whole models at times "
+            "of their own, and the ranks of a replica train in step; use one such as dreamddp or "
+            "wfbp, or leave mesh and nodes out, so that every rank trains a replica of its own"
+        )
