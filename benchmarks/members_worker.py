@@ -96,16 +96,16 @@ class Victim:
         if not self._is_armed:
             return
         from offbeat.core.runtime.member_changes import MemberChanges
+        from offbeat.core.runtime.member_session import MemberSession
         from offbeat.core.runtime.members import JobMember
-        from offbeat.core.runtime.plan_session import FlatSession
         from offbeat.core.transport.link import LinkThread
 
         places: dict[str, list[tuple[Any, str]]] = {
             "message": [(LinkThread, "_send")],
             "boundary": [(MemberChanges, "_handle_requests")],
-            "leave": [(FlatSession, "unite")],
-            "join": [(JobMember, "open_group"), (FlatSession, "begin_epoch"),
-                     (FlatSession, "join")],
+            "leave": [(MemberSession, "unite")],
+            "join": [(JobMember, "open_group"), (MemberSession, "begin_epoch"),
+                     (MemberSession, "join")],
         }  # fmt: skip
         for owner, name in places.get(self._case["place"], ()):
             setattr(owner, name, self._dying(getattr(owner, name)))

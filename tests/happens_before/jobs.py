@@ -41,8 +41,8 @@ from happens_before.checker import (
 )
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import active_plan, connecting, known_profile, messages, plan_session
-from offbeat.core.runtime.plan_session import FlatSession
+from offbeat.core.runtime import active_plan, connecting, known_profile, messages, plan_choice
+from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.transport import cluster, collectives
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.gossip import state as gossip_state
@@ -139,7 +139,7 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(Spares, "take", lambda _, n, dtype, __: torch.empty(n, dtype=dtype))
         patch.setattr(Spares, "give", lambda *_: None)
         # Other tests check plans and networks.
-        patch.setattr(plan_session, "raise_if_wrong", lambda *_: None)
+        patch.setattr(plan_choice, "raise_if_wrong", lambda *_: None)
         patch.setattr(known_profile, "compare_network", lambda *_: None)
         yield patch
 
@@ -387,13 +387,13 @@ def train(
 
 def stage_messages(patch: pytest.MonkeyPatch) -> None:
     """Let all messages be copies, as where the members of the job may change."""
-    run = FlatSession.run_from
+    run = PlanRunner.run_from
 
-    def run_from(self: FlatSession, *args: Any, **kwargs: Any) -> None:
+    def run_from(self: PlanRunner, *args: Any, **kwargs: Any) -> None:
         self.engine.staged = True
         run(self, *args, **kwargs)
 
-    patch.setattr(FlatSession, "run_from", run_from)
+    patch.setattr(PlanRunner, "run_from", run_from)
 
 
 def findings(waits: Counter[Place]) -> dict[str, Any]:

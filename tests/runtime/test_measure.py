@@ -41,11 +41,11 @@ from offbeat.core.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
-from offbeat.core.measuring.observe import usual_message_s
+from offbeat.core.measuring.observe import Observer, usual_message_s
 from offbeat.core.measuring.timing import Budget, Probe
-from offbeat.core.runtime import plan_session
+from offbeat.core.runtime import first_iterations
 from offbeat.core.runtime.iteration import Timestamps
-from offbeat.core.runtime.plan_session import Observer, build_flat
+from offbeat.core.runtime.plan_session import build_flat
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import Ring
 from offbeat.core.transport.device import CPU
@@ -399,7 +399,7 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
         profiles.append(build(*args))
         return profiles[-1]
 
-    plan_session.measure_cluster, observe_module.usual_message_s = fast, remember
+    first_iterations.measure_cluster, observe_module.usual_message_s = fast, remember
     Observer.profile = profile
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

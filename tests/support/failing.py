@@ -475,7 +475,7 @@ def prepare_named(strategy: str, variable: str | None) -> tuple[str, str]:
     said = io.StringIO()
     with redirect_stderr(said), prepared(model, optimizer, strategy, observe=2) as (model, _):
         text = said.getvalue().replace("\n         ", " ")  # a line may be wrapped
-        return str(model._session._strategy), text
+        return str(model._session.choice.strategy), text
 
 
 def train_as_job(job: dict[str, Any], given: Strategy | str | None) -> dict[str, Any]:

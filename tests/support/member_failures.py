@@ -12,9 +12,9 @@ from torch.distributed import distributed_c10d
 
 from offbeat.core.checkpoint import saving, shard
 from offbeat.core.guards import replicas
-from offbeat.core.runtime import plan_session
+from offbeat.core.runtime import flat_session, member_session
+from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
-from offbeat.core.runtime.plan_session import FlatSession
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 
 
@@ -72,7 +72,7 @@ def _lose_repeat() -> None:
 
 
 def _end_in_begin() -> None:
-    FlatSession.begin_epoch = _end  # type: ignore[method-assign]
+    MemberSession.begin_epoch = _end  # type: ignore[method-assign]
 
 
 def _end_in_joining() -> None:
@@ -81,11 +81,11 @@ def _end_in_joining() -> None:
 
 
 def _lose_begin() -> None:
-    FlatSession.begin_epoch = _lose_after(FlatSession.begin_epoch)  # type: ignore[method-assign]
+    MemberSession.begin_epoch = _lose_after(MemberSession.begin_epoch)  # type: ignore[method-assign]
 
 
 def _end_in_union() -> None:
-    plan_session.average_replicas = _end
+    flat_session.average_replicas = member_session.average_replicas = _end
 
 
 def _lose_union() -> None:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.core.guards import convergence as guard
-from offbeat.core.runtime import plan_session as session
+from offbeat.core.runtime import first_iterations
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
@@ -257,7 +257,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
     """Train on links whose latency no window can hide, given in a profile or "measured"."""
     profile = profile_of(CASE, world_size())
     slow = (Link(profile.default_link.name, 9.0, 1e9),)
-    session.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
+    first_iterations.measure_cluster = lambda *_, **__: (slow, ())  # type: ignore[assignment]
     module, plain = build(CASE)
     given = {} if observed else {"profile": replace(profile, links=slow)}
     with (
@@ -285,7 +285,7 @@ def noise_around_a_pause(strategy: Strategy, iterations: int) -> list[tuple[floa
                 loss = torch.stack([p.sum() for p in trainable]).sum()
                 (scale * (1 + rank()) * loss).backward()
                 optimizer.step()
-            meter = model._session._guard.meter
+            meter = model._session.runner.convergence.meter
             found.append(meter.take())
             model.consolidate()
             meter.take()  # of what consolidate has applied, if that counts

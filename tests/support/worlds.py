@@ -238,7 +238,7 @@ def _rank(
 
     from offbeat.core.measuring import codec_speed as coding
     from offbeat.core.measuring import links
-    from offbeat.core.runtime import plan_session
+    from offbeat.core.runtime import plan_choice
 
     os.environ.update(variables)
     torch.set_num_threads(1)
@@ -247,7 +247,7 @@ def _rank(
     coding.REPEATS = {coding.FEW: 1, coding.MANY: 1}
     coding.MESSAGES, coding.REST_S = 3, 0.0
     links.BUDGET_S = 0.5
-    plan_session.raise_if_wrong = _checked_once(plan_session.raise_if_wrong)
+    plan_choice.raise_if_wrong = _checked_once(plan_choice.raise_if_wrong)
     try:
         report: dict[str, Any] = {"result": function(*args)}
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Arguments of `prepare` that must be equal on all ranks, and checks of all others by value."""
+"""Arguments of `prepare` that must be equal on all ranks, and checks of single values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.guards.finite import require_policy
+from offbeat.core.runtime.known_profile import GivenProfile, kind_of
 from offbeat.core.runtime.launch_request import CHECKPOINT_VARIABLE
 from offbeat.core.runtime.training_job import Watch
 from offbeat.core.strategy.interface import require_count
@@ -20,7 +21,7 @@ class CommonArguments:
     Attributes:
         observe: iterations of BSP to measure without a profile.
         min_bucket_bytes: smallest bucket; None: derived from the measured latency.
-        profile: kind of the profile, in words.
+        profile: the profile, of which only its kind must be equal.
         watch: checks during training.
         servers: number of servers.
         has_checkpoints: whether the environment or a launcher names a folder of checkpoints.
@@ -31,7 +32,7 @@ class CommonArguments:
 
     observe: int
     min_bucket_bytes: int | None
-    profile: str
+    profile: GivenProfile
     watch: Watch
     servers: int
     has_checkpoints: bool
@@ -49,7 +50,7 @@ class CommonArguments:
         watch = self.watch
         return (
             f"observe={self.observe}, min_bucket_bytes={self.min_bucket_bytes}, "
-            f"profile={self.profile}, compare_every={watch.compare_every}, "
+            f"profile={kind_of(self.profile)}, compare_every={watch.compare_every}, "
             f"on_nonfinite={watch.on_nonfinite}, broadcast_buffers={watch.broadcast_buffers}, "
             f"replan={watch.replan}, "
             f"servers={self.servers}, "
@@ -65,17 +66,14 @@ def require_seconds(name: str, value: float) -> float:
     return float(value)
 
 
-def require_no_process_group(process_group: object) -> None:
-    """Raise ValueError if the script names a part of the job."""
+def require_whole_job(process_group: object, mesh: object) -> None:
+    """Raise ValueError if the script names a part of the job, or a mesh that is no device mesh of
+    torch."""
     if process_group is not None:
         raise ValueError(
             f"process_group ({type(process_group).__name__}) must be left out: offbeat averages "
             "over all ranks of the job"
         )
-
-
-def require_mesh(mesh: object) -> None:
-    """Raise ValueError unless the mesh is a device mesh of torch or None."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh ({type(mesh).__name__}) must be a torch.distributed.device_mesh.DeviceMesh of "

@@ -38,18 +38,13 @@ def kind_of(given: GivenProfile) -> str:
 
 
 def find_profile(
-    given: GivenProfile,
-    job: LaunchRequest,
-    fingerprint: str,
-    cluster: Cluster,
-    *,
-    resizes: bool = False,
+    given: GivenProfile, job: LaunchRequest, fingerprint: str, cluster: Cluster
 ) -> KnownProfile:
     """Return the profile to plan from, after a comparison with model, job and network.
 
     A Profile and the launcher's file must match. A user's file is a cache and is measured again if
-    it does not match. Rank 0 reads the file for all ranks. With `resizes`, the profile may be of
-    another number of replicas, at least 2.
+    it does not match. Rank 0 reads the file for all ranks. Where members change, the profile may be
+    of another number of replicas, at least 2.
     """
     if job.stop_after_profile or (given is None and job.profile is None):
         return KnownProfile(None, job.save_profile)
@@ -67,7 +62,7 @@ def find_profile(
     if not result["profile"]:
         return KnownProfile(None, cache)
     known = Profile.from_dict(result["profile"])
-    if resizes and known.world_size > 1:
+    if cluster.control.has_members and known.world_size > 1:
         known = for_members(known, cluster.topology.replicas)
     mismatch = _find_mismatch(known, fingerprint, cluster, job)
     is_cache = cache is not None and job.profile is None and known.model

@@ -25,24 +25,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from torch import Tensor
 
 from offbeat.core.console import console
-from offbeat.core.plan import INSIDE, Plan, base_link, is_vote_channel
+from offbeat.core.plan import INSIDE, base_link, is_vote_channel
 from offbeat.core.runtime.member_meeting import Report, exchange_results, meet, send_average
 from offbeat.core.runtime.member_node import member_of, rank_names
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
-from offbeat.core.runtime.members import (
-    PROBE_AFTER_S,
-    READY_EVERY_S,
-    JobMember,
-    require_supported_plan,
-)
+from offbeat.core.runtime.members import PROBE_AFTER_S, READY_EVERY_S, JobMember
 from offbeat.core.runtime.recording import MemberChange
 from offbeat.core.runtime.repeated_averages import EVERYWHERE, INSIDE_NODE
-from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.link import Message
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.plan_session import FlatSession
+    from offbeat.core.runtime.member_session import MemberSession
     from offbeat.membership import Epoch
 
 T = TypeVar("T")
@@ -63,7 +57,7 @@ class MemberChanges:
         snapshot: saves a checkpoint when members have changed at a request; None: nothing does.
     """
 
-    def __init__(self, member: JobMember, session: FlatSession, cluster: Cluster):
+    def __init__(self, member: JobMember, session: MemberSession, cluster: Cluster):
         self._member, self._session, self._cluster = member, session, cluster
         self._engine = session.engine
         self._repeated = session.engine.waiting.repeated
@@ -173,10 +167,6 @@ class MemberChanges:
         """Note that this rank has completed an average of whole replicas."""
         self._unions, self._united = self._unions + 1, self._united + 1
         self._united_at = self._session.iteration
-
-    def require_supported(self, plan: Plan, strategy: Strategy) -> None:
-        """Raise ValueError if a plan cannot run while members change."""
-        require_supported_plan(plan, strategy, self._member.settings)
 
     def request_leave(self, reason: str) -> None:
         """Request to leave the job at the next boundary."""

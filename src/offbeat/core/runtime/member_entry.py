@@ -31,14 +31,6 @@ class JoinError(RuntimeError):
     """A member of a running job has failed while this process joined it."""
 
 
-def repeat_joins(enter: Callable[[], T]) -> T:
-    """Return the result of a call that enters a job, after at most `JOIN_ATTEMPTS` attempts."""
-    for _ in range(JOIN_ATTEMPTS - 1):
-        with suppress(JoinError):
-            return enter()
-    return enter()
-
-
 def require_members(
     members: Members,
     strategy: Strategy,
@@ -80,21 +72,36 @@ def require_members(
         )
 
 
-def connect_member(
-    members: Members, facts: dict[str, str], node: MemberNode, own: Connector
-) -> tuple[JobMember, Cluster]:
-    """Enter a job whose members change, and connect to its members.
+def enter_job(
+    members: Members,
+    facts: dict[str, str],
+    node: MemberNode,
+    own: Connector,
+    begin: Callable[[JobMember, Cluster], T],
+) -> T:
+    """Enter a job whose members change, in at most `JOIN_ATTEMPTS` attempts.
 
     Args:
         members: settings of the job.
         facts: facts that must be equal on all members, by description.
         node: ranks of this member.
         own: device and links of this rank.
+        begin: begins to train on connected ranks. Its result is returned.
 
     Raises:
         ValueError: the script has connected ranks itself, or requests links of NCCL.
-        JoinError: a member of a running job has failed meanwhile.
+        JoinError: a member of a running job has failed in each attempt to join it.
     """
+    for _ in range(JOIN_ATTEMPTS - 1):
+        with suppress(JoinError):
+            return begin(*_connect(members, facts, node, own))
+    return begin(*_connect(members, facts, node, own))
+
+
+def _connect(
+    members: Members, facts: dict[str, str], node: MemberNode, own: Connector
+) -> tuple[JobMember, Cluster]:
+    """Return this process as a member, and its connections to all members."""
     specs = own.specs
     if dist.is_initialized() or any(spec.backend != "gloo" for spec in specs):
         what = "process group (initialized)" if dist.is_initialized() else f"links ({own.links!r})"

@@ -25,19 +25,9 @@ from offbeat.core.guards.comparison import EVERY
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.arguments import (
-    CommonArguments,
-    require_mesh,
-    require_no_process_group,
-    require_seconds,
-)
+from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
 from offbeat.core.runtime.connecting import Connector, close_at_exit
-from offbeat.core.runtime.known_profile import (
-    GivenProfile,
-    KnownProfile,
-    find_profile,
-    kind_of,
-)
+from offbeat.core.runtime.known_profile import KnownProfile, find_profile
 from offbeat.core.runtime.launch_request import (
     LaunchRequest,
     Replan,
@@ -47,12 +37,7 @@ from offbeat.core.runtime.launch_request import (
     current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
-from offbeat.core.runtime.member_entry import (
-    closing_on_failure,
-    connect_member,
-    repeat_joins,
-    require_members,
-)
+from offbeat.core.runtime.member_entry import closing_on_failure, enter_job, require_members
 from offbeat.core.runtime.member_node import node_of_process
 from offbeat.core.runtime.members import JobMember, Members
 from offbeat.core.runtime.meter import Meter, SampleBoard
@@ -73,11 +58,6 @@ from offbeat.core.runtime.strategy_choice import (
     require_fitting_topology,
 )
 from offbeat.core.runtime.training_job import (
-    JOIN_OBSERVER,
-    OPEN_OBSERVER,
-    READ_SETTINGS,
-    RUN_RECORDER,
-    STOP_REQUEST,
     Observation,
     RankRoles,
     TrainingJob,
@@ -93,6 +73,12 @@ if TYPE_CHECKING:
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
+# Named as text, because the runtime must not import these modules.
+OPEN_OBSERVER = "offbeat.jobs.observer:open_observer"
+JOIN_OBSERVER = "offbeat.jobs.observer:join_observer"
+READ_SETTINGS = "offbeat.jobs.settings:read_settings"
+RUN_RECORDER = "offbeat.experiments.record.recorder:RunRecorder"
+STOP_REQUEST = "offbeat.jobs.stopping:StopRequest"
 
 REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
     "rehearsal", default=None
@@ -198,12 +184,11 @@ def prepare(
             difference raises on every rank.
         SystemExit: on a rank that serves, after all workers have left.
     """
-    require_no_process_group(process_group)
+    require_whole_job(process_group, mesh)
     rehearse = REHEARSAL.get()
     if rehearse is not None:
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
         return rehearse(model, optimizer, strategy, watch, mesh=mesh, nodes=nodes)
-    require_mesh(mesh)
     job = current_job()
     if not dist.is_initialized():
         os.environ.update(torchrun_variables(os.environ))
@@ -214,7 +199,7 @@ def prepare(
     common = CommonArguments(
         observe,
         job.min_bucket_bytes or min_bucket_bytes,
-        kind_of(profile),
+        profile,
         Watch(compare_every, on_nonfinite, broadcast_buffers, current_replan(replan)),
         servers,
         job.checkpoint is not None,
@@ -231,7 +216,7 @@ def prepare(
     require_fitting_strategy(strategy, job)
     if mesh is None and nodes is None:
         nodes = current_nodes()
-    preparation = _Preparation(model, whole, strategy, common, job, profile, log, settings, notice)
+    preparation = _Preparation(model, whole, strategy, common, job, log, settings, notice)
     if members is None:
         cluster = Connector(model, links, timeout_s).connect_job(mesh, nodes)
         prepared = preparation.open_session(cluster)
@@ -245,13 +230,7 @@ def prepare(
             "number of ranks of a member": str(node.size),
         }
         own = Connector(model, links, timeout_s)
-
-        def enter() -> tuple[Model, Optimizer]:
-            member, cluster = connect_member(members, facts, node, own)
-            act = preparation.join_running_job if member.has_joined else preparation.open_session
-            return act(cluster, member)
-
-        prepared = repeat_joins(enter)
+        prepared = enter_job(members, facts, node, own, preparation.begin_as_member)
     return (prepared[0], prepared[1].parts()) if is_list else prepared
 
 
@@ -265,7 +244,6 @@ class _Preparation:
         strategy: strategy of the job.
         common: arguments that must be equal on all ranks.
         request: options of the launcher.
-        given: argument `profile`.
         metrics: log of training metrics; None for none.
         settings: settings of record, console and metrics, see `jobs/settings.py`.
         notice: notice about the choice of the strategy; None for none.
@@ -276,10 +254,14 @@ class _Preparation:
     strategy: Strategy
     common: CommonArguments
     request: LaunchRequest
-    given: GivenProfile
     metrics: Metrics | None
     settings: Any
     notice: str | None
+
+    def begin_as_member(self, member: JobMember, cluster: Cluster) -> tuple[Model, Optimizer]:
+        """Begin a job whose members change, or join it if it runs."""
+        act = self.join_running_job if member.has_joined else self.open_session
+        return act(cluster, member)
 
     def open_session(
         self, cluster: Cluster, member: JobMember | None = None
@@ -299,8 +281,7 @@ class _Preparation:
             ranks = divide_ranks(self.common.servers, strategy, control)
             known = KnownProfile(None, None)
             if strategy.needs.profile:
-                resizes = member is not None
-                known = find_profile(self.given, request, fingerprint, cluster, resizes=resizes)
+                known = find_profile(self.common.profile, request, fingerprint, cluster)
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:
                 sampled = 0  # the store of the samples ends with the epoch

@@ -62,8 +62,6 @@ class Session(ABC):
             separately.
         saver: background writer of this session's checkpoints; None before the first request.
         stop_request: handler of SIGTERM; None if the signal has its default action.
-        scaler_remedy: reason why GradScaler cannot unscale the gradients, and the alternative; None
-            if it can.
     """
 
     _cluster: Cluster
@@ -215,7 +213,11 @@ class Session(ABC):
         """Links and control of this process."""
         return self._cluster
 
-    scaler_remedy: str | None = None
+    @property
+    def scaler_remedy(self) -> str | None:
+        """Reason why GradScaler cannot unscale the gradients, and the alternative; None if it
+        can."""
+        return None
 
     @abstractmethod
     def traffic(self) -> dict[str, int]:

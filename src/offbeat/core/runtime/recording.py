@@ -1,21 +1,24 @@
-"""Recorder: interface of the sessions to an observer that records a rank's iterations."""
+"""Recorder: interface of the sessions to an observer of a rank, and reports of their decisions."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from offbeat.core.console import console
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import Iteration
 
 if TYPE_CHECKING:
+    from offbeat.core.runtime.engine import Engine
     from offbeat.core.runtime.prepared import Session
 
 
@@ -154,3 +157,33 @@ class Recorder:
 
     def write(self, bytes_sent: Mapping[str, int]) -> None:
         """Write the rest of the record, and close it."""
+
+
+class Decisions:
+    """Reports of a session about its decisions, in the record of each rank and on rank 0's stderr.
+
+    Args:
+        recorder: recorder of this rank; None: no record.
+        engine: engine of this rank, whose iteration a report names.
+    """
+
+    def __init__(self, recorder: Recorder | None, engine: Engine) -> None:
+        self._recorder = Recorder() if recorder is None else recorder
+        self._engine = engine
+
+    def record(self, what: str, warning: str | None = None) -> None:
+        """Add a decision to the record."""
+        self._recorder.decide(self._engine.iteration, what, warning)
+
+    def print(self, what: str) -> None:
+        """Add a decision to the record, and print it on rank 0."""
+        self.record(what)
+        if self._engine.control.rank == 0:
+            console.print("decision", what, iteration=self._engine.iteration)
+
+    def warn(self, what: str) -> None:
+        """Add a decision to the record, and warn of it on rank 0."""
+        warning = f"iteration {self._engine.iteration}: {what}"
+        self.record(what, warning)
+        if self._engine.control.rank == 0:
+            warnings.warn(warning, stacklevel=2)

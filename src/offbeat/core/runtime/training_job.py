@@ -23,13 +23,7 @@ if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
 
-# Named as text, because the runtime must not import these modules.
-PACE = "offbeat.lab.pace:Pace"
-OPEN_OBSERVER = "offbeat.jobs.observer:open_observer"
-JOIN_OBSERVER = "offbeat.jobs.observer:join_observer"
-READ_SETTINGS = "offbeat.jobs.settings:read_settings"
-RUN_RECORDER = "offbeat.experiments.record.recorder:RunRecorder"
-STOP_REQUEST = "offbeat.jobs.stopping:StopRequest"
+PACE = "offbeat.lab.pace:Pace"  # as text: the runtime must not import this module
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""First iterations of a session without a profile: they run BSP and are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from offbeat.core.files import write_or_warn
+from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
+from offbeat.core.measuring.codec_speed import measure_codecs
+from offbeat.core.measuring.idle_links import measure_pauses
+from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
+from offbeat.core.measuring.observe import Observer, observing_plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.compute import ComputeObserver
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.plan_choice import PlanChoice
+from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime.session_guards import SessionGuards
+from offbeat.core.runtime.training_job import TrainingJob
+from offbeat.core.strategy.interface import load_object
+
+# Named as text, because the runtime must not import these modules.
+TURNS = "offbeat.lab.turns:Turns"
+PACED_PROFILE = "offbeat.lab.pace:paced_profile"
+
+
+class FirstIterations:
+    """Measurement of a profile in the first iterations, from which the plan is made.
+
+    Args:
+        job: objects of this rank.
+        choice: strategy that will run.
+        guards: guards of the session.
+        runner: runs the plan.
+        run_alone: runs exchanges of all ranks before there is a plan.
+
+    Attributes:
+        observer: observer of the iterations; None before and after them.
+        around_forward: returns the context in which a forward runs.
+    """
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        choice: PlanChoice,
+        guards: SessionGuards,
+        runner: PlanRunner,
+        run_alone: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._job, self._choice, self._guards = job, choice, guards
+        self._runner, self._engine, self._run_alone = runner, runner.engine, run_alone
+        # Whether the model's layers are emulated by sleeping.
+        self._is_emulated = bool(getattr(job.model, "emulated", False))
+        self.observer: Observer | None = None
+        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def begin(self) -> None:
+        """Run BSP and measure it from the next iteration on."""
+        job, engine, cluster = self._job, self._engine, self._job.cluster
+        engine.set_watched(UsageRecorder())
+        broadcasts = self._choice.broadcasts(self._choice.strategy)
+        first = next(iter(cluster.specs))
+        plan = observing_plan(len(engine.flat.buckets), first, broadcasts=broadcasts)
+        cluster.open(plan.links)
+        self._guards.guard_links()
+        engine.adopt(plan)
+        self._guards.note_plan(observes=True)
+        # Ranks of a sharded replica wait for each other within forward.
+        lock = None if self._is_emulated or engine.flat.is_sharded else job.observation.turns
+        turns = load_object(TURNS)(lock) if lock else ComputeObserver()
+        engine.set_compute(turns)
+        self.observer = observer = Observer(job.model, engine, cluster.device, turns)
+        self.around_forward = observer.memory.forward
+        engine.reports.listener = partial(self._listen, observer)
+        engine.reports.needs_ready_times = True
+
+    def _listen(self, observer: Observer, done: Iteration) -> None:
+        if self._job.recorder:
+            self._job.recorder.add_iteration(done)
+        observer.iteration(done)
+        if observer.memory.is_complete:
+            self.around_forward = nullcontext
+        is_last = done.number + 1 >= self._job.observation.iterations and not done.abandoned
+        if is_last and not self._engine.awaits_change:
+            act = partial(self._run_plan, observer, done.number + 1)
+            self._engine.change_at_end(partial(self._run_alone, act))
+
+    def cancel(self) -> None:
+        """Stop the measurement, if there is one, before another plan is adopted."""
+        if self.observer is not None:
+            self._finish(self.observer)
+            self._engine.set_compute(ComputeObserver())
+
+    def _finish(self, observer: Observer) -> None:
+        observer.finish()
+        self.observer, self.around_forward = None, nullcontext
+
+    def _run_plan(self, observer: Observer, observed: int) -> None:
+        """Complete the profile, and run the plan that is made from it."""
+        how, control = self._job.observation, self._job.cluster.control
+        self._finish(observer)
+        if self._choice.shares_buffers and not self._choice.broadcasts(self._choice.strategy):
+            self._guards.agree_on_buffers()  # averages of parameters include buffers
+        profile = self._measure(observer)
+        if how.save_to and control.rank == 0:
+            again = ", and the next run measures again"
+            write_or_warn(profile.save, how.save_to, "profile", again, needed=how.then_stop)
+        if how.then_stop:
+            raise SystemExit(0)
+        assert self._engine.watched is not None
+        usage = ScriptUsage.combine(self._engine.watched.usage, control)
+        self._runner.run_from(profile, observed, usage)
+
+    def _measure(self, observer: Observer) -> Profile:
+        """Return the profile, the same on all ranks, after the storage was divided into buckets."""
+        how, cluster, engine = self._job.observation, self._job.cluster, self._engine
+        control, emulated = cluster.control, self._is_emulated
+        least, needed = how.min_bucket_bytes, 1
+        if least is None:
+            least = worthwhile_bytes(cluster, engine.flat)
+            replicas = cluster.topology.replicas
+            needed = max(how.least_buckets, self._choice.strategy.least_buckets(replicas))
+        specs = observer.layout(control, least, needed)
+        engine.relayout(specs)
+        flat = engine.flat
+        self._guards.parameters.attach(flat.parameters)
+        links, contention = measure_cluster(cluster, flat, emulated=emulated)
+        links = (*links, *measure_inside(cluster, flat, emulated=emulated))
+        profile = observer.profile(specs, flat, links, contention, cluster, how.model)
+        engine.set_compute(ComputeObserver())
+        if how.pace is not None and not emulated:
+            paced = load_object(PACED_PROFILE)(profile, how.pace, cluster)
+            profile = Profile.from_dict(control.share_first(paced.to_dict()))
+        # Before `measure_beside`, because ranks do not compute while they pause.
+        profile = measure_pauses(cluster, flat, profile)
+        profile = measure_beside(cluster, flat, profile)
+        with ComputeLoad(profile) if profile.pace else nullcontext():
+            profile = measure_codecs(cluster, profile)
+        # Every rank must plan from the same profile.
+        return Profile.from_dict(control.share_first(profile.to_dict()))

@@ -1,0 +1,305 @@
+"""Session that runs a strategy's plan on flat buckets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.derive import effects
+from offbeat.core.guards.comparison import ReplicaGuard
+from offbeat.core.guards.replicas import (
+    average_replicas,
+    repair,
+    require_equal,
+    sends_only_gradients,
+    take,
+)
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.first_iterations import FirstIterations
+from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.plan_choice import PlanChoice
+from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.recording import Decisions
+from offbeat.core.runtime.session_guards import SessionGuards
+from offbeat.core.runtime.training_job import TrainingJob
+from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.strategy.interface import Strategy
+
+
+class FlatSession(Session):
+    """Session that runs a strategy's plan on flat buckets, after a measurement with BSP if
+    needed.
+
+    Args:
+        strategy: requested strategy.
+        job: objects of this rank.
+        flat: storage of the model.
+
+    Attributes:
+        engine: executor of the plan.
+        choice: strategy that runs, and the profile.
+        runner: the plan and its changes.
+    """
+
+    def __init__(self, strategy: Strategy, job: TrainingJob, flat: Flat) -> None:
+        self._job, self._model, self._recorder = job, job.model, job.recorder
+        self._cluster = cluster = job.cluster
+        self._earlier_iterations = 0  # iterations of processes before this one
+        self._united = -1  # the engine's iteration of the last `consolidate`
+        self._unsampled: int | None = None  # its parameters arrive in the next forward
+        self.engine = Engine(
+            job.model,
+            flat,
+            job.optimizer,
+            cluster.links,
+            cluster.device,
+            cluster.control,
+            cluster.timeout_s,
+            cluster.replica,
+            sends_buffers=cluster.is_first,
+        )
+        decisions = Decisions(job.recorder, self.engine)
+        self.choice = choice = PlanChoice(strategy, job, decisions)
+        self._guards = guards = SessionGuards(job, self.engine, choice, decisions)
+        run = self.run_jointly
+        self.runner = PlanRunner(job, self.engine, choice, guards, decisions, run)
+        self._first = FirstIterations(job, choice, guards, self.runner, self._run_before_plan)
+
+    def begin(self) -> None:
+        """Run the strategy's plan from the next iteration on, or measure a profile before."""
+        if self._job.profile is not None:
+            self.runner.run_from(self._job.profile)
+        else:
+            self._first.begin()
+        self._job.open_connections()
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the strategy."""
+        return self.runner.plan
+
+    @property
+    def profile(self) -> Profile:
+        """Profile from which the plan was made. AttributeError while it is measured."""
+        return self.choice.profile
+
+    @property
+    def scaler_remedy(self) -> str | None:
+        plan = self.engine.plan
+        if any(map(effects.is_window_end, plan.applies)):
+            return "gradients of several scales cannot be unscaled together; use WFBP()"
+        remedy = early_remedy(plan)
+        return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
+
+    # ---- overridden where members change ----------------------------------------------------
+
+    def run_jointly(self, exchange: Callable[[], None]) -> None:
+        """Run an exchange of all ranks at the end of an iteration."""
+        exchange()
+
+    def _run_before_plan(self, act: Callable[[], None]) -> None:
+        """Run exchanges of all ranks while there is no plan."""
+        act()
+
+    def _begin_iteration(self) -> None:
+        """Act before the first forward of an iteration."""
+        if self._guards.replicas is not None:
+            self._guards.replicas.forward_begins()
+
+    def _consolidate(self, repairing: bool) -> None:
+        with self._cluster.control.joint_call("consolidate"):
+            self.engine.pauses.drain()
+            self._unify(repairing)
+
+    # ---- what the user calls ----------------------------------------------------------------
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine = self.engine
+        if self._cluster.closed and not (torch.is_grad_enabled() and self._model.training):
+            return call(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._guards.before_forward()
+            trains = engine.trains
+            if trains and engine.cursor.now is None:
+                self._begin_iteration()
+            if trains and self._guards.has_loaded and not self._cluster.closed:
+                self._guards.require_all_loaded()
+        with engine.forward_begins(), self._first.around_forward():
+            output = call(*args, **kwargs)
+        engine.forward_ends(output)
+        if self._unsampled is not None and self._recorder:
+            self._recorder.on_step_end(self._unsampled)
+            self._unsampled = None
+        return output
+
+    def before_call(self) -> None:
+        self.engine.before_call()
+
+    def note_forward(self, output: object) -> None:
+        self.engine.note_forward(output)
+
+    def drive(
+        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.flush()
+        begin_update, stepping = self.engine.begin_update, self._guards.stepping
+        if closure is not None:
+
+            def evaluate() -> Any:
+                loss = closure()
+                begin_update()
+                return loss
+
+            args = (torch.enable_grad()(evaluate), *args)
+        with stepping.script_steps(begin_update, inner=closure is None):
+            result = call(*args, **kwargs)
+        stepped = stepping.has_script_step or closure is not None
+        if stepped:
+            self.engine.flat.restore_parameters()
+        return result, stepped
+
+    @property
+    def awaits_step(self) -> bool:
+        return self.engine.awaits_step
+
+    def step(self, skip_update: bool) -> None:
+        engine, guards, recorder = self.engine, self._guards, self._recorder
+        if recorder:
+            recorder.on_step_begin(engine.iteration)
+        if guards.replicas is not None:
+            # Other ranks wait for this rank's messages before they compare.
+            engine.end_backward(skip_update)
+            self.run_jointly(guards.replicas.step)
+        engine.step(skip_update)
+        guards.note_step()
+        if engine.run.has_transfers_at_forward:
+            self._unsampled = engine.iteration - 1
+        elif recorder:
+            recorder.on_step_end(engine.iteration - 1)
+        self.runner.on_step_end()
+
+    def on_scaler_step(self) -> None:
+        if self.engine.watched is not None:
+            self.engine.watched.record_scaler()
+
+    def skip_step(self) -> None:
+        skipping = self.engine.require_skippable()
+        self.step(skip_update=skipping)
+        if skipping and isinstance(self._guards.replicas, ReplicaGuard):
+            self._guards.replicas.skipped += 1
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.engine.zero_grad(set_to_none)
+
+    def flush(self) -> None:
+        self.engine.pauses.flush()
+
+    def traffic(self) -> dict[str, int]:
+        return self._cluster.bytes_sent()
+
+    def listen(self, listener: Callable[[Iteration], None]) -> None:
+        self.engine.reports.watcher = listener
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        hooks = self.engine.hooks
+        before, hooks.accumulating = hooks.accumulating, True
+        try:
+            yield
+        finally:
+            hooks.accumulating = before
+
+    def optimizer_reloaded(self) -> None:
+        self.engine.refresh_groups()
+
+    def consolidate(self, repairing: bool) -> None:
+        self._cluster.require_open()
+        self._cluster.control.set_activity("in consolidate")
+        self._guards.forget_weights()
+        self._consolidate(repairing)
+        self._united = self.engine.iteration
+
+    def _unify(self, repairing: bool, *, staged: bool = False) -> None:
+        """Make all replicas equal.
+
+        Args:
+            repairing: whether to average parameters that the plan keeps equal, and their state.
+            staged: whether replicas stay as they are if a rank fails meanwhile.
+        """
+        model, cluster, plan = self._model, self._cluster, self.engine.plan
+        if plan.source is not None:
+            take(plan.source, model, cluster)
+        elif repairing and sends_only_gradients(plan):
+            repair(model, self.engine.optimizer, cluster, staged=staged)
+        else:
+            if sends_only_gradients(plan):
+                require_equal(model, self.choice.strategy, cluster)
+            average_replicas(model, cluster, staged=staged)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        return self._earlier_iterations + self.engine.iteration
+
+    @property
+    def observing(self) -> bool:
+        return self._first.observer is not None
+
+    def capture_position(self) -> Position:
+        self._cluster.require_open()
+        if self.observing:
+            raise RuntimeError(
+                f"there is no plan yet in iteration {self.iteration}, as the first iterations are "
+                "measured; save later, or give offbeat.prepare a profile"
+            )
+        state = self.runner.capture()
+        united = self._united == self.engine.iteration
+        alike = united or (sends_only_gradients(self.plan) and not self.engine.run.windows.late)
+        return Position(self.iteration, alike, state)
+
+    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
+        self._cluster.require_open()
+        self._united = -1
+        self._guards.restart()
+        if state is not None:
+            self.engine.pauses.pause()
+            self._first.cancel()
+            self.runner.resume(state)
+        else:
+            self.engine.pauses.discard()
+        self._earlier_iterations = iteration - self.engine.iteration
+
+    # ---- end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._cluster.closed:
+            return
+        if getattr(sys, "last_value", None) is None:  # after an uncaught exception, do not wait
+            self.engine.pauses.settle()
+        self.engine.waiting.closed = True
+        if self._recorder:
+            self.engine.reports.deliver(rest=True)
+            pace = self.runner.pace
+            self._recorder.pace = pace.record() if pace else None
+            self._recorder.write(self.traffic())
+        self.detach()
+        self._cluster.close(self.engine.waiting.failure)
+
+    def cancel(self) -> None:
+        """End the session after a failure of `begin`, before it has trained."""
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove every hook on the model, the optimizer and torch."""
+        self.runner.stop_monitor()
+        self.engine.detach()
+        self._guards.close()

@@ -1,0 +1,310 @@
+"""Session with a plan of a job whose members may join, leave and fail while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.console import console
+from offbeat.core.derive import effects
+from offbeat.core.guards.replicas import average_replicas, replica_tensors, sends_only_gradients
+from offbeat.core.profile import Profile
+from offbeat.core.profile.elsewhere import for_members
+from offbeat.core.runtime.flat_session import FlatSession
+from offbeat.core.runtime.member_changes import MemberChanges
+from offbeat.core.runtime.member_samples import MemberSamples, Stream, require_equal_settings
+from offbeat.core.runtime.member_state import Feeding
+from offbeat.core.runtime.plan_choice import iterations_between_boundaries
+from offbeat.core.runtime.recording import MemberChange, joined_processes
+from offbeat.core.runtime.training_job import TrainingJob
+from offbeat.core.strategy.interface import Strategy
+
+T = TypeVar("T")
+
+
+class MemberSession(FlatSession):
+    """Session of one member. `MemberChanges` decides when members change; this class trains on.
+
+    Args:
+        strategy: requested strategy.
+        job: objects of this rank.
+        flat: storage of the model.
+
+    Attributes:
+        changes: changes of the members.
+        samples: samples that this member reads; None before `read_samples`.
+    """
+
+    def __init__(self, strategy: Strategy, job: TrainingJob, flat: Flat) -> None:
+        super().__init__(strategy, job, flat)
+        assert job.member is not None
+        self._member = job.member
+        self.engine.staged = True
+        self.changes = MemberChanges(job.member, self, job.cluster)
+        self.samples: MemberSamples | None = None
+        self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
+        self._joined: Mapping[int, Mapping[str, Any]] = {}  # by rank, in the newest epoch
+        self._has_joined = False  # whether this process has joined a running job
+
+    def begin(self) -> None:
+        if self._job.joining is None:
+            super().begin()
+        else:
+            self.join(self._job.joining)
+
+    # ---- iterations -------------------------------------------------------------------------
+
+    def run_jointly(self, exchange: Callable[[], None]) -> None:
+        """Run an exchange of all ranks. After the failure of a member, survivors leave it out."""
+        if not self.changes.are_agreed:  # until the next epoch, ranks may be iterations apart
+            self.changes.run(exchange)
+
+    def _run_before_plan(self, act: Callable[[], None]) -> None:
+        """Run exchanges of all ranks while there is no plan, without which a job cannot continue
+        after the failure of a member."""
+        try:
+            act()
+        except RuntimeError as error:
+            if not self._cluster.control.blames_peers(error):
+                raise
+            self.changes.end_without_plan(error)
+
+    def _begin_iteration(self) -> None:
+        self.changes.before_iteration()
+        super()._begin_iteration()
+
+    def step(self, skip_update: bool) -> None:
+        super().step(skip_update)
+        self.changes.on_iteration_end()
+
+    def _consolidate(self, repairing: bool) -> None:
+        self.engine.pauses.drain()
+
+        def act() -> None:
+            with self._cluster.control.joint_call("consolidate"):
+                self._unify(repairing, staged=True)
+
+        def tensors() -> list[Tensor]:
+            with_state = repairing and sends_only_gradients(self.engine.plan)
+            return replica_tensors(self._model, self.engine.optimizer if with_state else None)
+
+        self.changes.unite(act, tensors)
+
+    # ---- calls of the user ------------------------------------------------------------------
+
+    def request_leave(self, reason: str) -> None:
+        self.changes.request_leave(reason)
+
+    def read_samples(self, stream: Stream) -> MemberSamples:
+        if self._stream_state is None:
+            remedy = "create MemberSampler with the same arguments everywhere"
+            control = self._cluster.control
+            control.agree("the samples of MemberSampler", stream.settings, remedy)
+        else:
+            settings, state = self._stream_state
+            require_equal_settings(stream.settings, settings)
+            stream.load(state)
+        self.samples = self.changes.create_samples(stream)
+        return self.samples
+
+    @property
+    def has_left(self) -> bool:
+        return self.changes.has_left
+
+    @property
+    def has_joined(self) -> bool:
+        return self._has_joined
+
+    def run_joint_call(self, act: Callable[[], T]) -> tuple[T | None, str]:
+        return self.changes.call(act)
+
+    def save_at_changes(self, save: Callable[[], Any]) -> None:
+        self.changes.snapshot = save
+        if self._has_joined:  # the members save at the beginning of this epoch
+            self.changes.save_snapshot()
+
+    def capture_samples(self) -> tuple[Any, Any] | None:
+        if self.samples is None:
+            return self._stream_state
+        return self.samples.stream.settings, self.samples.unread
+
+    def resume_samples(self, saved: tuple[Any, Any] | None) -> None:
+        if saved is not None:
+            self._stream_state = saved
+        if self.samples is not None:
+            self.samples.resume(None if saved is None else saved[1], self.iteration)
+
+    # ---- read by `MemberChanges` ------------------------------------------------------------
+
+    @property
+    def first_free_iteration(self) -> int:
+        """Number of the first iteration that has not begun, neither with its forward nor with its
+        samples."""
+        has_read = self.samples is not None and self.samples.has_read(self.iteration)
+        return self.iteration + (self.is_in_iteration or has_read)
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether the profile is known, from which survivors of a failure plan again."""
+        return hasattr(self, "profile")
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Whether the plan keeps all replicas equal."""
+        return self.engine.run.averages_gradients
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """Whether an iteration has begun and not ended."""
+        return self.engine.cursor.now is not None
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether a period of the plan ends between the last and the next iteration. Of plans with
+        a period of one iteration, a few end."""
+        if self.observing or self.runner.is_trial or self.is_in_iteration:
+            return False
+        since = self.engine.cursor.planned - self.plan.prologue
+        return since >= 0 and since % iterations_between_boundaries(self.plan) == 0
+
+    @property
+    def replica_tensors(self) -> list[Tensor]:
+        """All tensors of the model, detached."""
+        return replica_tensors(self._model)
+
+    # ---- changes of the members -------------------------------------------------------------
+
+    def unite(self) -> None:
+        """Complete everything in progress and average all replicas, before members change."""
+        self._guards.forget_weights()
+        if self.saver is not None:
+            self.saver.finish()  # its process group ends
+            self.saver = None
+        self.engine.pauses.drain()
+        if not sends_only_gradients(self.plan):
+            average_replicas(self._model, self._cluster, staged=True)
+        self._united = self.engine.iteration
+
+    def begin_epoch(self, joining: Sequence[int]) -> None:
+        """Plan for the present members and run the plan. Keep the optimizers' states, buffers that
+        are equal on all ranks, and values of rules.
+
+        Args:
+            joining: ranks that have joined and need the state.
+        """
+        control = self._cluster.control
+        self.saver = None  # it has a process group of the earlier members
+        self._guards.forget_weights()
+        self.engine.pauses.drain()
+        self._joined = {}
+        if joining:
+            facts = {**self._joining_facts(), "joining": [*joining]}
+            self._joined = joined_processes(control.gather(facts))
+            self._feed(joining)
+        self._set_profile(self.profile)
+        self._guards.create_finite_guard()
+        self.engine.replica = self._cluster.replica
+        if isinstance(self.engine.gradients, Gradients):
+            self.engine.gradients.world_size = control.world_size
+        control.set_iteration(self.engine.iteration)
+        self.runner.begin_again()
+        self._feed_buffers(joining)
+        control.largest(0)  # no rank trains before all have this plan
+        self.engine.begin()
+
+    def join(self, facts: Mapping[str, Any]) -> None:
+        """Begin training as a new member of a running job. The members call `begin_epoch`.
+
+        Args:
+            facts: result of `_joining_facts` of a member.
+        """
+        engine, control = self.engine, self._cluster.control
+        state = self._feed(facts["joining"])
+        if self._member.settings.join_state == "fresh":
+            state["state"] = {}
+        engine.optimizer.load_state_dict(state)
+        self._has_joined = True
+        self._set_profile(Profile.from_dict(facts["profile"]))
+        self.choice.choose_variant()
+        self.choice.restore(facts["varied"])
+        self._stream_state = facts["samples"]
+        engine.iteration = facts["iteration"]
+        self._earlier_iterations = facts["earlier_iterations"]
+        control.set_iteration(engine.iteration)
+        self.runner.begin(self.choice.plan())
+        engine.hooks.held = facts["held"]
+        engine.run.context.memory.update(facts["memory"])
+        self._feed_buffers(facts["joining"])
+        control.largest(0)
+        self._united = engine.iteration
+
+    def _joining_facts(self) -> dict[str, Any]:
+        """Return the facts that a joining member needs, besides tensors."""
+        memory = self.engine.run.context.memory.items()
+        stream = None if self.samples is None else self.samples.stream
+        return {
+            "samples": stream and (stream.settings, stream.state),
+            "profile": self.profile.to_dict(),
+            "alignment_bytes": self.engine.flat.alignment_bytes,
+            "record": None if self._recorder is None else self._recorder.joining_facts(),
+            "iteration": self.engine.iteration,
+            "earlier_iterations": self._earlier_iterations,
+            "varied": self.choice.is_variant,
+            "held": self.engine.hooks.held,
+            "memory": {key: value for key, value in memory if isinstance(value, (int, float))},
+        }
+
+    def _set_profile(self, profile: Profile) -> None:
+        """Set the profile for the present members, computed from that of rank 0: changes that have
+        failed may have left ranks with profiles for other members."""
+        control = self._cluster.control
+        common = control.gather(profile.to_dict() if control.rank == 0 else None)[0]
+        replicas = self._cluster.topology.replicas
+        self.choice.profile = for_members(Profile.from_dict(common), replicas)
+
+    def _feed(self, joining: Sequence[int]) -> dict[str, Any]:
+        """Send parameters, buffers and the optimizer's state to joining ranks. Return the state.
+
+        All members send parameters, which are equal on them. The first one sends the rest.
+        """
+        feeding, model = Feeding(self._cluster, joining), self._model
+        feeding.send((p.data for p in model.parameters()), are_equal=True)
+        feeding.send((b.data for b in model.buffers()), are_equal=False)
+        state = self.engine.optimizer.state_dict()
+        return feeding.send_state(state, are_equal=self.choice.strategy.synchronous)
+
+    def _feed_buffers(self, joining: Sequence[int]) -> None:
+        """Send the buffers that are equal on all ranks to joining ranks."""
+        for name in sorted(effects.common_buffers(self.plan)) if joining else ():
+            for copy in self.engine.flat.contents(name):
+                feeding = Feeding(self._cluster, joining)
+                feeding.send((tensor.data for tensor in copy), are_equal=True)
+
+    def report_change(self, change: MemberChange) -> None:
+        """Print one line about a change of the members on rank 0 and add it to the report."""
+        if self._recorder:
+            self._recorder.on_members(change, self._joined)
+        if self._cluster.control.rank == 0:
+            numbers = {"members": len(change.members), "s": change.seconds}
+            console.print("members", change.text, iteration=change.iteration, **numbers)
+
+    # ---- end --------------------------------------------------------------------------------
+
+    def end_record(self, text: str) -> None:
+        """Record that this process leaves the job."""
+        if self._recorder:
+            self.engine.reports.deliver(rest=True)
+            self._recorder.end("left", text)
+
+    def close(self) -> None:
+        if not self._cluster.closed:
+            super().close()
+            self.changes.close()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.changes.restore_handler()  # this process may request to join again

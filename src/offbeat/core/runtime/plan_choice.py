@@ -1,0 +1,146 @@
+"""Choice of the plan of a session: the strategy or a variant of it, and its checked plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offbeat.core.buckets.module_buffers import has_buffers
+from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
+from offbeat.core.guards.script_usage import ScriptUsage
+from offbeat.core.plan import Fact, Plan
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.members import require_supported_plan
+from offbeat.core.runtime.recording import Decisions
+from offbeat.core.runtime.training_job import TrainingJob
+from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.sim.prediction import MEMBERS_FACT
+from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.verify.check import raise_if_wrong
+
+VARIANT = "offbeat.strategies.levels:variant_of"  # as text: the runtime imports no strategy
+MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a period of one iteration
+
+
+class PlanChoice:
+    """Strategy that runs, and its checked plans.
+
+    Args:
+        strategy: requested strategy.
+        job: objects of this rank.
+        decisions: reports of the session.
+
+    Attributes:
+        strategy: the requested strategy, or the variant that runs instead.
+        is_variant: whether the model or the script needs a variant.
+        profile: profile from which plans are made, the same on all ranks.
+        shares_buffers: whether the model has buffers, and replicas on other ranks.
+    """
+
+    profile: Profile
+
+    def __init__(self, strategy: Strategy, job: TrainingJob, decisions: Decisions) -> None:
+        self.strategy, self._decisions, self.is_variant = strategy, decisions, False
+        self._members = None if job.member is None else job.member.settings
+        self._wants_broadcasts = job.watch.broadcast_buffers and job.member is None
+        self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
+
+    def broadcasts(self, strategy: Strategy) -> bool:
+        """Return whether all ranks receive rank 0's buffers, as under torch's DDP."""
+        return self.shares_buffers and self._wants_broadcasts and strategy.synchronous
+
+    def plan(self, strategy: Strategy | None = None, profile: Profile | None = None) -> Plan:
+        """Return the checked plan of a strategy for a profile; by default, of those that run.
+
+        Raises:
+            ValueError: the plan is wrong, or cannot run while members change.
+        """
+        strategy, profile = strategy or self.strategy, profile or self.profile
+        plan = strategy.plan(profile)
+        if self.broadcasts(strategy):
+            plan = with_broadcast(plan, profile.default_link.name)
+        else:
+            plan = without_broadcast(plan)
+        raise_if_wrong(plan, profile)
+        if self._members is not None:
+            require_supported_plan(plan, strategy, self._members)
+            plan = _with_comparisons(plan, profile)
+        return plan
+
+    def first_plan(self, *, is_sharded: bool) -> Plan:
+        """Return the plan with which the session begins.
+
+        Args:
+            is_sharded: whether each rank holds a part of the model. FSDP's gathers would miss
+                updates of single buckets, so the variant that updates at the step runs.
+
+        Raises:
+            ValueError: there is no such variant.
+        """
+        self.choose_variant()
+        plan, asked = self.plan(), self.strategy
+        if not is_sharded:
+            return plan
+        why = "FSDP gathers weights at moments of its own"
+        if early_remedy(plan) is not None and (variant := asked.at_step()) is not None:
+            self._replace(variant, f"the model is sharded, and {why}")
+            plan = self.plan()
+        if (remedy := early_remedy(plan)) is not None:
+            raise ValueError(
+                f"strategy ({asked}) must update in optimizer.step() where the model is sharded "
+                f"(fully_shard), because {why}; {remedy}"
+            )
+        return plan
+
+    def suitable_plan(self, plan: Plan, usage: ScriptUsage) -> Plan:
+        """Return the plan, or that of the variant if the script's usage requires it.
+
+        Raises:
+            ValueError: there is no variant that suits the script.
+        """
+        why = usage.conflict_with(plan)
+        if why is None:
+            return plan
+        variant = self.strategy.at_step()
+        if variant is None:
+            why = replace(usage, hooks=False).conflict_with(plan)
+            if why is None:  # `StepHooks` allows hooks that only count, for example
+                return plan
+            raise ValueError(
+                f"the script {why}, but {self.strategy} applies gradients bucket by bucket, at "
+                f"other times; {early_remedy(plan)}"
+            )
+        self._replace(variant, f"the script {why}")
+        return self.plan()
+
+    def choose_variant(self) -> None:
+        """Select the variant of the strategy that runs between replicas of several ranks."""
+        if self.profile.inside is None:
+            return
+        variant = load_object(VARIANT)(self.strategy, self.profile)
+        if variant is not self.strategy:
+            self._replace(variant, "gradients are averaged inside a node before they are applied")
+
+    def restore(self, is_variant: bool) -> None:
+        """Select the variant that a saved or a running job has selected before."""
+        if is_variant and not self.is_variant:
+            variant = self.strategy.at_step()
+            assert variant is not None
+            self.strategy, self.is_variant = variant, True
+
+    def _replace(self, variant: Strategy, why: str) -> None:
+        asked, self.strategy, self.is_variant = self.strategy, variant, True
+        self._decisions.print(f"{why}, so {variant} runs instead of {asked}")
+
+
+def iterations_between_boundaries(plan: Plan) -> int:
+    """Return the iterations between two comparisons of the members of a job."""
+    return plan.period if plan.period > 1 else MEMBER_ITERATIONS
+
+
+def _with_comparisons(plan: Plan, profile: Profile) -> Plan:
+    """Return the plan with the comparisons of the members as a fact, for predictions."""
+    if profile.world_size == 1:
+        return plan
+    meaning = "iterations between two comparisons of the members"
+    fact = Fact(MEMBERS_FACT, iterations_between_boundaries(plan), meaning)
+    return replace(plan, facts=(*plan.facts, fact))

@@ -1,0 +1,378 @@
+"""Plan that a session runs: its adoption by all ranks, and its changes during training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat.core.buckets.coupling import find_coupling
+from offbeat.core.buckets.layout import specs_of_profile
+from offbeat.core.console import console
+from offbeat.core.derive.deferred import defer_updates
+from offbeat.core.guards.convergence import ConvergenceGuard, Finding
+from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
+from offbeat.core.profile import Profile
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.hooks import ALL
+from offbeat.core.runtime.joint_optimizer import JointOptimizer
+from offbeat.core.runtime.plan_choice import PlanChoice
+from offbeat.core.runtime.position import capture, restore, resume_at
+from offbeat.core.runtime.recording import Decisions
+from offbeat.core.runtime.replanning import Replanner
+from offbeat.core.runtime.session_guards import SessionGuards
+from offbeat.core.runtime.training_job import TrainingJob, open_pace
+from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.strategy.interface import Strategy
+
+if TYPE_CHECKING:
+    from offbeat.lab.pace import Pace
+
+
+class PlanRunner:
+    """Plan that all ranks have agreed on, and what may replace it: a variant that the script needs,
+    a fallback, a plan for measured times. All ranks make the same changes.
+
+    Args:
+        job: objects of this rank.
+        engine: engine of this rank.
+        choice: strategy that runs, and its plans.
+        guards: guards of the session.
+        decisions: reports of the session.
+        run_jointly: runs an exchange of all ranks; leaves it out after the failure of a member.
+
+    Attributes:
+        engine: engine of this rank.
+        plan: plan of the strategy. In a trial, the engine runs it with all updates at the step.
+        is_trial: whether the first iteration runs all updates at the step, to observe the script.
+        convergence: guard of the loss; None if the strategy has no monitor.
+        pace: pace of an emulated host; None for a host at full speed.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        engine: Engine,
+        choice: PlanChoice,
+        guards: SessionGuards,
+        decisions: Decisions,
+        run_jointly: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._model, self._cluster, self._recorder = job.model, job.cluster, job.recorder
+        self._policy, self.engine, self._choice = job.watch.replan, engine, choice
+        self._guards, self._decisions, self._run_jointly = guards, decisions, run_jointly
+        self.is_trial = False
+        self.convergence: ConvergenceGuard | None = None
+        self.pace: Pace | None = None
+        self._replanner: Replanner | None = None
+
+    # ---- the first plan ---------------------------------------------------------------------
+
+    def run_from(
+        self, profile: Profile, observed: int = 0, usage: ScriptUsage | None = None
+    ) -> None:
+        """Plan from a profile, check the plan, agree on it with all ranks and adopt it.
+
+        Args:
+            profile: profile, the same on all ranks.
+            observed: iterations that were measured.
+            usage: observed actions of the script between backward and step. None: nothing was
+                observed yet; then a plan with early updates runs all updates of the first iteration
+                at the step, and the script's actions in it decide about a variant.
+        """
+        engine, choice, trial = self.engine, self._choice, None
+        choice.profile = profile
+        if isinstance(engine.optimizer, JointOptimizer):
+            usage = replace(usage or ScriptUsage(), drives=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")  # rank 0 reports warnings for all ranks
+            plan = choice.first_plan(is_sharded=engine.flat.is_sharded)
+        if engine.flat.shards.are_staged:
+            self._decisions.print(
+                f"torch {torch.__version__} stores shards otherwise than expected, so parameters "
+                "are copied before and after each average"
+            )
+        if usage is not None:
+            plan = choice.suitable_plan(plan, usage)
+        else:
+            trial = defer_updates(plan)
+        self.is_trial = trial is not None
+        engine.set_watched(UsageRecorder() if self.is_trial else None)
+        self.begin(plan, observed, trial)
+        if usage is not None:
+            self._set_held_passes(usage)
+        elif trial is None and _allows_one_backward(plan):
+            engine.hooks.held = ALL
+        for warning in caught:
+            self._decisions.print(str(warning.message))
+
+    def begin(self, plan: Plan, observed: int = 0, trial: Plan | None = None) -> None:
+        """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
+        engine, recorder, strategy = self.engine, self._recorder, self._choice.strategy
+        self._create_replanner()
+        self._adopt(plan, trial)
+        reports = engine.reports
+        reports.listener, reports.needs_ready_times = None, False
+        if recorder:
+            reports.listener = recorder.add_iteration
+            reports.needs_ready_times = recorder.needs_ready_times
+            recorder.start(str(strategy), self.plan, observed, self._choice.profile)
+            if not engine.flat.is_sharded:  # ranks of a node hold different parameters
+                recorder.set_sample(partial(Sample.of, engine.flat))
+        self.stop_monitor()
+        self._monitor = strategy.monitor()
+        if self._monitor is not None:
+            self.convergence = ConvergenceGuard(engine.control, engine.optimizer)
+            engine.set_noise_meter(self.convergence.meter)
+
+    def begin_again(self) -> None:
+        """Adopt the strategy's plan for other members. Buffers and memory continue."""
+        self._create_replanner()
+        self._adopt(self._choice.plan(), continues=True)
+
+    def _create_replanner(self) -> None:
+        profile, make = self._choice.profile, self._choice.plan
+        self._replanner = Replanner(self._policy, profile, self._cluster, make)
+        self.engine.reports.meter = self._replanner.add
+
+    def stop_monitor(self) -> None:
+        """Stop the guard of the loss."""
+        if self.convergence is not None:
+            self.convergence.close()
+            self.engine.set_noise_meter(None)
+        self.convergence = None
+
+    def _set_held_passes(self, usage: ScriptUsage) -> None:
+        """Set the number of backward passes per step that only accumulate.
+
+        If each iteration averages its own gradients, no pass is held. Otherwise only the last
+        backward before a step begins messages.
+        """
+        averaging = any(
+            t.payload.buffer == "grad" and base_link(t.link) != INSIDE for t in self.plan.transfers
+        )
+        averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
+        self.engine.hooks.held = 0 if averaging else usage.backwards - 1
+
+    # ---- adoption ---------------------------------------------------------------------------
+
+    def _adopt(
+        self,
+        plan: Plan,
+        trial: Plan | None = None,
+        *,
+        strategy: Strategy | None = None,
+        continues: bool = False,
+    ) -> None:
+        """Agree on a plan with all ranks, open its links and run it, or first run its `trial`.
+
+        Args:
+            plan: the plan.
+            trial: plan of the first iteration; None for `plan`.
+            strategy: strategy of the plan; None for that of the session.
+            continues: whether buffers and memory of the plan that ran before continue.
+        """
+        engine, cluster, profile = self.engine, self._cluster, self._choice.profile
+        if self._replanner is not None:
+            plan = self._replanner.with_boundaries(plan, strategy or self._choice.strategy)
+        remedy = "start all ranks with the same offbeat version"
+        cluster.control.agree("the plan", plan.digest, remedy)
+        remedy = early_remedy(plan)
+        coupled = find_coupling(engine.optimizer) if remedy is not None else None
+        if coupled is not None:
+            raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
+        names = list(plan.links)
+        if plan.votes or plan.groups:  # votes and messages of all ranks need a common channel
+            names.append(vote_channel(next(iter(cluster.specs))))
+        cluster.open(names, plan.groups)
+        cluster.close_channels(names)  # of the measurement, or of the plan before
+        self._guards.guard_links()
+        self.plan = plan
+        if self._recorder:
+            self._recorder.set_plan(plan, profile)
+        self._start(plan if trial is None else trial, continues=continues)
+        if self.pace is None and profile.pace:
+            self.pace = open_pace(profile, cluster.replica)
+            assert self.pace is not None
+            engine.set_compute(self.pace)
+        if self.convergence is not None:
+            engine.set_noise_meter(self.convergence.meter)
+        self._guards.compare_ranks(plan)
+
+    def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
+        self.engine.adopt(plan, planned, continues=continues)
+        self._guards.note_plan()
+        if self._replanner is not None:
+            self._replanner.begin(plan)
+
+    def _change(
+        self, plan: Plan, *, strategy: Strategy | None = None, continues: bool = False
+    ) -> None:
+        """Complete what is in progress, and run another plan."""
+        self.engine.pauses.drain()
+        self._adopt(plan, strategy=strategy, continues=continues)
+
+    # ---- changes at the end of an iteration -------------------------------------------------
+
+    def on_step_end(self) -> None:
+        """Change the plan if the script, the loss or measured times require it."""
+        engine = self.engine
+        if self.is_trial:
+            self._end_trial()
+        elif engine.hooks.held == ALL:
+            self._expect_passes()
+        if engine.repeats:
+            self._change_variant()
+        finding = self.convergence.iteration() if self.convergence is not None else None
+        if finding is not None:
+            self._apply_finding(finding)
+        if self._replanner is not None and self._replanner.is_due(engine.cursor.planned):
+            self._run_jointly(partial(self._plan_again, self._replanner))
+
+    def _end_trial(self) -> None:
+        """After the first step, which ran all updates at the step, run the plan as planned, or a
+        variant if a rank's script needs one."""
+        engine, self.is_trial = self.engine, False
+        assert engine.watched is not None
+        own = engine.watched.usage
+        everyone = [own]  # if a member has failed, only this rank
+        self._run_jointly(lambda: everyone.append(ScriptUsage.combine(own, engine.control)))
+        usage = everyone[-1]
+        engine.set_watched(None)
+        plan = self._choice.suitable_plan(self.plan, usage)
+        if plan is self.plan:
+            tried = engine.cursor.planned
+            self._start(plan, tried)
+            resume_at(engine, tried)
+        else:
+            self._adopt(plan)
+        self._set_held_passes(usage)
+
+    def _expect_passes(self) -> None:
+        """Expect as many backward passes per step as the rank with the most passes has run in this
+        iteration.
+
+        All messages of this iteration have waited for the step.
+        """
+        hooks, control = self.engine.hooks, self.engine.control
+        passes = [hooks.added_passes]
+        self._run_jointly(lambda: passes.extend(control.gather(hooks.added_passes)))
+        hooks.held = max(1, *passes) - 1
+
+    def _change_variant(self) -> None:
+        """Run the variant that averages the gradients of every backward pass, if there is one.
+
+        Called on all ranks, after the plan has averaged gradients more than once before a step.
+        """
+        self.engine.repeats = False
+        if self._choice.strategy.at_step() is None:
+            return
+        plan = self._choice.suitable_plan(self.plan, ScriptUsage(backwards=2))
+        if plan is not self.plan:
+            self._change(plan)
+
+    def _apply_finding(self, finding: Finding) -> None:
+        """Change to the fallback strategy if the loss is not finite, rises or stalls. Plan again if
+        the noise has changed."""
+        choice = self._choice
+        if finding.problem is not None:
+            assert self._monitor is not None
+            fallback = self._monitor.fallback
+            plan = choice.plan(fallback)
+            self.stop_monitor()
+            if plan.digest == self.plan.digest:  # the fallback runs already
+                return
+            self._decisions.warn(
+                f"{finding.problem}: fell back from {choice.strategy} to {fallback}"
+            )
+            self._change(plan, strategy=fallback)
+        elif finding.noise is not None:
+            choice.profile = replace(choice.profile, noise=finding.noise)
+            with warnings.catch_warnings():  # the report contains decisions during training
+                warnings.simplefilter("ignore")
+                plan = choice.plan()
+            if plan.digest != self.plan.digest:
+                why = plan.fact("why") or plan.fact("preserver", {}).get("decision")
+                self._decisions.record(f"planned again, {why or 'the gradient noise changed'}")
+                self._change(plan)
+
+    def _plan_again(self, replanner: Replanner) -> None:
+        """At a boundary, plan for the measured times of links and ranks if they have changed."""
+        engine, choice, recorder = self.engine, self._choice, self._recorder
+        with warnings.catch_warnings():  # the report contains decisions during training
+            warnings.simplefilter("ignore")
+            proposal = replanner.propose(engine.cursor.planned, choice.profile.noise)
+        if proposal is None:
+            return
+        choice.profile = proposal.profile
+        if recorder:
+            recorder.on_replanning(engine.iteration, proposal.text, proposal.numbers)
+        if proposal.plan is not None:
+            self._change(proposal.plan, strategy=replanner.strategy, continues=True)
+        if engine.control.rank == 0:
+            iteration, numbers = engine.iteration, proposal.numbers
+            console.print("replan", proposal.text, iteration=iteration, **numbers)
+            if notice := replanner.better_period(choice.profile):
+                console.print("notice", notice, "notice", iteration=iteration)
+                self._decisions.record(notice)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Return the plan and the position in it, for `resume`."""
+        convergence, replanner = self.convergence, self._replanner
+        return {
+            "profile": self._choice.profile.to_dict(),
+            "plan": self.plan.to_dict(),
+            "guard": None if convergence is None else convergence.capture(),
+            "drift": None if replanner is None else replanner.capture(),
+            "engine": capture(self.engine),
+            "trying": self.is_trial,
+            "varied": self._choice.is_variant,
+            "held": self.engine.hooks.held,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Restore the buckets, the plan and the position in it."""
+        engine, choice = self.engine, self._choice
+        choice.profile = Profile.from_dict(state["profile"])
+        if self._recorder:
+            self._recorder.set_sample(None)
+        # Sizes of outstanding messages and codec memory depend on the alignment, which differs
+        # between jobs on GPUs and on CPUs. Version 0.1 did not align.
+        alignment_bytes = state["engine"].get("alignment_bytes", 1)
+        engine.relayout(specs_of_profile(self._model, choice.profile), alignment_bytes)
+        self._guards.parameters.attach(engine.flat.parameters)
+        choice.restore(state["varied"])
+        if state["trying"]:  # no iteration has run yet
+            self.run_from(choice.profile)
+            engine.begin()
+            return
+        self.is_trial = False
+        engine.set_watched(None)
+        self.begin(Plan.from_dict(state["plan"]))
+        engine.hooks.held = state["held"]
+        if state["guard"] is None:
+            self.stop_monitor()
+        elif self.convergence is not None:
+            self.convergence.resume(state["guard"])
+            engine.set_noise_meter(self.convergence.meter)
+        if self._replanner is not None and state.get("drift") is not None:
+            self._replanner.resume(state["drift"])
+            self._replanner.begin(self.plan)
+        restore(engine, state["engine"])
+
+
+def _allows_one_backward(plan: Plan) -> bool:
+    """Return whether parameters change during backward, so that no other pass may follow before the
+    step."""
+    averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
+    return averages or plan.source is not None

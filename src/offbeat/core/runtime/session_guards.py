@@ -1,0 +1,228 @@
+"""Guards of a session with a plan: before each forward, around each step, and at loads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
+from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
+from offbeat.core.guards.foreign_step import ForeignStepGuard
+from offbeat.core.guards.parameters import ParameterWatch
+from offbeat.core.guards.replicas import sends_only_gradients
+from offbeat.core.guards.unwritten_weights import WeightChanges
+from offbeat.core.plan import Plan
+from offbeat.core.runtime.attached import UncopiedHook
+from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.plan_choice import PlanChoice
+from offbeat.core.runtime.recording import Decisions
+from offbeat.core.runtime.training_job import TrainingJob
+
+MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
+SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
+
+
+class SessionGuards:
+    """Guards of one session, and the hooks by which they act.
+
+    Args:
+        job: objects of this rank.
+        engine: engine of this rank.
+        choice: strategy that runs.
+        decisions: reports of the session.
+
+    Attributes:
+        replicas: comparison of replicas or of settings; None: none.
+        parameters: guard against parameters that are added or moved.
+        stepping: guard against steps of other optimizers.
+        has_loaded: whether a load since the last iteration restarts the plan on this rank.
+    """
+
+    def __init__(
+        self, job: TrainingJob, engine: Engine, choice: PlanChoice, decisions: Decisions
+    ) -> None:
+        self._model, self._cluster, self._watch = job.model, job.cluster, job.watch
+        self._engine, self._choice, self._decisions = engine, choice, decisions
+        self.replicas: Comparison | None = None
+        self.has_loaded = False
+        self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
+        self._reports_missing_step = True  # until the warning about it
+        self._shares_optimizer = False  # see `note_plan`
+        # Guard from a step to the next forward, for plans whose ranks pass parameters on.
+        trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
+        self._untouched = WeightChanges(trained)
+        self._untouched.forget()
+        if choice.shares_buffers:
+            engine.module_buffers.before_packing = self.agree_on_buffers
+        self.parameters = ParameterWatch(job.model, engine.pauses.flush)
+        self.parameters.attach(engine.flat.parameters)
+        self.create_finite_guard()
+        self.stepping = ForeignStepGuard(job.optimizer, lambda: self._shares_optimizer)
+        engine.stepping = self.stepping
+        self.guard_links()
+        # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
+        flush, discard = UncopiedHook(engine.pauses.flush), UncopiedHook(self._discard)
+        self._handles = [job.model.register_load_state_dict_pre_hook(discard)]
+        self._handles += [m.register_state_dict_pre_hook(flush) for m in job.model.modules()]
+
+    # ---- plans and links --------------------------------------------------------------------
+
+    def create_finite_guard(self) -> None:
+        """Check messages for values that are not finite, on the ranks of the present members."""
+        control, topology = self._cluster.control, self._cluster.topology
+        self._finite = FiniteGuard(
+            self._watch.on_nonfinite,
+            control.rank,
+            control.world_size,
+            self._describe_buckets,
+            len(topology.node_of(control.rank)),
+            topology.replicas if topology.sharded else None,
+        )
+        self._engine.suspects = NonfiniteMessages(self._finite, self._engine.waiting.fail_with)
+
+    def _describe_buckets(self, run: range) -> str:
+        """Return the names of the first and the last bucket of a run."""
+        names = [self._engine.flat.buckets[b].name for b in (run.start, run.stop - 1)]
+        return repr(names[0]) if len(run) == 1 else f"{names[0]!r} to {names[1]!r}"
+
+    def guard_links(self) -> None:
+        """Check the messages of all open links."""
+        for link in self._cluster.links.values():
+            link.keeps_last = self._engine.staged
+            guard = partial(self._finite.run, is_any=link.collectives.is_any)
+            link.guard = guard if self._finite.active else None
+            link.leaves_out = self._finite.leaves_out
+
+    def note_plan(self, *, observes: bool = False) -> None:
+        """Note that the engine has adopted a plan.
+
+        Other optimizers may use the gradients between backward and step if the plan only averages
+        gradients and applies them in the step. If `observes`, the strategy's plan follows, which
+        may do otherwise.
+        """
+        plan, run = self._engine.plan, self._engine.run
+        early = run.updates.remedy is not None or run.windows.late
+        follows = observes and not self._choice.strategy.synchronous
+        self._shares_optimizer = sends_only_gradients(plan) and not early and not follows
+
+    def compare_ranks(self, plan: Plan) -> None:
+        """Compare replicas from now on, or only settings if a plan averages parameters."""
+        self.replicas, every, cluster = None, self._watch.compare_every, self._cluster
+        compared = cluster.control, self._model, self._engine.optimizer, every
+        if every and sends_only_gradients(plan):
+            settle, holders = self._engine.pauses.flush, cluster.topology.holders
+            self.replicas = guard = ReplicaGuard(*compared, settle, holders)
+            guard.compare()
+        elif every:
+            nodes = () if cluster.inside is None else cluster.topology.nodes
+            warn = self._decisions.warn
+            self.replicas = SettingsGuard(*compared, self._averages_parameters_now, warn, nodes)
+
+    def _averages_parameters_now(self) -> bool:
+        """Return whether all ranks average parameters in this iteration, or may do so after a vote.
+
+        Ranks that pass sums and parameters on are iterations apart, so they make no common average.
+        """
+        transfers = self._engine.run.program.transfers(self._engine.cursor.planned)
+        return any(t.payload.buffer != "grad" and t.ranks is None for t in transfers)
+
+    # ---- iterations -------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Raise if the script has changed parameters that it must not change; warn if it does not
+        step."""
+        engine = self._engine
+        if self._choice.shares_buffers:
+            engine.module_buffers.note()
+        # Otherwise messages may refer to the storage.
+        restore = engine.flat.restore_parameters if self._shares_optimizer else None
+        self.parameters.require_unchanged(restore)
+        if engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
+            raise RuntimeError(
+                f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
+                "sends parameters from rank to rank, so other ranks would not receive the change; "
+                "change it in optimizer.register_step_post_hook, load with model.load_state_dict, "
+                "or use a strategy that steps at once, such as WFBP()"
+            )
+        if self._reports_missing_step and engine.passes_without_step >= MANY_PASSES:
+            self._reports_missing_step = False
+            self._decisions.warn(
+                f"optimizer.step() was not called in the last {MANY_PASSES} backward passes, so "
+                f"{self._choice.strategy} runs no updates; call step() of the optimizer that "
+                "offbeat.prepare returned, or wrap backward passes that only accumulate in "
+                "`with model.no_sync():`"
+            )
+
+    def note_step(self) -> None:
+        """Note the weights after a step."""
+        engine = self._engine
+        engine.flat.former.require_unwritten()
+        if engine.plan.source is not None and self._cluster.control.world_size > 1:
+            self._untouched.note()
+        if self.replicas is not None:
+            self.replicas.note_step(weights_final=not engine.run.has_transfers_at_forward)
+
+    def agree_on_buffers(self) -> None:
+        """Agree on the buffers that forward writes.
+
+        Runs in the first iteration and then every `compare_every` iterations. All ranks call this
+        method at the same point of an iteration.
+        """
+        every, iteration = self._watch.compare_every, self._agreed_on_buffers
+        if iteration and not (every and iteration % every == 0):
+            self._agreed_on_buffers += 1
+            return
+        buffers, control = self._engine.module_buffers, self._cluster.control
+        everyone = control.gather(buffers.changed_names())
+        if all(changed is None for changed in everyone):  # no forward yet
+            return
+        self._agreed_on_buffers += 1
+        new = buffers.share({name for changed in everyone for name in changed or ()})
+        if new:
+            control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
+        if new and iteration:
+            self._decisions.print(
+                f"forward has begun to write buffer {new[0]!r}, so rank 0's is broadcast"
+            )
+
+    # ---- loads ------------------------------------------------------------------------------
+
+    def _discard(self) -> None:
+        """Prepare for a load of other weights."""
+        self.has_loaded |= self._engine.pauses.discard()
+        self._engine.module_buffers.forget()
+        self.forget_weights()
+
+    def forget_weights(self) -> None:
+        """Suspend the guards of weights until the next step, because weights may change."""
+        self._untouched.forget()
+        if self.replicas is not None:
+            self.replicas.forget()
+
+    def restart(self) -> None:
+        """Begin as in the first iteration, for another position of the run."""
+        self._agreed_on_buffers = 0
+        self.forget_weights()
+
+    def require_all_loaded(self) -> None:
+        """Raise RuntimeError unless all ranks have loaded weights.
+
+        The plan restarts after a load. A rank that continues would send other messages than this
+        rank, for which the backend may end the process.
+        """
+        self.has_loaded, control = False, self._cluster.control
+        try:
+            with control.waiting("loading weights"):
+                control.meet(f"loaded/{control.met}/{self._engine.iteration}")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"weights were loaded on rank {control.rank}, and {self._choice.strategy} begins "
+                "anew then; load them on all ranks in the same place, or on none, and evaluate "
+                f"others on copy.deepcopy(model): {error}. {control.report_failure()}"
+            ) from error
+
+    def close(self) -> None:
+        """Remove every hook of the guards."""
+        self.parameters.close()
+        self.stepping.close()
+        for handle in self._handles:
+            handle.remove()
