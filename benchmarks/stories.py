@@ -22,9 +22,11 @@ from typing import Any
 
 from tables import save
 
-from offbeat.cli import commands as cli
+from offbeat.cli import app, texts
 from offbeat.cli.advise import Answer, Question, answer, rate
+from offbeat.cli.entry import mark_script
 from offbeat.core.profile.elsewhere import Network, on_networks
+from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.experiments.advice.methods import ESTIMATED
 from offbeat.experiments.advice.work import Work
 from offbeat.plan import Payload
@@ -287,17 +289,17 @@ def training_rows() -> Iterator[list[Any]]:
 
 def answer_of(story: Story) -> Answer:
     """Return the answer of a story's command, by the options of the command line."""
-    words = cli.mark_script(shlex.split(story.command)[1:])
-    _, bound, *_ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    words = mark_script(shlex.split(story.command)[1:])
+    _, bound, *_ = app.parse_args(words, exit_on_error=False, print_error=False)
     given = bound.arguments
     question = Question(
-        work=Work.of(cli.texts.parse_count("--samples", given.get("samples")), given.get("batch")),
+        work=Work.of(texts.parse_count("--samples", given.get("samples")), given.get("batch")),
         hosts=given.get("hosts"),
         rate=given.get("rate"),
         devices=given.get("per_host", 1),
         cluster=given.get("cluster"),
-        max_staleness=given.get("max_staleness", cli.MAX_STALENESS),
-        device_memory=cli.texts.parse_size("--device-memory", given.get("device_memory")),
+        max_staleness=given.get("max_staleness", MAX_STALENESS),
+        device_memory=texts.parse_size("--device-memory", given.get("device_memory")),
     )
     return answer(question, Profile.load(given["profile"]), given["profile"])
 

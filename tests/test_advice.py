@@ -11,7 +11,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from offbeat.cli import commands as cli
+from offbeat.cli import commands
+from offbeat.cli import entry as cli
 from offbeat.cli.advise import Question, answer
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names
@@ -332,7 +333,7 @@ def test_the_advised_command_compares_for_the_same_cluster(argv, tmp_path, monke
     slow().save("p.json")
     assert cli.main(["advise", "--profile", "p.json", *argv, "--json"]) == 0
     found, asked = json.loads(capsys.readouterr().out), []
-    monkeypatch.setattr(cli, "_compare", lambda comparison, *_, **__: asked.append(comparison) or 0)
+    monkeypatch.setattr(commands, "_compare", lambda one, *_, **__: asked.append(one) or 0)
     assert cli.main(shlex.split(found["command"])[1:]) == 0
     made = given_profile(asked[0].setup, asked[0].profile).profile
     predicted = {o["strategy"]: o["iteration_s"] for o in found["options"]}
@@ -344,7 +345,7 @@ def test_the_advised_command_compares_for_the_same_cluster(argv, tmp_path, monke
 def test_compare_runs_what_is_advised(tmp_path, monkeypatch):
     path, asked = tmp_path / "profile.json", []
     slow().save(path)
-    monkeypatch.setattr(cli, "_compare", lambda comparison, *_, **__: asked.append(comparison) or 0)
+    monkeypatch.setattr(commands, "_compare", lambda one, *_, **__: asked.append(one) or 0)
     script = tmp_path / "train.py"
     script.write_text("")
     hosts = str(slow().world_size)

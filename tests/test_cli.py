@@ -16,7 +16,7 @@ import pytest
 from support.strategy_lists import ALL, STRATEGIES
 
 from offbeat import __version__
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.cli import texts
 from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.plan import Plan

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.core import files
 from offbeat.core.measuring.processors import processors
 from offbeat.core.sim.trace import Trace
@@ -578,7 +578,7 @@ def test_profile_command(here, capsys):
 
 INTERRUPTIBLE = """
 import signal, sys
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" has it ignored
 sys.exit(cli.main(sys.argv[1:]))
 """

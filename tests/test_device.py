@@ -7,7 +7,7 @@ import json
 import pytest
 from test_compare import SCRIPT
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.cli.texts import parse_device_speed
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed, compute_s
 from offbeat.profile import Bucket, Link, Profile

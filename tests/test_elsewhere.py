@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.cli.commands import main
+from offbeat.cli import main
 from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate, with_nodes
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile

@@ -20,7 +20,7 @@ from support.scripts import ROOT, benchmark
 from support.worlds import run_world, watch_world
 
 from offbeat.cli import app
-from offbeat.cli.commands import mark_script
+from offbeat.cli.entry import mark_script
 
 checklist = benchmark("gpu_checklist")
 

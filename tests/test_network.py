@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from test_compare import SCRIPT
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
 from offbeat.experiments import comparison

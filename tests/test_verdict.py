@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.cli import rehearsed_advice
 from offbeat.cli.advise import launch_command, rate, span
 from offbeat.cli.rehearsed_advice import Losses, target_at_equal_times

@@ -12,7 +12,7 @@ from support.made_jobs import make_job
 from support.synthetic_runs import NEAR_AND_FAR, late, profile, write_run
 from support.worlds import run_world
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.experiments.advice.place import place_of
 from offbeat.experiments.advice.verdict import decide
 from offbeat.experiments.advice.work import Work

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offbeat.cli.commands import main
+from offbeat.cli import main
 from offbeat.cli.options import Where, cluster_of
 from offbeat.experiments.compare import given_profile
 from offbeat.experiments.comparison import Setup

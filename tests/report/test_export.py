@@ -11,7 +11,7 @@ import pytest
 from support.synthetic_runs import profile, three, write_run
 from support.tiny_runs import dump, record, steady, write_tiny
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.experiments.report import export, load, rank_rows, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import offbeat
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.cli import texts
 from offbeat.core.measuring.reported import set_receiver
 from offbeat.experiments import report

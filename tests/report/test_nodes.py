@@ -10,7 +10,7 @@ import pytest
 from support.made_jobs import make_job
 from support.tiny_runs import dump, record, steady, write_tiny
 
-from offbeat.cli.commands import main
+from offbeat.cli import main
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import load, summarize, write

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.core.transport import addresses
 
 UNKNOWN, ELSEWHERE = "no-such-host.invalid", "192.0.2.77"  # reserved: neither exists anywhere

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
-from offbeat.cli import commands as cli
+from offbeat.cli import entry as cli
 from offbeat.core.runtime.connecting import link_specs
 from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.transport import interfaces, store_agreement

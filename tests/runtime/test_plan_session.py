@@ -10,7 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from offbeat.core.runtime import waiting
-from offbeat.core.runtime.plan_session import MEMBER_ITERATIONS, FlatSession
+from offbeat.core.runtime.flat_session import FlatSession
+from offbeat.core.runtime.member_session import MemberSession
+from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
 from offbeat.plan import Moment, transfer
@@ -18,7 +20,7 @@ from offbeat.plan import Moment, transfer
 
 def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> None:
     session: Any = SimpleNamespace(
-        _cluster=Mock(), _forget_weights=Mock(), engine=Mock(iteration=5), _earlier_iterations=0
+        _cluster=Mock(), _guards=Mock(), engine=Mock(iteration=5), _earlier_iterations=0
     )
     FlatSession.resume(session, 12, None)
     assert FlatSession.iteration.fget(session) == 12  # type: ignore[attr-defined]
@@ -30,13 +32,13 @@ def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> No
 def test_boundaries_are_the_ends_of_periods_after_the_prologue(period: int, step: int) -> None:
     def is_at_boundary(planned: int) -> bool:
         session: Any = SimpleNamespace(
-            _observer=None,
-            _trying=False,
+            observing=False,
+            runner=SimpleNamespace(is_trial=False),
             is_in_iteration=False,
             engine=SimpleNamespace(cursor=SimpleNamespace(planned=planned)),
             plan=SimpleNamespace(prologue=2, period=period),
         )
-        return FlatSession.is_at_boundary.fget(session)  # type: ignore[attr-defined]
+        return MemberSession.is_at_boundary.fget(session)  # type: ignore[attr-defined]
 
     boundaries = [planned for planned in range(2 + 3 * step) if is_at_boundary(planned)]
     assert boundaries == [2, 2 + step, 2 + 2 * step]

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app, mark_script
+from offbeat.cli.entry import app, mark_script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

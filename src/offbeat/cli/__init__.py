@@ -1,6 +1,15 @@
 """Command line of offbeat."""
 
-from offbeat.cli import check, doctor, graph, membership, rehearse  # noqa: F401  # their commands
-from offbeat.cli.commands import app, main
+from offbeat.cli import (  # noqa: F401  # their commands
+    check,
+    commands,
+    doctor,
+    graph,
+    membership,
+    planning,
+    rehearse,
+    reports,
+)
+from offbeat.cli.entry import app, main
 
 __all__ = ["app", "main"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app
+from offbeat.cli.entry import app
 from offbeat.cli.options import number, option
 
 

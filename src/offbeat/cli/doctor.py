@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from offbeat import __version__
-from offbeat.cli.commands import app
+from offbeat.cli.entry import app
 from offbeat.cli.options import Json
 from offbeat.cli.output import print_result
 from offbeat.core.measuring.processors import processors

@@ -7,7 +7,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from offbeat.cli.commands import app
+from offbeat.cli.entry import app
 from offbeat.cli.options import Json, number, option
 from offbeat.cli.output import print_result
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app
+from offbeat.cli.entry import app
 from offbeat.cli.options import number, option
 
 DEFAULT_PORT = 29600

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from offbeat.cli import texts
-from offbeat.cli.commands import app
+from offbeat.cli.entry import app
 from offbeat.cli.options import (
     REHEARSING,
     DeviceSpeed,
