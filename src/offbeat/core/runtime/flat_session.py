@@ -66,11 +66,9 @@ class FlatSession(Session):
             cluster.replica,
             sends_buffers=cluster.is_first,
         )
-        decisions = Decisions(job.recorder, self.engine)
-        self.choice = choice = PlanChoice(strategy, job, decisions)
-        self._guards = guards = SessionGuards(job, self.engine, choice, decisions)
-        run = self.run_jointly
-        self.runner = PlanRunner(job, self.engine, choice, guards, decisions, run)
+        self.choice = choice = PlanChoice(strategy, job, Decisions(job.recorder, self.engine))
+        self._guards = guards = SessionGuards(job, self.engine, choice)
+        self.runner = PlanRunner(job, self.engine, choice, guards, self.run_jointly)
         self._first = FirstIterations(job, choice, guards, self.runner, self._run_before_plan)
 
     def begin(self) -> None:

@@ -30,6 +30,7 @@ class PlanChoice:
         decisions: reports of the session.
 
     Attributes:
+        decisions: reports of the session.
         strategy: the requested strategy, or the variant that runs instead.
         is_variant: whether the model or the script needs a variant.
         profile: profile from which plans are made, the same on all ranks.
@@ -39,7 +40,7 @@ class PlanChoice:
     profile: Profile
 
     def __init__(self, strategy: Strategy, job: TrainingJob, decisions: Decisions) -> None:
-        self.strategy, self._decisions, self.is_variant = strategy, decisions, False
+        self.strategy, self.decisions, self.is_variant = strategy, decisions, False
         self._members = None if job.member is None else job.member.settings
         self._wants_broadcasts = job.watch.broadcast_buffers and job.member is None
         self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
@@ -129,7 +130,7 @@ class PlanChoice:
 
     def _replace(self, variant: Strategy, why: str) -> None:
         asked, self.strategy, self.is_variant = self.strategy, variant, True
-        self._decisions.print(f"{why}, so {variant} runs instead of {asked}")
+        self.decisions.print(f"{why}, so {variant} runs instead of {asked}")
 
 
 def iterations_between_boundaries(plan: Plan) -> int:

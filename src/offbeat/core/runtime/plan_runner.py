@@ -24,7 +24,6 @@ from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.position import capture, restore, resume_at
-from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.replanning import Replanner
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
@@ -44,7 +43,6 @@ class PlanRunner:
         engine: engine of this rank.
         choice: strategy that runs, and its plans.
         guards: guards of the session.
-        decisions: reports of the session.
         run_jointly: runs an exchange of all ranks; leaves it out after the failure of a member.
 
     Attributes:
@@ -63,12 +61,11 @@ class PlanRunner:
         engine: Engine,
         choice: PlanChoice,
         guards: SessionGuards,
-        decisions: Decisions,
         run_jointly: Callable[[Callable[[], None]], None],
     ) -> None:
         self._model, self._cluster, self._recorder = job.model, job.cluster, job.recorder
         self._policy, self.engine, self._choice = job.watch.replan, engine, choice
-        self._guards, self._decisions, self._run_jointly = guards, decisions, run_jointly
+        self._guards, self._decisions, self._run_jointly = guards, choice.decisions, run_jointly
         self.is_trial = False
         self.convergence: ConvergenceGuard | None = None
         self.pace: Pace | None = None

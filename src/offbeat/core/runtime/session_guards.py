@@ -14,7 +14,6 @@ from offbeat.core.plan import Plan
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.plan_choice import PlanChoice
-from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
 
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
@@ -28,7 +27,6 @@ class SessionGuards:
         job: objects of this rank.
         engine: engine of this rank.
         choice: strategy that runs.
-        decisions: reports of the session.
 
     Attributes:
         replicas: comparison of replicas or of settings; None: none.
@@ -37,11 +35,9 @@ class SessionGuards:
         has_loaded: whether a load since the last iteration restarts the plan on this rank.
     """
 
-    def __init__(
-        self, job: TrainingJob, engine: Engine, choice: PlanChoice, decisions: Decisions
-    ) -> None:
+    def __init__(self, job: TrainingJob, engine: Engine, choice: PlanChoice) -> None:
         self._model, self._cluster, self._watch = job.model, job.cluster, job.watch
-        self._engine, self._choice, self._decisions = engine, choice, decisions
+        self._engine, self._choice, self._decisions = engine, choice, choice.decisions
         self.replicas: Comparison | None = None
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
