@@ -50,7 +50,7 @@ class PlanChoice:
         return self.shares_buffers and self._wants_broadcasts and strategy.synchronous
 
     def plan(self, strategy: Strategy | None = None, profile: Profile | None = None) -> Plan:
-        """Return the checked plan of a strategy for a profile; by default, of those that run.
+        """Return the checked plan of a strategy (default: `strategy`) for a profile (`profile`).
 
         Raises:
             ValueError: the plan is wrong, or cannot run while members change.

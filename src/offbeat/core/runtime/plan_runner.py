@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class PlanRunner:
-    """Plan that all ranks have agreed on, and what may replace it: a variant that the script needs,
-    a fallback, a plan for measured times. All ranks make the same changes.
+    """Plan that all ranks have agreed on, and its replacements: the plan of a variant that the
+    script needs, of a fallback, or for measured times. All ranks make the same changes.
 
     Args:
         job: objects of this rank.
@@ -213,7 +213,7 @@ class PlanRunner:
     def _change(
         self, plan: Plan, *, strategy: Strategy | None = None, continues: bool = False
     ) -> None:
-        """Complete what is in progress, and run another plan."""
+        """Apply or discard gradients and averages in progress, and run another plan."""
         self.engine.pauses.drain()
         self._adopt(plan, strategy=strategy, continues=continues)
 
