@@ -24,7 +24,8 @@ RECORDS = (
 
 
 def fields_as_json(profile: Profile) -> dict[str, Any]:
-    """Return the fields of a profile as JSON types. Those with default values are left out."""
+    """Return the fields of a profile as JSON types. Optional fields with default values are left
+    out."""
     schema = SCHEMA if profile.topology else FLAT_SCHEMA
     head = {"schema": schema, "world_size": profile.world_size, "update_s": profile.update_s}
     return head | {name: _as_json(value) for name, value in compact(profile).items()}

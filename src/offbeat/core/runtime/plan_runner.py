@@ -64,7 +64,7 @@ class PlanRunner:
         run_jointly: Callable[[Callable[[], None]], None],
     ) -> None:
         self._model, self._cluster, self._recorder = job.model, job.cluster, job.recorder
-        self._policy, self.engine, self._choice = job.watch.replan, engine, choice
+        self._watch, self.engine, self._choice = job.watch, engine, choice
         self._guards, self._decisions, self._run_jointly = guards, choice.decisions, run_jointly
         self.is_trial = False
         self.convergence: ConvergenceGuard | None = None
@@ -137,7 +137,7 @@ class PlanRunner:
 
     def _create_replanner(self) -> None:
         profile, make = self._choice.profile, self._choice.plan
-        self._replanner = Replanner(self._policy, profile, self._cluster, make)
+        self._replanner = Replanner(self._watch.replan, profile, self._cluster, make)
         self.engine.reports.meter = self._replanner.add
 
     def stop_monitor(self) -> None:
