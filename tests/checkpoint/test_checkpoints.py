@@ -219,6 +219,18 @@ def test_folder(tmp_path: Path) -> None:
     assert Folder(tmp_path / "000013-iteration-9").names() == ["000013-iteration-9"]
 
 
+def test_a_script_may_change_its_directory_while_it_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, name = Folder("saved"), "000001-iteration-3"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    written(folder.unfinished_path(name, 0), 1)
+    folder.finish(name, 0)
+    assert [*Folder(tmp_path / "saved").manifests(0)] == [name]
+
+
 def test_folder_of_a_million_checkpoints(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     for number in (999999, 1000000, 1000001):

@@ -170,3 +170,20 @@ def test_a_dropped_iteration_is_not_saved() -> None:
         tried += 1
         if tried == 6:
             return
+
+
+def test_outcomes_of_votes_do_not_add_up_in_checkpoints() -> None:
+    """A checkpoint has the outcomes that later iterations use, however long the job has run."""
+    plan, seed = next((plan, seed) for seed, plan in accepted() if plan.votes)
+
+    def outcomes(worker: Worker) -> int:
+        for i in range(worker.task.iterations):
+            worker.iterate(i)
+        return len(worker.save().thaw()[2]["votes"])
+
+    counts = set()
+    for periods in (4, 8):
+        iterations = plan.prologue + periods * plan.period
+        task = Quadratic((3,) * plan.buckets, max(ranks_of(plan), 2), iterations, seed)
+        counts |= {*lives(plan, task, outcomes)}
+    assert len(counts) == 1

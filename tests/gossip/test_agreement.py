@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from offbeat.gossip.agreement import MIN_EXCHANGES, PERIOD, Agreement
 from offbeat.gossip.state import AVERAGING
+from offbeat.gossip.worker import Gossip
 
 RING = [(0, 1), (0, 3), (1, 2), (2, 3)]  # rate 1: half an exchange per edge and unit
 
@@ -40,3 +44,16 @@ def test_with_other_edges_counting_begins_anew() -> None:
     first = Agreement(RING).renew(10.0, 0, RING, 1.0)
     other = first.renew(12.0, 3, RING[:3], 1.0)
     assert other == Agreement(RING[:3], 1.0, 12.0, 12.0 + PERIOD)
+
+
+def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:
+    """2000 units, in which a neighbour with the rate 0.5 gets a quarter of a request per unit."""
+    gossip, requests = Gossip.__new__(Gossip), Counter[int]()
+    gossip._rates, gossip._next, gossip._random = {1: 0.5, 2: 1.5}, None, random.Random(1)
+    gossip._pairing = SimpleNamespace(request=lambda peer: requests.update([peer]))  # type: ignore[assignment]
+    gossip._perform = lambda _: None  # type: ignore[method-assign]
+    for label in range(2001):
+        gossip.clock = SimpleNamespace(unit_s=1.0, now=lambda at=label: at)  # type: ignore[assignment]
+        gossip._request_exchanges()
+    assert abs(requests[1] - 500) < 100
+    assert abs(requests[2] - 1500) < 150

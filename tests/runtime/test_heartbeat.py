@@ -467,6 +467,15 @@ def test_wait_for_failed_peers_ends_once_all_active_peers_live(
     until(lambda: heartbeats[3].detector.statuses[0].suspects == (1,))
 
 
+def test_a_known_failure_ends_the_wait_for_failed_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Heartbeat(Store(), 0, 3)
+    one.detector.statuses[1].state = FAILED
+    monkeypatch.setattr(one, "_publish", lambda: True)
+    without_sleep = SimpleNamespace(monotonic=time.monotonic)
+    monkeypatch.setattr(heartbeat, "time", without_sleep)
+    one.wait_for_failed_peers()
+
+
 def test_error_in_an_activity_is_not_a_lost_store(
     ranks: tuple[Store, list[Heartbeat]],
 ) -> None:

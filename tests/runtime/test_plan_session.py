@@ -15,7 +15,7 @@ from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
-from offbeat.plan import Moment, transfer
+from offbeat.plan import Moment, Plan, transfer
 
 
 def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> None:
@@ -26,6 +26,26 @@ def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> No
     assert FlatSession.iteration.fget(session) == 12  # type: ignore[attr-defined]
     session.engine.iteration += 1
     assert FlatSession.iteration.fget(session) == 13  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("observes", "synchronous", "allowed"),
+    [(False, False, True), (True, True, True), (True, False, False)],
+)
+def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_parameters(
+    observes: bool, synchronous: bool, allowed: bool
+) -> None:
+    """The iterations that are measured average gradients, which the plan will not."""
+    rule = transfer(
+        "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
+    )
+    run = SimpleNamespace(updates=SimpleNamespace(remedy=None), windows=SimpleNamespace(late=False))
+    session: Any = SimpleNamespace(
+        engine=SimpleNamespace(plan=Plan("bsp", 1, (rule,)), run=run),
+        _observer=Mock() if observes else None,
+        _strategy=SimpleNamespace(synchronous=synchronous),
+    )
+    assert FlatSession._allows_any_optimizer(session) is allowed
 
 
 @pytest.mark.parametrize(("period", "step"), [(3, 3), (1, MEMBER_ITERATIONS)])

@@ -157,6 +157,17 @@ def test_a_push_counts_once() -> None:
     assert torch.equal(held(stores), after)
 
 
+def test_the_clock_of_a_worker_is_the_lowest_of_its_shards() -> None:
+    [store], _ = made("clock", sgd, servers=1)
+    first, *others = store.shards.values()
+    assert others
+    first.skip(0, 0)
+    assert store.clocks() == {0: 0, 1: 0, 2: 0}
+    for shard in others:
+        shard.skip(0, 0)
+    assert store.clocks() == {0: 1, 1: 0, 2: 0}
+
+
 def test_a_new_process_begins_after_the_pushes_of_the_earlier_one() -> None:
     """Not at the lowest clock of all workers, where its pushes would not count."""
     stores, optimizer = made("push", sgd, servers=1)
