@@ -298,6 +298,20 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
     assert not [*tmp_path.glob(".unfinished*")]
 
 
+@pytest.mark.parametrize("has_members", [True, False])
+def test_members_leave_the_group_of_a_checkpoint_in_which_one_has_failed(
+    tmp_path: Path, has_members: bool
+) -> None:
+    """Otherwise the others would wait in it. A job whose members stay ends anyway."""
+    lost = Mock(side_effect=RuntimeError("connection closed"))
+    company: Any = Mock(has_members=has_members, gather_in_thread=lost)
+    saving = Saving(Folder(tmp_path), "000001-iteration-3", freeze(1, {}), manifest(), company, 1)
+    with pytest.raises(RuntimeError, match="rank 0 lost the others: connection closed"):
+        saving.wait()
+    assert company.drop_group.called == has_members
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_rank_without_the_others_completes_no_checkpoint() -> None:
     company = SaveGroup(None)
     assert company.gather_in_thread(3) == [3]

@@ -13,6 +13,7 @@ from offbeat.core.runtime import waiting
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
+from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
 from offbeat.plan import Moment, Plan, transfer
@@ -40,12 +41,12 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
     run = SimpleNamespace(updates=SimpleNamespace(remedy=None), windows=SimpleNamespace(late=False))
-    session: Any = SimpleNamespace(
-        engine=SimpleNamespace(plan=Plan("bsp", 1, (rule,)), run=run),
-        _observer=Mock() if observes else None,
-        _strategy=SimpleNamespace(synchronous=synchronous),
+    guards: Any = SimpleNamespace(
+        _engine=SimpleNamespace(plan=Plan("bsp", 1, (rule,)), run=run),
+        _choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
     )
-    assert FlatSession._allows_any_optimizer(session) is allowed
+    SessionGuards.note_plan(guards, observes=observes)
+    assert guards._shares_optimizer is allowed
 
 
 @pytest.mark.parametrize(("period", "step"), [(3, 3), (1, MEMBER_ITERATIONS)])
@@ -72,6 +73,26 @@ def test_the_end_of_an_inner_no_sync_does_not_end_the_outer_one() -> None:
             assert hooks.accumulating
         assert hooks.accumulating
     assert not hooks.accumulating
+
+
+def test_written_buffers_are_compared_in_the_first_iteration_and_then_periodically() -> None:
+    """Forward may begin to write a buffer later."""
+    compared: list[int] = []
+
+    def gather(names: list[str]) -> list[list[str]]:
+        compared.append(guards._agreed_on_buffers)
+        return [names]
+
+    buffers = SimpleNamespace(changed_names=lambda: ["mean"], share=lambda _: [])
+    guards: Any = SimpleNamespace(
+        _watch=SimpleNamespace(compare_every=3),
+        _agreed_on_buffers=0,
+        _cluster=SimpleNamespace(control=SimpleNamespace(gather=gather)),
+        _engine=SimpleNamespace(module_buffers=buffers),
+    )
+    for _ in range(8):
+        SessionGuards.agree_on_buffers(guards)
+    assert compared == [0, 3, 6]
 
 
 @pytest.mark.parametrize(

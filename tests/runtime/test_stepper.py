@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import PartialSync
+from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.stepper import BucketStepper
 
 LAYERS = 3
@@ -102,6 +103,19 @@ def test_a_step_of_the_users_own_is_called() -> None:
     iterate(model, optimizer)
     model.close()
     assert sum(calls) == CALLS + LAYERS * 11
+
+
+def test_the_observer_of_compute_sees_every_update() -> None:
+    class Observer(ComputeObserver):
+        def on_update(self, apply: Any) -> None:
+            updates.append(apply.buckets)
+
+    updates: list[range] = []
+    model, optimizer, _ = prepared()
+    model._session.engine.set_compute(Observer())
+    iterate(model, optimizer)
+    model.close()
+    assert updates
 
 
 def test_param_groups_are_whole_again_after_a_step_that_raises() -> None:
