@@ -109,9 +109,8 @@ def test_they_tell_what_hooks_on_every_parameter_tell(seed: int) -> None:
     assert [b for what, b, _ in told[0] if what == "ready"] == [0, 1, 2, 3] * 6
 
 
-def test_gradients_that_are_there_already_do_not_count() -> None:
-    """Backward passes that add up: buckets are ready when the last pass has reached them."""
-    model, listener, hooks = prepared(0, few=True)
+def doubled(model: Chain, listener: Listener) -> tuple[list[Tensor], list[bool]]:
+    """Gradients of one pass, and for each bucket that is ready, whether it has twice of them."""
     once = torch.autograd.grad(model(torch.ones(2, 3)).sum(), [*model.parameters()])
     wanted = {n: 2 * g for (n, _), g in zip(model.named_parameters(), once, strict=True)}
     complete: list[bool] = []
@@ -121,10 +120,29 @@ def test_gradients_that_are_there_already_do_not_count() -> None:
         complete.append(all(torch.equal(model.get_parameter(n).grad, wanted[n]) for n in names))
 
     listener.on_bucket_ready = ready
+    return [*once], complete
+
+
+def test_gradients_that_are_there_already_do_not_count() -> None:
+    """Backward passes that add up: buckets are ready when the last pass has reached them."""
+    model, listener, hooks = prepared(0, few=True)
+    _, complete = doubled(model, listener)
     for _ in range(2):
         iterate(model, hooks, passes=2)
     assert complete == [True] * 8
     assert [what for what, *_ in listener.told] == ["begins", "ends"] * 2
+
+
+def test_gradients_that_are_set_by_hand_do_not_count() -> None:
+    model, listener, hooks = prepared(0, few=True)
+    once, complete = doubled(model, listener)
+    assert isinstance(hooks, Sentinels)
+    hooks._gradients.zero_grad()
+    assert hooks._gradients.empty
+    for p, gradient in zip(model.parameters(), once, strict=True):
+        p.grad = gradient.clone()
+    iterate(model, hooks)
+    assert complete == [True] * 4
 
 
 def test_gradients_that_share_a_version_counter_are_complete_at_the_end() -> None:
