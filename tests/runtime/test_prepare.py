@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -35,6 +36,7 @@ from offbeat import (
 )
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.named_strategy import NamedStrategy
+from offbeat.core.runtime.prepare import REHEARSAL
 from offbeat.core.runtime.strategy_choice import choose_strategy
 from offbeat.experiments.record.record_file import path_of, read
 
@@ -100,6 +102,17 @@ def test_refused_before_anything_is_opened(
         offbeat.prepare(*build(), BSP(), **options)
     assert text in str(caught.value)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("options", [{"compare_every": -1}, {"on_nonfinite": "stop"}], ids=str)
+def test_a_rehearsal_refuses_what_training_refuses(options: dict[str, Any]) -> None:
+    def prepare() -> None:
+        REHEARSAL.set(lambda *_, **__: pytest.fail("rehearsed"))
+        offbeat.prepare(*mlp(), BSP(), **options)
+
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name} \(.*\) must be"):
+        copy_context().run(prepare)
 
 
 def test_refused_when_prepared_already() -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from offbeat.core.guards.finite import require_policy
 from offbeat.core.runtime.known_profile import GivenProfile, kind_of
 from offbeat.core.runtime.launch_request import CHECKPOINT_VARIABLE
 from offbeat.core.runtime.training_job import Watch
@@ -42,9 +41,6 @@ class CommonArguments:
         if self.min_bucket_bytes is not None:
             remedy = "use None to derive it from the measured latency of a message"
             require_count("min_bucket_bytes", self.min_bucket_bytes, remedy=remedy)
-        every = self.watch.compare_every
-        require_count("compare_every", every, least=0, remedy="0 turns comparisons off")
-        require_policy(self.watch.on_nonfinite)
 
     def __str__(self) -> str:
         watch = self.watch

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from offbeat.core.guards.finite import OnNonfinite
+from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import SERVERS_VARIABLE, LaunchRequest, Replan
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.recording import Recorder
-from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
@@ -60,12 +60,20 @@ class Watch:
         on_nonfinite: policy for non-finite values.
         broadcast_buffers: whether all ranks receive rank 0's buffers.
         replan: whether plans are made again for measured times.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     compare_every: int
     on_nonfinite: OnNonfinite
     broadcast_buffers: bool = True
     replan: Replan = "never"
+
+    def __post_init__(self) -> None:
+        remedy = "0 turns comparisons off"
+        require_count("compare_every", self.compare_every, least=0, remedy=remedy)
+        require_policy(self.on_nonfinite)
 
 
 @dataclass(frozen=True)
