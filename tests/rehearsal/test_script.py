@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,10 @@ import torch
 from support import rehearsed
 
 from offbeat.cli import main
+from offbeat.core.strategy.registry import create
+from offbeat.experiments.comparison import Contestant
+from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+from offbeat.sim import Ranks
 
 HELPER = """
 import os
@@ -119,6 +124,21 @@ def test_wrong_use(folder, capsys):
         assert main([*typed, str(folder / "train.py")]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert not (folder / "x").exists()
+
+
+def test_a_rehearsal_with_other_rates_of_machines_is_another_one(folder, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offbeat.rehearsal.command._Children.run", interrupt)
+    profile, contestant = rehearsed.profile_of(2), Contestant("bsp", create("bsp"))
+    first = ScriptRehearsal((str(folder / "train.py"),), (contestant,), profile)
+    rates = Ranks(link_rates={profile.default_link.name: (1.0, 0.5)})
+    other, run_dir = replace(first, differences=rates), folder / "rates"
+    assert rehearse_script(first, run_dir).interrupted
+    assert rehearse_script(first, run_dir, resume=True).interrupted
+    with pytest.raises(ValueError, match=r"rates \(\{.*0\.5.*\}\) must be that of .* \(null\)"):
+        rehearse_script(other, run_dir, resume=True)
 
 
 def test_torch_state_of_this_process_is_untouched():

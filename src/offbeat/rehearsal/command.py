@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,10 @@ def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
         "lab": "rehearsal",
         "note": f"{how[0].upper()}{how[1:]}.{part}",
         "rehearsed": trained,
-        "options": {"order": str(rehearsal.order) if replayed else None},
+        "options": {
+            "order": str(rehearsal.order) if replayed else None,
+            "rates": None if rehearsal.differences == Ranks() else asdict(rehearsal.differences),
+        },
         "iterations": rehearsal.iterations,
         "seed": rehearsal.seeds[0],
         "skip": 0,  # simulated iterations have no warm-up
