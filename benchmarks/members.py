@@ -1,6 +1,6 @@
 """Jobs whose members are killed, join and leave: correctness, hours under disturbances, and cost.
 
-    python benchmarks/members.py kills --out runs/members [--runs 60] [--minutes 15]
+    python benchmarks/members.py kills --out runs/members [--runs 60] [--minutes 15] [--per-node 2]
     python benchmarks/members.py joins --out runs/members [--runs 20] [--minutes 5]
     python benchmarks/members.py chaos --out runs/members [--minutes 30]
     python benchmarks/members.py cost --out runs/members [--repetitions 5]
@@ -13,7 +13,8 @@ again with its journal 1 s later. Wanted: all survivors end within the limit and
 after the kill each has its next iteration within `timeout_s` + 3 s; all weights of all iterations
 equal `members_equations.py` with the messages that the service has recorded as landed. `joins`: a
 process joins; its weights must be those of a member bit for bit, and the members have equal bits
-after the next average of each bucket. `chaos`: hosts of the lab whose processes are killed and
+after the next average of each bucket. With `--per-node 2` the members of both are nodes of two
+ranks; a rank of one is killed, and the other one must end with an error that names it. `chaos`: hosts of the lab whose processes are killed and
 start again, cuts and changing rates, then the same job undisturbed. `cost`: longest time without an
 iteration of the other members when one leaves, dies or joins, by size of the model, and the same
 with torchft if it is installed.
@@ -25,14 +26,17 @@ A finished case is a line of a file in `--out` and is not repeated. `tables` wri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -43,7 +47,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import pairwise
@@ -57,6 +61,7 @@ from members_worker import BATCH, SECRET, train, train_long, train_wide
 from tables import save
 
 from offbeat import Strategy
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.membership import Epoch, MembershipClient
@@ -65,10 +70,11 @@ from offbeat.strategies import create
 
 TIMEOUT_S = 10.0
 ALLOWED_S = TIMEOUT_S + 3  # from a kill to the next iteration of each survivor
-LIMIT_S = 90.0  # longest case
+LIMIT_S = 90.0  # longest case, per rank of a member
 BACK_S = 1.0  # from a kill of the service to its next start
 FIRST = 3  # members at the start
-SIZE = FIRST * BATCH * 40  # samples: 40 iterations without a change
+PER_NODE = (1, 2)  # ranks of a member
+SIZE = FIRST * BATCH * 40  # samples per rank of a member: 40 iterations without a change
 NEAR = 1e-12
 # SelSync votes only in the first iteration of a process, as no change exceeds this threshold.
 CASES: dict[str, dict[str, Any]] = {
@@ -172,26 +178,31 @@ def context() -> Any:
 
 def run_case(case: dict[str, Any], how: Any) -> dict[str, Any]:
     """Run a case, and compare it with the equations."""
+    per_node = per_node_of(case)
+    members = FIRST + ("join_at" in case)
     with tempfile.TemporaryDirectory() as name, service(Path(name)) as membership:
         folder = Path(name)
         job = {
             "folder": name,
             "case": case,
             "first": FIRST,
+            "per_node": per_node,
+            "ports": free_ports(members),
             "address": membership.address,
-            "size": SIZE,
+            "size": SIZE * per_node,
             "timeout_s": TIMEOUT_S,
         }
         processes = {
             who: how.Process(target=train, args=(job, who), daemon=True)
-            for who in range(FIRST + ("join_at" in case))
+            for who in range(members * per_node)
         }
         for process in processes.values():
             process.start()
-        hanging = _await_ends(processes, membership, folder)
+        hanging = _await_ends(processes, membership, folder, case)
         killed = (folder / "killed").exists()
-        errors = {path.name: path.read_text()[-1500:] for path in sorted(folder.glob("error*"))}
-        found: dict[str, Any] = {"hanging": hanging, "errors": errors, "killed": killed}
+        found: dict[str, Any] = {"hanging": hanging, "killed": killed}
+        found["errors"] = errors = _texts(_unexpected_errors(folder, case))
+        found["orphans"] = _texts({*folder.glob("error*")} - {*_unexpected_errors(folder, case)})
         found["codes"] = [process.exitcode for process in processes.values()]
         if hanging or errors:
             tails = {p.name: p.read_text(errors="replace")[-1500:] for p in folder.glob("log*")}
@@ -204,21 +215,51 @@ def run_case(case: dict[str, Any], how: Any) -> dict[str, Any]:
         return {**found, "verdict": _verdict(case, found)}
 
 
-def _await_ends(processes: dict[int, BaseProcess], membership: Service, folder: Path) -> list[int]:
+def per_node_of(case: dict[str, Any]) -> int:
+    """Return the number of ranks of each member in a case."""
+    return case.get("per_node", 1)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports, which are below those of outgoing connections."""
+    draw, found = random.SystemRandom(), list[int]()
+    while len(found) < count:
+        port = draw.randrange(20000, 32000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
+
+
+def _unexpected_errors(folder: Path, case: dict[str, Any]) -> list[Path]:
+    """Return the errors of processes, without those of ranks whose member has lost a rank."""
+    per_node, victim, orphans = per_node_of(case), case.get("victim"), set[str]()
+    if victim is not None and case["place"] != "service" and (folder / "killed").exists():
+        first = victim // per_node * per_node
+        orphans = {f"error{who}" for who in range(first, first + per_node)}
+    return [path for path in sorted(folder.glob("error*")) if path.name not in orphans]
+
+
+def _texts(paths: Iterable[Path]) -> dict[str, str]:
+    """Return the ends of files by their names."""
+    return {path.name: path.read_text()[-1500:] for path in sorted(paths)}
+
+
+def _await_ends(
+    processes: dict[int, BaseProcess], membership: Service, folder: Path, case: dict[str, Any]
+) -> list[int]:
     """Wait until all processes have ended. Return those that had to be killed."""
-    end_s = time.monotonic() + LIMIT_S
+    end_s = time.monotonic() + LIMIT_S * per_node_of(case)
     try:
         while any(process.is_alive() for process in processes.values()):
             membership.keep()
-            if time.monotonic() > end_s or any(folder.glob("error*")):
+            if time.monotonic() > end_s or _unexpected_errors(folder, case):
                 break
             time.sleep(0.02)
-        time.sleep(0.5 * any(folder.glob("error*")))  # the others may report, too
-        return [
-            who
-            for who, process in processes.items()
-            if process.is_alive() and not any(folder.glob("error*"))
-        ]
+        if _unexpected_errors(folder, case):
+            time.sleep(0.5)  # the others may report, too
+            return []
+        return [who for who, process in processes.items() if process.is_alive()]
     finally:
         for process in processes.values():
             process.kill()
@@ -234,10 +275,13 @@ def _verdict(case: dict[str, Any], found: dict[str, Any]) -> str:
     checks = {
         "weights differ from the equations": found["difference"] > NEAR,
         "samples are read twice": found["twice"] > 0,
-        "samples are left out": found["unread"] > FIRST,
+        "samples are left out": found["unread"] > FIRST * per_node_of(case),
         "late": found["gap_s"] > ALLOWED_S,
         "a joining process has other weights": found["joined bits"] is False,
         "bits differ after an average": found["average bits"] is False,
+        "a rank of the killed member ends without a reason": not all(
+            re.search("has failed|has ended", text) for text in found["orphans"].values()
+        ),
     }
     return next((text for text, is_wrong in checks.items() if is_wrong), "right")
 
@@ -253,16 +297,23 @@ class Examination:
 
     def __init__(self, case: dict[str, Any], folder: Path, epochs: Sequence[Epoch]) -> None:
         self._case, self._folder, self._epochs = case, folder, epochs
+        self._per_node, self._size = per_node_of(case), SIZE * per_node_of(case)
         self._strategy: Strategy = create(case["strategy"], case["settings"])
         names = dict.fromkeys(name for epoch in epochs for name in epoch.members)
-        self._process_of = {name: min(who, FIRST) for who, name in enumerate(names)}
+        self._number_of = {name: min(member, FIRST) for member, name in enumerate(names)}
         self._batches = dict(self._read_batches())
         self._records = {
-            who: self._read_weights(f"weights{who}") for who in {*self._process_of.values()}
+            who: self._read_weights(f"weights{who}")
+            for member in {*self._number_of.values()}
+            for who in self._processes_of(member)
         }
 
+    def _processes_of(self, member: int) -> range:
+        return range(member * self._per_node, (member + 1) * self._per_node)
+
     def _read_batches(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
-        for who in {*self._process_of.values()}:
+        members = {*self._number_of.values()}
+        for who in (who for member in members for who in self._processes_of(member)):
             path = self._folder / f"batches{who}"
             for line in path.read_text().splitlines() if path.exists() else ():
                 t, batch = json.loads(line)
@@ -277,7 +328,7 @@ class Examination:
     def result(self) -> dict[str, Any]:
         """Return everything that is compared."""
         difference = min(self._difference(united=True), self._difference(united=False))
-        lost = lost_batches(self._epochs, self._process_of, self._batches)
+        lost = lost_batches(self._epochs, self._number_of, self._batches, self._per_node)
         read = Counter(i for key, b in self._batches.items() if key not in lost for i in b)
         landed = [e.details["landed"] for e in self._epochs if "landed" in e.details]
         return {
@@ -289,7 +340,7 @@ class Examination:
             "difference": difference,
             "compared": sum(map(len, self._records.values())),
             "twice": sum(count - 1 for count in read.values()),
-            "unread": SIZE - len(read),
+            "unread": self._size - len(read),
             "dealt again": sum(len(self._batches[key]) for key in lost),
             "missing results": sum(len(one["missing"]) for each in landed for one in each.values()),
             "gap_s": self._gap_s(),
@@ -298,21 +349,23 @@ class Examination:
 
     def _difference(self, *, united: bool) -> float:
         """Return the largest difference of a weight from the equations, of all survivors, and of
-        the killed process as far as its training was not lost."""
+        the killed member as far as its training was not lost."""
         stop = 1 + max(t for _, t in self._batches)
         reference = Reference(
-            self._strategy, self._epochs, self._process_of, self._batches, stop, SIZE, united=united
-        )
-        gone = {self._process_of[n] for n in self._process_of if not self._is_last_member(n)}
+            self._strategy, self._epochs, self._number_of, self._batches, stop, self._size,
+            united=united, per_node=self._per_node,
+        )  # fmt: skip
+        gone = {self._number_of[n] for n in self._number_of if not self._is_last_member(n)}
         lost = [e.details["lost_from"] for e in self._epochs if "lost_from" in e.details]
         least = min([*lost, *(e.first_iteration - 1 for e in self._epochs[1:])], default=stop)
         largest = 0.0
         for who, rows in self._records.items():
+            member = who // self._per_node
             for row in rows:
                 t = int(row[0])
-                if who in gone and t >= least:
+                if member in gone and t >= least:
                     continue
-                right = np.concatenate(reference.weights[who, t])
+                right = np.concatenate(reference.weights[member, t])
                 largest = max(largest, float(np.abs(right - row[2:]).max()))
         return largest
 
@@ -323,32 +376,38 @@ class Examination:
         """Return the longest time from an iteration to the next one after the kill."""
         path = self._folder / "killed"
         killed_s = float(path.read_text() or 0) if path.exists() else 0.0
-        gaps = [0.0]
+        gaps, victim = [0.0], self._case.get("victim")
+        lost = None if victim is None else victim // self._per_node
         for who, rows in self._records.items():
-            if who != self._case.get("victim") or self._case["place"] == "service":
+            if who // self._per_node != lost or self._case["place"] == "service":
                 times = rows[:, 1].tolist()
                 gaps += [b - a for a, b in pairwise(times) if b > killed_s]
         return round(max(gaps), 3)
 
     def _joined(self) -> dict[str, Any]:
         """Compare the bits of a process that has joined with those of the members."""
-        first = self._read_weights(f"joined{FIRST}")
-        rows = self._records.get(FIRST, first)
-        if not len(first) or not len(rows):
+        new = self._processes_of(FIRST)
+        firsts = [self._read_weights(f"joined{who}") for who in new]
+        if not all(len(one) and len(self._records.get(who, one))
+                   for who, one in zip(new, firsts, strict=True)):  # fmt: skip
             return {"joined": False, "joined bits": None, "average bits": None}
-        begin = int(first[0, 0])
+        begin = int(firsts[0][0, 0])
         epoch = next(e for e in reversed(self._epochs) if e.first_iteration == begin)
-        others = [self._process_of[name] for name in epoch.members]
-        bits = [self._row(who, begin - 1) for who in others if who != FIRST]
-        same = [row[2:].tobytes() == first[0, 2:].tobytes() for row in bits if row is not None]
+        others = [
+            who for name in epoch.members for who in self._processes_of(self._number_of[name])
+        ]
+        bits = [self._row(who, begin - 1) for who in others if who not in new]
+        bits = [row[2:].tobytes() for row in bits if row is not None]
+        same = [one[0, 2:].tobytes() == row for one in firsts for row in bits]
         alike = list[bool]()
         if self._case.get("place") is None:  # nothing else happens
-            plan = self._strategy.plan(for_members(profile(FIRST), len(others)))
+            facts = for_members(profile(FIRST, self._per_node), len(epoch.members))
+            plan = self._strategy.plan(facts)
             program = Program(plan)
             for t in range(begin, begin + plan.prologue + 2 * plan.period):
                 flats = [self._flat(who, t) for who in others]
                 for transfer in program.transfers(t - begin):
-                    if transfer.when is None:
+                    if transfer.when is None and base_link(transfer.link) != INSIDE:
                         alike.append(len({_content(transfer, flat) for flat in flats}) == 1)
         return {
             "joined": True,
@@ -375,7 +434,7 @@ def _content(transfer: Transfer, flat: Flat) -> bytes:
 # ---- kills and joins --------------------------------------------------------------------------
 
 
-def kill_cases(runs: int, seed: int) -> list[dict[str, Any]]:
+def kill_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
     """Return the cases of `kills`, each with all random draws."""
     draw, found = random.Random(seed), list[dict[str, Any]]()
     strategies = [*CASES]
@@ -384,9 +443,10 @@ def kill_cases(runs: int, seed: int) -> list[dict[str, Any]]:
         case: dict[str, Any] = {
             "number": n,
             "seed": seed,
+            "per_node": per_node,
             "strategy": strategies[n % len(strategies)],
             "place": place,
-            "victim": draw.randrange(FIRST),
+            "victim": draw.randrange(FIRST * per_node),
             "iteration": draw.randrange(4, 14),
             "layer": draw.randrange(LAYERS),
             "skip": 0,
@@ -399,7 +459,7 @@ def kill_cases(runs: int, seed: int) -> list[dict[str, Any]]:
             case |= {"leaver": draw.randrange(FIRST), "leave_at": case["iteration"]}
             case["delay_s"] = draw.choice([0.0, draw.uniform(0, 0.02)])
         elif place == "join":
-            case |= {"join_at": case["iteration"], "victim": draw.randrange(FIRST + 1)}
+            case |= {"join_at": case["iteration"], "victim": draw.randrange((FIRST + 1) * per_node)}
             case["delay_s"] = draw.choice([0.0, draw.uniform(0, 0.05)])
             case["skip"] = draw.randrange(2)
         case["settings"] = CASES[case["strategy"]]
@@ -407,13 +467,14 @@ def kill_cases(runs: int, seed: int) -> list[dict[str, Any]]:
     return found
 
 
-def join_cases(runs: int, seed: int) -> list[dict[str, Any]]:
+def join_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
     """Return the cases of `joins`."""
     draw, strategies = random.Random(seed), [*CASES]
     return [
         {
             "number": n,
             "seed": seed,
+            "per_node": per_node,
             "strategy": strategies[n % len(strategies)],
             "settings": CASES[strategies[n % len(strategies)]],
             "place": None,
@@ -426,7 +487,7 @@ def join_cases(runs: int, seed: int) -> list[dict[str, Any]]:
 
 def run_cases(name: str, cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Run the cases that are not in the file of `--out`, as far as there is time."""
-    path, end_s = options.out / f"{name}.jsonl", time.monotonic() + 60 * options.minutes
+    path, end_s = file_of(options.out, name, options.per_node), time.monotonic() + 60 * options.minutes
     done = {one["case"]["number"] for one in read(path)}
     how = context()
     for case in cases:
@@ -446,6 +507,11 @@ def run_cases(name: str, cases: Sequence[dict[str, Any]], options: argparse.Name
               f"{found.get('gap_s')} s, {line['s']} s in all", flush=True)  # fmt: skip
     lines = read(path)
     print(Counter(line["verdict"] for line in lines))
+
+
+def file_of(out: Path, name: str, per_node: int) -> Path:
+    """Return the file with the results of `kills` or `joins`."""
+    return out / (f"{name}.jsonl" if per_node == 1 else f"{name}-{per_node}-per-node.jsonl")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -738,12 +804,12 @@ def tables(options: argparse.Namespace) -> None:
         f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()} {kernel}, Python "
         f"{platform.python_version()}, torch {version('torch')} on CPU, gloo"
     )
-    kills, joins = (read(options.out / f"{name}.jsonl") for name in ("kills", "joins"))
     found: list[dict[str, Any]] = []
-    misses = list[str]()
-    for name, lines in (("kills", kills), ("joins", joins)):
-        if lines:
-            found.append(_case_table(name, lines))
+    misses, kills = list[str](), list[dict[str, Any]]()
+    for name, per_node in itertools.product(("kills", "joins"), PER_NODE):
+        if lines := read(file_of(options.out, name, per_node)):
+            found.append(_case_table(name, lines, per_node))
+            kills += lines if name == "kills" else []
             misses += [
                 f"{name}, case {line['case']['number']} ({line['case']['strategy']}, "
                 f"{line['case'].get('place') or 'join'}): {line['verdict']}."
@@ -764,8 +830,9 @@ def tables(options: argparse.Namespace) -> None:
             "machine": machine,
             "command": "; ".join(
                 f"python benchmarks/members.py {name}"
-                for name in ("kills", "joins", "chaos", "cost", "tables")
-            ),
+                for name in ("kills", "joins", "kills --per-node 2", "joins --per-node 2", "chaos",
+                             "cost", "tables")
+            ),  # fmt: skip
             "tables": found,
             "misses": misses,
             "notes": list(_notes(kills)),
@@ -773,7 +840,7 @@ def tables(options: argparse.Namespace) -> None:
     )
 
 
-def _case_table(name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _case_table(name: str, lines: Sequence[dict[str, Any]], per_node: int) -> dict[str, Any]:
     whole = [line for line in lines if "difference" in line]
     right = sum(line["verdict"] == "right" for line in lines)
     gaps = sorted(line["gap_s"] for line in whole if line["case"].get("victim") is not None)
@@ -806,14 +873,15 @@ def _case_table(name: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         rows.append(["samples of killed processes that are dealt again", again])
     titles = {"kills": "Kills", "joins": "Joins"}
     return {
-        "name": name,
-        "title": f"{titles[name]} under {len(CASES)} strategies",
+        "name": name if per_node == 1 else f"{name}_of_nodes",
+        "title": f"{titles[name]} under {len(CASES)} strategies, {RANKS[per_node]}",
         "spread": "median [least, greatest]",
         "columns": ["quantity", "result"],
         "rows": rows,
     }
 
 
+RANKS = {1: "members of one rank", 2: "nodes of two ranks"}
 KILLED = {
     "forward": "in forward",
     "backward": "in backward",
@@ -901,15 +969,15 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="number of one case")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--sizes", type=float, nargs="*", help="bytes of the models of cost")
-    parser.add_argument("--per-node", type=int, default=1, help="ranks of each member")
+    parser.add_argument("--per-node", type=int, default=1, choices=PER_NODE, help="ranks per member")
     options = parser.parse_args()
-    if options.per_node != 1:
-        parser.error(f"--per-node ({options.per_node}) must be 1: a member is one rank")
+    if options.per_node != 1 and options.what not in ("kills", "joins"):
+        parser.error(f"--per-node ({options.per_node}) must be 1 beside kills and joins")
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.what == "kills":
-        run_cases("kills", kill_cases(options.runs or 64, options.seed), options)
-    elif options.what == "joins":
-        run_cases("joins", join_cases(options.runs or 24, options.seed), options)
+    if options.what in ("kills", "joins"):
+        cases, runs = (kill_cases, 64) if options.what == "kills" else (join_cases, 24)
+        drawn = cases(options.runs or runs, options.seed, options.per_node)
+        run_cases(options.what, drawn, options)
     elif options.what == "keep":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         keep(options.out)

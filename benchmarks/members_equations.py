@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat import Strategy
+from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.membership import Epoch
@@ -51,7 +52,7 @@ def tensor_names(bucket: int) -> tuple[str, str]:
     return f"{layer}.weight", f"{layer}.bias"
 
 
-def profile(members: int) -> Profile:
+def profile(members: int, per_node: int = 1) -> Profile:
     """Return a made-up profile, whose messages take about as long as backward."""
     size = 8 * (WIDTH * WIDTH + WIDTH)
     buckets = [
@@ -63,6 +64,8 @@ def profile(members: int) -> Profile:
         links=(Link("net", 2e-4, size / 1.5e-3),),
         world_size=members,
         update_s=1e-4,
+        topology=(per_node,) * members if per_node > 1 else (),
+        inside=Link("inside", 1e-4, size / 1e-3) if per_node > 1 else None,
     )
 
 
@@ -83,7 +86,7 @@ def gradients(weights: Flat, x: Vector, y: Vector) -> Flat:
 
 @dataclass
 class Replica:
-    """Weights and states of one process. `common` and `outer` are those of DiLoCo."""
+    """Weights and states of one member. `common` and `outer` are those of DiLoCo."""
 
     weights: Flat
     momentum: Flat
@@ -132,34 +135,40 @@ def average(flats: Sequence[Flat], transfer: Transfer | None = None) -> None:
 
 
 class Reference:
-    """Weights of all processes by the equations.
+    """Weights of all members by the equations.
+
+    All ranks of a member have its weights. Its gradient is the mean of those of its ranks.
 
     Args:
         strategy: strategy of the job.
         epochs: epochs as the service has recorded them.
-        process_of: numbers of processes by their names in the job.
+        number_of: numbers of members by their names in the job. Process p is a rank of the member
+            p // per_node.
         batches: samples that each process has read, by process and iteration.
         stop: number of iterations of the job.
         size: number of samples.
         united: whether the average before a change has taken place if a member has failed within
             the change and no record states it.
+        per_node: number of ranks of each member.
     """
 
     def __init__(
         self,
         strategy: Strategy,
         epochs: Sequence[Epoch],
-        process_of: Mapping[str, int],
+        number_of: Mapping[str, int],
         batches: Mapping[tuple[int, int], Sequence[int]],
         stop: int,
         size: int,
         *,
         united: bool = True,
+        per_node: int = 1,
     ) -> None:
-        self._strategy, self._epochs, self._process_of = strategy, epochs, process_of
+        self._strategy, self._epochs, self._number_of = strategy, epochs, number_of
+        self._per_node = per_node
         self._batches, self._stop, self._united = batches, stop, united
         self._x, self._y = data(size)
-        self._profile = profile(len(epochs[0].members))
+        self._profile = profile(len(epochs[0].members), per_node)
         self._replicas: dict[int, Replica] = {}
         self.weights: dict[tuple[int, int], Flat] = {}
         self.is_ambiguous = False  # whether no record states if an average has taken place
@@ -168,7 +177,7 @@ class Reference:
 
     def _run(self, number: int) -> None:
         epoch, own = self._epochs[number], self._replicas
-        members = [self._process_of[name] for name in epoch.members]
+        members = [self._number_of[name] for name in epoch.members]
         source = own.get(members[0])
         joined = {who: Replica.first() if source is None else Replica.joining(source)
                   for who in members if who not in own}  # fmt: skip
@@ -182,17 +191,23 @@ class Reference:
         plan = self._strategy.plan(for_members(self._profile, len(members)))
         program, counts = Program(plan), Counter[str]()
         for t in range(epoch.first_iteration, last):
-            transfers = program.transfers(t - epoch.first_iteration)
+            # Gradients of a member are those of all its ranks.
+            every = program.transfers(t - epoch.first_iteration)
+            transfers = [one for one in every if base_link(one.link) != INSIDE]
             has_landed = list[bool]()
             for transfer in transfers:
                 order = counts[transfer.link]
                 counts[transfer.link] += 1
                 newest = {"order": order} if landed is None else landed.get(transfer.link)
                 has_landed.append(newest is not None and order <= newest["order"])
-            present = {who: replica for who, replica in own.items() if (who, t) in self._batches}
+            batches = {who: self._batches_of(who, t) for who in own}
+            present = {who: replica for who, replica in own.items() if all(batches[who])}
             for who, replica in present.items():
-                batch = self._batches[who, t]
-                replica.gradient = gradients(replica.weights, self._x[batch], self._y[batch])
+                parts = [
+                    gradients(replica.weights, self._x[batch], self._y[batch])
+                    for batch in batches[who]
+                ]
+                replica.gradient = [np.mean(same, axis=0) for same in zip(*parts, strict=True)]
             messages = list(zip(transfers, has_landed, strict=True))
             if getattr(self._strategy, "synchronous", False):
                 self._average_gradients(messages, members, survivors)
@@ -206,6 +221,11 @@ class Reference:
                 average([replica.weights for replica in own.values()])
             for who, replica in present.items():
                 self.weights[who, t] = [w.copy() for w in replica.weights]
+
+    def _batches_of(self, member: int, t: int) -> list[Sequence[int]]:
+        """Return the batches of all ranks of a member; an empty one for a rank without a record."""
+        ranks = range(member * self._per_node, (member + 1) * self._per_node)
+        return [self._batches.get((rank, t), ()) for rank in ranks]
 
     def _average_gradients(
         self,
@@ -260,13 +280,14 @@ class Reference:
         return self._united
 
     def _numbers(self, epoch: Epoch) -> set[int]:
-        return {self._process_of[name] for name in epoch.members}
+        return {self._number_of[name] for name in epoch.members}
 
 
 def lost_batches(
     epochs: Sequence[Epoch],
-    process_of: Mapping[str, int],
+    number_of: Mapping[str, int],
     batches: Mapping[tuple[int, int], Any],
+    per_node: int = 1,
 ) -> set[tuple[int, int]]:
     """Return the batches, by process and iteration, whose training was lost with their member. A
     process whose join has failed may join later under another name."""
@@ -276,12 +297,12 @@ def lost_batches(
             first, members = after.details["lost_from"], {*before.members}
             if before.first_iteration == after.first_iteration and number:
                 members |= {*epochs[number - 1].members}  # the failure was within a change
-            for who in {process_of[n] for n in members if n not in after.members}:
+            for who in {number_of[n] for n in members if n not in after.members}:
                 again = [
                     epoch.first_iteration
                     for epoch in epochs[number + 2 :]
-                    if who in map(process_of.get, epoch.members)
+                    if who in map(number_of.get, epoch.members)
                 ]
                 stop = again[0] if again else math.inf
-                lost |= {(n, t) for n, t in batches if n == who and first <= t < stop}
+                lost |= {(n, t) for n, t in batches if n // per_node == who and first <= t < stop}
     return lost

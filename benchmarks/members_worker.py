@@ -155,12 +155,12 @@ def train(job: dict[str, Any], who: int) -> None:
         import offbeat
         from offbeat.data import MemberSampler
 
-        case, first = job["case"], job["first"]
+        case, first, per_node = job["case"], job["first"], job["per_node"]
         torch.set_num_threads(1)
-        if who < first:
-            os.environ["RANK"] = str(who)
-        else:
+        member, rank = divmod(who, per_node)
+        if member >= first:
             _await_iteration(folder, case["join_at"])
+        set_ranks(job, member, rank)
         layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)]
         model = nn.Sequential(*[m for one in layers for m in (one, nn.Tanh())][:-1])
         named = dict(model.named_parameters())
@@ -169,7 +169,7 @@ def train(job: dict[str, Any], who: int) -> None:
                 weight, bias = (named[name] for name in tensor_names(bucket))
                 weight.copy_(torch.from_numpy(flat[: WIDTH * WIDTH]).view(WIDTH, WIDTH))
                 bias.copy_(torch.from_numpy(flat[WIDTH * WIDTH :]))
-                if who >= first:  # it must get the state of a member
+                if member >= first:  # it must get the state of a member
                     weight.add_(1.0)
         victim = Victim(job, who)
         victim.install()
@@ -178,7 +178,8 @@ def train(job: dict[str, Any], who: int) -> None:
             model,
             optimizer,
             offbeat.strategies.create(case["strategy"], case["settings"]),
-            profile=profile(first),
+            profile=profile(first, per_node),
+            nodes="auto" if per_node > 1 else None,
             timeout_s=job["timeout_s"],
             replan="never",
             members=offbeat.Members(job["address"], first=first),
@@ -191,14 +192,14 @@ def train(job: dict[str, Any], who: int) -> None:
             return np.concatenate([[t, time.time()], *parts]).tobytes()
 
         batches, weights = append(folder / f"batches{who}"), append(folder / f"weights{who}")
-        if who >= first:
+        if member >= first:
             (folder / f"joined{who}").write_bytes(state(offbeat.iteration(model)))
         x, y = map(torch.from_numpy, data(job["size"]))
         for batch in MemberSampler(job["size"], BATCH, model):
             t = offbeat.iteration(model)
             if case.get("join_at") == t and who == 0:
                 _await_request(job)
-            if case.get("leaver") == who and case["leave_at"] == t:
+            if case.get("leaver") == member and rank == 0 and case["leave_at"] == t:
                 model.request_leave()
             batches(f"{json.dumps([t, batch])}\n".encode())
             victim.begin(model, t)
@@ -208,6 +209,18 @@ def train(job: dict[str, Any], who: int) -> None:
             weights(state(t))
             time.sleep(PAUSE_S)
         model.close()
+
+
+def set_ranks(job: dict[str, Any], member: int, rank: int) -> None:
+    """Set the variables that a launcher of the ranks of a member sets."""
+    per_node = job["per_node"]
+    if member < job["first"]:
+        os.environ["RANK" if per_node == 1 else "GROUP_RANK"] = str(member)
+    if per_node > 1:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": per_node}
+        ranks |= {"LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": job["ports"][member]}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
 
 
 def _await_iteration(folder: Path, t: int) -> None:

@@ -229,6 +229,28 @@ def test_a_member_dies_while_a_process_joins(place: str) -> None:
     assert len(read) == len(set(read))
 
 
+@pytest.mark.parametrize(
+    ("inject", "members"),
+    [
+        ({3: "end in first group"}, [3, 4, 3]),
+        ({0: "end after store"}, [3, 4, 2, 3]),
+        ({0: "end in third group"}, [3, 4, 2, 3]),
+        ({2: "end in fourth group"}, [3, 4, 2, 3]),
+    ],
+    ids=["the joining process", "the host of the store", "the first member", "in a link"],
+)
+def test_a_member_dies_while_the_others_connect(inject: dict[int, str], members: list[int]) -> None:
+    """The others do not wait for it until the timeout, which is longer than this test may last."""
+    scenario = Scenario(
+        LocalSGD(period=3), 15, joins={3: 4}, inject=inject, samples=301, timeout_s=900.0
+    )
+    outcomes, epochs = run(scenario)
+    compare(scenario, every(3), outcomes, epochs)
+    assert [len(e.members) for e in epochs] == members
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+
+
 def test_an_epoch_that_has_begun_on_some_ranks_begins_on_all() -> None:
     """Process 2 loses its connection when all ranks have planned for the joined process, and the
     others have begun."""

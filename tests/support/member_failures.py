@@ -15,6 +15,7 @@ from offbeat.core.guards import replicas
 from offbeat.core.runtime import flat_session, member_session
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
+from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 
 
@@ -129,6 +130,52 @@ def _fail_to_create_group() -> None:
     distributed_c10d._world.group_count += 1
 
 
+def _end_after_store() -> None:
+    """End when the store of an epoch after the first one is open, and others know its address."""
+    act = JobMember._open_store
+
+    def open_store(self: JobMember, *args: Any, **kwargs: Any) -> Any:
+        store = act(self, *args, **kwargs)
+        return store if self.epoch.number == 0 else os._exit(9)
+
+    JobMember._open_store = open_store  # type: ignore[method-assign]
+
+
+class _EndingStore(dist.Store):
+    """Store whose process ends when it needs a key of another one, after it has set its own."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    get = wait = multi_get = _end
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def _end_in_connecting(number: int) -> Callable[[], None]:
+    """Return a function that lets this process end in the creation of a process group, when the
+    others know its address and it has connected to none."""
+
+    def install() -> None:
+        patched: Any = distributed_c10d
+        before, calls = patched.ProcessGroupGloo, list[int]()
+
+        class Ending(before):
+            def __init__(self, store: Any, *args: Any, **kwargs: Any) -> None:
+                calls.append(1)
+                own = _EndingStore(store) if len(calls) == number else store
+                super().__init__(own, *args, **kwargs)
+
+        patched.ProcessGroupGloo = Ending
+
+    return install
+
+
 FAILURES: dict[str, Callable[[], None]] = {
     "end in repeat": _end_in_repeat,
     "end after repeat": _end_after_repeat,
@@ -140,5 +187,10 @@ FAILURES: dict[str, Callable[[], None]] = {
     "lose union": _lose_union,
     "end in save": _end_in_save,
     "end in write": _end_in_write,
+    "end after store": _end_after_store,
+    # Each epoch has the default group, then that of the link.
+    "end in first group": _end_in_connecting(1),
+    "end in third group": _end_in_connecting(3),
+    "end in fourth group": _end_in_connecting(4),
     "fail to create a group": _fail_to_create_group,
 }

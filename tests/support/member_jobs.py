@@ -68,6 +68,7 @@ class Scenario:
         measures: whether the first iterations are measured.
         survivors_later: number of epochs after that of a failure, whose members average the
             gradients of its last iteration.
+        timeout_s: timeout of waits for other members, in seconds.
     """
 
     strategy: Strategy
@@ -93,6 +94,7 @@ class Scenario:
     snapshots: bool = False
     measures: bool = False
     survivors_later: int = 1
+    timeout_s: float = TIMEOUT_S
 
     @property
     def founders(self) -> int:
@@ -165,7 +167,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         optimizer,
         scenario.strategy,
         profile=None if scenario.measures else scenario.profile,
-        timeout_s=TIMEOUT_S,
+        timeout_s=scenario.timeout_s,
         nodes=scenario.ranks if scenario.ranks > 1 else None,
         members=Members(address, first=scenario.first, join_state=scenario.state),
     )

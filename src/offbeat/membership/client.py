@@ -164,7 +164,11 @@ class Rendezvous:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set."""
-        return not keys or not self._request("await", keys=list(keys))["missing"]
+        return not keys or not self.missing(keys)
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys, of at least one, that are not set."""
+        return self._request("await", keys=list(keys))["missing"]
 
     def add(self, key: str, amount: int) -> int:
         """Add a number to that of a key, which begins with 0, and return the sum."""

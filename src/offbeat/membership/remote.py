@@ -147,13 +147,14 @@ class MembershipClient(Membership):
         return frame.meta
 
     def _take_idle(self) -> Connection[Kind] | None:
+        fresh_s = time.monotonic() - IDLE_S
         with self._lock:
-            while self._idle:
-                connection, since_s = self._idle.pop()
-                if time.monotonic() - since_s < IDLE_S:
-                    return connection
-                connection.close()
-        return None
+            stale = [connection for connection, since_s in self._idle if since_s < fresh_s]
+            self._idle = [one for one in self._idle if one[1] >= fresh_s]
+            found = self._idle.pop()[0] if self._idle else None
+        for connection in stale:
+            connection.close()
+        return found
 
     def _connect(self, limit_s: float, secret: bytes) -> Connection[Kind]:
         """Return a connection after the proof of the secret and the comparison of versions."""

@@ -29,7 +29,7 @@ from offbeat.core.plan import INSIDE, base_link, is_vote_channel
 from offbeat.core.runtime.member_meeting import Report, exchange_results, meet, send_average
 from offbeat.core.runtime.member_node import member_of, rank_names
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
-from offbeat.core.runtime.members import PROBE_AFTER_S, READY_EVERY_S, JobMember
+from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.recording import MemberChange
 from offbeat.core.runtime.repeated_averages import EVERYWHERE, INSIDE_NODE
 from offbeat.core.transport.cluster import Cluster
@@ -292,7 +292,6 @@ class MemberChanges:
             samples.advance(names, self._begins_at, change.former_members, lost_from)
         self._handled = -1  # joining members count anew
         try:
-            self._await_ranks()
             self._cluster.reopen()
             names = enumerate(self._member.rank_names)
             joining = [rank for rank, name in names if member_of(name) in self._joining]
@@ -314,28 +313,6 @@ class MemberChanges:
         self._session.report_change(self._change.describe(epoch, iteration, ranks))
         if self._needs_snapshot or self._session.has_equal_replicas:
             self.save_snapshot()
-
-    def _await_ranks(self) -> None:
-        """Wait until all ranks are ready to open links. torch waits for a rank that has failed
-        until the timeout.
-
-        Raises:
-            RuntimeError: a rank has failed or is missing after the timeout.
-        """
-        control, names = self._cluster.control, self._member.rank_names
-        with control.waiting("waiting for all members"):
-            control.note_ready()
-            missing = [*range(len(names))]
-            end_s, look_s = (time.monotonic() + s for s in (control.timeout_s, PROBE_AFTER_S))
-            while missing := control.find_unready(missing):
-                now_s, lost = time.monotonic(), list[int]()
-                if now_s > look_s:
-                    lost = [rank for rank in missing if self._member.is_gone(names[rank])]
-                    look_s = time.monotonic() + PROBE_AFTER_S
-                if lost or self._must_meet or now_s > end_s:
-                    words = ", ".join(self._member.describe_rank(names[r]) for r in lost or missing)
-                    raise RuntimeError(f"{words} has not begun the epoch")
-                time.sleep(READY_EVERY_S)
 
     def _read_count(self, iteration: int) -> int:
         samples = self._session.samples
@@ -385,6 +362,7 @@ class MemberChanges:
         """Meet the surviving members, and connect to them, until this succeeds."""
         self._cluster.control.abort()
         while True:
+            self._member.give_up()
             self._drop_groups()
             try:
                 epoch = self._meet()

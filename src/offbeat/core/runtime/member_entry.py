@@ -126,7 +126,15 @@ def _connect(
                 specs = [replace(s, name=name) for s, name in zip(specs, names, strict=True)]
             member.open_group()
             ends = own.where, own.device, own.timeout_s
-            cluster = connect(specs, *ends, claim, agreed, member.protocol, owns_default=True)
+            cluster = connect(
+                specs,
+                *ends,
+                claim,
+                agreed,
+                member.protocol,
+                require_members=member.require_present,
+                owns_default=True,
+            )
     except BaseException:
         member.close()
         raise

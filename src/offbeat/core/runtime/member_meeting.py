@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from offbeat.core.runtime.members import LOOK_EVERY_S, JobMember
 from offbeat.core.runtime.repeated_averages import INSIDE_NODE
 
 if TYPE_CHECKING:
-    from offbeat.membership import Epoch
+    from offbeat.membership import Epoch, Rendezvous
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ def meet(
         RuntimeError: another rank of this member has failed, too few members are left, or the
             others continue without this member.
     """
+    # Imported here, because jobs without changing members do not need the module.
+    from offbeat.membership import EpochReplacedError
+
     before = member.epoch
     keys, names = member.membership.rendezvous(before.number), member.rank_names
     keys.set(_key_of(member.rank_name), json.dumps(asdict(report)).encode())
@@ -76,13 +80,16 @@ def meet(
     others = [name for name in names if name != member.rank_name]
     awaited, awaits_all = [name for name in others if member_of(name) in begun], False
     while (epoch := member.membership.epoch(before.number + 1)) is None:
-        awaited = [name for name in awaited if not keys.check([_key_of(name)])]
+        there = _present(keys, names)
+        awaited = [name for name in awaited if name not in there]
         _require_whole(member, awaited)
-        waited_s = time.monotonic() - begun_s
-        if any(_is_awaited(member, name, waited_s / timeout_s) for name in awaited):
-            time.sleep(LOOK_EVERY_S)
+        share = (time.monotonic() - begun_s) / timeout_s
+        missing = next((name for name in awaited if _is_awaited(member, name, share)), None)
+        if missing is not None:
+            with suppress(TimeoutError, EpochReplacedError):
+                keys.wait([_key_of(missing)], LOOK_EVERY_S)
             continue
-        there = {name: json.loads(keys.get(_key_of(name), 1.0)) for name in _present(keys, names)}
+        there = {name: json.loads(keys.get(_key_of(name), 1.0)) for name in there}
         reports = {name: Report(**values) for name, values in there.items()}
         if not awaits_all and any(one.begun == before.number for one in reports.values()):
             awaited, awaits_all = others, True
@@ -97,8 +104,8 @@ def meet(
         epoch = member.propose(alive, first, read_count(first), addresses, more)
     if member.name not in epoch.members:
         own = [name for name in names if member_of(name) == member.name]
-        missing = [name for name in own if name not in _present(keys, own)]
-        _require_whole(member, missing, has_ended=True)
+        absent = [name for name in own if name not in _present(keys, own)]
+        _require_whole(member, absent, has_ended=True)
         raise RuntimeError(
             f"The other members continue without {member.describe_rank(member.rank_name)}, whose "
             "report came too late; start it again to join the job"
@@ -123,8 +130,10 @@ def _key_of(rank_name: str) -> str:
     return f"survivor/{rank_name}"
 
 
-def _present(keys: Any, names: Sequence[str]) -> list[str]:
-    return [name for name in names if keys.check([_key_of(name)])]
+def _present(keys: Rendezvous, names: Sequence[str]) -> list[str]:
+    """Return the ranks that have reported."""
+    missing = {*keys.missing([_key_of(name) for name in names])}
+    return [name for name in names if _key_of(name) not in missing]
 
 
 def _require_whole(member: JobMember, missing: Sequence[str], *, has_ended: bool = False) -> None:

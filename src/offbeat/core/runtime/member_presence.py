@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import ipv4_of
 
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
+PROBES = 16  # probes at the same time
+# Errors of a connection that state a lack of this host, and nothing about the other one.
+OWN_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 THREAD_NAME = "offbeat-member"
 
 
@@ -30,21 +37,23 @@ def own_address(interface: str | None, service: Any) -> str:
 
 
 class Presence:
-    """Socket that answers with the name of this member as long as its process exists.
+    """Socket that answers with the name of this rank as long as its process exists, and with the
+    newest epoch that this rank has given up.
 
     After a failure the other members connect to it. If the process has ended, its host refuses the
     connection at once.
 
     Args:
         address: address of this host.
-        name: name of this member.
+        name: name of this rank.
 
     Attributes:
         port: port of the socket.
+        given_up: number of the newest epoch that this rank has given up after a failure; -1: none.
     """
 
     def __init__(self, address: str, name: str):
-        self._name = name.encode()
+        self._name, self.given_up = name, -1
         self._listener = socket.create_server((address, 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._answer, name=THREAD_NAME, daemon=True).start()
@@ -57,7 +66,7 @@ class Presence:
                 return
             with suppress(OSError), connection:
                 connection.settimeout(PROBE_S)
-                connection.sendall(self._name)
+                connection.sendall(f"{self._name}\n{self.given_up}".encode())
 
     def close(self) -> None:
         """Close the socket."""
@@ -68,7 +77,8 @@ class Presence:
 
 Answer = Literal["ended", "unreachable", "silent", "alive"]
 """Answer of a host to a probe: its process has ended; the host does not respond; the process
-accepts the connection but does not answer, so it may be stopped; or it answers."""
+accepts the connection but does not answer, so it may be stopped, or this host cannot connect; or it
+answers."""
 
 
 def probe(address: tuple[str, int], name: str) -> Answer:
@@ -78,21 +88,49 @@ def probe(address: tuple[str, int], name: str) -> Answer:
         address: host and port of its `Presence`.
         name: name of the rank.
     """
+    return _ask(address, name)[0]
+
+
+def _ask(address: tuple[str, int], name: str) -> tuple[Answer, int]:
+    """Return the result of `probe`, and the newest epoch that the rank has given up; -1: none."""
     try:
         connection = socket.create_connection((address[0], address[1]), PROBE_S)
     except ConnectionRefusedError:
-        return "ended"
-    except OSError:
-        return "unreachable"
+        return "ended", -1
+    except OSError as error:
+        return ("silent" if error.errno in OWN_ERRORS else "unreachable"), -1
     with connection:
         connection.settimeout(PROBE_S)
         try:
-            answer = connection.recv(4096)
+            answer = connection.recv(4096).decode(errors="replace")
         except OSError:
-            return "silent"
-    return "alive" if answer == name.encode() else "ended"
+            return "silent", -1
+    found, _, number = answer.partition("\n")
+    return ("alive", int(number)) if found == name else ("ended", -1)
 
 
-def is_gone(address: tuple[str, int], name: str) -> bool:
-    """Return whether the process of a rank has ended, or its host does not respond."""
-    return probe(address, name) in ("ended", "unreachable")
+def is_gone(address: tuple[str, int], name: str, epoch: int | None = None) -> bool:
+    """Return whether the process of a rank has ended, its host does not respond, or it has given
+    up an epoch.
+
+    Args:
+        address: host and port of its `Presence`.
+        name: name of the rank.
+        epoch: number of an epoch; None for no epoch.
+    """
+    answer, given_up = _ask(address, name)
+    return answer in ("ended", "unreachable") or (epoch is not None and given_up >= epoch)
+
+
+def find_gone(addresses: Mapping[str, tuple[str, int]], epoch: int | None = None) -> list[str]:
+    """Return the ranks for which `is_gone` holds.
+
+    Args:
+        addresses: host and port of each rank's `Presence`. All are probed at the same time.
+        epoch: see `is_gone`.
+    """
+    if not addresses:
+        return []
+    with ThreadPoolExecutor(min(len(addresses), PROBES)) as pool:
+        gone = pool.map(partial(is_gone, epoch=epoch), addresses.values(), addresses)
+        return [name for name, is_lost in zip(addresses, gone, strict=True) if is_lost]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -28,10 +29,18 @@ from offbeat.core.runtime.member_node import (
     rank_names,
     topology_of,
 )
-from offbeat.core.runtime.member_presence import Presence, is_gone, own_address, probe
+from offbeat.core.runtime.member_presence import (
+    Presence,
+    find_gone,
+    is_gone,
+    own_address,
+    probe,
+)
 from offbeat.core.strategy.interface import Strategy, require_choice, require_count
 from offbeat.core.transport.addresses import parse_address
+from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.rendezvous import run_checked
 from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
@@ -44,8 +53,6 @@ if TYPE_CHECKING:
     )
 
 LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members after a failure
-READY_EVERY_S = 0.01  # seconds between two looks at the members that are ready to connect
-PROBE_AFTER_S = 0.2  # seconds after which missing members are probed, and between two probes
 RENEW_S = 5.0  # longest time between two renewals of a request to join
 
 JoinState = Literal["copy", "fresh"]
@@ -292,26 +299,24 @@ class JobMember:
     def open_group(self) -> None:
         """Create the default process group of the epoch. Its first member hosts the store.
 
+        torch waits for a rank that has failed until the timeout. So its waits are given up as soon
+        as a rank is gone, or has given up itself.
+
         Raises:
-            RuntimeError: a member is missing after the timeout, or a later epoch exists.
+            RuntimeError: a rank has failed, or is missing after the timeout.
         """
         rank, size = self.rank, len(self.rank_names)
         timeout = timedelta(seconds=self._timeout_s)
         keys = self.membership.rendezvous(self.epoch.number)
-        self._await_members(keys)
-        if rank == 0:
-            store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
-            keys.set("store", f"{self._address}:{store.port}".encode())
-        else:
-            try:
-                host, port = parse_address(keys.get("store", self._timeout_s).decode())
-            except TimeoutError as error:
-                raise RuntimeError(f"the first member has opened no store: {error}") from error
-            store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        open_store = partial(self._open_store, keys, timeout, is_first=rank == 0)
+        store = run_checked(open_store, 2 * self._timeout_s, self.require_present)
         if not dist.is_initialized():
             # torch numbers groups, and counts one whose creation has failed on this rank alone.
             distributed_c10d._world.group_count = 0
-        with group_environment(LinkSpec("", self._interface), size):
+        with (
+            group_environment(LinkSpec("", self._interface), size),
+            share_devices(None, self.require_present),
+        ):
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore("job", store),
@@ -320,27 +325,30 @@ class JobMember:
                 timeout=timeout,
             )
 
-    def _await_members(self, keys: Rendezvous) -> None:
-        """Wait until all members are ready to connect. torch waits for a member that has failed
-        until the timeout.
+    def _open_store(self, keys: Rendezvous, timeout: timedelta, *, is_first: bool) -> TCPStore:
+        """Return the store of the epoch, which the first rank hosts."""
+        if is_first:
+            store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
+            keys.set("store", f"{self._address}:{store.port}".encode())
+            return store
+        try:
+            host, port = parse_address(keys.get("store", self._timeout_s).decode())
+        except TimeoutError as error:
+            raise RuntimeError(f"the first member has opened no store: {error}") from error
+        return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
-        Raises:
-            RuntimeError: a member has failed or is missing after the timeout, or a later epoch
-                exists.
-        """
-        keys.set(f"ready/{self.rank_name}", b"")
-        missing, end_s = self.rank_names, time.monotonic() + self._timeout_s
-        look_s = time.monotonic() + PROBE_AFTER_S
-        while missing := [name for name in missing if not keys.check([f"ready/{name}"])]:
-            if self.membership.epoch(self.epoch.number + 1) is not None:
-                raise RuntimeError(f"epoch {self.epoch.number} has ended before it has begun")
-            now_s = time.monotonic()
-            if now_s > look_s:
-                gone, look_s = [n for n in missing if self.is_gone(n)], now_s + PROBE_AFTER_S
-                if gone or now_s > end_s:
-                    lost = ", ".join(map(self.describe_rank, gone or missing))
-                    raise RuntimeError(f"{lost} has not connected")
-            time.sleep(READY_EVERY_S)
+    def require_present(self) -> None:
+        """Raise RuntimeError if another rank of the epoch is gone, or has given up the epoch."""
+        number, places = self.epoch.number, _places(self.epoch.details["addresses"])
+        del places[self.rank_name]
+        lost = find_gone(places, number)
+        if lost:
+            words = ", ".join(map(self.describe_rank, lost))
+            raise RuntimeError(f"{words} has failed, or has given up epoch {number}")
+
+    def give_up(self) -> None:
+        """Let the other ranks know that this rank has given up the epoch after a failure."""
+        self._presence.given_up = self.epoch.number
 
     # ---- changes ----------------------------------------------------------------------------
 
@@ -428,7 +436,7 @@ class JobMember:
     def lost_ranks(self, rank_names: Iterable[str]) -> list[str]:
         """Return the ranks of ended processes, and of hosts that do not respond."""
         places = _places(self.epoch.details["addresses"])
-        return [rank for rank in rank_names if is_gone(places[rank], rank)]
+        return find_gone({rank: places[rank] for rank in rank_names})
 
     def close(self) -> None:
         """Leave the job and close the connection to the service."""

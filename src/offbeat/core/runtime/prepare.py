@@ -64,7 +64,7 @@ from offbeat.core.runtime.training_job import (
     Watch,
     divide_ranks,
 )
-from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.strategy.interface import OPEN_PLAN_SESSION, Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.topology import Nodes
 
@@ -222,6 +222,8 @@ def prepare(
         prepared = preparation.open_session(cluster)
     else:
         require_members(members, strategy, profile, job, model, mesh=mesh, is_list=is_list)
+        for name in (JOIN_OBSERVER, OPEN_PLAN_SESSION):  # the others wait for a process that joins
+            load_object(name)
         node = node_of_process(nodes, os.environ, timeout_s)
         facts = {
             "strategy": f"{strategy.name} {strategy.settings()}",

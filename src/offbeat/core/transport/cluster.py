@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from offbeat.core.transport.collectives import (
     collectives,
     two_levels,
 )
-from offbeat.core.transport.control import Control, new_group
+from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.interfaces import (
     LinkSpec,
@@ -241,11 +243,14 @@ class Cluster:
                 group_environment(spec, self.control.world_size),
                 self.control.waiting(f"opening link {name!r}"),
             ):
-                group = new_group(str(spec.backend), self.timeout_s, parts, like)
+                group = control.new_group(str(spec.backend), parts, like)
                 where = self.where if spec.backend == "nccl" else torch.device("cpu")
-                dist.all_reduce(torch.zeros(1, device=where, dtype=torch.float32), group=group)
+                first = torch.zeros(1, device=where, dtype=torch.float32)
+                control.run_checked(lambda: dist.all_reduce(first, group=group))
                 self.device.finish()
         except RuntimeError as error:
+            if control.has_members:  # the survivors meet, and need no report
+                raise
             interface = spec.interface or "any interface"
             raise RuntimeError(
                 f"link {name!r} ({spec.backend} on {interface}) could not be opened: {error}. "
@@ -307,10 +312,8 @@ class Cluster:
         closed = [link.close() for link in self.links.values()]
         if not all(closed):
             return False
-        control = getattr(self.control, "group", None)  # none after `abandon`
-        opened = (*self.groups.values(), *self._nodes.values(), self._everyone, self.node, control)
-        kept = (None, dist.group.WORLD)  # both would destroy all groups
-        for group in (one for one in opened if one not in kept):
+        # The destruction of the default group would destroy all groups.
+        for group in (one for one in self._open_groups() if one is not dist.group.WORLD):
             with suppress(ValueError):  # the script may have destroyed all of them
                 dist.destroy_process_group(group)
         return True
@@ -320,15 +323,26 @@ class Cluster:
         which a link is blocked after a failure remains until its timeout."""
         for link in self.links.values():
             link.detach()
-            if link.close(STUCK_S):
+        end_s = time.monotonic() + STUCK_S
+        for link in self.links.values():
+            if link.close(max(end_s - time.monotonic(), 0.0)):
                 link.drop_group()
+        remaining = [ref(group) for group in self._open_groups()]
         self.groups.clear()
         self._nodes.clear()
         self._everyone = self.node = None
         self.control.abandon()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # errors and their frames refer to groups, which would stay connected
+        # Frames of errors may refer to groups, which would stay connected.
+        if any(group() is not None for group in remaining):
+            gc.collect()
+
+    def _open_groups(self) -> list[dist.ProcessGroup]:
+        """Return all process groups, those of control messages included."""
+        control = getattr(self.control, "group", None)  # none after `abandon`
+        opened = (*self.groups.values(), *self._nodes.values(), self._everyone, self.node, control)
+        return [group for group in opened if group is not None]
 
     def reconnect(self, topology: Topology) -> None:
         """Meet the ranks of a new default process group, after `abandon`. The links are opened by
@@ -349,7 +363,7 @@ class Cluster:
         self.control.nodes = [topology.replica_of(rank) for rank in range(topology.ranks)]
         if self.control.has_members:
             with self.control.waiting("connecting to the ranks of this node"):
-                self.node = new_group("gloo", self.timeout_s, topology.nodes)
+                self.node = self.control.new_group("gloo", topology.nodes)
 
     def reopen(self) -> None:
         """Open the links again, between the ranks of the new default process group."""
@@ -361,7 +375,6 @@ class Cluster:
 
     def open_links(self) -> None:
         """Open the links between replicas, and the group of all ranks."""
-        self.control.note_ready()
         self.open(self.specs)
         if not self.topology.is_flat:
             first = next(iter(self.specs.values()))
@@ -377,6 +390,7 @@ def connect(
     topology: Topology | None = None,
     protocol: str | None = None,
     *,
+    require_members: Callable[[], None] | None = None,
     owns_default: bool = False,
 ) -> Cluster:
     """Return a cluster with control and all links.
@@ -390,6 +404,7 @@ def connect(
         claim: what this rank states of the nodes; None: every rank holds a replica of its own.
         topology: the nodes, if all ranks have agreed on nodes and links before.
         protocol: protocol of members, see `Control`.
+        require_members: see `Control`.
         owns_default: whether offbeat has created the default process group, see `Control`.
 
     Raises:
@@ -400,7 +415,9 @@ def connect(
     if known is None and protocol is not None:  # members state all nodes, or have one rank each
         known = Topology(claim.nodes) if claim and claim.nodes else Topology.flat(1)
     interface = known and control_interface(specs, known)
-    control = Control(timeout_s, interface, protocol, owns_default=owns_default)
+    control = Control(
+        timeout_s, interface, protocol, require_members=require_members, owns_default=owns_default
+    )
     cluster = Cluster(control, {}, where, device, timeout_s)
     try:
         links = specs

@@ -38,14 +38,17 @@ from offbeat.core.transport.heartbeat import (
     process_heartbeat,
 )
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
-from offbeat.core.transport.rendezvous import missing_keys
+from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.tagged import all_gather
-from offbeat.core.transport.versions import compare_versions, publish_versions
+from offbeat.core.transport.versions import (
+    compare_versions,
+    publish_versions,
+    require_same_versions,
+)
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
 SHOWN = 16  # ranks in a report
-READY = "ready"  # part of the store with the ranks that are about to open links
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after a failure report
 NOBODY = (
     "No rank is missing: all ranks are alive and waiting. The network between them may have "
@@ -75,6 +78,8 @@ class Control:
         protocol: protocol of the members of the job, which change while it runs, so that counts of
             a process may differ; each of their process groups has a store of its own. None: all
             ranks must have the same version of offbeat.
+        require_members: raises RuntimeError if a member is gone or has given up, where the members
+            change.
         owns_default: whether offbeat has created the default process group, with this timeout and
             on this interface. Then control messages use it, if it is one of gloo.
 
@@ -100,46 +105,62 @@ class Control:
         interface: str | None = None,
         protocol: str | None = None,
         *,
+        require_members: Callable[[], None] | None = None,
         owns_default: bool = False,
     ):
         self.timeout_s, self.interface, self._protocol = timeout_s, interface, protocol
-        self._owns_default = owns_default
+        self._require_members, self._owns_default = require_members, owns_default
         self.connect()
 
     def connect(self) -> None:
         """Meet all ranks of the default process group, which may be a new one after `close`."""
-        global _met
-        timeout_s, protocol = self.timeout_s, self._protocol
-        count = _met if protocol is None else 0
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.group: dist.ProcessGroup
         self._heartbeat: Heartbeat | None = None
+        host, torch_version = socket.gethostname(), str(torch.__version__)
+        if self._protocol is None:
+            self.met = self._meet_all(host, torch_version)
+        else:  # the ranks have met in the default process group of their epoch
+            self.group, self.met = self._open_group(), 1
+        if self.world_size > 1:
+            store = distributed_c10d._get_default_store()
+            run = self.run_checked
+            self._heartbeat = process_heartbeat(store, self.rank, self.world_size, run)
+            self._heartbeat.add_user(self.met)
+        self._joint_calls: dict[str, int] = {}
+        if self._protocol is None:
+            self.hosts: list[str] = self.gather(host)
+        else:
+            own = [host, f"with {self._protocol}", torch_version]
+            with self.collective("exchanging versions"):
+                known = self.run_checked(lambda: packed.gather(own, self.group))
+            require_same_versions(known, self.rank)
+            self.hosts = [host for host, *_ in known]
+
+    def _meet_all(self, host: str, torch_version: str) -> int:
+        """Meet all ranks, compare their versions and open the group. Return how often they have
+        met.
+
+        torch numbers groups: a rank that has begun one more group than the other ranks can never
+        create a group with them again. So all ranks meet before.
+        """
+        global _met
+        versions = self.store(f"versions/{_met}")
         try:
             with self.waiting("waiting for all ranks to call prepare"):
-                # torch numbers groups: a rank that has begun one more group than the other ranks
-                # can never create a group with them again. So wait for all ranks before.
-                versions = self.store(f"versions/{count}")
-                host, torch_version = socket.gethostname(), str(torch.__version__)
-                version = offbeat.__version__ if protocol is None else f"with {protocol}"
-                publish_versions(versions, self.rank, host, version, torch_version)
-                self.meet(f"prepare/{count}")
-                _met += protocol is None
-                compare_versions(versions, self.rank, self.world_size, timeout_s)
+                publish_versions(versions, self.rank, host, offbeat.__version__, torch_version)
+                self.meet(f"prepare/{_met}")
+                _met += 1
+                compare_versions(versions, self.rank, self.world_size, self.timeout_s)
                 self.group = self._open_group()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank} waited {timeout_s:g} s for all {self.world_size} ranks to call "
-                f"offbeat.prepare: {error}. See the logs of the other ranks: one may have failed, "
-                "or have ended, as a server does when all workers have closed their model"
+                f"rank {self.rank} waited {self.timeout_s:g} s for all {self.world_size} ranks to "
+                f"call offbeat.prepare: {error}. See the logs of the other ranks: one may have "
+                "failed, or have ended, as a server does when all workers have closed their model"
             ) from error
-        self.met = count + 1
-        if self.world_size > 1:
-            store = distributed_c10d._get_default_store()
-            self._heartbeat = process_heartbeat(store, self.rank, self.world_size)
-            self._heartbeat.add_user(self.met)
-        self._joint_calls: dict[str, int] = {}
-        self.hosts: list[str] = self.gather(host)
+        return _met
 
     def _open_group(self) -> dist.ProcessGroup:
         default = dist.group.WORLD
@@ -150,7 +171,21 @@ class Control:
     def create_group(self) -> dist.ProcessGroup:
         """Return a new gloo group of all ranks on the interface for control messages."""
         with group_environment(LinkSpec("", self.interface), self.world_size):
-            return new_group("gloo", self.timeout_s, like=getattr(self, "group", None))
+            return self.new_group("gloo", like=getattr(self, "group", None))
+
+    def run_checked(self, act: Callable[[], Any]) -> Any:
+        """Return the result of a call that waits for other ranks: of a connection, or of the first
+        collective of a group, because connections to a rank that has given up the group may be
+        open. Where the members change, it fails as soon as one has failed.
+        """
+        return run_checked(act, self.timeout_s, self._require_members)
+
+    def new_group(
+        self, backend: str, parts: Groups = (), like: dist.ProcessGroup | None = None
+    ) -> dist.ProcessGroup:
+        """Return a new process group of all ranks, or of the part that holds this rank; see the
+        function of this name. Where the members change, it fails as soon as one has failed."""
+        return new_group(backend, self.timeout_s, parts, like, self._require_members)
 
     def meet(self, what: str) -> None:
         """Wait in the store until all ranks have called it. It may be repeated after a failure.
@@ -340,16 +375,6 @@ class Control:
             for status in heartbeat.detector.statuses
         ]
 
-    def note_ready(self) -> None:
-        """Publish that this rank is about to open links, in a job whose members change."""
-        if self.has_members:
-            self.store(READY).set(str(self.rank), "")
-
-    def find_unready(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks among `ranks` that are not about to open links."""
-        store = self.store(READY)
-        return [rank for rank in ranks if not store.check([str(rank)])]
-
     @property
     def has_members(self) -> bool:
         """Whether the members of the job change while it runs."""
@@ -476,6 +501,7 @@ def new_group(
     timeout_s: float,
     parts: Sequence[Sequence[int]] = (),
     like: dist.ProcessGroup | None = None,
+    check: Callable[[], None] | None = None,
 ) -> dist.ProcessGroup:
     """Return a new process group of all ranks, or of the part that holds this rank.
 
@@ -485,10 +511,11 @@ def new_group(
         parts: ranks of each part; () for one group of all ranks.
         like: group of gloo whose thread and listening socket a new group of gloo shares; None: it
             has its own.
+        check: see `share_devices`.
     """
     mine, timeout = None, timedelta(seconds=timeout_s)
     # Groups of one device could not distinguish connections that begin with a message.
-    with share_devices(None if connects_lazily() else like):
+    with share_devices(None if connects_lazily() else like, check):
         for part in parts or [range(dist.get_world_size())]:  # every rank must create every group
             group = dist.new_group(list(part), backend=backend, timeout=timeout)
             mine = group if dist.get_rank() in part else mine

@@ -30,6 +30,7 @@ from offbeat.core.transport.addresses import is_store_host
 LOOK_EVERY_S = 0.02
 LOOKING_RANKS = 256
 ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
+CHECK_EVERY_S = 0.2  # seconds between two checks whether a request is to be given up
 READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
 
 
@@ -190,14 +191,42 @@ def _pauses_s(ranks: int) -> Iterator[float]:
         pause_s = min(2 * pause_s, longest_s)
 
 
-def run_limited(request: Callable[[], Any], limit_s: float) -> Any:
-    """Return the result of a request to the store.
+def run_checked(
+    request: Callable[[], Any], timeout_s: float, check: Callable[[], None] | None
+) -> Any:
+    """Return the result of a request to the store, or to other ranks, which a check may give up.
+
+    Args:
+        request: the request, whose own timeout is `timeout_s`.
+        timeout_s: timeout in seconds.
+        check: see `run_limited`; None: the request runs in this thread.
+
+    Raises:
+        RuntimeError: the request has lasted much longer than its timeout.
+    """
+    if check is None:
+        return request()
+    try:
+        return run_limited(request, timeout_s + ANSWER_S, check)
+    except TimeoutError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def run_limited(
+    request: Callable[[], Any], limit_s: float, check: Callable[[], None] | None = None
+) -> Any:
+    """Return the result of a request to the store, or to other ranks.
 
     torch has no limit for most requests. The answer may never arrive, for example if the network
     drops large packets.
 
+    Args:
+        request: the request. If it is given up, it continues in its thread.
+        limit_s: longest time for it in seconds.
+        check: called every `CHECK_EVERY_S` seconds during the request; raises to give it up.
+
     Raises:
-        TimeoutError: the request has lasted longer than `limit_s`. It continues in its thread.
+        TimeoutError: the request has lasted longer than `limit_s`.
     """
     answer = Future[Any]()
 
@@ -208,7 +237,14 @@ def run_limited(request: Callable[[], Any], limit_s: float) -> Any:
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    done, _ = wait([answer], limit_s)
-    if not done:
-        raise TimeoutError(f"the store has not answered within {limit_s:.3g} s")
+    end_s = time.monotonic() + limit_s
+    while not answer.done():
+        left_s = max(end_s - time.monotonic(), 0.0)
+        done, _ = wait([answer], left_s if check is None else min(left_s, CHECK_EVERY_S))
+        if done:
+            break
+        if time.monotonic() >= end_s:
+            raise TimeoutError(f"the store, or another rank, has not answered in {limit_s:.3g} s")
+        if check is not None:
+            check()
     return answer.result()

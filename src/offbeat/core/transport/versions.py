@@ -46,6 +46,23 @@ def compare_versions(store: Any, rank: int, world_size: int, timeout_s: float) -
         raise ValueError(error)
 
 
+def require_same_versions(known: Sequence[Sequence[str]], rank: int) -> None:
+    """Compare the versions of all ranks, which each rank knows.
+
+    Args:
+        known: see `describe_versions`.
+        rank: rank of this process. Rank 0 warns if minor versions of torch differ.
+
+    Raises:
+        ValueError: ranks have different versions of offbeat; names the ranks.
+    """
+    error, warning = describe_versions(known)
+    if warning is not None and rank == 0:
+        warnings.warn(warning, stacklevel=2)
+    if error is not None:
+        raise ValueError(error)
+
+
 def describe_versions(known: Sequence[Sequence[str] | None]) -> tuple[str | None, str | None]:
     """Return an error that names ranks with another version of offbeat, and a warning that names
     ranks with another minor version of torch. A part is None if all ranks agree.

@@ -1,0 +1,84 @@
+"""Presence of the ranks of a job, and waits that end when a rank is gone."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from offbeat.core.runtime import member_presence
+from offbeat.core.runtime.member_presence import Presence, find_gone, is_gone, probe
+from offbeat.core.transport.gloo_devices import share_devices
+from offbeat.core.transport.rendezvous import run_checked, run_limited
+
+HOST = "127.0.0.1"
+
+
+def test_a_process_is_present_until_it_ends() -> None:
+    presence = Presence(HOST, "a/0")
+    place = HOST, presence.port
+    assert probe(place, "a/0") == "alive"
+    assert probe(place, "a/1") == "ended"  # another process has got its port
+    assert not is_gone(place, "a/0", epoch=0)
+    presence.close()
+    assert probe(place, "a/0") == "ended"
+    assert is_gone(place, "a/0")
+
+
+def test_a_rank_that_has_given_up_an_epoch_takes_part_in_the_next() -> None:
+    presences = {name: Presence(HOST, name) for name in ("a", "b", "c")}
+    places = {name: (HOST, one.port) for name, one in presences.items()}
+    presences["b"].given_up = 3
+    presences["c"].close()
+    assert find_gone(places, 2) == find_gone(places, 3) == ["b", "c"]
+    assert find_gone(places, 4) == find_gone(places) == ["c"]
+    assert find_gone({}) == []
+    for presence in presences.values():
+        presence.close()
+
+
+def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise OSError(failure, "an error of this test")
+
+    monkeypatch.setattr(member_presence.socket, "create_connection", connect)
+    failure = errno.EMFILE
+    assert probe((HOST, 1), "a") == "silent"
+    failure = errno.EHOSTUNREACH
+    assert probe((HOST, 1), "a") == "unreachable"
+
+
+def refuse() -> None:
+    raise RuntimeError("a rank of this test is gone")
+
+
+def test_a_process_group_is_given_up_when_a_rank_is_gone() -> None:
+    """Its second rank does not exist. Its creation ends in the thread after its timeout."""
+    timeout = timedelta(seconds=1)
+    with share_devices(None, refuse), pytest.raises(RuntimeError, match="of this test is gone"):
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timeout
+        )
+    assert not dist.is_initialized()
+
+
+def test_a_process_group_is_created_while_ranks_are_checked() -> None:
+    with share_devices(None, refuse):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+
+
+def test_a_request_without_a_check_runs_in_this_thread() -> None:
+    assert run_checked(threading.current_thread, 1.0, None) is threading.current_thread()
+    assert run_checked(threading.current_thread, 1.0, refuse) is not threading.current_thread()
+
+
+def test_a_request_ends_at_its_limit() -> None:
+    looks = list[int]()
+    with pytest.raises(TimeoutError, match=r"has not answered in 0\.5 s"):
+        run_limited(threading.Event().wait, 0.5, lambda: looks.append(1))
+    assert looks
