@@ -14,10 +14,10 @@ after the kill each has its next iteration within `timeout_s` + 3 s; all weights
 equal `members_equations.py` with the messages that the service has recorded as landed. `joins`: a
 process joins; its weights must be those of a member bit for bit, and the members have equal bits
 after the next average of each bucket. With `--per-node 2` the members of both are nodes of two
-ranks; a rank of one is killed, and the other one must end with an error that names it. `chaos`: hosts of the lab whose processes are killed and
-start again, cuts and changing rates, then the same job undisturbed. `cost`: longest time without an
-iteration of the other members when one leaves, dies or joins, by size of the model, and the same
-with torchft if it is installed.
+ranks; a rank of one is killed, and the other one must end with an error that names it. `chaos`:
+hosts of the lab whose processes are killed and start again, cuts and changing rates, then the same
+job undisturbed. `cost`: longest time without an iteration of the other members when one leaves,
+dies or joins, by size of the model, and the same with torchft if it is installed.
 
 A finished case is a line of a file in `--out` and is not repeated. `tables` writes
 `results/members.json` from these files. `kills` and `joins` need no quiet machine, the others do.
@@ -487,7 +487,8 @@ def join_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
 
 def run_cases(name: str, cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """Run the cases that are not in the file of `--out`, as far as there is time."""
-    path, end_s = file_of(options.out, name, options.per_node), time.monotonic() + 60 * options.minutes
+    path = file_of(options.out, name, options.per_node)
+    end_s = time.monotonic() + 60 * options.minutes
     done = {one["case"]["number"] for one in read(path)}
     how = context()
     for case in cases:
@@ -828,11 +829,7 @@ def tables(options: argparse.Namespace) -> None:
             "how": ["measured"],
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "machine": machine,
-            "command": "; ".join(
-                f"python benchmarks/members.py {name}"
-                for name in ("kills", "joins", "kills --per-node 2", "joins --per-node 2", "chaos",
-                             "cost", "tables")
-            ),  # fmt: skip
+            "command": "; ".join(f"python benchmarks/members.py {name}" for name in COMMANDS),
             "tables": found,
             "misses": misses,
             "notes": list(_notes(kills)),
@@ -881,6 +878,9 @@ def _case_table(name: str, lines: Sequence[dict[str, Any]], per_node: int) -> di
     }
 
 
+COMMANDS = (
+    *("kills", "joins", "kills --per-node 2", "joins --per-node 2", "chaos", "cost", "tables"),
+)
 RANKS = {1: "members of one rank", 2: "nodes of two ranks"}
 KILLED = {
     "forward": "in forward",
@@ -969,7 +969,9 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="number of one case")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--sizes", type=float, nargs="*", help="bytes of the models of cost")
-    parser.add_argument("--per-node", type=int, default=1, choices=PER_NODE, help="ranks per member")
+    parser.add_argument(
+        "--per-node", type=int, default=1, choices=PER_NODE, help="ranks of a member"
+    )
     options = parser.parse_args()
     if options.per_node != 1 and options.what not in ("kills", "joins"):
         parser.error(f"--per-node ({options.per_node}) must be 1 beside kills and joins")

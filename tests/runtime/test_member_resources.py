@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +106,16 @@ def survive_failures(address: str) -> dict[int, Counts]:
 
 def survive_requests(address: str) -> dict[int, Counts]:
     """Process 1 leaves and joins again and again."""
-    who = enter_environment(SCENARIO)
+    who, asked = enter_environment(SCENARIO), set[int]()
+
+    def leave(model: Any, number: int) -> None:
+        if who == 1 and number < AFTER and number not in asked:
+            asked.add(number)
+            model.request_leave()
+
     while True:
         model, optimizer = prepare(address, who)
-        begun = model._session.changes._member.epoch.number
-        asked = list[int]()
-
-        def leave(number: int) -> None:
-            if who == 1 and number == begun < AFTER and not asked:
-                asked.append(number)
-                model.request_leave()
-
-        found = train(model, optimizer, leave)
+        found = train(model, optimizer, partial(leave, model))
         has_left = model.has_left
         model.close()
         if not has_left:

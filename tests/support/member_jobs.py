@@ -49,6 +49,8 @@ class Scenario:
         leaves: by process, the iteration before which it requests to leave.
         signals: by process, the iteration before which it receives SIGTERM.
         joins: by process that joins, the iteration before which the members wait for its request.
+        joins_again: iteration before which the members wait for a process that has failed to join;
+            -1: none.
         join_after: number of the epoch after whose beginning processes request to join.
         kills: by process, the iteration in which it ends; in its message, or after its step.
         kill_in_message: whether the process ends in its message.
@@ -77,6 +79,7 @@ class Scenario:
     leaves: Mapping[int, int] = field(default_factory=dict)
     signals: Mapping[int, int] = field(default_factory=dict)
     joins: Mapping[int, int] = field(default_factory=dict)
+    joins_again: int = -1
     join_after: int = 0
     kills: Mapping[int, int] = field(default_factory=dict)
     kill_in_message: bool = False
@@ -185,7 +188,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         if scenario.signals.get(who) == t:
             os.kill(os.getpid(), signal.SIGTERM)
             _await(lambda: who_leaves(member))
-        if t in scenario.joins.values() and who < scenario.founders:
+        if t in (*scenario.joins.values(), scenario.joins_again) and who < scenario.founders:
             _await(lambda: has_joining(member, founders))
         if (indices := next(batches, None)) is None:
             break
