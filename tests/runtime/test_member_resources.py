@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.member_jobs import CASE, Scenario, enter_environment, membership_service
 from support.models import batch, build_model, build_optimizer, loss_of
 from support.worlds import run_world
@@ -120,6 +121,7 @@ def survive_requests(address: str) -> dict[int, Counts]:
         model.close()
         if not has_left:
             return found
+        dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

@@ -347,7 +347,7 @@ class JobMember:
             raise RuntimeError(f"{words} has failed, or has given up epoch {number}")
 
     def give_up(self) -> None:
-        """Let the other ranks know that this rank has given up the epoch after a failure."""
+        """State to the other ranks that this rank has given up the epoch after a failure."""
         self._presence.given_up = self.epoch.number
 
     # ---- changes ----------------------------------------------------------------------------

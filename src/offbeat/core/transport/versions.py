@@ -47,7 +47,7 @@ def compare_versions(store: Any, rank: int, world_size: int, timeout_s: float) -
 
 
 def require_same_versions(known: Sequence[Sequence[str]], rank: int) -> None:
-    """Compare the versions of all ranks, which each rank knows.
+    """Compare the versions of all ranks, which each rank has gathered.
 
     Args:
         known: see `describe_versions`.
