@@ -19,7 +19,7 @@ from offbeat import LocalSGD, Members
 from offbeat.core.transport.link import LinkThread, Message
 
 SCENARIO = Scenario(LocalSGD(period=2), 0, first=2)
-BEFORE, AFTER = 2, 6  # epochs with both members, in which the resources are counted
+BEFORE, AFTER = 2, 10  # epochs with both members, in which the resources are counted
 MORE = 4  # iterations of the last epoch
 SETTLES_S = 10.0  # longest time until connections and threads of earlier epochs have ended
 Counts = tuple[int, int]
@@ -73,7 +73,7 @@ def train(model: Any, optimizer: Any, before_step: Callable[[int], None]) -> dic
     while True:
         number = member.epoch.number
         if number in (BEFORE, AFTER) and number not in found and not changes.are_agreed:
-            before = found.get(BEFORE)  # less than one more for each change
+            before = found.get(BEFORE)  # boards of intervals may open a few connections later
             limit = before and (before[0] + AFTER - BEFORE, before[1] + AFTER - BEFORE)
             found[number] = least(limit)
         if number >= AFTER and not changes.are_agreed:
