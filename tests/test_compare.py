@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cli import commands
 from offbeat.cli import entry as cli
 from offbeat.core import files
 from offbeat.core.measuring.processors import processors
@@ -447,7 +448,7 @@ def test_compare_command(here, capsys):
 
 def test_demo_command(here, capsys, monkeypatch):
     """With the stand-in in place of its script (which test_examples.py trains)."""
-    monkeypatch.setattr(cli, "DEMO", "train")
+    monkeypatch.setattr(commands, "DEMO", "train")
     options = ["--lab", "none", "--hosts", "2", "--iterations", "20", "--out", "out"]
     assert cli.main(["demo", *options]) == 0
     assert {*launched()} == {"profile", "ddp", "local-sgd", "dreamddp"}
