@@ -18,6 +18,7 @@ from offbeat.gossip.chunks import Wire
 from offbeat.gossip.exchange import Exchange, Exchanges
 from offbeat.gossip.graphs import constants, edge_rates, topology
 from offbeat.gossip.state import AVERAGING, Mixing, State
+from offbeat.gossip.view import State as EdgeState
 
 SIZE = 700  # blocks that are not whole
 CODECS = [FP16(), Int8(), Int4()]
@@ -270,3 +271,14 @@ def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything()
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[2])
+
+
+def test_anchors_of_a_worker_that_leaves_are_freed() -> None:
+    _, made = gossip(Int8(), 3)
+    with made as workers:
+        warm(workers)
+        exchanges = workers[0].gossip._exchanges
+        until(lambda: exchanges.anchor_number(1) != NEVER != exchanges.anchor_number(2))
+        workers[2].gossip.close()
+        until(lambda: workers[0].gossip.view.state(2) is EdgeState.LEFT)
+        assert exchanges.anchor_number(2) == NEVER

@@ -9,7 +9,11 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -26,6 +30,7 @@ from offbeat.gossip.joining import Place
 from offbeat.gossip.startup import _print_join_command
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
+from offbeat.gossip.worker import Gossip
 from offbeat.jobs.interval import combine
 from offbeat.jobs.record_lines import load
 
@@ -99,6 +104,23 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
         assert together([worker.consolidate for worker in workers]) == [None] * 3
         assert torch.equal(x[0], x[1])
         assert torch.equal(x[0], x[3])
+
+
+@pytest.mark.parametrize("reachable", [[], [2]])
+def test_a_joining_worker_needs_one_neighbour(reachable: list[int]) -> None:
+    gossip: Any = Gossip.__new__(Gossip)
+    gossip.me, gossip._joined, gossip._never_came, gossip._error = 4, True, {1}, None
+    gossip._changed, gossip._notices = threading.Condition(), deque()
+    gossip._settings = SimpleNamespace(silent_s=0.0, timeout_s=0.0)
+    gossip._peers = SimpleNamespace(reachable=lambda: reachable)
+    if reachable:
+        gossip.connect()
+        assert gossip.take_notices() == [
+            "worker 4: workers 1 do not answer; it begins without them"
+        ]
+        return
+    with pytest.raises(RuntimeError, match="worker 4 waited 0 s for workers 1 to connect"):
+        gossip.connect()
 
 
 def test_who_has_come_back_gives_places_too() -> None:

@@ -127,3 +127,22 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         waits.wait(message, flat)
     with pytest.raises(RuntimeError, match="this worker has failed"):
         waits.require_alive()
+
+
+def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.0)
+    rule = transfer(
+        "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
+    )
+    message: Any = SimpleNamespace(
+        transfer=rule, iteration=7, done=False, settled=False, wait=lambda _: False
+    )
+    control: Any = SimpleNamespace(rank=1, needs_abort=True, waiting=lambda _: nullcontext())
+    waits = Waiting(CPU(), control, 60.0)
+    waits.recover = Mock(side_effect=ConnectionError("no member responds"))
+    with pytest.raises(ConnectionError, match="no member responds"):
+        waits.wait(message, SimpleNamespace(buckets=[SimpleNamespace(name="w")]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="this worker has failed"):
+        waits.require_alive()

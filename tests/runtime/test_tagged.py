@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.worlds import run_world
 
+from offbeat.core.transport import control as control_module
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.tagged import TAG, all_gather, broadcast
 
@@ -81,6 +82,20 @@ def test_a_broadcast_reaches_every_rank_from_any(ranks: int) -> None:
 
         assert wire.run(act) == [[0, 1, 2, 3]] * ranks
         assert sum(map(len, wire.sent.values())) == ranks - 1
+
+
+@pytest.mark.parametrize(
+    ("owns", "backend", "group"),
+    [(True, "gloo", "default"), (True, "nccl", "own"), (False, "gloo", "own")],
+)
+def test_control_uses_the_default_group_only_if_offbeat_has_created_it(
+    monkeypatch: pytest.MonkeyPatch, owns: bool, backend: str, group: str
+) -> None:
+    """The group of a script may have another timeout and another interface."""
+    groups = SimpleNamespace(group=SimpleNamespace(WORLD="default"), get_backend=lambda: backend)
+    monkeypatch.setattr(control_module, "dist", groups)
+    made: Any = SimpleNamespace(_owns_default=owns, create_group=lambda: "own")
+    assert Control._open_group(made) == group
 
 
 # ---- in worlds ------------------------------------------------------------------------------
