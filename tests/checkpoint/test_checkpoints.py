@@ -397,6 +397,25 @@ def test_shards_of_another_job_are_refused(tmp_path: Path, monkeypatch: pytest.M
     assert not session.resume.called
 
 
+def test_the_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = prepared("bsp")[0], prepared("bsp")[1]
+    for act in (offbeat.save, offbeat.load):
+        with pytest.raises(ValueError, match=r"optimizer \(SGD\) must be the one that"):
+            act(tmp_path, model, other)
+
+
+def test_tensors_of_model_and_optimizer_have_names_in_the_file() -> None:
+    """Other programs read them by these names."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    tensors = _freeze_all(model, optimizer, {}, {}).tensors
+    assert torch.equal(tensors["model.weight"], model.weight)
+    momentum = optimizer.state[model.bias]["momentum_buffer"]
+    assert torch.equal(tensors["optimizer.state.1.momentum_buffer"], momentum)
+
+
 def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
     """Also buffers that `state_dict` leaves out, and the random state."""
     model, optimizer, session = prepared("bsp")

@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import networkx as nx
 import pytest
@@ -27,6 +28,8 @@ from offbeat.frames.frames import WireError
 from offbeat.gossip import startup as gossiping
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.joining import Place
+from offbeat.gossip.peers import Peers, _Peer
+from offbeat.gossip.protocol import Kind
 from offbeat.gossip.startup import _print_join_command
 from offbeat.gossip.state import Change
 from offbeat.gossip.view import State
@@ -355,3 +358,17 @@ def test_bad_calls_of_join(
             monkeypatch.setenv("OFFBEAT_SECRET", secret)
         assert cli.main(["join", *argv]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_neighbour_that_connects_anew_leaves_its_earlier_connection() -> None:
+    """Exchanges and requests over the earlier one end before the new one is used."""
+    peers: Any = Peers.__new__(Peers)
+    earlier, new = (_Peer(Mock(bytes_sent=5), 1) for _ in range(2))
+    peers.me, peers._sent_before, peers._selector = 2, 0, Mock()
+    peers._connections, peers._pending = {1: earlier}, {new}
+    peers._tries, peers._retry_at_s, peers._gossip = {1: 3}, {}, Mock()
+    peers._introduce(new, SimpleNamespace(header=SimpleNamespace(rank=1, kind=Kind.HELLO), meta={}))
+    assert [name for name, *_ in peers._gossip.method_calls] == ["on_disconnect", "on_connect"]
+    assert earlier.connection.close.called  # type: ignore[attr-defined]
+    assert (peers._connections, peers._pending, peers._tries) == ({1: new}, set(), {1: 0})
+    assert peers.bytes_sent == 10
