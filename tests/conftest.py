@@ -1,5 +1,6 @@
 """Which tests may run beside each other: files do, but labs come one after another."""
 
+import gc
 import os
 import sys
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 # The tests start hundreds of processes; each would compile all of offbeat anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Imports make a million objects that stay. Collections would visit them again and again.
+gc.disable()
 
 LABS = ("tests/lab/", "tests/runtime/test_links.py", "tests/test_cli.py", "tests/test_compare.py")
 # Long, and nothing to share: these go one by one to whichever process is free at the end.
@@ -26,6 +29,11 @@ def group_of(nodeid: str) -> str:
     if path.startswith(SPREAD):
         return nodeid
     return "labs" if path.startswith(LABS) else path
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -46,7 +46,7 @@ class Job:
     def __init__(
         self, strategy: Strategy, case: Case = CASE, clip: float | None = None, **options: Any
     ):
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
+        for seed in (random.seed, np.random.seed, torch.default_generator.manual_seed):
             seed(100 + rank())
         model = build_model(case, seed=rank())
         torch.manual_seed(100 + rank())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +190,8 @@ STATE_COPIES = {"sgd": 0, "nesterov": 1, "groups": 1, "adam": 2, "adamw": 2}
 
 
 def build_model(case: Case, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+    # `torch.manual_seed` also formats a stack for each kind of device, which takes milliseconds.
+    torch.default_generator.manual_seed(seed)
     model = MODELS[case.model]().to(case.dtype)
     if isinstance(model, Mixed):
         model.middle.to(torch.bfloat16)
@@ -240,8 +242,15 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, loop: Loop = USUAL) -> Tenso
 def profile_of(case: Case, world_size: int, links: Sequence[str] = ("net",)) -> Profile:
     """One bucket per module with trainable parameters, last module first, with made-up times:
     communication costs about as much as backward, so that no planner has an easy choice."""
+    return _profile_of(case, world_size, tuple(links))
+
+
+@cache
+def _profile_of(case: Case, world_size: int, links: tuple[str, ...]) -> Profile:
     buckets = []
-    for i, (name, module) in enumerate(reversed(list(build_model(case).named_modules()))):
+    with torch.random.fork_rng(devices=()):
+        model = build_model(case)
+    for i, (name, module) in enumerate(reversed(list(model.named_modules()))):
         mine = {
             f"{name}.{n}".lstrip("."): p
             for n, p in module.named_parameters(recurse=False)
@@ -267,5 +276,5 @@ def profile_of(case: Case, world_size: int, links: Sequence[str] = ("net",)) -> 
         links=tuple(Link(name, 0.1, total / (1.5 * len(buckets))) for name in links),
         world_size=world_size,
         update_s=0.1,
-        broadcast_bytes=sum(b.nbytes for b in build_model(case).buffers()),
+        broadcast_bytes=sum(b.nbytes for b in model.buffers()),
     )

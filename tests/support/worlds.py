@@ -21,18 +21,6 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# torch._dynamo: 800 modules that the first optimizer of a process imports.
-# pytest: of functions that are in a test's own file.
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.default_planner",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.profiler._cupti_monitor",
-    "offbeat.core.runtime.prepare",
-    "pytest",
-    "support.preloaded",
-]
 GRACE_S = 0.5  # for a rank that has reported and only has to leave
 
 
@@ -150,7 +138,7 @@ def _fork_world(
 def _context() -> Any:
     """A forkserver that imports torch once, which takes seconds; it is ready on return."""
     ctx = multiprocessing.get_context("forkserver")
-    ctx.set_forkserver_preload(PRELOAD)
+    ctx.set_forkserver_preload(["support.preloaded"])
     first = ctx.Process(target=int)
     # The server does not get this process's sys.path.
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
