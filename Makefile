@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/offbeat demo --hosts $(HOSTS) --rate $(RATE) --iterations $(ITERATIONS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup
 
 # Into site/; site/index.html opens without a server, the search needs one.
 docs: $(VENV)/installed-docs
