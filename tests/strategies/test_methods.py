@@ -25,6 +25,7 @@ from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import Strategy, create
 from offbeat.strategies.equations import Optimizer, Task, adam, momentum
+from offbeat.strategies.outer_optimizer import OuterSGD
 from offbeat.testing.conformance import conforms, interpret_plan
 
 Array = NDArray[np.float64]
@@ -323,6 +324,47 @@ def test_conforms(case: Any) -> None:
     strategy: Strategy = create(case[0], case[1])
     conforms(strategy, profile_of(2))
     assert predict(strategy, profile_of(4)).iteration_s > 0
+
+
+class Parabolas(Task):
+    """Functions slope w^2 / 2, the same on all ranks and in all iterations."""
+
+    def __init__(self, slopes: Array) -> None:
+        super().__init__([1, 1, len(slopes) - 2])
+        self.slopes, self.start = slopes, np.ones_like(slopes)
+
+    def gradient(self, rank: int, iteration: int, buckets: range, weights: Array) -> Array:
+        return self.slopes[self.span(buckets)] * weights
+
+
+def farthest(outer: str | None, slopes: Array, ranks: int) -> float:
+    """Distance to the minimum, from 1, after many outer steps with one local step of rate 1."""
+
+    def descend(weights: Array, _: Any, gradients: Array) -> None:
+        weights -= gradients
+
+    settings = {"period": 1} | ({} if outer is None else {"outer": outer})
+    plan = create("eager", settings).plan(profile_of(ranks))
+    return float(abs(interpret_plan(plan, Parabolas(slopes), ranks, 150, descend)[-1]).max())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_default_of_eager_converges_wherever_local_steps_do(ranks: int) -> None:
+    """A local step of rate 1 comes closer to the minimum if the slope is in (0, 2)."""
+    assert farthest(None, np.linspace(0.15, 1.95, 13), ranks) < 1e-3
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_limit_of_the_outer_rate_of_eager(ranks: int) -> None:
+    """Without momentum the limit of the rate is 1 / (c (1 - 1 / K))."""
+    c = 1.9
+    limit = 1 / (c * (1 - 1 / ranks))
+    assert farthest(f"{0.9 * limit}/0", np.full(3, c), ranks) < 1e-2
+    assert farthest(f"{1.1 * limit}/0", np.full(3, c), ranks) > 10
+
+
+def test_the_default_of_diloco_lets_late_changes_add_up() -> None:
+    assert farthest(str(OuterSGD()), np.full(3, 1.5), 4) > 10
 
 
 def test_a_plan_in_a_file_brings_its_rules(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.local_sgd import EVERY_ITERATION
 from offbeat.strategies.outer_optimizer import OuterSGD, outer_of
 
-STEADY = OuterSGD()
+# The published lr of 0.7 and momentum of 0.9 diverge with short periods; see `Eager`.
+STEADY = OuterSGD(0.5, 0.0)
 PUBLISHED_PERIODS = (30, 50, 100, 500)  # of the papers on DiLoCo; advice compares them
 STEP = Moment("step")
 OWN, SENT, AVERAGE, VELOCITY = "own start", "sent", "average", "velocity"
@@ -87,13 +88,18 @@ class Eager(Strategy):
     Reading of the first step: d(0) is zero, so that a worker applies only its share of its own
     change before the first mean arrives. `start_k` and `v_k` differ between workers by the changes
     in flight. Running statistics stay local.
+
+    Stability: let a period of local steps reduce the distance to the minimum of a quadratic loss,
+    along one direction, from x to (1 - c) x. Without outer momentum the workers converge along it
+    if `lr c (1 - 1 / K) < 1`. Local steps approach the minimum if 0 < c < 2, so the default lr of
+    1/2 converges there for every K. Momentum and a higher lr let late changes add up.
     """
 
     period: int = 50
     """Local steps between two outer steps, and iterations until an average arrives."""
     outer: OuterSGD = STEADY
     """Outer optimizer: OuterSGD(lr, momentum, nesterov), or text. The paper uses Nesterov momentum
-    0.9 and long training."""
+    0.9 and long training. With short periods or near the end of training it may diverge."""
 
     name: ClassVar[str] = "eager"
     synchronous: ClassVar[bool] = False
