@@ -222,6 +222,15 @@ def test_predictions_count_local_updates() -> None:
     assert slow.iteration_s >= (slow.bound_s or 0) > 0
 
 
+@pytest.mark.parametrize("name", ["ssp", "ps-bsp", "ps-diloco"])
+def test_memory_counts_the_flat_copies_of_a_worker(name: str) -> None:
+    layout = Layout([parameters()], 1)
+    one = sum(x.nbytes for x in layout.flats().values())
+    profile = Profile((Bucket("all", 1e-3, 2e-3, one),), (Link("net", 1e-4, 1e8),), 4)
+    copies = {"ssp": 2, "ps-bsp": 2, "ps-diloco": 3}[name]
+    assert create(name, {}).memory(profile).buffers_bytes == copies * one
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from offbeat.core.plan import Buffer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Needs, Strategy, require_count
 
@@ -89,6 +90,12 @@ class SSP(Strategy):
         if not self.applies_late:
             return None
         return f"late: parameters lack gradients of up to {self.s} clocks"
+
+    def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
+        """Return the copies on the host that a worker pushes and pulls, and with local updates the
+        parameters of the last pull."""
+        names = ["outgoing", "incoming"] + ["anchor"] * self.updates_locally
+        return [Buffer(name, kind="grad") for name in names]
 
     def iterations_at(self, clock: int) -> int:
         """Return the number of iterations before a clock.
