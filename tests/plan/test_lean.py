@@ -55,10 +55,20 @@ def test_other_rules_in_backward_leave_steps_as_they_are() -> None:
     assert leaner(made, 0) == (Program(made).steps(0), ())
 
 
-def test_an_update_at_the_step_stays_there() -> None:
+def test_an_update_at_the_step_is_one_call_before_other_rules_of_the_step() -> None:
     made = plan(moved("param", range(SIZE), [0]), at="step")
-    steps, rest = leaner(made, 1)
-    assert updates(steps) == [(SIZE, range(SIZE))]
+    assert leaner(made, 1) == ((), (0, 1, 2, 3, 4))
+    other = Apply("reset", range(2), Moment("step"), made.applies[0].phases)
+    steps, rest = leaner(replace(made, applies=(*made.applies, other)), 1)
+    assert updates(steps) == [(SIZE, range(2))]
+    assert rest == (0, 1, 2, 3, 4)
+
+
+def test_an_update_after_another_rule_of_the_step_stays_there() -> None:
+    made = plan(moved("param", range(SIZE), [0]), at="step")
+    other = Apply("reset", range(2), Moment("step"), made.applies[0].phases)
+    steps, rest = leaner(replace(made, applies=(other, *made.applies)), 1)
+    assert updates(steps) == [(SIZE, range(2)), (SIZE, range(SIZE))]
     assert rest == ()
 
 

@@ -105,6 +105,14 @@ def test_the_prepared_optimizer_is_the_users() -> None:
     assert found == {"isinstance": True, "rho": 0.5, "set": 0.25, "name": "SAM", "state": True}
 
 
+def test_parameters_keep_no_hooks_of_the_measurement() -> None:
+    """torch calls the empty hooks of a parameter in every backward."""
+    [found] = run_world(idioms.hooked_parameters, 1, "local-sgd:period=100")
+    assert (found["observed"], found["planned"]) == (0, 0)
+    [found] = run_world(idioms.hooked_parameters, 1, "wfbp")
+    assert (found["observed"], found["planned"]) == (0, found["all"])
+
+
 def test_the_prepared_model_is_indexed_and_accumulates_as_under_ddp() -> None:
     for found in run_world(idioms.model_protocol, 2):
         facts = {"layer": True, "names": True, "local": True, "averaged": True}

@@ -169,7 +169,8 @@ def test_when_replicas_are_compared() -> None:
     guard = ReplicaGuard(control, model, optimizer, 3, lambda: settled.append(1))  # type: ignore[arg-type]
     looks = []
     for _ in range(7):
-        guard.step()
+        if guard.count_step():
+            guard.compare()
         looks.append(control.asked)
     assert looks == [1, 1, 1, 2, 2, 2, 3]
     assert len(settled) == 3
@@ -183,6 +184,7 @@ def test_when_settings_are_compared() -> None:
     averages = lambda: averaging[len(asked)]  # noqa: E731
     guard = SettingsGuard(control, model, optimizer, 3, averages, lambda _: None)  # type: ignore[arg-type]
     for _ in averaging:
-        guard.step()
+        if guard.count_step():
+            guard.compare()
         asked.append(control.asked)
     assert asked == [0, 1, 2, 2, 3, 3, 3, 3, 4]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from weakref import ref
 
 import pytest
 import torch
@@ -67,7 +69,9 @@ def buckets(model: nn.Module, seed: int) -> list[BucketSpec]:
     return [BucketSpec(str(b), tuple(names[b : b + 3])) for b in range(0, len(names), 3)]
 
 
-def prepared(seed: int, *, few: bool) -> tuple[Chain, Listener, Sentinels | BackwardHooks]:
+def prepared(
+    seed: int, *, few: bool, lasting: bool = True
+) -> tuple[Chain, Listener, Sentinels | BackwardHooks]:
     torch.manual_seed(0)
     model = Chain()
     flat, listener = Flat(model, buckets(model, seed)), Listener(model)
@@ -76,7 +80,7 @@ def prepared(seed: int, *, few: bool) -> tuple[Chain, Listener, Sentinels | Back
         hooks = Sentinels(AutogradGradients(flat), listener)
         AutogradGradients(flat).zero_grad()
     else:
-        hooks = BackwardHooks(Gradients(flat, 1), listener)
+        hooks = BackwardHooks(Gradients(flat, 1), listener, lasting=lasting)
     listener.end = hooks.finish
     return model, listener, hooks
 
@@ -99,14 +103,38 @@ def iterate(model: Chain, hooks: Sentinels | BackwardHooks, passes: int = 1) -> 
 @pytest.mark.parametrize("seed", range(4))
 def test_they_tell_what_hooks_on_every_parameter_tell(seed: int) -> None:
     told = []
-    for few in (False, True):
-        model, listener, hooks = prepared(seed, few=few)
+    for few, lasting in ((False, True), (True, True), (False, False)):
+        model, listener, hooks = prepared(seed, few=few, lasting=lasting)
         for left_out in (set(), set(), {2}, set(), {0, 5}, {3}):
             model.left_out = left_out
             iterate(model, hooks)
         told.append(listener.told)
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
     assert [b for what, b, _ in told[0] if what == "ready"] == [0, 1, 2, 3] * 6
+
+
+def test_hooks_of_a_few_iterations_leave_no_trace() -> None:
+    """Of a removed post-accumulate hook, torch keeps an empty dictionary and a call into Python."""
+    model, listener, hooks = prepared(0, few=False, lasting=False)
+    frozen = model.layers[0].weight
+    frozen.requires_grad_(False)
+    again = BackwardHooks(Gradients(hooks._gradients.flat, 1), listener, lasting=False)
+    assert not frozen.requires_grad
+    hooks.remove()
+    listener.end = again.finish
+    frozen.requires_grad_(True)
+    iterate(model, again)
+    assert [what for what, *_ in listener.told] == ["begins", *["ready"] * 4, "ends"]
+    again.remove()
+    kept = ref(again)
+    del hooks, again
+    listener.end = lambda: None
+    gc.collect()
+    assert kept() is None
+    listener.told.clear()
+    model(torch.ones(2, 3)).sum().backward()
+    assert not listener.told
+    assert all(p._post_accumulate_grad_hooks is None for p in model.parameters())
 
 
 def doubled(model: Chain, listener: Listener) -> tuple[list[Tensor], list[bool]]:

@@ -497,6 +497,22 @@ def attributes() -> dict[str, Any]:
     return found
 
 
+def hooked_parameters(strategy: str) -> dict[str, int]:
+    """Parameters that ever had a hook after their gradient, before there is a plan and with it."""
+    model, optimizer = build(plain)
+    mine, steps = offbeat.prepare(model, optimizer, strategy, observe=2, min_bucket_bytes=1)
+    counts = {}
+    for when, iterations in (("observed", 1), ("planned", 4)):
+        for i in range(iterations):
+            steps.zero_grad()
+            loss_of(mine, batch_of(0, i)).backward()
+            steps.step()
+        hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
+        counts[when] = sum(found is not None for found in hooks)
+    mine.close()
+    return counts | {"all": len(hooks)}
+
+
 def model_protocol() -> dict[str, Any]:
     """What scripts that were written for DistributedDataParallel, or for a Sequential, use."""
     model, optimizer = build(plain)

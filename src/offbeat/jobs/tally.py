@@ -19,6 +19,7 @@ from offbeat.core.transport.device import Device
 from offbeat.jobs.interval import Interval, LinkSums, LossSums, bin_of
 
 LOSSES_AT_ONCE = 256  # losses that are copied to the host in one call
+ITERATIONS_AT_ONCE = 64  # iterations without messages that are added up together
 
 
 class Tally:
@@ -48,7 +49,7 @@ class Tally:
         self._reset()
 
     def _reset(self) -> None:
-        self.iterations_us: list[int] = []
+        self._iterations_us: list[int] = []
         self._first = self._n = self._updates = 0
         self._s_sum = self._wait_s = self._script_s = self._s_max = 0.0
         self._s_min = math.inf
@@ -71,6 +72,16 @@ class Tally:
         if done.marks.end is None or done.marks.begin is None:
             return
         self._pending.append((done, number, applied))
+        if done.messages or len(self._pending) >= ITERATIONS_AT_ONCE:
+            self._count_reached()
+
+    @property
+    def iterations_us(self) -> list[int]:
+        """Microseconds of each iteration since the last interval."""
+        self._count_reached()
+        return self._iterations_us
+
+    def _count_reached(self) -> None:
         while self._pending and self._pending[0][0].is_reached(self._device):
             self._count(*self._pending.popleft())
 
@@ -86,7 +97,7 @@ class Tally:
         self._s_min, self._s_max = min(self._s_min, seconds), max(self._s_max, seconds)
         b = bin_of(seconds)
         self._hist[b] = self._hist.get(b, 0) + 1
-        self.iterations_us.append(round(1e6 * seconds))
+        self._iterations_us.append(round(1e6 * seconds))
         self._wait_s += exposed_communication_s(marks, self._device)
         if marks.first_forward is not None:
             forward_s = at(marks.first_forward)
@@ -107,6 +118,7 @@ class Tally:
 
     def close_interval(self) -> Interval | None:
         """Return the sums since the last call, and begin anew; None without an iteration."""
+        self._count_reached()
         if not self._n:
             return None
         split, measured, waited_s, sent_s = self._splits

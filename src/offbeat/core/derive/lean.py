@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from offbeat.core.derive import effects
@@ -59,8 +60,9 @@ def group_updates(
     """Return an iteration with as few updates in backward as possible.
 
     A bucket that is sent in backward is updated right before its release. All other buckets are
-    updated in `optimizer.step()`. The numbers are the same, because no code reads the parameters in
-    between. If backward has other actions, the steps remain unchanged.
+    updated in `optimizer.step()`, before any other rule of the step. The numbers are the same,
+    because no code reads the parameters in between. If backward has other actions, the steps
+    remain unchanged.
     """
     backward = [s for s in steps if buckets <= s.position < 2 * buckets]
     if not all(map(_only_updates, backward)):
@@ -76,13 +78,24 @@ def group_updates(
             kept[step.position] = step._replace(apply=tuple((0, a) for a in applies))
         else:
             del kept[step.position]
+    if (last := kept.get(2 * buckets)) is not None:
+        updates = [*takewhile(_is_own_update, last.apply)]
+        pending |= {b: apply for _, apply in updates for b in apply.buckets}
+        kept[last.position] = last = last._replace(apply=last.apply[len(updates) :])
+        if last == Step(last.position):
+            del kept[last.position]
     return GroupedUpdates(tuple(kept[place] for place in sorted(kept)), tuple(sorted(pending)))
 
 
 def _only_updates(step: Step) -> bool:
     """Return whether a step in backward only applies its own gradients and releases messages."""
-    own = all(lag == 0 and effects.is_update(apply) for lag, apply in step.apply)
+    own = all(map(_is_own_update, step.apply))
     return own and not (step.wait or step.decide or step.ask)
+
+
+def _is_own_update(active: tuple[int, Apply]) -> bool:
+    lag, apply = active
+    return lag == 0 and effects.is_update(apply)
 
 
 def _runs(buckets: Sequence[int]) -> Iterator[range]:

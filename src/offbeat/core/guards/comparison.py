@@ -48,8 +48,12 @@ class Comparison(ABC):
         self._steps = 0
 
     @abstractmethod
-    def step(self) -> None:
-        """Compare ranks before an update, if a comparison is due.
+    def count_step(self) -> bool:
+        """Count an update that is about to run. Return whether `compare` must be called before."""
+
+    @abstractmethod
+    def compare(self) -> None:
+        """Compare ranks.
 
         Raises:
             RuntimeError: on every rank, if ranks differ.
@@ -93,10 +97,9 @@ class ReplicaGuard(Comparison):
         self._settle, self._holders = settle, holders
         self.skipped = 0  # updates that the script has skipped
 
-    def step(self) -> None:
-        if self._steps % self._every == 0:
-            self.compare()
+    def count_step(self) -> bool:
         self._steps += 1
+        return (self._steps - 1) % self._every == 0
 
     def compare(self) -> None:
         """Compare the replicas.
@@ -175,18 +178,19 @@ class SettingsGuard(Comparison):
         self._averages, self._warn = averages, warn
         self._nodes = nodes  # ranks that share a replica, so that their weights must be equal
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._changes, self._written = WeightChanges(named), dict[str, None]()
+        self._changes, self._written = WeightChanges(named, addresses=False), dict[str, None]()
         self._changes.forget()
         self._warned = False
         self._compared = self._left = 0  # number of comparisons; steps until the next comparison
 
-    def step(self) -> None:
+    def count_step(self) -> bool:
         self._left -= 1
         second = self._compared == 1
-        if (self._left < 0 or second) and self._averages() and self._control.world_size > 1:
-            self._left = self._left if second else self._every - 1
-            self._compared += 1
-            self._compare()
+        if not ((self._left < 0 or second) and self._averages()):
+            return False
+        self._left = self._left if second else self._every - 1
+        self._compared += 1
+        return True
 
     def note_step(self, *, weights_final: bool) -> None:
         rare = self._steps < FIRST or self._steps % self._every == 0
@@ -200,7 +204,9 @@ class SettingsGuard(Comparison):
     def forget(self) -> None:
         self._changes.forget()
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
+        if self._control.world_size == 1:
+            return
         if self._nodes:
             self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import TypeVar
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.modules.module import (
 from offbeat.core.buckets.shards import reshard
 
 T = TypeVar("T")
+_address = methodcaller("data_ptr")
 REMEDY = (
     "it has no place on the other ranks, so it would never be averaged; change the model before "
     "offbeat.prepare, or call model.close() and prepare it again"
@@ -50,7 +52,8 @@ class ParameterWatch:
         self._turn = 0
         self._trained: set[int] = set()
         self._frozen: list[nn.Parameter] = []
-        self._places: list[tuple[nn.Parameter, int]] = []
+        self._placed: list[nn.Parameter] = []
+        self._places: list[int] = []
 
     def attach(self, trained: Iterable[nn.Parameter], placed: bool = True) -> None:
         """Set the trained parameters.
@@ -60,7 +63,8 @@ class ParameterWatch:
             placed: whether they must also keep their memory.
         """
         trained = [*trained]
-        self._places = [(p, p.data_ptr()) for p in trained] if placed else []
+        self._placed = trained if placed else []
+        self._places = [*map(_address, self._placed)]
         self._trained = {id(p) for p in trained}
         self._note_frozen()
 
@@ -74,10 +78,12 @@ class ParameterWatch:
         Raises:
             ValueError: names the first parameter that has changed.
         """
-        moved = next((p for p, place in self._select(self._places) if p.data_ptr() != place), None)
+        moved = None
+        if [*map(_address, self._select(self._placed))] != self._select(self._places):
+            moved = self._moved_parameter()
         if moved is not None and restore is not None and not moved.is_shared():
             restore()
-            moved = next((p for p, place in self._places if p.data_ptr() != place), None)
+            moved = self._moved_parameter()
         if moved is not None:
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
             raise ValueError(f"parameter {name!r} was moved to other memory: {ELSEWHERE}")
@@ -94,6 +100,10 @@ class ParameterWatch:
                 what = "unfrozen" if id(p) in known else "added"
                 raise ValueError(f"parameter {name!r} was {what} after offbeat.prepare: {REMEDY}")
         self._note_frozen()
+
+    def _moved_parameter(self) -> nn.Parameter | None:
+        places = zip(self._placed, self._places, strict=True)
+        return next((p for p, place in places if p.data_ptr() != place), None)
 
     def _note_frozen(self) -> None:
         reshard(self._model)

@@ -20,11 +20,16 @@ class WeightChanges:
     Versions show in-place writes, except those through `parameter.data`. Checksums show all
     changes. With checksums, weights that are written and then restored do not count, such as those
     of an evaluation with averaged weights.
+
+    Args:
+        named: parameters by name.
+        addresses: whether moved parameters count. `ParameterWatch` also detects them.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, addresses: bool = True):
         named = list(named)
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
+        self._columns = (_version, _address) if addresses else (_version,)
         self.note()
 
     def note(self, *, contents: bool = False) -> None:
@@ -38,7 +43,7 @@ class WeightChanges:
 
     def changed_name(self) -> str | None:
         """Return the name of the first parameter that has changed since `note`, or None."""
-        return next(iter(self.changed_names()), None)
+        return None if self._known is None else next(iter(self.changed_names()), None)
 
     def changed_names(self) -> list[str]:
         """Return the names of all parameters that have changed since `note`."""
@@ -50,6 +55,5 @@ class WeightChanges:
 
     def _states(self) -> States:
         # One call of `map` per column: every step and every forward read all parameters.
-        if self._contents:
-            return ([*map(checksum, self._parameters)],)
-        return [*map(_version, self._parameters)], [*map(_address, self._parameters)]
+        columns = (checksum,) if self._contents else self._columns
+        return tuple([*map(column, self._parameters)] for column in columns)

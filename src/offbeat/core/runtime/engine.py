@@ -42,6 +42,8 @@ from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.heartbeat import IN_SCRIPT
 from offbeat.core.transport.link import MessageLink
 
+NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
 
 class Engine:
     """Executor of a plan, driven by hooks on the model and by `optimizer.step()`.
@@ -97,7 +99,8 @@ class Engine:
         self.flat, self.staged = flat, self.staged or flat.shards.are_staged
         self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
-        self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self)
+        # Which hooks last is known with the plan.
+        self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self, lasting=False)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
 
     def relayout(self, specs: Sequence[BucketSpec], alignment_bytes: int | None = None) -> None:
@@ -159,14 +162,17 @@ class Engine:
     def _place_gradients(self, *, sent: bool) -> None:
         """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd or
         FSDP creates."""
-        if sent == self.gradients.sent:
+        before, lasting = self.hooks, self.watched is None
+        moves = sent != self.gradients.sent
+        if not moves and (not lasting or isinstance(before, Sentinels) or before.lasting):
             return
-        before = self.hooks
         before.remove()
         if sent:
-            self.flat.take_gradients()
-            self.gradients = Gradients(self.flat, self.control.world_size)
-            self.hooks = BackwardHooks(self.gradients, self)
+            if moves:
+                self.flat.take_gradients()
+                self.gradients = Gradients(self.flat, self.control.world_size)
+            assert isinstance(self.gradients, Gradients)
+            self.hooks = BackwardHooks(self.gradients, self, lasting=lasting)
         else:
             self.gradients.drop_unused()
             self.gradients.drop_views()
@@ -269,7 +275,7 @@ class Engine:
         if not self.trains:
             self.pauses.flush()
             self._evaluated = torch.is_grad_enabled()
-            return nullcontext()
+            return NO_CONTEXT
         now, hooks = self._begin_forward(), self.run.forward_hooks
         if hooks is None:
             self.cursor.walk(0)
@@ -278,7 +284,7 @@ class Engine:
         elif self.run.broadcasts:
             self.cursor.walk(0)  # the model may read a buffer before its first module runs
         self._mark_forward(now, self.device.mark())
-        return nullcontext() if hooks is None else hooks.record_reads()
+        return NO_CONTEXT if hooks is None else hooks.record_reads()
 
     @property
     def trains(self) -> bool:

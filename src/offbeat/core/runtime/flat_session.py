@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from offbeat.core.guards.replicas import (
 )
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.engine import NO_CONTEXT, Engine
 from offbeat.core.runtime.first_iterations import FirstIterations
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.plan_choice import PlanChoice
@@ -130,8 +130,12 @@ class FlatSession(Session):
                 self._begin_iteration()
             if trains and self._guards.has_loaded and not self._cluster.closed:
                 self._guards.require_all_loaded()
-        with engine.forward_begins(), self._first.around_forward():
+        context, around = engine.forward_begins(), self._first.around_forward
+        if context is NO_CONTEXT and around is nullcontext:
             output = call(*args, **kwargs)
+        else:
+            with context, around():
+                output = call(*args, **kwargs)
         engine.forward_ends(output)
         if self._unsampled is not None and self._recorder:
             self._recorder.on_step_end(self._unsampled)
@@ -172,10 +176,10 @@ class FlatSession(Session):
         engine, guards, recorder = self.engine, self._guards, self._recorder
         if recorder:
             recorder.on_step_begin(engine.iteration)
-        if guards.replicas is not None:
+        if guards.replicas is not None and guards.replicas.count_step():
             # Other ranks wait for this rank's messages before they compare.
             engine.end_backward(skip_update)
-            self.run_jointly(guards.replicas.step)
+            self.run_jointly(guards.replicas.compare)
         engine.step(skip_update)
         guards.note_step()
         if engine.run.has_transfers_at_forward:

@@ -14,7 +14,9 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.autograd_gradients import ShardGradients
 from offbeat.core.buckets.gradients import Gradients
@@ -91,16 +93,44 @@ class BackwardHooks(BackwardPasses):
 
     Bucket b is ready when the gradients of buckets 0..b are complete. Therefore a message of
     several buckets is always complete, in whatever order autograd computes the gradients.
+
+    Args:
+        gradients: gradients to observe.
+        listener: receiver of the events.
+        lasting: whether the hooks stay for the whole training. torch cannot remove a
+            post-accumulate hook without a trace: every backward still takes the interpreter's lock
+            for each parameter that has had one. So hooks of a few iterations are on the nodes that
+            accumulate gradients, which autograd replaces when nothing refers to them.
+
+    Attributes:
+        lasting: as given; always true for shards, for which FSDP itself calls the hooks.
     """
 
-    def __init__(self, gradients: Gradients | ShardGradients, listener: BackwardListener):
+    def __init__(
+        self,
+        gradients: Gradients | ShardGradients,
+        listener: BackwardListener,
+        *,
+        lasting: bool = True,
+    ):
         self._gradients = gradients
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
         super().__init__(listener)
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i))
-            for i, p in enumerate(gradients.parameters)
-        ]
+        self.lasting = lasting or gradients.flat.is_sharded
+        self._nodes: list[Node] = []
+        self._handles = [self._register(i, p) for i, p in enumerate(gradients.parameters)]
+
+    def _register(self, index: int, p: nn.Parameter) -> RemovableHandle:
+        on_gradient, trains = self._hook(index), p.requires_grad
+        p.requires_grad_(True)  # torch refuses hooks on parameters that the script has frozen
+        try:
+            if self.lasting:
+                return p.register_post_accumulate_grad_hook(on_gradient)
+            node = get_gradient_edge(p).node
+            self._nodes.append(node)
+            return node.register_hook(lambda *_: on_gradient(p))
+        finally:
+            p.requires_grad_(trains)
 
     def expect(self, buckets: Sequence[int]) -> None:
         """Do nothing. The listener receives all buckets; `Sentinels` needs this call."""
@@ -129,6 +159,7 @@ class BackwardHooks(BackwardPasses):
         """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
+        self._nodes = []
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         gradients, bucket = self._gradients, self._gradients.bucket_of[index]

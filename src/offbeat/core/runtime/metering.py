@@ -37,8 +37,9 @@ class Metering:
 
     def on_averages_arrived(self, planned: int) -> None:
         """Pass the averages that the step applies to the meter."""
-        applied = self._run.windows.applied_iterations(planned)
-        if self._meter is not None and applied:
+        if self._meter is None:
+            return
+        if applied := self._run.windows.applied_iterations(planned):
             copy = self._run.flat.copy_index("grad", self._age)
             gradients = list(self._run.gradients.gradient_tensors(self._everything, copy))
             self._meter.add_average(gradients, len(applied))

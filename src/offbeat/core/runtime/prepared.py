@@ -650,7 +650,8 @@ class Optimizer(torch.optim.Optimizer):
         iteration ends in either case, so a rank that skips its update stays in step with the other
         ranks.
         """
-        found_inf = getattr(self, "found_inf", None)
+        # Without `__getattr__`, whose errors take time in every step.
+        found_inf = vars(self).get("found_inf", getattr(self.inner, "found_inf", None))
         if found_inf is None:
             return False
         self._session.on_scaler_step()

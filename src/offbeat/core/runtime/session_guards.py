@@ -102,7 +102,8 @@ class SessionGuards:
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""
-        self.replicas, every, cluster = None, self._watch.compare_every, self._cluster
+        self.replicas, cluster = None, self._cluster
+        every = self._watch.compare_every if cluster.control.world_size > 1 else 0
         compared = cluster.control, self._model, self._engine.optimizer, every
         if every and sends_only_gradients(plan):
             settle, holders = self._engine.pauses.flush, cluster.topology.holders
