@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat import PartialSync
+from offbeat import P3, DeAR, PartialSync, Strategy
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.stepper import BucketStepper
 
@@ -103,6 +103,18 @@ def test_a_step_of_the_users_own_is_called() -> None:
     iterate(model, optimizer)
     model.close()
     assert sum(calls) == CALLS + LAYERS * 11
+
+
+@pytest.mark.parametrize("strategy", [DeAR(fusion_bytes=1), P3(slice_elements=7)], ids=str)
+def test_a_plain_loop_keeps_the_updates_at_the_next_forward(strategy: Strategy) -> None:
+    """In the first iteration, reads of gradients by the optimizer do not count as the script's."""
+    own = nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(own, optimizer, strategy, profile=PROFILE)
+    for _ in range(2):
+        iterate(model, optimizer)
+    assert model._session.engine.run.updates.on_arrival
+    model.close()
 
 
 def test_the_observer_of_compute_sees_every_update() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,13 +18,15 @@ from support.workers import Trained
 from support.worlds import run_world
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
+from offbeat.core.plan.program import Step
+from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.votes import Votes
 from offbeat.experiments import report as reports
 from offbeat.experiments.compare import outcomes_of
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.experiments.report.votes import votes_of
-from offbeat.plan import Apply, Moment, Phases
+from offbeat.plan import Apply, Moment, Phases, local
 
 CASE = Case("mlp", "nesterov", "step")
 GRADIENTS = SelSync(delta=0, aggregate="gradients")
@@ -67,6 +70,17 @@ def test_an_earlier_vote_counts_from_the_first_iteration_that_has_its_outcome() 
     votes.outcomes = {("v", 0): [], ("v", 1): [1]}
     rule = Apply("local", range(1), Moment("step"), Phases([0]), None, "v", ago=1)
     assert [votes.allows(rule, planned) for planned in range(3)] == [True, False, True]
+
+
+def test_updates_that_a_vote_excludes_are_not_shown_before_the_step() -> None:
+    votes = Votes(None, Mock(), Mock(), 0, 2)
+    votes.outcomes = {("v", 0): [], ("v", 1): [1]}
+    rule = Apply("local", range(1), Moment("step"), Phases([0]), None, "v")
+    other = local(1, Moment("step"), [0])
+    run: Any = SimpleNamespace(votes=votes)
+    step = Step(2, apply=((0, rule), (0, other)))
+    assert ActivePlan.first_updates(run, step, 0) == [other]
+    assert ActivePlan.first_updates(run, step, 1) == [rule, other]
 
 
 def recorded(directory: str, strategy: Strategy) -> dict[str, Any]:
