@@ -278,7 +278,9 @@ def test_anchors_of_a_worker_that_leaves_are_freed() -> None:
     with made as workers:
         warm(workers)
         exchanges = workers[0].gossip._exchanges
-        until(lambda: exchanges.anchor_number(1) != NEVER != exchanges.anchor_number(2))
+        until(lambda: exchanges.anchor_number(2) != NEVER)
+        assert together([worker.gossip.pause for worker in workers]) == [None] * 3
+        assert exchanges.anchor_number(2) != NEVER
         workers[2].gossip.close()
         until(lambda: workers[0].gossip.view.state(2) is EdgeState.LEFT)
         assert exchanges.anchor_number(2) == NEVER
