@@ -41,7 +41,7 @@ from offbeat.core.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
-from offbeat.core.measuring.observe import Observer, usual_message_s
+from offbeat.core.measuring.observe import Observer, timed_modules, usual_message_s
 from offbeat.core.measuring.timing import Budget, Probe
 from offbeat.core.runtime import first_iterations
 from offbeat.core.runtime.iteration import Timestamps
@@ -341,6 +341,25 @@ def test_like_ranks_seldom_seem_to_differ_and_slow_ones_always_do() -> None:
         assert seem_alike([1.25] + [1.0] * (ranks - 1)) < 0.02
     assert are_alike([0.995, 1.005], [0.0, 0.0], 5)
     assert not are_alike([0.98, 1.02], [0.0, 0.0], 5)
+
+
+class Compiled(nn.Module):
+    """A module as torch.compile returns it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_no_module_inside_a_compiled_one_is_timed() -> None:
+    """The compiled module is, with the name of the first parameters in it."""
+    first, frozen, last = (nn.Linear(2, 2) for _ in range(3))
+    frozen.requires_grad_(False)
+    block = Compiled(nn.Sequential(frozen, nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)))
+    model = nn.Sequential(first, block, last)
+    assert [*timed_modules(model)] == [("0", first), ("1._orig_mod.1.0", block), ("2", last)]
+    whole = Compiled(model)
+    assert [*timed_modules(whole)] == [("_orig_mod.0", whole)]
 
 
 def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -89,8 +89,7 @@ class Observer:
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(self._enter(name))
-            for name, module in model.named_modules()
-            if any(p.requires_grad for p in module.parameters(recurse=False))
+            for name, module in timed_modules(model)
         ]
 
     def _parameter_ready(self, p: nn.Parameter) -> None:
@@ -317,6 +316,25 @@ class Observer:
                 backward[home[name]] += seconds / len(kept)
         update, other = median(t.update for t in times), median(t.other for t in times)
         return [max(0.0, s) for s in (*forward, *backward, update, other)]
+
+
+def timed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose forward is timed: those with trained parameters of their own.
+
+    A module that torch.compile has returned takes the place of all modules in it, with the name of
+    the first one, because hooks on them would break its graph.
+    """
+    prefix, compiled = None, None  # of the names in a compiled module; the module until it is used
+    for name, module in model.named_modules():
+        inside = prefix is not None and name.startswith(prefix)
+        if not inside and hasattr(module, "_orig_mod"):
+            prefix, compiled = f"{name}." if name else "", module
+        elif any(p.requires_grad for p in module.parameters(recurse=False)):
+            if not inside:
+                yield name, module
+            elif compiled is not None:
+                yield name, compiled
+                compiled = None
 
 
 def usual_message_s(messages: Sequence[Sequence[tuple[int, float]]]) -> float | None:
