@@ -87,7 +87,7 @@ def joined_optimizer(
         warnings.warn(
             "a model compiled as a whole yields all gradients at the end of backward, so nothing "
             "can be sent under it; compile its blocks instead",
-            stacklevel=3,
+            stacklevel=4,  # the caller of `prepare`, whose decorator is a frame of torch
         )
     _require_unwrapped(model)
     reshard(model)  # a forward of FSDP may have left whole parameters in the place of shards
