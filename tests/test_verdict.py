@@ -8,8 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import pytest
+import torch
 
 from offbeat.cli import entry as cli
 from offbeat.cli import rehearsed_advice
@@ -789,7 +791,10 @@ def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
         (["--profile", "p.json", "--seeds", "0,1"], "are for --rehearse"),
         (["--rehearse", "--samples", "1M", "--batch", "2", "t.py"], "must be left out with --reh"),
         (["--rehearse", "--target", "accuracy=.9", "t.py"], "must be a loss in a rehearsal"),
-        (["--rehearse", "--profile", "p.json", "--per-host", "2", "t.py"], "must be 1 in a reh"),
+        (
+            ["--rehearse", "--profile", "p.json", "--per-host", "2", "--sample", "2", "t.py"],
+            "sample must be left out where replicas have several ranks",
+        ),
     ],
 )
 def test_wrong_questions_are_one_line(argv, words, tmp_path, capsys, monkeypatch):
@@ -909,6 +914,68 @@ def test_rehearsed_methods_have_the_rates_of_each_machine(tmp_path, monkeypatch)
     assert losses.interrupted
     assert place.ranks != Ranks()
     assert [one.differences for one in defined] == [place.ranks]
+
+
+SEEDED = LEARNING.replace(
+    "torch.manual_seed(0)",
+    "import os\ntorch.manual_seed(10 * int(os.environ['OFFBEAT_SEED']) + int(os.environ['RANK']))",
+)
+
+
+def losses_of(seed, ranks, count):
+    """Losses of the script on ranks that average their gradients."""
+    models, batches = [], []
+    for rank in range(ranks):
+        torch.manual_seed(10 * seed + rank)
+        models.append(torch.nn.Linear(8, 1))
+        batches.append([torch.randn(16, 8) for _ in range(count)])
+    model, weights = models[0], torch.arange(8.0) / 4
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for x in map(torch.cat, zip(*batches, strict=True)):
+        optimizer.zero_grad()
+        loss = (model(x)[:, 0] - x @ weights).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_rehearsed_losses_of_machines_with_several_devices(tmp_path, capsys, monkeypatch):
+    """All devices have batches of their own, and the spread over seeds widens the range."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SEEDED)
+    buckets = (Bucket("b", 0.01, 0.02, 36, tensors=("weight", "bias")),)
+    Profile(buckets, (Link("net", 0.2, 1e6),), 2).save("p.json")
+    argv = ["advise", "--rehearse", "--profile", "p.json", "--per-host", "2", "--seeds", "0,1"]
+    argv += ["--max-staleness", "0", "--iterations", "30", "--target", "loss=0.5", "--json"]
+    assert cli.main([*argv, "train.py", "0.05", "60"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counts = found["rehearsal"]["iterations"]
+    rows = {row["method"]: row for row in found["methods"]}
+    for label, ranks, iterations in (("ddp", 4, 30), ("one machine", 2, 60)):
+        expected = []
+        for seed in range(2):
+            losses = losses_of(seed, ranks, iterations)
+            means = [sum(losses[i : i + 10]) / 10 for i in range(iterations - 9)]
+            expected.append(next(i for i, mean in enumerate(means) if mean <= 0.5) + 10)
+        assert counts[label] == expected
+        row = rows[label]
+        assert row["batches_by_seed"] == [ranks * count for count in expected]
+        assert row["seconds"] == pytest.approx(fmean(expected) * row["iteration_s"])
+        low_s, high_s = row["iteration_range_s"]
+        assert row["range_s"] == pytest.approx([min(expected) * low_s, max(expected) * high_s])
+    assert len(set(counts["ddp"])) == 2
+    assert rows["hsdp"]["seconds"] == pytest.approx(
+        fmean(counts["ddp"]) * rows["hsdp"]["iteration_s"]
+    )
+    (folder,) = (tmp_path / "runs").iterdir()
+    for path, ranks, label in (("ddp", 4, "ddp"), ("one-machine/one-machine", 2, "one machine")):
+        curve = json.loads((folder / path / "rep0" / "curve.json").read_text())
+        assert (curve["ranks"], curve["trained"]) == (ranks, ranks)
+        first_s, *_, last_s = curve["ends_s"]
+        each_s = (last_s - first_s) / (len(curve["ends_s"]) - 1)
+        assert each_s == pytest.approx(rows[label]["iteration_s"], rel=1e-6)
 
 
 def curve_of(label, losses, iteration_s):

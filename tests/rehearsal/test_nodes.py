@@ -10,13 +10,25 @@ import numpy as np
 import pytest
 import torch
 from support.models import batch, build_model, build_optimizer, build_scheduler, loss_of
-from support.node_jobs import ADAM, DIFFERENT, PAIRS, STRATEGIES, UNEVEN, T, members, profile_in
+from support.node_jobs import (
+    ADAM,
+    DIFFERENT,
+    PAIRS,
+    STRATEGIES,
+    UNEVEN,
+    T,
+    gradients_everywhere,
+    members,
+    profile_in,
+)
 from torch import nn
 
 import offbeat
 from offbeat import DreamDDP, Strategy
+from offbeat.core.profile.elsewhere import with_replica_per_rank
 from offbeat.core.runtime.training_job import Watch
 from offbeat.core.strategy.parsing import parse
+from offbeat.experiments.advice.place import Place
 from offbeat.rehearsal.job import train_replicas
 from offbeat.rehearsal.replica import Replica
 from offbeat.sim import predict, simulate
@@ -86,17 +98,36 @@ def test_a_node_encodes_its_average_once(nodes):
     assert 0 < apart < 0.05
 
 
-@pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3"])
+@pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3", "ddp"])
 def test_clock_is_the_simulators(name):
+    """Messages of torch's DDP pass a ring of all ranks."""
     strategy = parse(name)
     profile = replace(profile_in(ADAM, PAIRS), jitter=0.1)
     _, curve = rehearse(name, PAIRS, profile=profile)
     [course] = curve.run.courses
-    trace = simulate(course.plan, profile, iterations=len(T))
+    there = with_replica_per_rank(profile) if name == "ddp" else profile
+    trace = simulate(course.plan, there, iterations=len(T))
     ends_s = [max(ends) for ends in zip(*trace.ends_s, strict=True)]
     np.testing.assert_allclose(curve.ends_s, ends_s, rtol=1e-12)
     assert curve.prediction is not None
     assert curve.prediction.iteration_s == predict(strategy, profile, ran=course.plan).iteration_s
+
+
+def test_one_node_trains_by_the_mean_gradient_of_its_ranks():
+    """As one machine of two devices does; its messages take no time."""
+    profile = Place(profile_in(ADAM, PAIRS), devices=2).one_machine
+    assert (profile.world_size, profile.topology) == (1, (2,))
+    models, curve = rehearse("ddp", PAIRS[:1], profile=profile)
+    world = members(ADAM, PAIRS[:1])
+    gradients_everywhere(world)
+    assert len(models) == curve.ranks == 2
+    for model, replica in zip(models, world, strict=True):
+        expected = dict(replica.model.named_parameters())
+        for key, tensor in model.named_parameters():
+            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-12, msg=key)
+    free = replace(profile, inside=replace(profile.inside, latency_s=0.0, bytes_per_s=1e30))
+    _, curve = rehearse("ddp", PAIRS[:1], profile=free)
+    assert curve.ends_s[-1] == pytest.approx(len(T) * free.compute_s)
 
 
 def test_what_is_refused():

@@ -41,7 +41,7 @@ from offbeat.core.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
-from offbeat.core.measuring.observe import Observer, timed_modules, usual_message_s
+from offbeat.core.measuring.observe import Observer, least_message_s, timed_modules
 from offbeat.core.measuring.timing import Budget, Probe
 from offbeat.core.runtime import first_iterations
 from offbeat.core.runtime.iteration import Timestamps
@@ -382,12 +382,12 @@ def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
 # --- messages of observed iterations -------------------------------------------------------------
 
 
-def test_the_usual_message_has_no_waiting_and_no_outliers() -> None:
+def test_the_least_message_has_no_waiting() -> None:
     rank_0, rank_1 = [9.0, 1.0, 1.2, 5.0, 1.4], [9.5, 4.0, 1.2, 5.0, 4.4]
     messages = [list(enumerate(rank_0)), list(enumerate(rank_1))]
-    assert usual_message_s(messages) == pytest.approx((1.0 + 1.2 + 1.4) / 3)
-    assert usual_message_s([messages[0], messages[1][2:]]) is None, "three messages are too few"
-    assert usual_message_s([[], []]) is None
+    assert least_message_s(messages) == 1.0
+    assert least_message_s([messages[0], messages[1][2:]]) is None, "too few remain"
+    assert least_message_s([[], []]) is None
 
 
 def test_an_observed_message_corrects_the_rate_where_it_takes_longer() -> None:
@@ -402,8 +402,8 @@ def test_an_observed_message_corrects_the_rate_where_it_takes_longer() -> None:
 
 def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
     """Seconds of a message of the model by the profile of a job whose link was measured as too
-    fast, and the usual seconds of its observed messages."""
-    usual: list[float | None] = []
+    fast, and the least seconds of its observed messages."""
+    least: list[float | None] = []
     profiles: list[Profile] = []
     build = Observer.profile
 
@@ -411,14 +411,14 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
         return (Link(next(iter(cluster.specs)), 0.0, 1e15),), ()
 
     def remember(messages: Any) -> float | None:
-        usual.append(usual_message_s(messages))
-        return usual[-1]
+        least.append(least_message_s(messages))
+        return least[-1]
 
     def profile(*args: Any) -> Profile:
         profiles.append(build(*args))
         return profiles[-1]
 
-    first_iterations.measure_cluster, observe_module.usual_message_s = fast, remember
+    first_iterations.measure_cluster, observe_module.least_message_s = fast, remember
     Observer.profile = profile
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -429,12 +429,12 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
         optimizer.step()
     model.close()
     total = sum(bucket.size_bytes for bucket in profiles[0].buckets)
-    return total / profiles[0].links[0].bytes_per_s, usual[0]
+    return total / profiles[0].links[0].bytes_per_s, least[0]
 
 
 def test_a_job_plans_with_the_rate_of_its_own_messages() -> None:
-    for seconds, usual_s in run_world(profile_of_a_fast_link, 2, 6):
-        assert seconds == pytest.approx(usual_s)
-    for seconds, usual_s in run_world(profile_of_a_fast_link, 2, 2):
-        assert usual_s is None
+    for seconds, least_s in run_world(profile_of_a_fast_link, 2, 6):
+        assert seconds == pytest.approx(least_s)
+    for seconds, least_s in run_world(profile_of_a_fast_link, 2, 2):
+        assert least_s is None
         assert seconds < 1e-9

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
-from offbeat.core.guards.replicas import sends_only_gradients
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict, simulate

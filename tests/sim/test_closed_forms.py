@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from reference import random_timelines
 
+from offbeat.core.sim import event_engine, fast_engine
+from offbeat.core.sim.simulation import make_job, to_trace
 from offbeat.plan import Apply, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
@@ -144,6 +146,58 @@ def test_a_forward_deadline_hides_a_message_under_the_next_forward():
     assert prediction.exposed_s == exactly(2)
     waits = [s for s in prediction.trace.spans if s.kind == "wait"]
     assert {(w.end_s - w.start_s, w.buckets) for w in waits} == {(2.0, None)}
+
+
+def late_plan(size):
+    """Each bucket's parameters are averaged after the step, and due at its own next forward."""
+    transfers = [
+        transfer(
+            "param",
+            range(b, b + 1),
+            after=STEP,
+            before=Moment("forward", b, lag=1),
+            phases=[0],
+            link="net",
+        )
+        for b in reversed(range(size))
+    ]
+    return Plan("late", size, tuple(transfers), (local(size, STEP, [0]),))
+
+
+@settings(max_examples=60, deadline=None)
+@given(ALIKE)
+def test_shards_await_all_averages_when_the_forward_begins(profile):
+    """Whole replicas hide a message behind the forward of the buckets before, shards hide none."""
+    plan = late_plan(len(profile.buckets))
+    message_s = profile.communication_s("net", "param")
+    now_s, end_s = profile.other_s, 0.0
+    for b in reversed(range(plan.buckets)):
+        end_s += message_s[b]
+        now_s = max(now_s, end_s) + profile.buckets[b].forward_s
+    local_s = profile.backward_s + profile.update_s
+    assert predict_plan(plan, profile).iteration_s == exactly(now_s + local_s)
+    sharded = replace(profile, topology=(2,) * profile.world_size, sharded=True)
+    prediction = predict_plan(plan, sharded)
+    begun_s = max(profile.other_s, sum(message_s))
+    assert prediction.iteration_s == exactly(begun_s + profile.forward_s + local_s)
+    assert prediction.exposed_s == exactly(begun_s - profile.other_s)
+
+
+@pytest.mark.parametrize("engine", [fast_engine, event_engine])
+def test_the_forward_of_shards_in_both_engines(engine):
+    # Forward 1 + 1 s, backward 2 + 2 s; bucket 1's message ends at 6 + 5, bucket 0's at 11 + 3.
+    profile = profile_of((1.0, 2.0, 3.0), (1.0, 2.0, 5.0), topology=(2, 2), sharded=True)
+    plan = late_plan(2)
+    job = make_job(plan, profile, Ranks(), 2)
+    trace = to_trace(engine.run(job), plan, range(2), range(1, 2))
+    assert trace.ends_s[0] == (6.0, 14.0 + 6.0)
+    shown = [(s.name, s.start_s, s.end_s) for s in trace.spans if s.rank == 0]
+    assert shown[:4] == [
+        ("wait", 6.0, 11.0),
+        ("wait", 11.0, 14.0),
+        ("forward[1:2]", 14.0, 15.0),
+        ("forward[0:1]", 15.0, 16.0),
+    ]
 
 
 def test_messages_wait_behind_one_that_is_released_later():

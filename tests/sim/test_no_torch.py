@@ -18,6 +18,7 @@ SOURCE = Path(offbeat.plan.__file__).parent.parent
         "sim",
         "strategies.solvers",
         "strategies",
+        "strategies.levels",
         "plan",
         "profile",
         "core.sim.trace",

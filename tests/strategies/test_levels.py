@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from offbeat import Profile, Strategy
+from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.profile.elsewhere import extrapolate, with_replica_per_rank
 from offbeat.core.sim import event_engine, fast_engine
 from offbeat.core.sim.ranks import Ranks
@@ -107,6 +108,24 @@ def test_the_variant_that_uses_gradients_at_the_step(text: str, variant: str) ->
     strategy = variant_of(parse(text), profile_of())
     assert strategy == parse(variant)
     assert strategy.plan(profile_of()) == parse(text).plan(profile_of())
+
+
+def test_shards_have_the_plan_of_their_variant_alone() -> None:
+    """FSDP averages the gradients inside, and updates run at the step."""
+    sharded = replace(profile_of(), sharded=True, inside=None)
+    for text in (*GRADIENTS, *PARAMETERS):
+        strategy = parse(text)
+        plan = strategy.plan(sharded)
+        assert check(plan, sharded) == []
+        assert early_remedy(plan) is None
+        assert not inside_of(plan)
+        assert plan == variant_of(strategy, sharded).plan_of_replicas(sharded)
+        seconds = predict(strategy, sharded).iteration_s
+        assert seconds == pytest.approx(predict(strategy, sharded, ran=plan).iteration_s)
+    assert variant_of(parse("dreamddp"), sharded) == parse("dreamddp:average=before_update")
+    assert variant_of(parse("wfbp"), sharded) == parse("wfbp")
+    with pytest.raises(ValueError, match=r"must update in optimizer.step\(\) where"):
+        Early(period=3).plan(sharded)
 
 
 class Early(type(parse("dreamddp"))):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from reference import random_timelines
 from reference import solve as reference
 from support.strategy_lists import STRATEGIES
 
-from offbeat.core.runtime.updates import early_remedy
+from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.strategy.registry import module_names
 from offbeat.core.verify.check import check
 from offbeat.plan import Payload

@@ -190,7 +190,10 @@ def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[T
                 scheduler.step()
         trained = Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
         trained.plan = model._session.plan
-        are_staged = model._session.engine.flat.shards.are_staged
+        engine = model._session.engine
+        are_staged = engine.flat.shards.are_staged
+        # No message may work in place on memory to which a rule or a vote copies shards.
+        assert engine.staged == are_staged
     return trained, are_staged
 
 

@@ -190,14 +190,9 @@ def rehearse_methods(
         resume: keep the complete curves in `run_dir`.
 
     Raises:
-        ValueError: ranks share a replica, or see `rehearse_script`.
+        ValueError: see `rehearse_script`.
     """
     place = predicted.place
-    if place.devices > 1 or place.profile.topology:
-        raise ValueError(
-            f"devices of a machine ({place.devices}) must be 1 in a rehearsal, in which every rank "
-            "is a whole replica; leave --rehearse out"
-        )
     names = ",".join(map(text_of, predicted.learnt_differently))
     contestants = texts.contestants(names, [])
     outcomes = [

@@ -68,6 +68,7 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         ranks = run.differences
         return Clock(run.trace, predict(strategy, profile, seed=seed, ranks=ranks))
     courses, log = run.courses, run.logs[0]
+    there = strategy.participants(profile)
     iterations = len(log.losses)
     parts: list[Trace] = []
     votes: Mapping[str, list[bool]] = {}
@@ -80,7 +81,7 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         votes = log.outcomes(course, stop)
         trace = simulate(
             course.plan,
-            profile,
+            there,
             iterations=stop - course.first,
             seed=seed,
             record=min(PERIODS * course.plan.period, stop - course.first),
@@ -88,7 +89,7 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         )
         parts.append(trace)
     prediction = predict(strategy, profile, seed=seed, votes=votes or None, ran=courses[-1].plan)
-    return Clock(_join_traces(parts), prediction, profile.topology)
+    return Clock(_join_traces(parts), prediction, there.topology)
 
 
 def _join_traces(parts: Sequence[Trace]) -> Trace:

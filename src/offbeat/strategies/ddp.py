@@ -27,7 +27,6 @@ from offbeat.strategies.wfbp import (
 if TYPE_CHECKING:
     from offbeat.core.runtime.prepared import Session
     from offbeat.core.runtime.training_job import TrainingJob
-    from offbeat.core.sim.prediction import Conditions, Prediction
 
 SIMULTANEOUS = 2  # all_reduces that gloo executes at the same time, by default
 
@@ -57,13 +56,8 @@ class DDP(Strategy):
                 "torch's default"
             )
 
-    def plan(self, profile: Profile) -> Plan:
-        return super().plan(with_replica_per_rank(profile))
-
-    def predict(
-        self, profile: Profile, conditions: Conditions, ran: Plan | None = None
-    ) -> Prediction:
-        return super().predict(with_replica_per_rank(profile), conditions, ran)
+    def participants(self, profile: Profile) -> Profile:
+        return with_replica_per_rank(profile)
 
     def schedule(self, profile: Profile) -> Plan:
         cap = self.cap_mb(profile)
@@ -85,6 +79,7 @@ class DDP(Strategy):
         """
         if self.bucket_cap_mb != "tuned":
             return self.bucket_cap_mb
+        profile = self.participants(profile)
         slowest, message_s = profile.slowest(), message_seconds(profile)
         ready_s, sizes = slowest.ready_s, [bucket.size_bytes for bucket in profile.buckets]
         channels = _channels(profile)

@@ -1,6 +1,9 @@
-"""Two levels: gradients averaged inside replicas of several ranks, a strategy between replicas.
+"""Two levels: replicas of several ranks, which share their gradients, and a strategy between them.
 
-The result is a plan of replicas. On the link `INSIDE` each replica is a group of its own, because a
+In sharded replicas FSDP averages the gradients, and the plan is that of the strategy alone. In
+replicated ones these are messages of the plan.
+
+The plan is one of replicas. On the link `INSIDE` each replica is a group of its own, because a
 collective on it averages over the ranks of one replica. On the other links a collective averages
 over all replicas, as in the plan of the strategy alone.
 """
@@ -11,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offbeat.core.derive import effects
-from offbeat.core.guards.replicas import sends_only_gradients
+from offbeat.core.derive.deferred import early_remedy
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.plan import INSIDE, Moment, Payload, Phases, Plan, Transfer
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy
@@ -24,24 +28,18 @@ def two_levels(strategy: Strategy, profile: Profile) -> Plan:
     """Return the strategy's plan between replicas, with averages of gradients inside them.
 
     Gradients are averaged inside a replica in every iteration, in the messages of WFBP for the link
-    inside. They are not where the strategy averages them over all replicas itself: then its own
-    messages average over both levels at once. Nor are they in a sharded model, which averages them
-    inside its replicas itself.
+    inside. They are not if FSDP averages them, or if the strategy averages them over all
+    replicas itself: then its own messages average over both levels at once.
 
     Args:
         strategy: strategy between replicas.
-        profile: profile with replicas of several ranks.
+        profile: profile of replicas of several ranks.
 
     Raises:
         ValueError: the strategy cannot run between replicas of several ranks.
     """
-    if profile.sharded:
-        plan = strategy.plan_of_replicas(profile)
-        _require_alike(strategy, plan, profile)
-        return plan
     _, plan = _choose_variant(strategy, profile)
-    _require_alike(strategy, plan, profile)
-    if _averages_all_gradients(plan):
+    if profile.sharded or _averages_all_gradients(plan):
         return plan
     inside = tuple(_inside_transfers(plan, profile))
     groups = {INSIDE: tuple((replica,) for replica in range(profile.world_size))}
@@ -52,7 +50,8 @@ def variant_of(strategy: Strategy, profile: Profile) -> Strategy:
     """Return the variant of a strategy that runs between replicas of several ranks.
 
     It is the strategy itself, unless its rules use gradients in backward, before these are averaged
-    inside a replica. Then it is the variant whose updates run in `optimizer.step()`.
+    inside a replica, or it updates sharded parameters outside of `optimizer.step()`. Then it is the
+    variant whose updates run there.
 
     Raises:
         ValueError: there is no such variant.
@@ -63,17 +62,31 @@ def variant_of(strategy: Strategy, profile: Profile) -> Strategy:
 def _choose_variant(strategy: Strategy, profile: Profile) -> tuple[Strategy, Plan]:
     """Return the variant of a strategy and its plan between replicas; see `variant_of`."""
     plan = strategy.plan_of_replicas(profile)
-    if _averages_all_gradients(plan) or not _uses_gradients_early(plan):
+    _require_alike(strategy, plan, profile)
+    if _conflict(plan, profile) is None:
         return strategy, plan
     variant = strategy.at_step()
     plan = plan if variant is None else variant.plan_of_replicas(profile)
-    if variant is None or _uses_gradients_early(plan):
-        raise ValueError(
-            f"strategy ({strategy}) uses gradients in backward, where they are not yet averaged "
-            "over the ranks of a replica; use a strategy that updates in optimizer.step(), or "
-            "start one rank per replica"
+    conflict = _conflict(plan, profile)
+    if conflict is not None:
+        raise ValueError(f"strategy ({strategy}) {conflict}")
+    return variant or strategy, plan
+
+
+def _conflict(plan: Plan, profile: Profile) -> str | None:
+    """Return why a plan cannot run between replicas of several ranks, and the remedy; else None."""
+    if profile.sharded:
+        remedy = early_remedy(plan)
+        return remedy and (
+            "must update in optimizer.step() where the model is sharded (fully_shard), because "
+            f"FSDP gathers weights at moments of its own; {remedy}"
         )
-    return variant, plan
+    if _averages_all_gradients(plan) or not _uses_gradients_early(plan):
+        return None
+    return (
+        "uses gradients in backward, where they are not yet averaged over the ranks of a replica; "
+        "use a strategy that updates in optimizer.step(), or start one rank per replica"
+    )
 
 
 def _averages_all_gradients(plan: Plan) -> bool:

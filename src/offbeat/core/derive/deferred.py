@@ -39,6 +39,22 @@ def defer_updates(plan: Plan) -> Plan | None:
     return replace(plan, transfers=tuple(map(move, plan.transfers)), applies=applies)
 
 
+def early_remedy(plan: Plan) -> str | None:
+    """Return the advice for scripts that need updates in `step()`, if the plan applies gradients at
+    other moments; otherwise None."""
+    points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
+    if plan.source is not None:
+        return (
+            "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
+            "WFBP()"
+        )
+    if "grad" in points:
+        return "use scope='model'" if plan.votes else "use average='before_update'"
+    if "forward" in points:
+        return "use a strategy that steps at once, such as WFBP(), or update='at_step'"
+    return None
+
+
 def _is_state_only(apply: Apply) -> bool:
     """Return whether the apply changes nothing but the optimizer's state."""
     return effects.writes_only(apply, ("state",)) and not effects.reads(apply)

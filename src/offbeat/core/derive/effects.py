@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from offbeat.core.plan.phases import Phases
-from offbeat.core.plan.types import BUILT_IN, Apply, Plan
+from offbeat.core.plan.types import BUFFERS, BUILT_IN, Apply, Plan
 from offbeat.core.rules import EFFECTS, SETTINGS
 from offbeat.core.rules.vocabulary import Use
 
@@ -52,6 +52,14 @@ def uses_any(apply: Apply, buffers: Collection[str]) -> bool:
 def writes_only(apply: Apply, buffers: Collection[str]) -> bool:
     """Return whether the apply changes no buffer outside `buffers`."""
     return apply.rule in EFFECTS and writes(apply) <= set(buffers)
+
+
+def sends_only_gradients(plan: Plan) -> bool:
+    """Return whether a plan sends only gradients and module buffers, in every iteration.
+
+    With such a plan equal replicas stay equal bit by bit.
+    """
+    return all(t.payload.buffer in ("grad", BUFFERS) and t.when is None for t in plan.transfers)
 
 
 def delayed_applies(plan: Plan) -> Sequence[Apply]:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.random_states import CPU, generator
 from offbeat.core.buckets.shards import is_sharded, local_of, own_parameters, reshard
-from offbeat.core.plan import Plan
-from offbeat.core.plan.types import BUFFERS
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
@@ -25,14 +23,6 @@ REPAIR = (
     "load the same checkpoint on all ranks and give every rank the same optimizer, scheduler and "
     "clipping, or average the replicas with model.consolidate(repair=True)"
 )
-
-
-def sends_only_gradients(plan: Plan) -> bool:
-    """Whether a plan sends only gradients and module buffers, in every iteration.
-
-    With such a plan equal replicas stay equal bit by bit.
-    """
-    return all(t.payload.buffer in ("grad", BUFFERS) and t.when is None for t in plan.transfers)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

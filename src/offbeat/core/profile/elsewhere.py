@@ -309,9 +309,9 @@ def with_replica_per_rank(profile: Profile) -> Profile:
 
     A ring of all ranks in order passes each link between nodes once in each step, so that its
     messages take as long as those of a cluster with as many hosts. The ranks of a single node use
-    the link inside it.
+    the link inside it. Sharded replicas stay as they are, because no rank holds a whole one.
     """
-    if not profile.topology:
+    if not profile.topology or profile.sharded:
         return profile
     flat = profile.of_replicas()
     if profile.world_size == 1 and profile.inside is not None:

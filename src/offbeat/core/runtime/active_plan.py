@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
-from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.plan import (
     BUFFERS,
     INSIDE,

@@ -11,12 +11,13 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
+from offbeat.core.derive.deferred import early_remedy
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import ReplicaGuard
 from offbeat.core.guards.replicas import (
     average_replicas,
     repair,
     require_equal,
-    sends_only_gradients,
     take,
 )
 from offbeat.core.plan import Plan
@@ -30,7 +31,6 @@ from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.strategy.interface import Strategy
 
 

@@ -11,7 +11,8 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.console import console
 from offbeat.core.derive import effects
-from offbeat.core.guards.replicas import average_replicas, replica_tensors, sends_only_gradients
+from offbeat.core.derive.effects import sends_only_gradients
+from offbeat.core.guards.replicas import average_replicas, replica_tensors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.flat_session import FlatSession

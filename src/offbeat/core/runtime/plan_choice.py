@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
+from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.guards.script_usage import ScriptUsage
 from offbeat.core.plan import Fact, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.members import require_supported_plan
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.sim.prediction import MEMBERS_FACT
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.verify.check import raise_if_wrong
@@ -67,30 +67,14 @@ class PlanChoice:
             plan = _with_comparisons(plan, profile)
         return plan
 
-    def first_plan(self, *, is_sharded: bool) -> Plan:
+    def first_plan(self) -> Plan:
         """Return the plan with which the session begins.
 
-        Args:
-            is_sharded: whether each rank holds a part of the model. FSDP's gathers would miss
-                updates of single buckets, so the variant that updates at the step runs.
-
         Raises:
-            ValueError: there is no such variant.
+            ValueError: the strategy cannot run between replicas of several ranks.
         """
         self.choose_variant()
-        plan, asked = self.plan(), self.strategy
-        if not is_sharded:
-            return plan
-        why = "FSDP gathers weights at moments of its own"
-        if early_remedy(plan) is not None and (variant := asked.at_step()) is not None:
-            self._replace(variant, f"the model is sharded, and {why}")
-            plan = self.plan()
-        if (remedy := early_remedy(plan)) is not None:
-            raise ValueError(
-                f"strategy ({asked}) must update in optimizer.step() where the model is sharded "
-                f"(fully_shard), because {why}; {remedy}"
-            )
-        return plan
+        return self.plan()
 
     def suitable_plan(self, plan: Plan, usage: ScriptUsage) -> Plan:
         """Return the plan, or that of the variant if the script's usage requires it.
@@ -115,11 +99,14 @@ class PlanChoice:
 
     def choose_variant(self) -> None:
         """Select the variant of the strategy that runs between replicas of several ranks."""
-        if self.profile.inside is None:
+        if not self.profile.topology:
             return
         variant = load_object(VARIANT)(self.strategy, self.profile)
         if variant is not self.strategy:
-            self._replace(variant, "gradients are averaged inside a node before they are applied")
+            why = "gradients are averaged inside a node before they are applied"
+            if self.profile.sharded:
+                why = "the model is sharded, and FSDP gathers weights at moments of its own"
+            self._replace(variant, why)
 
     def restore(self, is_variant: bool) -> None:
         """Select the variant that a saved or a running job has selected before."""

@@ -13,7 +13,7 @@ import torch
 from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.console import console
-from offbeat.core.derive.deferred import defer_updates
+from offbeat.core.derive.deferred import defer_updates, early_remedy
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
 from offbeat.core.measuring.replica_sample import Sample
@@ -27,7 +27,6 @@ from offbeat.core.runtime.position import capture, restore, resume_at
 from offbeat.core.runtime.replanning import Replanner
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
-from offbeat.core.runtime.updates import early_remedy
 from offbeat.core.strategy.interface import Strategy
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class PlanRunner:
             usage = replace(usage or ScriptUsage(), drives=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")  # rank 0 reports warnings for all ranks
-            plan = choice.first_plan(is_sharded=engine.flat.is_sharded)
+            plan = choice.first_plan()
         if engine.flat.shards.are_staged:
             self._decisions.print(
                 f"torch {torch.__version__} stores shards otherwise than expected, so parameters "

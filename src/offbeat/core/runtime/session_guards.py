@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
 from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.attached import UncopiedHook

@@ -43,7 +43,7 @@ def startup_notices(strategy: Strategy, cluster: Cluster, gpus: Sequence[Gpu | N
     if topology.is_flat:
         nodes = None if topology.source else _nodes_notice(os.environ, strategy, topology.ranks)
     else:
-        nodes = f"{topology} ({topology.source}): {_describe_nodes(topology)}"
+        nodes = f"{topology} ({topology.source}): {_describe_nodes(topology, strategy)}"
     shared = _shared_gpu_notice(cluster.control.hosts, gpus)
     return [text for text in (nodes, shared) if text is not None]
 
@@ -72,18 +72,19 @@ def _shared_gpu_notice(hosts: Sequence[str], gpus: Sequence[Gpu | None]) -> str 
     )
 
 
-def _describe_nodes(topology: Topology) -> str:
+def _describe_nodes(topology: Topology, strategy: Strategy) -> str:
     """Return what the ranks of a node share."""
+    between = f"{strategy.name} averages between the {topology.replicas} nodes"
     if topology.sharded:
-        return "each node holds one replica in shards, which average between nodes"
+        return f"each node holds the model in shards, whose gradients FSDP averages, and {between}"
     if topology.replicas == 1:
         return (
             "every rank holds the whole model; gradients are averaged inside the node in every "
             "iteration, and there is no other node to average with"
         )
     return (
-        "every rank holds the whole model; gradients are averaged inside a node in every "
-        f"iteration, and the strategy averages {topology.replicas} replicas between nodes"
+        "every rank holds the whole model; the ranks of a node average their gradients in every "
+        f"iteration, and {between}"
     )
 
 

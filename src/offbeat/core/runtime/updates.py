@@ -13,31 +13,15 @@ from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive import effects
+from offbeat.core.derive.deferred import early_remedy
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
-from offbeat.core.guards.replicas import sends_only_gradients
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.stepper import BucketStepper, Settings
-
-
-def early_remedy(plan: Plan) -> str | None:
-    """Return the advice for scripts that need updates in `step()`, if the plan applies gradients at
-    other moments; otherwise None."""
-    points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
-    if plan.source is not None:
-        return (
-            "let the strategy clip each stage (clip=...), or use one that steps at once, such as "
-            "WFBP()"
-        )
-    if "grad" in points:
-        return "use scope='model'" if plan.votes else "use average='before_update'"
-    if "forward" in points:
-        return "use a strategy that steps at once, such as WFBP(), or update='at_step'"
-    return None
-
 
 AT_ONCE = "use a strategy that steps at once, such as WFBP()"
 FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which checksums of weights are compared

@@ -79,10 +79,23 @@ class Costs:
         # compute_s[place]: seconds of compute between the previous moment and the one at `place`.
         self.compute_s = np.array(
             [
-                sum(self.work_s(*work) for work in work_before(place, plan.buckets))
+                sum(self.work_s(*work) for work in self.work_before(place))
                 for place in range(2 * plan.buckets + 2)
             ]
         )
+
+    def work_before(self, place: int) -> tuple[tuple[str, int], ...]:
+        """Return the compute between the previous position and this one, as (kind, bucket).
+
+        FSDP gathers weights at moments of its own, so all messages that are due in the forward of a
+        sharded replica are awaited when it begins. Its whole forward follows these moments.
+        """
+        work, buckets = work_before(place, self.plan.buckets), self.plan.buckets
+        if not self.profile.sharded or place > buckets:
+            return work
+        if place < buckets:
+            return ()
+        return (*(("forward", b) for b in range(buckets - 1, 0, -1)), *work)
 
     def work_s(self, kind: str, bucket: int) -> float:
         """Return the seconds of a bucket's forward or backward."""

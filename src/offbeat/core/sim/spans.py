@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from offbeat.core.derive import effects
 from offbeat.core.derive.windows import Windows
 from offbeat.core.plan import Transfer
-from offbeat.core.plan.program import Step, work_before
+from offbeat.core.plan.program import Step
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.trace import COMPUTE, Span
 
@@ -55,7 +55,7 @@ class _SpanBuilder:
         factor = run.factor(iteration, self.rank)
         steps = {step.position: step for step in self.program.program.steps(iteration)}
         for place in range(2 * buckets + 2):
-            for kind, bucket in work_before(place, buckets):
+            for kind, bucket in self.costs.work_before(place):
                 seconds = self.costs.work_s(kind, bucket) * factor
                 yield from self._spend(kind, iteration, seconds, bucket)
             if place in steps:

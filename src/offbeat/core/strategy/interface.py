@@ -99,9 +99,19 @@ class Strategy(ABC):
             ValueError: replicas have several ranks, and the strategy cannot run between such
                 replicas.
         """
+        profile = self.participants(profile)
         if profile.topology:
             return load_object(TWO_LEVELS)(self, profile)
         return self.plan_of_replicas(profile)
+
+    def participants(self, profile: Profile) -> Profile:
+        """Return the profile with one replica for each participant of a message. By default
+        participants are the replicas of the job, whatever their number of ranks.
+
+        Args:
+            profile: profile of the job.
+        """
+        return profile
 
     def plan_of_replicas(self, profile: Profile) -> Plan:
         """Return the plan between replicas, without averages of gradients inside them.
@@ -265,7 +275,8 @@ class Strategy(ABC):
             ran: plan that a run has executed; None: the strategy's own plan.
         """
         plan = self.plan(profile) if ran is None else ran
-        return load_object(PREDICT_UNDER)(plan, profile, conditions, str(self))
+        there = self.participants(profile)
+        return load_object(PREDICT_UNDER)(plan, there, conditions, str(self))
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         """Return the names of the votes during training.

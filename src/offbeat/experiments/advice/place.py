@@ -112,7 +112,8 @@ class Place:
 
     @property
     def one_machine(self) -> Profile:
-        """Return the profile of the fastest machine alone, which sends nothing."""
+        """Return the profile of the fastest machine alone, which sends nothing. Its devices share
+        its replica."""
         links = tuple(
             Link(link.name, 0.0, FREE_BYTES_PER_S, asked_rate_bps=self.rate_bps)
             for link in self.profile.links
@@ -120,7 +121,13 @@ class Place:
         alone = self.fastest_machine
         buckets = tuple(replace(bucket, communication_s={}) for bucket in alone.buckets)
         return replace(
-            alone, buckets=buckets, links=links, world_size=1, rank_jitter=(), contention=()
+            alone,
+            buckets=buckets,
+            links=links,
+            world_size=1,
+            topology=alone.topology[:1],
+            rank_jitter=(),
+            contention=(),
         )
 
     @property

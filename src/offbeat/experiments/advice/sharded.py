@@ -26,7 +26,8 @@ all shards of a machine share its network, so a layer costs c(p_l) of N ranks:
     R_l = max(R_(l+1), end of b_l) + c(p_l)
 
 Messages inside a machine count as free. Both take at least the larger of compute and communication
-(`bound_s`), and at most their sum (`unhidden_s`).
+(`bound_s`), and at most their sum (`unhidden_s`). On CPUs they take the sum: FSDP issues messages
+on streams of the device, and without streams each of them blocks the compute that issues it.
 
 Sources: Rajbhandari et al., ZeRO, SC 2020, section 7 (volume of messages); Zhao et al., PyTorch
 FSDP, VLDB 2023, sections 3.2.2 (hybrid sharding) and 3.3 (order and prefetching of messages).
