@@ -651,7 +651,9 @@ class Optimizer(torch.optim.Optimizer):
         ranks.
         """
         # Without `__getattr__`, whose errors take time in every step.
-        found_inf = vars(self).get("found_inf", getattr(self.inner, "found_inf", None))
+        found_inf = vars(self).get("found_inf")
+        if found_inf is None:
+            found_inf = getattr(self.inner, "found_inf", None)
         if found_inf is None:
             return False
         self._session.on_scaler_step()
