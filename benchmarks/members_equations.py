@@ -213,6 +213,10 @@ class Reference:
                 self._average_gradients(messages, members, survivors)
                 for replica in present.values():
                     replica.step()
+            elif _averages_first(plan):
+                self._average_weights(messages, plan, t - epoch.first_iteration)
+                for replica in present.values():
+                    replica.step()
             else:
                 for replica in present.values():
                     replica.step()
@@ -245,7 +249,8 @@ class Reference:
         self, messages: Sequence[tuple[Transfer, bool]], plan: Plan, planned: int
     ) -> None:
         own = self._replicas
-        votes_yes = any(replica.steps == 1 for replica in own.values())  # of SelSync, see `CASES`
+        # Of SelSync, which averages after the step; see `CASES`.
+        votes_yes = any(replica.steps == 1 for replica in own.values())
         averaged, lost = set[int](), set[int]()
         for transfer, has_landed in messages:
             if transfer.payload.buffer != "param":
@@ -281,6 +286,14 @@ class Reference:
 
     def _numbers(self, epoch: Epoch) -> set[int]:
         return {self._number_of[name] for name in epoch.members}
+
+
+def _averages_first(plan: Plan) -> bool:
+    """Return whether parameters are sent in backward and updated in the step, from the average."""
+    sends_early = any(
+        t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers
+    )
+    return sends_early and all(a.at.point == "step" for a in plan.applies if a.rule == "local")
 
 
 def lost_batches(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -153,8 +155,10 @@ def closing_on_failure(member: JobMember) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they refer to groups, which would stay open
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()
         if member.has_joined and isinstance(error, RuntimeError):
             raise JoinError(str(error)) from error
         raise

@@ -47,10 +47,17 @@ class Feeding:
         held, sources = [*tensors], self.sources if are_equal else self.sources[:1]
         firsts = [node[0] for node in self.cluster.topology.nodes if node[0] in self.joining]
         with self.cluster.control.collective("sending the state to joining members"):
-            self._send(held, sources, firsts)
-            for node in self.cluster.topology.nodes:
-                if node[0] in firsts:
-                    self._send(held, node[:1], node[1:])
+            self.cluster.control.run_checked(lambda: self._send_all(held, sources, firsts))
+
+    def _send_all(
+        self, held: Sequence[Tensor], sources: Sequence[int], firsts: Sequence[int]
+    ) -> None:
+        """Send tensors from the sources to the first ranks of joining nodes, and from these to the
+        other ranks of their nodes."""
+        self._send(held, sources, firsts)
+        for node in self.cluster.topology.nodes:
+            if node[0] in firsts:
+                self._send(held, node[:1], node[1:])
 
     def _send(self, held: Sequence[Tensor], sources: Sequence[int], to: Sequence[int]) -> None:
         """Send an equal part of each run of bytes from each source to each of other ranks."""

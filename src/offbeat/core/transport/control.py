@@ -133,8 +133,7 @@ class Control:
             self.hosts: list[str] = self.gather(host)
         else:
             own = [host, f"with {self._protocol}", torch_version]
-            with self.collective("exchanging versions"):
-                known = self.run_checked(lambda: packed.gather(own, self.group))
+            known = self.gather(own)
             require_same_versions(known, self.rank)
             self.hosts = [host for host, *_ in known]
 
@@ -174,10 +173,8 @@ class Control:
             return self.new_group("gloo", like=getattr(self, "group", None))
 
     def run_checked(self, act: Callable[[], Any]) -> Any:
-        """Return the result of a call that waits for other ranks: of a connection, or of the first
-        collective of a group, because connections to a rank that has given up the group may be
-        open. Where the members change, it fails as soon as one has failed.
-        """
+        """Return the result of a call that waits for other ranks. Where the members change, it
+        fails as soon as one has failed or given up: connections to that rank may remain open."""
         return run_checked(act, self.timeout_s, self._require_members)
 
     def new_group(
@@ -249,7 +246,7 @@ class Control:
             ValueError: on every rank, if a value has another type.
         """
         with self.collective("exchanging values"):
-            return packed.gather(value, self.group)
+            return self.run_checked(lambda: packed.gather(value, self.group))
 
     def share_first(self, value: Any) -> Any:
         """Return rank 0's value on every rank; see `gather`. Other ranks send nothing."""
@@ -289,7 +286,7 @@ class Control:
         """
         own = torch.tensor([number], dtype=torch.int64, device="cpu")
         with self.waiting("comparing values"):
-            return int(all_gather(own, self.group).max())
+            return int(self.run_checked(lambda: all_gather(own, self.group)).max())
 
     def agree(self, what: str, value: Any, remedy: str) -> None:
         """Require equal values on all ranks.
