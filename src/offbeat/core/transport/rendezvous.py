@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -228,23 +227,31 @@ def run_limited(
     Raises:
         TimeoutError: the request has lasted longer than `limit_s`.
     """
-    answer = Future[Any]()
+    done, outcome = threading.Event(), list[tuple[Any, BaseException | None]]()
 
     def run() -> None:
         try:
-            answer.set_result(request())
+            outcome.append((request(), None))
         except BaseException as error:
-            answer.set_exception(error)
+            outcome.append((None, error))
+        done.set()
 
     threading.Thread(target=run, daemon=True).start()
     end_s = time.monotonic() + limit_s
-    while not answer.done():
+    while True:
         left_s = max(end_s - time.monotonic(), 0.0)
-        done, _ = wait([answer], left_s if check is None else min(left_s, CHECK_EVERY_S))
-        if done:
+        if done.wait(left_s if check is None else min(left_s, CHECK_EVERY_S)):
             break
         if time.monotonic() >= end_s:
             raise TimeoutError(f"the store, or another rank, has not answered in {limit_s:.3g} s")
         if check is not None:
             check()
-    return answer.result()
+    # No frame of the error may refer to the error: its other frames refer to process groups, which
+    # would stay connected.
+    result, error = outcome.pop()
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error
