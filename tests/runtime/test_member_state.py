@@ -46,7 +46,9 @@ def feed(nodes: str, equal: bool) -> tuple[list[Tensor], Any, int]:
     dist.isend = isend
     rank = dist.get_rank()
     group = dist.group.WORLD
-    control = SimpleNamespace(rank=rank, group=group, collective=lambda _: nullcontext())
+    control = SimpleNamespace(
+        rank=rank, group=group, collective=lambda _: nullcontext(), run_checked=lambda act: act()
+    )
     cluster: Any = SimpleNamespace(
         topology=Topology(NODES[nodes]), control=control, everyone=None, where=torch.device("cpu")
     )
