@@ -46,7 +46,8 @@ class TrainerStrategy(_Configured):
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], torch.optim.Optimizer):
             raise ValueError(
                 f"configure_optimizers must return one optimizer ({len(self.optimizers)} here); "
-                "give it the parameters of all as param groups"
+                "give it the parameters of all as param groups, or prepare networks that step in "
+                "turn (GANs) one by one, in your own loop or with Fabric"
             )
         self.model, optimizer = prepare_training(
             self.model, self.optimizers[0], self._strategy, **self._options
