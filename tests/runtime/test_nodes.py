@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "sends between single ranks": (
         lambda: {"strategy": Cyclic()},
-        "strategy (cyclic) uses gradients in backward",
+        "strategy (cyclic) must average over all replicas where these have several ranks",
     ),
     "a vote on averaged gradients": (
         lambda: {"strategy": SelSync(aggregate="gradients")},
