@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from support.worlds import run_world
 
 import offbeat
 from offbeat import LocalSGD, Members
-from offbeat.core.transport.link import LinkThread, Message
+from offbeat.core.transport.collectives import Collectives, Levels, two_levels
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.link import LinkThread, Message, MessageLink
 
 SCENARIO = Scenario(LocalSGD(period=2), 0, first=2)
 BEFORE, AFTER = 2, 10  # epochs with both members, in which the resources are counted
@@ -132,3 +135,14 @@ def test_descriptors_and_threads_do_not_grow(job: Callable[[str], Any]) -> None:
     (descriptors, threads), (later_descriptors, later_threads) = stays[BEFORE], stays[AFTER]
     assert later_descriptors < descriptors + AFTER - BEFORE
     assert later_threads < threads + AFTER - BEFORE
+
+
+def test_a_link_of_two_levels_keeps_no_collectives_of_its_groups() -> None:
+    inside, column = (Collectives({}, lambda *_: None) for _ in range(2))
+    levels = Levels(inside, column, owners=1, weight=1.0, rank=0, ranks=2)
+    remaining = [ref(inside), ref(column)]
+    link = MessageLink("net", two_levels(levels), CPU())
+    del inside, column, levels
+    assert all(one() is not None for one in remaining)
+    link.drop_group()
+    assert [one() for one in remaining] == [None, None]
