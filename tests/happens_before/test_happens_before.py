@@ -83,7 +83,7 @@ NODE_CALLS: list[Call] = [
     *(
         ("shard", text)
         for text in (
-            "wfbp", "dear", "diloco:period=2:fragments=1:due=forward",
+            "wfbp", "dear", "diloco:period=2:fragments=1",
             "dreamddp:period=3:due=delayed",
             "wfbp:fusion=none:wire=int8", "deft:forward=1:backward=1", "selsync:delta=0.1",
         )
@@ -129,7 +129,6 @@ PLANTED_IN_NODES: list[Call] = [
     ("shard", "wfbp", "no_release"),
     ("shard", "wfbp", "early_release"),
     ("shard", "wfbp:fusion=none", "unmarked_side_stream"),
-    ("shard", "diloco:period=2:fragments=1:due=forward", "by_module"),
     ("shard", "dreamddp:period=3:due=delayed", "by_module"),
 ]
 PLANTED_AMONG_MEMBERS: list[Call] = [
