@@ -116,7 +116,8 @@ class Job:
         """Of every prepared model: what ran from which iteration on."""
         asked, found = self.strategy, []
         for _, prepared in self.modules:
-            now = getattr(getattr(prepared, "_session", None), "_strategy", asked)
+            choice = getattr(getattr(prepared, "_session", None), "choice", None)
+            now = asked if choice is None else choice.strategy
             found.append([(0, asked)] + ([(1, now)] if now != asked else []))
         return found
 
