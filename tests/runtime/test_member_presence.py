@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from datetime import timedelta
 
@@ -49,6 +50,36 @@ def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.Mon
     assert probe((HOST, 1), "a") == "silent"
     failure = errno.EHOSTUNREACH
     assert probe((HOST, 1), "a") == "unreachable"
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+@pytest.mark.parametrize(
+    ("sent", "given_up"), [(b"a/0\n12\n", True), (b"a/0\n1", True), (b"a/0\n4\n", False)]
+)
+def test_an_answer_in_parts_is_read_whole(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, given_up: bool, size: int
+) -> None:
+    """A process that ends before its answer is whole counts as one that has ended."""
+    own, other = socket.socketpair()
+
+    class Parts:
+        """Connection that delivers a few bytes at a time."""
+
+        settimeout = own.settimeout
+
+        def recv(self, _: int) -> bytes:
+            return own.recv(size)
+
+        def __enter__(self) -> Parts:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            own.close()
+
+    other.sendall(sent)
+    other.close()
+    monkeypatch.setattr(member_presence.socket, "create_connection", lambda *_: Parts())
+    assert is_gone((HOST, 1), "a/0", epoch=12) is given_up
 
 
 def refuse() -> None:

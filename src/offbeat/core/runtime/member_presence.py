@@ -16,6 +16,7 @@ from offbeat.core.transport.interfaces import ipv4_of
 
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
 PROBES = 16  # probes at the same time
+ANSWER_BYTES = 4096  # longest answer to a probe
 # Errors of a connection that state a lack of this host, and nothing about the other one.
 OWN_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 THREAD_NAME = "offbeat-member"
@@ -66,7 +67,7 @@ class Presence:
                 return
             with suppress(OSError), connection:
                 connection.settimeout(PROBE_S)
-                connection.sendall(f"{self._name}\n{self.given_up}".encode())
+                connection.sendall(f"{self._name}\n{self.given_up}\n".encode())
 
     def close(self) -> None:
         """Close the socket."""
@@ -99,14 +100,19 @@ def _ask(address: tuple[str, int], name: str) -> tuple[Answer, int]:
         return "ended", -1
     except OSError as error:
         return ("silent" if error.errno in OWN_ERRORS else "unreachable"), -1
+    answer = b""
     with connection:
         connection.settimeout(PROBE_S)
         try:
-            answer = connection.recv(4096).decode(errors="replace")
+            while answer.count(b"\n") < 2 and (part := connection.recv(ANSWER_BYTES)):
+                answer += part
+                if len(answer) > ANSWER_BYTES:  # another program has the port now
+                    return "ended", -1
         except OSError:
             return "silent", -1
-    found, _, number = answer.partition("\n")
-    return ("alive", int(number)) if found == name else ("ended", -1)
+    found, _, number = answer.decode(errors="replace").rstrip("\n").partition("\n")
+    is_whole = answer.count(b"\n") == 2 and found == name
+    return ("alive", int(number)) if is_whole else ("ended", -1)
 
 
 def is_gone(address: tuple[str, int], name: str, epoch: int | None = None) -> bool:
