@@ -1,8 +1,9 @@
-"""Which tests may run beside each other: files do, but labs come one after another."""
+"""Which tests may run beside each other, and what no test leaves to the next."""
 
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +30,31 @@ def group_of(nodeid: str) -> str:
     if path.startswith(SPREAD):
         return nodeid
     return "labs" if path.startswith(LABS) else path
+
+
+def destroy_group() -> bool:
+    """Destroy torch's default process group and return True if this process has one. Processes
+    without torch do not import it for that."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return False
+    dist.destroy_process_group()
+    return True
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """Default process group of a test that calls `offbeat.prepare` in this process."""
+    yield
+    destroy_group()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Report a default process group that a test leaves to the next, which may create its own."""
+    yield
+    if destroy_group():
+        pytest.fail(f"{item.nodeid} must destroy its process group; use the fixture own_group")
 
 
 def pytest_collection_finish() -> None:

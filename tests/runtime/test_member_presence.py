@@ -96,11 +96,11 @@ def test_a_process_group_is_given_up_when_a_rank_is_gone() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("own_group")
 def test_a_process_group_is_created_while_ranks_are_checked() -> None:
     with share_devices(None, refuse):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "gloo"
-    dist.destroy_process_group()
 
 
 def test_a_request_without_a_check_runs_in_this_thread() -> None:

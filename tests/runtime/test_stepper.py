@@ -28,6 +28,8 @@ PROFILE = offbeat.Profile.from_dict(
 )
 CALLS = 2  # in the second iteration: one layer leaves in backward, the others are stepped together
 
+pytestmark = pytest.mark.usefixtures("own_group")
+
 
 def prepared(inner: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[Any, Any, Any]:
     """Model, prepared optimizer, the user's own."""

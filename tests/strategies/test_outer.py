@@ -117,6 +117,7 @@ def test_memory_is_told():
         assert strategy.plan(PROFILE).fact("memory_bytes") == count * size
 
 
+@pytest.mark.usefixtures("own_group")
 def test_weights_that_are_loaded_are_where_the_outer_optimizer_begins():
     own = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
