@@ -10,10 +10,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from offbeat.core.runtime import member_presence
-from offbeat.core.runtime.member_presence import Presence, find_gone, is_gone, probe
+from offbeat.core.runtime import member_presence, members
+from offbeat.core.runtime.member_node import MemberNode
+from offbeat.core.runtime.member_presence import PROBES, Presence, find_gone, is_gone, probe
+from offbeat.core.runtime.members import JobMember, Members
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.rendezvous import run_checked, run_limited
+from offbeat.membership import Epoch, LocalMembership
 
 HOST = "127.0.0.1"
 
@@ -39,6 +42,31 @@ def test_a_rank_that_has_given_up_an_epoch_takes_part_in_the_next() -> None:
     assert find_gone({}) == []
     for presence in presences.values():
         presence.close()
+
+
+def test_the_probes_of_a_large_job_grow_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank probes a few others at a time, and all of them in turn."""
+    member = JobMember(Members(LocalMembership()), {}, None, 1.0, MemberNode())  # type: ignore[arg-type]
+    others, calls = [f"other{n}" for n in range(100)], list[list[str]]()
+    names = (*others[:40], member.name, *others[40:])
+    member.epoch = Epoch(0, names, details={"addresses": {name: [[HOST, 1]] for name in names}})
+    gone = set[str]()
+
+    def find(places: dict[str, object], _: int) -> list[str]:
+        calls.append([*places])
+        return [name for name in places if name in gone]
+
+    monkeypatch.setattr(members, "find_gone", find)
+    for _ in range(7):
+        member.require_present()
+    assert {len(probed) for probed in calls} == {PROBES}
+    assert {name for probed in calls for name in probed} == {*others}
+    assert calls[0] == others[40 : 40 + PROBES]
+    gone.add("other3")
+    with pytest.raises(RuntimeError, match=r"member other3\) has failed, or has given up epoch 0"):
+        for _ in range(7):
+            member.require_present()
+    member.close()
 
 
 def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.MonkeyPatch) -> None:

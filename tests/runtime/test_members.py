@@ -19,9 +19,10 @@ from support.member_jobs import (
     largest_difference,
     membership_service,
     train_member,
+    train_twice,
     with_states,
 )
-from support.worlds import free_port, watch_world
+from support.worlds import free_port, run_world, watch_world
 
 from offbeat import BSP, P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
 from offbeat.membership import Epoch
@@ -276,6 +277,15 @@ def test_consolidate_survives_a_failure(inject: dict[int, str], members: list[in
     assert [len(e.members) for e in epochs] == members
     assert bool(epochs[1].details["united"]) == (members == [3, 3])
     assert epochs[1].first_iteration == 2
+
+
+def test_a_process_trains_again_after_it_has_closed_its_model() -> None:
+    scenario = Scenario(LocalSGD(period=2), 4, first=2)
+    with membership_service() as address:
+        (first, again), *others = run_world(train_twice, 2, address, scenario)
+        assert [len(e.members) for e in epochs_of(address)] == [2, 2]
+    for weights in (again, *(weights for other in others for weights in other)):
+        assert all(weights[name].equal(value) for name, value in first.items())
 
 
 # ---- members of several ranks ---------------------------------------------------------------

@@ -104,8 +104,16 @@ def test_refused_before_anything_is_opened(
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("options", [{"compare_every": -1}, {"on_nonfinite": "stop"}], ids=str)
-def test_a_rehearsal_refuses_what_training_refuses(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compare_every": -1},
+        {"on_nonfinite": "stop"},
+        {"members": offbeat.Members("127.0.0.1:1")},  # ranks of a rehearsal do not change
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_refused_in_a_rehearsal(options: dict[str, Any]) -> None:
     def prepare() -> None:
         REHEARSAL.set(lambda *_, **__: pytest.fail("rehearsed"))
         offbeat.prepare(*mlp(), BSP(), **options)

@@ -212,6 +212,28 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
     return Outcome(member.name, history, has_left, read, start, saved)
 
 
+def train_twice(address: str, scenario: Scenario) -> list[Weights]:
+    """Return the weights after two jobs of this process, one after the other."""
+    who, found = enter_environment(scenario), list[Weights]()
+    for _ in range(2):
+        model = build_model(CASE, seed=0)
+        model, optimizer = offbeat.prepare(
+            model,
+            build_optimizer(CASE, model),
+            scenario.strategy,
+            profile=scenario.profile,
+            timeout_s=scenario.timeout_s,
+            members=Members(address, first=scenario.first),
+        )
+        for t in range(scenario.iterations):
+            optimizer.zero_grad()
+            loss_of(model, *batch(CASE, who, t)).backward()
+            optimizer.step()
+        found.append(snapshot(dict(model.module.named_parameters())))
+        model.close()
+    return found
+
+
 def saved_text(saving: Any) -> str:
     """Return the name of a checkpoint, or why it was not saved."""
     try:

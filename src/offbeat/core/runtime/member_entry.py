@@ -19,7 +19,12 @@ from offbeat.core.runtime.connecting import Connector, register_exit
 from offbeat.core.runtime.known_profile import GivenProfile
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.member_node import MemberNode
-from offbeat.core.runtime.members import JobMember, Members, require_supported_strategy
+from offbeat.core.runtime.members import (
+    JobMember,
+    Members,
+    destroy_left_group,
+    require_supported_strategy,
+)
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.interfaces import control_interface
@@ -105,11 +110,13 @@ def _connect(
 ) -> tuple[JobMember, Cluster]:
     """Return this process as a member, and its connections to all members."""
     specs = own.specs
+    destroy_left_group()
     if dist.is_initialized() or any(spec.backend != "gloo" for spec in specs):
         what = "process group (initialized)" if dist.is_initialized() else f"links ({own.links!r})"
         raise ValueError(
             f"{what} must be left to offbeat.prepare where members change: it creates groups of "
-            "gloo for each set of members; remove init_process_group and links of NCCL"
+            "gloo for each set of members; remove init_process_group and links of NCCL, "
+            "and close a model that has been prepared before"
         )
     register_exit(True)
     facts = {**facts, "number of links": str(len(specs))}

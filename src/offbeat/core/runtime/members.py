@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d
@@ -30,6 +31,7 @@ from offbeat.core.runtime.member_node import (
     topology_of,
 )
 from offbeat.core.runtime.member_presence import (
+    PROBES,
     Presence,
     find_gone,
     is_gone,
@@ -56,6 +58,7 @@ LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members
 RENEW_S = 5.0  # longest time between two renewals of a request to join
 
 JoinState = Literal["copy", "fresh"]
+_left_groups = WeakSet[dist.ProcessGroup]()  # default groups of jobs that this process has left
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class JobMember:
         self.name: str = node.gather(new_member_name())[0]
         self.rank_name: str = rank_names({self.name: node.size})[node.rank]
         self._presence = Presence(self._address, self.rank_name)
+        self._probed = 0  # number of probes of `require_present`
         self._addresses = node.gather([self._address, self._presence.port])
         self.links: list[str] = []  # names of the links, the same on all members
         self._ended, self._ended_version, self._ended_look_s = False, -1, 0.0  # of `_has_ended`
@@ -338,10 +342,18 @@ class JobMember:
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
     def require_present(self) -> None:
-        """Raise RuntimeError if another rank of the epoch is gone, or has given up the epoch."""
+        """Raise RuntimeError if another rank of the epoch is gone, or has given up the epoch.
+
+        A call probes the next `PROBES` ranks in turn, so the probes of a job do not grow with the
+        square of its ranks. A rank that finds one gone gives up, so the others find it sooner.
+        """
         number, places = self.epoch.number, _places(self.epoch.details["addresses"])
-        del places[self.rank_name]
-        lost = find_gone(places, number)
+        names, own = [*places], [*places].index(self.rank_name)
+        others = names[own + 1 :] + names[:own]
+        first = self._probed % max(len(others), 1)
+        self._probed += PROBES
+        probed = (others[first:] + others[:first])[:PROBES]
+        lost = find_gone({name: places[name] for name in probed}, number)
         if lost:
             words = ", ".join(map(self.describe_rank, lost))
             raise RuntimeError(f"{words} has failed, or has given up epoch {number}")
@@ -440,9 +452,17 @@ class JobMember:
 
     def close(self) -> None:
         """Leave the job and close the connection to the service."""
+        if dist.is_initialized():
+            _left_groups.add(dist.group.WORLD)
         self.watch.close()
         self._presence.close()
         self.membership.close()
+
+
+def destroy_left_group() -> None:
+    """Destroy the default process group of a job that this process has left, if it exists."""
+    if dist.is_initialized() and dist.group.WORLD in _left_groups:
+        dist.destroy_process_group()
 
 
 def _places(addresses: Mapping[str, Any]) -> dict[str, Any]:

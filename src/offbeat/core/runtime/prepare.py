@@ -188,6 +188,11 @@ def prepare(
     rehearse = REHEARSAL.get()
     if rehearse is not None:
         watch = Watch(compare_every, on_nonfinite, broadcast_buffers)
+        if members is not None:
+            raise ValueError(
+                "members (given) must be left out in a rehearsal, whose ranks do not change; "
+                "rehearse the script with members=None, and without MemberSampler"
+            )
         return rehearse(model, optimizer, strategy, watch, mesh=mesh, nodes=nodes)
     job = current_job()
     if not dist.is_initialized():
