@@ -452,8 +452,8 @@ class JobMember:
 
     def close(self) -> None:
         """Leave the job and close the connection to the service."""
-        if dist.is_initialized():
-            _left_groups.add(dist.group.WORLD)
+        if (group := dist.group.WORLD) is not None:
+            _left_groups.add(group)
         self.watch.close()
         self._presence.close()
         self.membership.close()
@@ -461,7 +461,7 @@ class JobMember:
 
 def destroy_left_group() -> None:
     """Destroy the default process group of a job that this process has left, if it exists."""
-    if dist.is_initialized() and dist.group.WORLD in _left_groups:
+    if dist.group.WORLD in _left_groups:
         dist.destroy_process_group()
 
 
