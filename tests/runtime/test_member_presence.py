@@ -56,16 +56,18 @@ def test_the_probes_of_a_large_job_grow_with_its_ranks(monkeypatch: pytest.Monke
         calls.append([*places])
         return [name for name in places if name in gone]
 
+    def look() -> None:
+        for _ in range(7):
+            member.require_present()
+
     monkeypatch.setattr(members, "find_gone", find)
-    for _ in range(7):
-        member.require_present()
+    look()
     assert {len(probed) for probed in calls} == {PROBES}
     assert {name for probed in calls for name in probed} == {*others}
     assert calls[0] == others[40 : 40 + PROBES]
     gone.add("other3")
     with pytest.raises(RuntimeError, match=r"member other3\) has failed, or has given up epoch 0"):
-        for _ in range(7):
-            member.require_present()
+        look()
     member.close()
 
 

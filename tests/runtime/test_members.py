@@ -218,6 +218,15 @@ def test_a_member_dies_in_an_average_that_is_repeated(inject: dict[int, str], la
     assert [(len(e.members), e.first_iteration) for e in epochs] == [(4, 0), (3, 6), (2, 6)]
 
 
+def test_a_member_dies_while_another_one_leaves_with_gradients_that_are_due_later() -> None:
+    """Process 1 leaves at the boundary in which process 2 dies, and the averages of the last
+    iteration, which the next forward would await, have arrived on no rank."""
+    inject = {1: "send in union", 2: "end before union"}
+    outcomes, epochs = run(Scenario(P3(), 12, leaves={1: 4}, inject=inject))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 8), (1, 8)]
+    assert [o and o.has_left for o in outcomes] == [False, True, None]
+
+
 @pytest.mark.parametrize("place", ["end in begin", "end in joining"])
 def test_a_member_dies_while_a_process_joins(place: str) -> None:
     """The survivors leave it out, and the process joins again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
+from offbeat.core.transport.link import LinkThread, Message
+
+BOUNDARY = 7  # last iteration before the first boundary of plans with a period of one iteration
 
 
 def inject(name: str) -> None:
@@ -87,6 +91,27 @@ def _lose_begin() -> None:
 
 def _end_in_union() -> None:
     flat_session.average_replicas = member_session.average_replicas = _end
+
+
+def _end_before_union() -> None:
+    MemberSession.unite = _end  # type: ignore[method-assign]
+
+
+def _send_in_union() -> None:
+    """Send the messages of iteration `BOUNDARY` when the replicas are united before a change."""
+    send, unite, begun = LinkThread._send, MemberSession.unite, threading.Event()
+
+    def send_later(self: LinkThread, message: Message) -> None:
+        if message.iteration == BOUNDARY:
+            begun.wait()
+        send(self, message)
+
+    def unite_and_send(self: MemberSession) -> None:
+        begun.set()
+        unite(self)
+
+    LinkThread._send = send_later  # type: ignore[method-assign]
+    MemberSession.unite = unite_and_send  # type: ignore[method-assign]
 
 
 def _lose_union() -> None:
@@ -184,6 +209,8 @@ FAILURES: dict[str, Callable[[], None]] = {
     "end in joining": _end_in_joining,
     "lose begin": _lose_begin,
     "end in union": _end_in_union,
+    "end before union": _end_before_union,
+    "send in union": _send_in_union,
     "lose union": _lose_union,
     "end in save": _end_in_save,
     "end in write": _end_in_write,

@@ -370,6 +370,7 @@ class MemberChanges:
                 raise RuntimeError(f"{failure}. {error}") from error
             if epoch is None:
                 self._engine.run.settle(lambda _: None)  # nothing waits any more
+                self._repeated.is_alone = True  # its groups have ended
                 self._leave()
                 return
             self._change.note_members(self._member.epoch.members, epoch.members, failed=True)

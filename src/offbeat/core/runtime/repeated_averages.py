@@ -27,6 +27,7 @@ class RepeatedAverages:
     Attributes:
         inside: group of the ranks of this node; None if the node has one rank.
         results: number and result of the last average of each group that this rank has received.
+        is_alone: whether this rank has left the other ones, so that its own tensors are the average.
         awaited: by group, the tensors of the average in progress.
         recover: agrees with the other survivors after a failure; its argument is the failure.
     """
@@ -34,6 +35,7 @@ class RepeatedAverages:
     def __init__(self, control: Control) -> None:
         self._control = control
         self.inside: dist.ProcessGroup | None = None
+        self.is_alone = False
         self.awaited: dict[str, list[Tensor]] = {}
         self.recover: Callable[[RuntimeError], None] | None = None
         self.restart()
@@ -49,7 +51,7 @@ class RepeatedAverages:
             tensors: tensors of this rank, which stay as they are.
             inside: average over the ranks of this node; otherwise over all survivors.
         """
-        if inside and self.inside is None:
+        if self.is_alone or (inside and self.inside is None):
             return [tensor.clone() for tensor in tensors]
         name = INSIDE_NODE if inside else EVERYWHERE
         number, self.awaited[name] = self._counts[name], [*tensors]
