@@ -27,7 +27,7 @@ class RepeatedAverages:
     Attributes:
         inside: group of the ranks of this node; None if the node has one rank.
         results: number and result of the last average of each group that this rank has received.
-        is_alone: whether this rank has left the other ones, so that its own tensors are the average.
+        is_alone: whether this rank has left the job, so that its own tensors are the average.
         awaited: by group, the tensors of the average in progress.
         recover: agrees with the other survivors after a failure; its argument is the failure.
     """
