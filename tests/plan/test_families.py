@@ -7,8 +7,8 @@ from support.plan_families import FAMILIES, SIZE, START, N, T, World, gradient
 
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
-from offbeat.strategies.equations import Task
 from offbeat.testing.conformance import interpret_plan
+from offbeat.testing.replicas import Task
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 

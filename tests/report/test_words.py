@@ -47,5 +47,5 @@ def test_a_column_has_one_unit():
 
 
 def test_counts():
-    assert words.count(1, "rank") == "1 rank"
-    assert words.count(4, "rank") == "4 ranks"
+    assert words.count_text(1, "rank") == "1 rank"
+    assert words.count_text(4, "rank") == "4 ranks"

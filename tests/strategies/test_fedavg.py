@@ -12,8 +12,8 @@ from offbeat.core.verify.check import check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, FedAvg, LocalSGD, create
-from offbeat.strategies.equations import Task, momentum
 from offbeat.testing.conformance import equals_equations, interpret_plan
+from offbeat.testing.replicas import Task, momentum
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(3)),

@@ -24,9 +24,9 @@ from offbeat.core.codecs.tensor_codecs import code
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import Strategy, create
-from offbeat.strategies.equations import Optimizer, Task, adam, momentum
 from offbeat.strategies.outer_optimizer import OuterSGD
 from offbeat.testing.conformance import conforms, interpret_plan
+from offbeat.testing.replicas import Optimizer, Task, adam, momentum
 
 Array = NDArray[np.float64]
 Program = Callable[[Task, int, int, Optimizer], list[Array]]

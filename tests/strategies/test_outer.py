@@ -13,8 +13,8 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.check import check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DiLoCo, DreamDDP, LocalSGD, OuterSGD, PartialSync
-from offbeat.strategies.equations import Task
 from offbeat.testing.conformance import interpret_plan
+from offbeat.testing.replicas import Task
 
 PROFILE = Profile(
     tuple(Bucket(str(b), 0.01, 0.02, 100_000 * (1 + b % 3)) for b in range(5)),

@@ -12,8 +12,8 @@ from offbeat.plan import Moment, Vote
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import BSP, DreamDDP, LocalSGD, SelSync
-from offbeat.strategies.equations import Task, momentum, rmsprop
 from offbeat.testing.conformance import interpret_plan
+from offbeat.testing.replicas import Task, momentum, rmsprop
 
 PROFILE = Profile(
     tuple(Bucket(f"b{b}", 0.01, 0.02, 1000 * (b + 1)) for b in range(4)),

@@ -33,6 +33,7 @@ from offbeat.experiments.advice.verdict import (
     predict_methods,
 )
 from offbeat.experiments.advice.work import Work
+from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
 from offbeat.jobs.words import digits, seconds, size
 
@@ -48,7 +49,6 @@ GAP = "  "
 DROPPED = ("range", "90 % at")  # columns that narrow terminals leave out, in this order
 LEAST_LABEL = 23  # characters of the last column from which no column is left out
 UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-RATE_UNITS = ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 UNIT_FROM = 3.0  # the fastest method takes at least this many of the unit of the table
 SHORT = {"days": "d", "hours": "h", "minutes": "min", "seconds": "s"}
 SHOWN_SHARE = 0.9  # share of computing time in the table
@@ -289,9 +289,7 @@ def rate(rate_bps: float | None, count: int = 2) -> str:
         return "-"
     if rate_bps <= LEAST_RATE_BPS:
         return "any"
-    rounded = float(f"{rate_bps:.{count}g}")
-    scale, unit = next((one for one in RATE_UNITS if rounded >= one[0]), RATE_UNITS[-1])
-    return f"{rounded / scale:,.4g} {unit}"
+    return words.rate(float(f"{rate_bps:.{count}g}"))
 
 
 def _headline(verdict: Verdict) -> str:

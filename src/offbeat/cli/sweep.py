@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from offbeat.cli.texts import number_or_nan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate, with_nodes
 
@@ -45,9 +46,9 @@ class Axes:
         """Parse the options, values separated by commas. ValueError names the wrong option."""
         return cls(
             _parse_list("rate", rate, _parse_rate),
-            _parse_list("hosts", hosts, _parse_hosts),
+            _parse_list("hosts", hosts, partial(_parse_count, least=2, example="4,32")),
             _parse_list("jitter", jitter, _parse_jitter),
-            _parse_list("per_node", per_node, _parse_per_node),
+            _parse_list("per_node", per_node, partial(_parse_count, least=1, example="2,4")),
             None if inside is None else _parse_rate("inside", inside),
         )
 
@@ -162,23 +163,14 @@ def _parse_rate(_name: str, text: str) -> str:
     return format_rate(rate_bps)
 
 
-def _parse_hosts(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 2:
-        raise ValueError(f"{name} ({text!r}) must be integers of at least 2, as in 4,32")
-    return int(text)
-
-
-def _parse_per_node(_name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"per_node ({text!r}) must be integers of at least 1, as in 2,4")
+def _parse_count(name: str, text: str, *, least: int, example: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise ValueError(f"{name} ({text!r}) must be integers of at least {least}, as in {example}")
     return int(text)
 
 
 def _parse_jitter(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = number_or_nan(text)
     if not 0 <= value <= 2:
         raise ValueError(f"{name} ({text!r}) must be numbers from 0 to 2, as in 0,0.1")
     return value

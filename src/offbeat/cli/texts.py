@@ -27,6 +27,7 @@ from offbeat.experiments.record.record_file import read
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.experiments.comparison import Contestant
 
+_NUMBER = r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)"
 _READABLE_BY_OTHERS = 0o077  # bits of the mode of a file
 
 
@@ -133,10 +134,7 @@ def parse_target(
     if text is None:
         return None, None
     name, _, number = text.partition("=")
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
+    value = number_or_nan(number)
     if not name.strip() or not math.isfinite(value):
         raise ValueError(f"--target ({text!r}) must be a metric and a number, as in accuracy=.97")
     return (None, value) if name == "loss" else ((name, value), None)
@@ -173,7 +171,7 @@ def parse_device_speed(text: str | None) -> DeviceSpeed | None:
     if text is None:
         return None
     help_ = "write 20x (of the measured machine) or 35ms (compute per iteration)"
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)(x|us|ms|s)", text.strip().lower())
+    match = re.fullmatch(rf"{_NUMBER}(x|us|ms|s)", text.strip().lower())
     if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"--device-speed ({text!r}) must be a number above 0 with a unit; {help_}")
     number, unit = float(match[1]), match[2]
@@ -191,10 +189,7 @@ def parse_compute_speed(device_speed: str | None, iteration_s: str | None) -> De
             f"--iteration-s ({iteration_s}) and --device-speed ({device_speed}) describe the same "
             "device; give one"
         )
-    try:
-        seconds = float(iteration_s)
-    except ValueError:
-        seconds = math.nan
+    seconds = number_or_nan(iteration_s)
     if not 0 < seconds < math.inf:
         raise ValueError(f"--iteration-s ({iteration_s!r}) must be a number of seconds above 0")
     return DeviceSpeed(iteration_s=seconds)
@@ -220,7 +215,7 @@ def _scaled_number(
 ) -> float | None:
     if text is None:
         return None
-    match = re.fullmatch(rf"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?) ?{unit}", text.strip())
+    match = re.fullmatch(rf"{_NUMBER} ?{unit}", text.strip())
     if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"{option} ({text!r}) must be a number above 0, as in {example}")
     return float(match[1]) * units[match[2]]
@@ -270,6 +265,14 @@ def parse_whole_number(_: Any, tokens: Sequence[Any]) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"({text!r}) must be a whole number, as 4") from None
+
+
+def number_or_nan(text: str) -> float:
+    """Return a text as a number; nan if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def require_range(

@@ -124,6 +124,42 @@ class ConnectionLoop(ABC, Generic[P]):
             sock.close()
 
 
+class ServiceLoop(ConnectionLoop[P]):
+    """Connection loop of a service, which forgets peers whose connection has ended.
+
+    Args:
+        me: sender of all frames.
+        listener: socket on which other processes connect.
+    """
+
+    def __init__(self, me: int, listener: socket.socket):
+        super().__init__(me, listener)
+        self._peers: set[P] = set()
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for peer in list(self._peers):
+            self._drop(peer)
+        self._close_sockets()
+
+    def _is_open(self, peer: P) -> bool:
+        return peer in self._peers
+
+    def _add_peer(self, peer: P) -> None:
+        self._peers.add(peer)
+        self._register(peer)
+
+    def _on_connection_error(self, peer: P, error: OSError) -> None:
+        self._drop(peer)
+
+    def _drop(self, peer: P) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            connection = _connection(peer)
+            self._selector.unregister(connection.sock)
+            connection.close()
+
+
 def _connection(peer: Any) -> Connection[Any]:
     assert peer.connection is not None
     return peer.connection

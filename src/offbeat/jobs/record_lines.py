@@ -17,11 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offbeat.core.console import console
 from offbeat.core.files import replace_text
 from offbeat.jobs.interval import Interval
+
+T = TypeVar("T")
 
 SCHEMA = 3
 RUN_FILE, ALIVE_FILE = "run.json", "alive.json"
@@ -354,6 +356,15 @@ class JobRecord:
             if data is not None:
                 return data
         return None
+
+    def read_object(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+        """Return a JSON file of the run as an object; None without it, or if it cannot be read."""
+        data = self.json(name)
+        try:
+            return None if data is None else parse(data)
+        except (KeyError, TypeError, ValueError) as error:
+            self.problems.append(f"{name} cannot be read: {error}")
+            return None
 
     def _read_json(self, path: Path) -> dict[str, Any] | None:
         try:

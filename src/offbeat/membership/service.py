@@ -16,7 +16,7 @@ from typing import Any
 
 from offbeat import __version__
 from offbeat.frames.connection import NOTHING, Connection
-from offbeat.frames.connection_loop import ConnectionLoop
+from offbeat.frames.connection_loop import ServiceLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import read_secrets
 from offbeat.membership.errors import EpochReplacedError, RequestRefusedError
@@ -60,7 +60,7 @@ class _Peer:
     until_s: float = 0.0
 
 
-class MembershipService(ConnectionLoop[_Peer]):
+class MembershipService(ServiceLoop[_Peer]):
     """Serves a ledger to the members of a job.
 
     Args:
@@ -83,7 +83,6 @@ class MembershipService(ConnectionLoop[_Peer]):
     ):
         super().__init__(0, listener)
         self._ledger, self._read_secrets, self._secrets = ledger, secrets, tuple(secrets())
-        self._peers: set[_Peer] = set()
         self._most_connections = max(1, min(MOST_CONNECTIONS, _open_files() - OTHER_DESCRIPTORS))
         self._most_strangers = max(1, min(MOST_STRANGERS, self._most_connections // 2))
         self._answered_changes = 0
@@ -126,15 +125,10 @@ class MembershipService(ConnectionLoop[_Peer]):
 
     def close(self) -> None:
         """Close all sockets and the journal."""
-        for peer in list(self._peers):
-            self._drop(peer)
-        self._close_sockets()
+        super().close()
         self._ledger.close()
 
     # ---- connections ------------------------------------------------------------------------
-
-    def _is_open(self, peer: _Peer) -> bool:
-        return peer in self._peers
 
     def _on_accept(self, sock: socket.socket) -> None:
         try:
@@ -150,8 +144,7 @@ class MembershipService(ConnectionLoop[_Peer]):
             sock.close()
             return
         peer = _Peer(connection, host)
-        self._peers.add(peer)
-        self._register(peer)
+        self._add_peer(peer)
         self._limit_connections()
 
     def _current_secrets(self) -> tuple[bytes, ...]:
@@ -179,15 +172,6 @@ class MembershipService(ConnectionLoop[_Peer]):
 
     def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
         self._refuse(peer, Refusal.FRAME, str(error), ends=True)
-
-    def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
-        self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._selector.unregister(peer.connection.sock)
-            peer.connection.close()
 
     def _reset(self, peer: _Peer) -> None:
         """Close a connection such that the other end sees no refusal of its secret."""

@@ -161,14 +161,8 @@ class ServedReplay:
         if traffic.clock != clock or number not in traffic.pending:
             return False
         assert traffic.push is not None
-        gradients, settings, absent = traffic.push
-        shard, self._now_s = self.shards[number], values[3]
-        if gradients is None:
-            shard.skip(worker, clock)
-        else:
-            spec = shard.spec
-            part = gradients[spec.dtype][spec.start : spec.stop].clone()
-            shard.push(worker, clock, part, settings, absent)
+        self._now_s = values[3]
+        self.shards[number].receive(worker, clock, *traffic.push)
         traffic.pending.discard(number)
         return True
 
@@ -199,7 +193,5 @@ class ServedReplay:
             return False
         traffic.low = clock if len(traffic.missing) == len(self.shards) else min(clock, traffic.low)
         traffic.missing.discard(number)
-        shard = self.shards[number]
-        spec = shard.spec
-        self._arrived[worker][spec.dtype][spec.start : spec.stop] = shard.parameters
+        self.shards[number].send(self._arrived[worker])
         return True

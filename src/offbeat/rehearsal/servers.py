@@ -218,11 +218,7 @@ class ServedOrder(EventOrder):
         clock, values, settings, absent = traffic.push
         traffic.push = None
         for shard in self.store.shards.values():
-            if values is None:
-                shard.skip(worker, clock)
-            else:
-                part = values[shard.spec.dtype][shard.spec.start : shard.spec.stop].clone()
-                shard.push(worker, clock, part, settings, absent)
+            shard.receive(worker, clock, values, settings, absent)
         self._answer_waiting()
 
     def _answer_waiting(self) -> None:
@@ -253,8 +249,7 @@ class ServedOrder(EventOrder):
         """Return a copy of the parameters on the server."""
         flats = self.store.layout.flats()
         for shard in self.store.shards.values():
-            spec = shard.spec
-            flats[spec.dtype][spec.start : spec.stop] = shard.parameters
+            shard.send(flats)
         return flats
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
 from offbeat.frames.connection import NOTHING, Connection, Views
-from offbeat.frames.connection_loop import ConnectionLoop
+from offbeat.frames.connection_loop import ServiceLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
 from offbeat.server.parameters import Shard, Store
@@ -45,7 +45,7 @@ class _Peer:
     need: int | None = None  # clock that the waiting pull requires
 
 
-class Service(ConnectionLoop[_Peer]):
+class Service(ServiceLoop[_Peer]):
     """Serves a store to its workers until all of them have left.
 
     A worker from which no frame arrives for `silent_s` seconds is removed with a warning. It may
@@ -70,7 +70,6 @@ class Service(ConnectionLoop[_Peer]):
         self._began_s, self._event_s = time.monotonic(), 0.0
         store.use_clock(lambda: self._event_s)
         self._greeted: set[int] = set()  # ranks that have connected
-        self._peers: set[_Peer] = set()
         now = time.monotonic()
         self._last_frame_s = dict.fromkeys(store.clocks(), now)
         self._silent: set[int] = set()
@@ -133,24 +132,14 @@ class Service(ConnectionLoop[_Peer]):
         if self._log is not None:
             self._log.refuse(reason)
 
-    def close(self) -> None:
-        """Close every socket."""
-        for peer in list(self._peers):
-            self._drop(peer)
-        self._close_sockets()
-
     # ---- sockets ----------------------------------------------------------------------------
-
-    def _is_open(self, peer: _Peer) -> bool:
-        return peer in self._peers
 
     def _on_accept(self, sock: socket.socket) -> None:
         connection = Connection(
             sock, Kind, lambda header: self._body_buffer(peer, header), self._secret, connects=False
         )
         peer = _Peer(connection)
-        self._peers.add(peer)
-        self._register(peer)
+        self._add_peer(peer)
         strangers = [p for p in self._peers if not p.connection.is_proved]
         if len(strangers) > MOST_STRANGERS:
             self._drop(min(strangers, key=lambda p: p.connection.sent_s))
@@ -159,15 +148,6 @@ class Service(ConnectionLoop[_Peer]):
         peer.rank, peer.need = None, None  # the connection ends; the worker may connect again
         peer.connection.end(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
         self._guard(peer, self._write)
-
-    def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
-        self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        if peer in self._peers:
-            self._peers.remove(peer)
-            self._selector.unregister(peer.connection.sock)
-            peer.connection.close()
 
     # ---- frames -----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
 from offbeat.strategies import Strategy
-from offbeat.strategies.equations import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
+from offbeat.testing.replicas import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
 
 __all__ = [
     "TOLERANCE",

@@ -4,9 +4,7 @@ from offbeat.strategies.equations import (
     Changes,
     Clip,
     Equations,
-    NumpyWorld,
     Outer,
-    Task,
     World,
     closing,
     cyclic,
@@ -15,12 +13,11 @@ from offbeat.strategies.equations import (
     layer_sets,
     local_sgd,
     merged,
-    momentum,
     partial,
-    rmsprop,
     selective,
     synchronous,
 )
+from offbeat.testing.replicas import NumpyWorld, Task, momentum, rmsprop
 
 __all__ = [
     "Changes",

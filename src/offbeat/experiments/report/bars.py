@@ -53,7 +53,7 @@ def _measured_bar(row: Row, parts: tuple[Parts, bool] | None) -> Bar | None:
     return Bar(compute_s, row.iteration_s - compute_s, estimated=parts[1])
 
 
-def _predicted_bar(row: Row) -> Bar | None:
+def predicted_bar(row: Row) -> Bar | None:
     """Return the predicted bar of a row."""
     if row.predicted_s is None:
         return None
@@ -64,6 +64,4 @@ def _predicted_bar(row: Row) -> Bar | None:
 
 def bars_of(run: Run, order: Ordered) -> list[tuple[Bar | None, Bar | None]]:
     """Return the measured and the predicted bar of each strategy."""
-    return [
-        (_measured_bar(row, measured_parts(run, c)), _predicted_bar(row)) for row, c, _ in order
-    ]
+    return [(_measured_bar(row, measured_parts(run, c)), predicted_bar(row)) for row, c, _ in order]

@@ -160,16 +160,11 @@ def explain_error(
     for verb, seconds, what in named:
         texts.append(f"{verb} " * (verb != before) + _more_or_less(seconds) + what)
         before = verb
-    return " ".join([head, *([f"It {_join_texts(texts)}."] if texts else []), *causes])
+    return " ".join([head, *([f"It {words.join_texts(texts)}."] if texts else []), *causes])
 
 
 def _more_or_less(seconds: float) -> str:
     return f"{words.seconds(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
-
-
-def _join_texts(texts: Sequence[str]) -> str:
-    """Return 'a', 'a and b' or 'a, b and c'."""
-    return " and ".join([*([", ".join(texts[:-1])] if texts[:-1] else []), texts[-1]])
 
 
 def _weighted_mean(values: Iterable[float], weights: Sequence[int]) -> float:

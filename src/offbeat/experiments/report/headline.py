@@ -97,7 +97,7 @@ def _compare(run: Run, order: Sequence[Row], base: Row, names: dict[str, str]) -
     if best.is_yardstick:
         return f"{own} reaches {goal} first, in {own_s}: nothing here is faster on this network."
     if base.target_s is None:
-        count = words.count(base.iterations, "iteration")
+        count = words.count_text(base.iterations, "iteration")
         return f"{own} reaches {goal} in {own_s}; {other} does not in {count}."
     times = words.factor(base.target_s / best.target_s)
     other_s = words.seconds(base.target_s)
@@ -220,7 +220,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     hosts = run.cluster.get("hosts")
     texts = [f"{c.label} with {' '.join(c.arguments)}" for c in run.contestants if c.arguments]
     if run.rehearsed and isinstance(hosts, int):
-        texts.append(f"{words.count(hosts, 'rank')}, {shaped_rate(run)}")
+        texts.append(f"{words.count_text(hosts, 'rank')}, {shaped_rate(run)}")
         if run.rehearsed < hosts:
             texts.append(f"{run.rehearsed} replicas were trained")
         texts.append(REPLAYED if run.replayed else REHEARSED)
@@ -255,7 +255,7 @@ def shaped_rate(run: Run) -> str:
 def host_text(run: Run) -> str:
     """Return the number of hosts, and of their ranks if they have several, such as '2 hosts of 2
     ranks'."""
-    text = words.count(int(run.cluster["hosts"]), "host")
+    text = words.count_text(int(run.cluster["hosts"]), "host")
     return text if run.profile is None else text + _rank_text(run.profile.topology)
 
 
@@ -264,8 +264,8 @@ def replica_text(profile: Profile) -> str:
     2 ranks'."""
     sizes = profile.topology
     if not sizes:
-        return words.count(profile.world_size, "rank")
-    return words.count(len(sizes), "node") + _rank_text(sizes)
+        return words.count_text(profile.world_size, "rank")
+    return words.count_text(len(sizes), "node") + _rank_text(sizes)
 
 
 def _rank_text(sizes: Sequence[int]) -> str:

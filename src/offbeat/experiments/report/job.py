@@ -162,7 +162,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         own = max(counted.values(), key=lambda total: total.n, default=None)
     alive = record.alive or {}
     message_s = _message_seconds(counted)
-    profile = _profile(record)
+    profile = record.read_object("profile.json", Profile.from_dict)
     sent = _mean(counted, _payload_bytes)
     nodes = Topology.from_record(record.run)
     baseline = 0.0 if profile is None else _baseline_bytes(profile, nodes)
@@ -274,7 +274,8 @@ def _silent_text(
         text += f". Its memory was {first} at first and {last} at last"
     if len(silent) > 1:
         more = [_name(record, r, host=False) for _, r in silent[1:]]
-        text += f". {_join(more)} fell silent up to {duration(silent[-1][0] - silent_t)} later"
+        later = duration(silent[-1][0] - silent_t)
+        text += f". {words.join_texts(more)} fell silent up to {later} later"
     if ends:
         end_t, other = min((end["t"], other) for other, end in ends.items())
         later = f"{duration(max(0.0, end_t - silent_t))} later"
@@ -392,15 +393,6 @@ def _losses(record: JobRecord, place: int) -> float | None:
     return fmean(loss.mean for loss in found) if found else None
 
 
-def _profile(record: JobRecord) -> Profile | None:
-    data = record.json("profile.json")
-    try:
-        return None if data is None else Profile.from_dict(data)
-    except (KeyError, TypeError, ValueError) as error:
-        record.problems.append(f"profile.json cannot be read: {error}")
-        return None
-
-
 def _stop(record: JobRecord) -> int:
     """Return the number of iterations of the rank with the most."""
     ranks = {*record.ranks, *_entries(record)}
@@ -492,7 +484,7 @@ def _continuation(record: JobRecord) -> Mapping[str, Any] | None:
 def _problems(record: JobRecord, state: str) -> Iterator[str]:
     yield from record.problems
     if record.missing:
-        ranks = _join([str(rank) for rank in record.missing])
+        ranks = words.join_texts([str(rank) for rank in record.missing])
         plural = "s" * (len(record.missing) > 1)
         yield f"no lines of rank{plural} {ranks}: give the folders of their hosts, too"
     history = members_of(record)
@@ -576,7 +568,7 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
 
 def split_text(report: JobReport) -> str:
     """Return the parts of an iteration in one unit."""
-    late = _join([f"rank {rank}" for rank in report.late_ranks])
+    late = words.join_texts([f"rank {rank}" for rank in report.late_ranks])
     parts = {
         "compute": report.compute_s,
         "waiting for messages": report.messages_s,
@@ -607,9 +599,3 @@ def _event_text(event: Mapping[str, Any]) -> str:
 def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
-
-
-def _join(texts: Sequence[str]) -> str:
-    """Return 'a', 'a and b' or 'a, b and c'."""
-    *most, last = texts or [""]
-    return f"{', '.join(most)} and {last}" if most else last

@@ -18,7 +18,7 @@ from offbeat.core.sim.trace import COMPUTE, Trace, spans_from_dict
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
 from offbeat.experiments.report import words
-from offbeat.experiments.report.bars import Bar
+from offbeat.experiments.report.bars import Bar, predicted_bar
 from offbeat.experiments.report.breakdown import Parts, Split, parts_of
 from offbeat.experiments.report.chart import Chart, Line
 from offbeat.experiments.report.job import (
@@ -77,7 +77,7 @@ def render(record: JobRecord, now: float) -> str:
     run = _as_run(record, report)
     row = _row(record, report, run)
     [contestant] = run.contestants
-    bars = [(_measured_bar(report), _predicted_bar(row))]
+    bars = [(_measured_bar(report), predicted_bar(row))]
     shared = shared_view(run, [(row, contestant, report.strategy)], bars, {})
     start_t = min(job_report(one, now).started_t for one in chain)
     axis = TimeAxis.of(start_t, report.started_t + report.duration_s)
@@ -140,12 +140,7 @@ def _newest(record: JobRecord, name: str, kind: Any) -> Any:
         if path.stem.rpartition("-")[2].isdecimal()
     ]
     newest = max(later, key=lambda stem: int(stem.rpartition("-")[2]), default=name)
-    data = record.json(f"{newest}.json")
-    try:
-        return None if data is None else kind.from_dict(data)
-    except (KeyError, TypeError, ValueError) as error:
-        record.problems.append(f"{newest}.json cannot be read: {error}")
-        return None
+    return record.read_object(f"{newest}.json", kind.from_dict)
 
 
 def _recorded_ranks(record: JobRecord, strategy: str, plan: Plan | None) -> Iterator[RankRecord]:
@@ -246,14 +241,6 @@ def _measured_bar(report: JobReport) -> Bar | None:
         return None
     waits_s = (report.messages_s or 0.0) + (report.late_s or 0.0)
     return Bar(max(0.0, report.iteration_s - waits_s), waits_s)
-
-
-def _predicted_bar(row: Row) -> Bar | None:
-    if row.predicted_s is None:
-        return None
-    if row.exposed_s is None:
-        return Bar(row.predicted_s, 0.0, split=False)
-    return Bar(row.predicted_s - row.exposed_s, row.exposed_s)
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -429,11 +416,12 @@ def _time_plot(chain: Sequence[JobRecord], report: JobReport, axis: TimeAxis) ->
             lines.append(Line(name, look, xs, ys, low, high))
     events = list(_events(chain))[-MOST_EVENTS:]
     predicted_s = report.predicted_s
+    predicted = f"predicted {words.seconds(predicted_s)}"
     chart = Chart(
         f"Time per iteration in {unit.name} against {axis.unit}",
         axis.unit,
         lines,
-        None if predicted_s is None else (predicted_s / unit.seconds, _predicted_text(predicted_s)),
+        None if predicted_s is None else (predicted_s / unit.seconds, predicted),
         "zero",
         [(axis.at(event["t"]), str(event["number"])) for event in events],
     )
@@ -493,10 +481,6 @@ def _members_plot(record: JobRecord, report: JobReport, axis: TimeAxis) -> Itera
         "waited longest. Numbered lines are the changes below."
     ]
     yield Plot("Members", chart, None, notes, (), events, "")
-
-
-def _predicted_text(predicted_s: float) -> str:
-    return f"predicted {words.seconds(predicted_s)}"
 
 
 def _loss_plot(chain: Sequence[JobRecord], axis: TimeAxis) -> Plot:

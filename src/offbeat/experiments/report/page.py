@@ -94,7 +94,7 @@ def render_view(variables: Mapping[str, Any]) -> str:
     return environment.from_string(asset("page.html")).render(
         **variables,
         no_chart=Chart("", "s", ()),
-        count=words.count,
+        count=words.count_text,
         css=Markup(asset("boxes.css") + asset("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -179,7 +179,7 @@ def shared_view(
 def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
     """Return the conditions above the headline."""
     count = host_text(run) if isinstance(run.cluster.get("hosts"), int) else ""
-    count = count or words.count(run.world_size, "rank")
+    count = count or words.count_text(run.world_size, "rank")
     texts = [", ".join(filter(None, [count, shaped_rate(run)]))]
     if run.rehearsed:
         texts.append(REPLAYED if run.replayed else REHEARSED)
@@ -248,7 +248,7 @@ def _table_row(run: Run, row: Row, contestant: Contestant, name: str, best: bool
     marks = []
     if row.cut:
         cuts = [text for rep in contestant.complete for text in rep.cuts]
-        marks.append(f"stopped after {words.count(row.iterations, 'iteration')}: {cuts[0]}")
+        marks.append(f"stopped after {words.count_text(row.iterations, 'iteration')}: {cuts[0]}")
     if row.disturbed:
         marks.append(describe_disturbances(row.disturbed, name, row.repetitions))
     if row.failed:

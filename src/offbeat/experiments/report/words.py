@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.jobs.words import NONE, digits, error, percent, seconds, size  # noqa: F401
+from offbeat.jobs.words import (  # noqa: F401
+    NONE,
+    count_text,
+    digits,
+    error,
+    percent,
+    seconds,
+    size,
+)
 
 NO_PROGRESS = (
     "Iterations without an update are no progress: where gradients are merged, compare updates per "
@@ -64,7 +72,7 @@ def rate(rate_bps: float | None) -> str:
     """Return a rate such as '25 Mbit/s'; None is 'unlimited'."""
     if rate_bps is None:
         return "unlimited"
-    for name, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+    for name, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if rate_bps >= scale:
             return f"{rate_bps / scale:.6g} {name}"
     return f"{rate_bps:.6g} bit/s"
@@ -77,14 +85,15 @@ def loss(value: float | None) -> str:
     return f"{value:.3e}"
 
 
-def count(number: int, noun: str) -> str:
-    """Return a count such as '1 rank' or '4 ranks'."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def join_units(text: str) -> str:
     """Return the text with no-break spaces between numbers and their units."""
     return UNIT.sub(NO_BREAK, text)
+
+
+def join_texts(texts: Sequence[str]) -> str:
+    """Return 'a', 'a and b' or 'a, b and c'."""
+    *most, last = texts or [""]
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def sentence(text: str) -> str:
