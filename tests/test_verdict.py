@@ -853,6 +853,7 @@ for _ in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_rehearsed_losses_decide(tmp_path, capsys, monkeypatch):
     """Times are those of the rehearsed iterations, and the verdict keeps them."""
     monkeypatch.chdir(tmp_path)
@@ -941,6 +942,7 @@ def losses_of(seed, ranks, count):
     return losses
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_rehearsed_losses_of_machines_with_several_devices(tmp_path, capsys, monkeypatch):
     """All devices have batches of their own, and the spread over seeds widens the range."""
     monkeypatch.chdir(tmp_path)

@@ -134,6 +134,7 @@ for _ in range(passes):
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_a_script_repeats_the_job(jobs, tmp_path, monkeypatch, capsys):
     """`offbeat rehearse --order` writes a curve and a report with the times of the job."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))

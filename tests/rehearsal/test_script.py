@@ -107,6 +107,7 @@ def test_a_script_as_it_is(folder, monkeypatch, capsys):
     assert "iterations (3) must be that of" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_a_script_that_prepares_nothing(folder, capsys):
     (folder / "nothing.py").write_text("print('nothing')")
     typed = command(folder, "nothing", "bsp")
@@ -167,6 +168,7 @@ print(" ".join(place), rehearsed.flat(module)[:6].tolist())
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_replicas_of_two_ranks(folder, monkeypatch, capsys):
     """`--per-node 2`: both ranks of a node print the same weights, and the report has all ranks.
     The shortest loader ends the loops of all ranks."""
@@ -209,6 +211,7 @@ print(accelerator.process_index, found.tolist(), accelerator.is_main_process, se
 """
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_accelerate_deals_the_data(folder, monkeypatch):
     """accelerate keeps its rank once per process; each replica has its own."""
     pytest.importorskip("accelerate")

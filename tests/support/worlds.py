@@ -149,6 +149,13 @@ def _context() -> Any:
     return ctx
 
 
+def start_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Process that runs a function and has torch."""
+    process = _context().Process(target=function, args=args)
+    process.start()
+    return process
+
+
 def _collect(
     pipes: dict[int, Connection], doomed: set[int], started: float, timeout_s: float
 ) -> dict[int, tuple[dict[str, Any], float]]:
