@@ -84,33 +84,43 @@ def table(rate: str, runs: list[dict[str, Any]], chosen: list[str]) -> None:
         print("|", " | ".join(cells), "|", flush=True)
 
 
-def codecs() -> None:
-    """Gigabytes of float32 per second of one core's time, by codec; medians of 15."""
+def codecs(device: str) -> None:
+    """Gigabytes of float32 per second of one core's time, or of a GPU's, by codec; medians of
+    15."""
     torch.set_num_threads(1)
     print("| codec | numbers | encode GB/s | decode GB/s | both GB/s |\n|---|---|---|---|---|")
     for name, cls in WIRES.items():
         if cls.linear:
             continue
         for size in (860_000, 10_000_000):
-            a, b = (median(times) for times in coded(name, size, 15))
+            a, b = (median(times) for times in coded(name, size, 15, device))
             rates = [4 * size / s / 1e9 for s in (a, b, a + b)]
             print(f"| {name} | {size:,} | " + " | ".join(f"{r:.2f}" for r in rates) + " |")
 
 
-def coded(name: str, size: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of one core to encode, and to decode, so many numbers."""
+def coded(
+    name: str, size: int, repeats: int, device: str = "cpu"
+) -> tuple[list[float], list[float]]:
+    """Seconds of one core, or of a GPU, to encode, and to decode, so many numbers."""
     used = codec(name, ARGS.get(name, {}))
-    x, out = torch.randn(size), torch.zeros(size)
-    codes = torch.empty(used.bytes_of(size), dtype=torch.uint8)
+    x, out = torch.randn(size, device=device), torch.zeros(size, device=device)
+    codes = torch.empty(used.bytes_of(size), dtype=torch.uint8, device=device)
     encode_s, decode_s = [], []
+
+    def now() -> float:
+        if device == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     for _ in range(repeats):
         given = x.clone()
-        begin = time.thread_time()
+        begin = now()
         code(used).encode(given, codes)
-        middle = time.thread_time()
+        middle = now()
         code(used).add(codes, out)
         encode_s.append(middle - begin)
-        decode_s.append(time.thread_time() - middle)
+        decode_s.append(now() - middle)
     return encode_s, decode_s
 
 
@@ -147,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rates", default="100,1000,none", help="Mbit/s")
     parser.add_argument("--periods", default="10,25")
     parser.add_argument("--wires", default="none,int4,sign")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --codecs")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", help="contestants whose label contains this")
@@ -154,8 +165,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("bytes.json"))
     options = parser.parse_args()
     if options.codecs:
-        codecs()
-        shares()
+        codecs(options.device)
+        if options.device == "cpu":
+            shares()
         return
     every = contestants(options.periods.split(","), options.wires.split(","))
     chosen = [label for label in every if label == ALONE or (options.only or "") in label]

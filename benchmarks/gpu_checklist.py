@@ -1,6 +1,6 @@
 """Check-list for the first minutes on a GPU: each step prints what was seen, and ends in time.
 
-    python benchmarks/gpu_checklist.py                  # all steps, about 15 minutes
+    python benchmarks/gpu_checklist.py                  # all steps, about 10 minutes
     python benchmarks/gpu_checklist.py --only 1,3,10    # some of them
     python benchmarks/gpu_checklist.py --device cpu     # without a GPU, to try the script itself
 
@@ -187,9 +187,11 @@ class Script:
         optimizer: str = "sgd",
         scaled: bool = False,
         plain: bool = False,
+        gpt: bool = False,
         **options: Any,
     ) -> None:
         import torch
+        from step import GPT
 
         import offbeat
 
@@ -202,7 +204,10 @@ class Script:
         else:
             self.where = torch.device("cpu")
         torch.manual_seed(0)
-        self.model: Any = build_model(compiled).to(self.where)
+        self.gpt = gpt  # 49 million parameters instead of .4 million, on a GPU
+        small = {"width": 64, "layers": 2} if device == "cpu" else {}
+        model = GPT(**small) if gpt else build_model(compiled)
+        self.model: Any = model.to(self.where)
         fused = {"fused": True} if self.where.type == "cuda" else {}
         make = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -220,10 +225,14 @@ class Script:
         import torch
 
         random = torch.Generator().manual_seed(10 * t + int(os.environ["RANK"]))
-        x = torch.randn(32, 257, generator=random).to(self.where)
-        y = torch.randint(0, 10, (32,), generator=random).to(self.where)
+        if self.gpt:
+            x, y = torch.randint(0, 512, (2, 8, 256), generator=random).to(self.where)
+        else:
+            x = torch.randn(32, 257, generator=random).to(self.where)
+            y = torch.randint(0, 10, (32,), generator=random).to(self.where)
         self.optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(self.model(x), y)
+        found = self.model(x)
+        loss = torch.nn.functional.cross_entropy(found.flatten(0, -2), y.flatten())
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -307,6 +316,42 @@ def work_serve(device: str, **settings: Any) -> None:
     report(losses)
 
 
+def work_memory(device: str, **settings: Any) -> None:
+    """Report the bytes of the device at most: of plain training, while offbeat prepares and
+    observes, and with its plan."""
+    import torch
+
+    def most() -> int:
+        if device == "cpu":
+            return 0
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+    script, found = Script(device, plain=True, gpt=True, **settings), dict[str, int]()
+    for t in range(ITERATIONS):
+        script.iterate(t)
+    found["model"] = sum(p.nbytes for p in script.model.parameters())
+    del script
+    most()
+    script = Script(device, plain=True, gpt=True, **settings)
+    for t in range(ITERATIONS):
+        script.iterate(t)
+    found["plain"] = most()
+    del script
+    most()
+    script = Script(device, gpt=True, **settings)
+    for t in range(ITERATIONS):
+        script.iterate(t)
+    found["prepared"] = most()
+    for t in range(ITERATIONS, 2 * ITERATIONS):
+        script.iterate(t)
+    found["with a plan"] = most()
+    script.model.close()
+    report(found)
+
+
 def work_waits(device: str, **settings: Any) -> None:
     """Report the places at which the host waits for the GPU in ten iterations, by count."""
     import torch
@@ -334,7 +379,7 @@ def work_trace(device: str, path: str, **settings: Any) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    script = Script(device, **settings)
+    script = Script(device, gpt=True, **settings)
     for t in range(ITERATIONS):
         script.iterate(t)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
@@ -474,14 +519,14 @@ def gloo(device: str) -> str:
 
 
 def two_links(device: str) -> str:
-    """two links of NCCL on one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"""
+    """a link of NCCL and one of gloo on one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"""
     require_gpus(1, device)
     found = run_ranks(
         2,
         "train",
         device=device,
         strategy="deft",
-        links=["nccl:lo", "second=nccl:lo"],
+        links=["nccl:lo", "second=lo"],
         CUDA_DEVICE_MAX_CONNECTIONS=1,
         NCCL_SOCKET_IFNAME="lo",
     )
@@ -545,7 +590,7 @@ def compiled(device: str) -> str:
 
 def mixed_precision(device: str) -> str:
     """GradScaler and Adam(fused=True) against a plain loop"""
-    settings = {"device": device, "optimizer": "adam", "scaled": True}
+    settings = {"device": device, "optimizer": "adam", "scaled": True, "gpt": True}
     ours = require_results(run_ranks(1, "train", **settings))[0]
     plain = require_results(run_ranks(1, "train", plain=True, **settings))[0]
     apart = max(abs(a - b) for a, b in zip(ours["losses"], plain["losses"], strict=True))
@@ -634,6 +679,13 @@ def overlap(device: str) -> str:
     return f"{', '.join(times)}; {found['file']}"
 
 
+def memory(device: str) -> str:
+    """memory of a model of 49 million parameters with Adam, alone: plain, prepared, with a plan"""
+    found = require_results(run_ranks(1, "memory", device=device, optimizer="adam"))[0]
+    model = found.pop("model")
+    return ", ".join(f"{name} {size / model:.2f} models" for name, size in found.items())
+
+
 STEPS: dict[int, Callable[[str], str]] = {
     1: versions,
     2: tests,
@@ -650,6 +702,7 @@ STEPS: dict[int, Callable[[str], str]] = {
     13: stored_state,
     14: host_waits,
     15: overlap,
+    16: memory,
 }
 
 

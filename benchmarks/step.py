@@ -1,6 +1,7 @@
 """What an iteration costs beyond a plain loop, between two synchronizations.
 
     python benchmarks/step.py [--cases mb,tiny,gpt] [--rounds 15] [--seconds 1] [--turn 8]
+    python benchmarks/step.py --device cuda    # time of the clock, with a wait for the device
     torchrun --nproc-per-node 2 benchmarks/step.py ...
 
 A world of one, one thread. Processor time of the process, so that other load on the machine does
@@ -74,13 +75,17 @@ def gpt() -> tuple[nn.Module, torch.Tensor]:
 CASES = {"mb": ("12 x 1 MB", mb), "tiny": ("1,000 of 1 KB", tiny), "gpt": ("GPT of 49 M", gpt)}
 
 
-def contestant(case: str, name: str, warm: int) -> Callable[[], float]:
-    """Processor seconds of one iteration of the usual loop."""
+def contestant(case: str, name: str, warm: int, device: str) -> Callable[[], float]:
+    """Seconds of one iteration of the usual loop: of the processor on a host, of the clock on a
+    GPU."""
     torch.manual_seed(0)
     model, x = CASES[case][1]()
+    model, x = model.to(device), x.to(device)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
     calm = None
-    clock = time.process_time if dist.get_world_size() == 1 else time.perf_counter
+    alone = dist.get_world_size() == 1 and device == "cpu"
+    clock = time.process_time if alone else time.perf_counter
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     if name.startswith("DDP"):
         model = nn.parallel.DistributedDataParallel(model)
         calm = model.no_sync if "no_sync" in name else None
@@ -93,12 +98,14 @@ def contestant(case: str, name: str, warm: int) -> Callable[[], float]:
         optimizer.step()
 
     def timed() -> float:
+        finish()
         begun = clock()
         if calm is None:
             iterate()
         else:
             with calm():
                 iterate()
+        finish()
         return clock() - begun
 
     for _ in range(warm):
@@ -114,16 +121,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a contestant in a round")
     parser.add_argument("--turn", type=int, default=8, help="iterations of a contestant in a row")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        backend = "gloo" if args.device == "cpu" else "nccl"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     say("| model | loop | ms | of plain | fastest quarter |\n|---|---|---|---|---|")
     for case in args.cases.split(","):
-        loops = {name: contestant(case, name, args.warm) for name in args.loops.split(";")}
+        loops = {
+            name: contestant(case, name, args.warm, args.device) for name in args.loops.split(";")
+        }
         counts = torch.tensor([args.seconds / median(loops["plain"]() for _ in range(3))])
         dist.all_reduce(counts, dist.ReduceOp.MIN)
         turns = max(2, round(counts.item() / args.turn))

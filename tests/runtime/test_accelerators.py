@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support import checkpoint_jobs as jobs
+from support import gpu_jobs
 from support.models import Case, batch, build_model, build_optimizer, loss_of
 from support.stub_devices import Launches, OpaqueMarks, StubStream, stub_cuda
 from support.worlds import run_world
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
 
 import offbeat
 from offbeat.core.buckets.flat import with_own_storage
@@ -36,7 +38,12 @@ from offbeat.core.transport.cluster import Cluster as JobCluster
 from offbeat.core.transport.collectives import Collectives, collectives
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import CPU, CUDA
-from offbeat.core.transport.interfaces import NCCL_ERRORS, LinkSpec, group_environment
+from offbeat.core.transport.interfaces import (
+    NCCL_ERRORS,
+    LinkSpec,
+    group_environment,
+    require_one_order,
+)
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.recorder import RunRecorder
@@ -524,7 +531,7 @@ def test_votes_are_on_the_host() -> None:
     assert [t.tolist() for t in released] == [[[0.0, 1.0, 0.0]]]
 
 
-def test_votes_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     backends: dict[str, str] = {}
 
     def group(_: Any, name: str, spec: LinkSpec, _parts: Any) -> Any:
@@ -538,7 +545,61 @@ def test_votes_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.open(["net", "net#1", vote_channel("net")])
     for link in cluster.links.values():
         assert link.close()
-    assert backends == {"net": "nccl", "net#1": "nccl", vote_channel("net"): "gloo"}
+    assert backends == {"net": "nccl", "net#1": "gloo", vote_channel("net"): "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("backends", "shards", "refused"),
+    [
+        (["nccl", "gloo"], False, False),
+        (["nccl", "nccl"], False, True),
+        (["nccl", "gloo"], True, True),
+        (["gloo", "gloo"], True, False),
+    ],
+)
+def test_one_group_of_nccl_is_in_use(backends: list[str], shards: bool, refused: bool) -> None:
+    specs = [LinkSpec(f"eth{i}", f"eth{i}", name) for i, name in enumerate(backends)]
+    text = "link .eth0. and .* must not both use NCCL, .*; give gloo:eth0 instead"
+    with pytest.raises(ValueError, match=text) if refused else nullcontext():
+        require_one_order(specs, shards=shards)
+
+
+class _Group:
+    """A group of NCCL, or of gloo."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+
+def test_groups_of_nccl_are_aborted_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the script's `destroy_process_group` raises, or waits for a stopped rank."""
+    aborted: list[Any] = []
+    over_nccl, over_gloo, default = _Group("nccl"), _Group("gloo"), _Group("nccl")
+    known = dict.fromkeys((over_nccl, over_gloo, default))
+    monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=known))
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=default))
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.backend)
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", aborted.append)
+    cluster = JobCluster(SimpleNamespace(), {}, GPU, CPU(), 1.0)  # type: ignore[arg-type]
+    cluster.groups = {"net": over_nccl, "net#1": over_gloo, "world": default}  # type: ignore[dict-item]
+    cluster.abort()
+    assert aborted == [over_nccl]
+
+
+def test_a_failure_is_reported_once() -> None:
+    failed: list[str] = []
+    waits = Waiting(CPU(), _Control(), 0.05)  # type: ignore[arg-type]
+    waits.on_failure = lambda: failed.append("failed")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="of this test"):
+            waits.fail_with(RuntimeError("an error of this test"))
+    assert failed == ["failed"]
+
+
+def test_messages_among_all_ranks_on_the_host() -> None:
+    """The job of a test marked `gpu` has the expected results without one."""
+    for same in run_world(gpu_jobs.send_over_gloo, 2, "cpu"):
+        assert same == gpu_jobs.ALL_SAME
 
 
 # ---- gossip -----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import gpu_jobs, oddities
 from support.comparing import assert_close
 from support.worlds import run_world, watch_world
@@ -20,11 +19,6 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs import codec
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.transport.cluster import connect
-from offbeat.core.transport.collectives import collectives, shards
-from offbeat.core.transport.device import device_of
-from offbeat.core.transport.interfaces import LinkSpec
-from offbeat.plan import VERBS, Moment, transfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,48 +85,10 @@ def test_profile_is_measured_with_events() -> None:
     assert profile.update_s > 0
 
 
-def send_over_gloo() -> list[bool]:
-    """Whether a link through the host's memory gives, bit by bit, what the host's tensors get;
-    all messages are in the air at once, growing and shrinking."""
-    dist.init_process_group("gloo")
-    rank, device = dist.get_rank(), torch.device("cuda", 0)
-    cluster = connect([LinkSpec("gloo", None, "gloo")], device, device_of(device), 30.0)
-    link, group = cluster.links["gloo"], cluster.groups["gloo"]
-    tensors = [
-        torch.randn(size, generator=torch.Generator().manual_seed(rank))
-        for size in (1, 1000, 2_000_003, 10, 500_000)
-    ]
-    sent = [
-        (link.enqueue(rule(verb), 0), t.to(device), verb, t.clone())
-        for verb in VERBS
-        if verb != "send"
-        for t in tensors
-    ]
-    for message, tensor, _, _ in sent:
-        link.release(message, (tensor,))
-    assert all(message.wait(60.0) and message.error is None for message, _, _, _ in sent)
-    cluster.device.finish()
-    host = collectives(group, "gloo", torch.device("cpu"), 30.0).by_verb
-    same = []
-    for _, tensor, verb, expected in sent:
-        host[verb](expected)
-        seen = tensor.cpu()
-        if verb == "reduce_scatter":
-            expected, seen = (shards(t, dist.get_world_size())[rank] for t in (expected, seen))
-        same.append(torch.equal(seen, expected))
-    assert cluster.close()
-    return same
-
-
-def rule(verb: str):
-    when = {"after": Moment("step"), "before": Moment("end"), "phases": [0]}
-    return transfer("grad", range(1), link="gloo", verb=verb, **when)
-
-
 def test_gloo_through_pinned_memory() -> None:
     """Two processes may share one GPU, which NCCL refuses."""
-    for same in run_world(send_over_gloo, 2, timeout_s=100):
-        assert same == [True] * 15
+    for same in run_world(gpu_jobs.send_over_gloo, 2, timeout_s=100):
+        assert same == gpu_jobs.ALL_SAME
 
 
 # ---- two ranks --------------------------------------------------------------------------------
@@ -160,9 +116,9 @@ def test_two_ranks_compute_what_cpus_compute(
     assert_alike(run_world(gpu_jobs.train, 2, STRATEGIES, links, timeout_s=110), on_cpu)
 
 
-def test_links_of_nccl_beside_each_other() -> None:
-    """NCCL requires one order of launches over all groups of a process, and each link has a thread
-    of its own. A deadlock would end in the timeout of the world."""
+def test_a_link_of_nccl_beside_one_of_gloo() -> None:
+    """NCCL requires one order of launches over all groups of a process, and each link and channel
+    has a thread of its own. A deadlock would end in the timeout of the world."""
     one, other = run_world(gpu_jobs.train_beside, 2, timeout_s=110)
     assert [found["bits"] for found in one] == [found["bits"] for found in other]
 
@@ -207,8 +163,8 @@ def test_survivors_name_the_lost_rank(link: str, nonfinite: str, how: str) -> No
     assert survivor.kind == "", survivor.traceback
     words, seconds = survivor.result
     assert "rank 1" in " ".join(words.split())
-    assert seconds < gpu_jobs.TIMEOUT_S
-    assert survivor.exitcode == 0, "not aborted"
+    assert seconds < gpu_jobs.TIMEOUT_S + (1.0 if how == "is stopped" else 0.0)
+    assert survivor.exitcode == 0, "not aborted, and its script can destroy the groups"
 
 
 def fail(links: list[str], how: str, who: int, device: str, nonfinite: str) -> tuple[str, float]:

@@ -466,7 +466,7 @@ def test_links_of_the_environment(
         (
             ["nccl:eth0", "nccl:eth1"],
             "cuda",
-            "link 'nccl:eth1' (eth1) must have the interface of link 'nccl:eth0' (eth0), as NCCL",
+            "link 'nccl:eth0' (eth0) and link 'nccl:eth1' (eth1) must not both use NCCL, which",
         ),
     ],
 )

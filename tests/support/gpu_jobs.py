@@ -8,14 +8,23 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
+from offbeat.core.transport.cluster import connect
+from offbeat.core.transport.collectives import collectives, shards
+from offbeat.core.transport.device import device_of
+from offbeat.core.transport.interfaces import LinkSpec
+from offbeat.plan import Moment, transfer
 from support.failing import happen
 from support.workers import bits, rank
 
 ITERATIONS = 6
 TIMEOUT_S = 30.0
+AMONG_ALL = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")  # verbs
+SIZES = (1, 1000, 2_000_003, 10, 500_000)
+ALL_SAME = [True] * len(AMONG_ALL) * len(SIZES)
 
 
 class Blocks(nn.Module):
@@ -97,10 +106,10 @@ def train(
 
 
 def train_beside(device: str = "cuda") -> list[dict[str, Any]]:
-    """With two links of NCCL whose messages are in flight at the same time, on one queue of the
-    device, so that the order of launches matters most."""
+    """With links of NCCL and of gloo whose messages are in flight at the same time, on one queue of
+    the device, so that the order of launches matters most."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    links = ["nccl:lo", "second=nccl:lo"] if device == "cuda" else ["lo", "second=lo"]
+    links = ["nccl:lo", "second=lo"] if device == "cuda" else ["lo", "second=lo"]
     return train(["deft", "selsync:delta=0.0", "asc-wfbp"], links, device)
 
 
@@ -150,3 +159,39 @@ def serve(device: str = "cuda") -> float | None:
         loss = iterate(model, optimizer, t, where)
     model.close()
     return float(loss)
+
+
+def send_over_gloo(where: str = "cuda:0") -> list[bool]:
+    """Whether a link through the host's memory gives, bit by bit, what the host's tensors get;
+    all messages are in the air at once, growing and shrinking."""
+    dist.init_process_group("gloo")
+    rank, device = dist.get_rank(), torch.device(where)
+    cluster = connect([LinkSpec("gloo", None, "gloo")], device, device_of(device), 30.0)
+    link, group = cluster.links["gloo"], cluster.groups["gloo"]
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for size in SIZES]
+    sent = [
+        (link.enqueue(_rule(verb), 0), t.to(device, copy=True), verb, t.clone())
+        for verb in AMONG_ALL
+        for t in tensors
+    ]
+    for message, tensor, _, _ in sent:
+        link.release(message, (tensor,))
+    for message, _, verb, _ in sent:
+        assert message.wait(60.0), verb
+        assert message.error is None, f"{verb}: {message.error!r}"
+    cluster.device.finish()
+    host = collectives(group, "gloo", torch.device("cpu"), 30.0).by_verb
+    same = []
+    for _, tensor, verb, expected in sent:
+        host[verb](expected)
+        seen = tensor.cpu()
+        if verb == "reduce_scatter":
+            expected, seen = (shards(t, dist.get_world_size())[rank] for t in (expected, seen))
+        same.append(torch.equal(seen, expected))
+    assert cluster.close()
+    return same
+
+
+def _rule(verb: str) -> Any:
+    when = {"after": Moment("step"), "before": Moment("end"), "phases": [0]}
+    return transfer("grad", range(1), link="gloo", verb=verb, **when)

@@ -269,7 +269,7 @@ class SignCode(BlockCode):
 
     @fuse_kernels
     def _encode(self, rows: Tensor, numbers: Tensor, factors: Tensor) -> None:
-        bits = (rows >= 0).view(torch.uint8)
+        bits = (rows >= 0).to(torch.uint8)  # torch 2.11 cannot compile views of bool for a GPU
         work = self._buffer(rows)
         numbers.copy_(bits[..., : self.width])
         for k in range(1, 8):

@@ -44,6 +44,7 @@ TELLING = 2  # messages of this time determine the rate together
 COMPARABLE = 4  # halves are fitted if their largest message is at most this factor smaller
 LARGER = 16  # factor in bytes from a message that does not determine the rate to the next one
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
+LEAST_PART = 1e-3  # smallest part of the seconds of a message that a fit can resolve
 SLOWER = 0.01  # share of the predicted seconds from which an observed message corrects the rate
 FREE_PARTS = 4  # a message takes at most this part of a GPU's free memory
 Timer = Callable[[Sequence[int], Budget], list[float]]  # `measure_messages` of one collective
@@ -59,7 +60,8 @@ def fit_link(name: str, points: Sequence[tuple[int, float]]) -> Link:
     (latency, slope), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
     if latency < 0 or slope <= 0:  # noise: use the smallest time as the bound of the latency
         latency = max(0.0, min(float(latency), float(seconds.min())))
-        slope = max(float(((seconds - latency) / sizes).mean()), 1e-15)
+        slope = float(((seconds - latency) / sizes).mean())
+    slope = max(slope, LEAST_PART * float((seconds / sizes).min()))
     error = float(np.mean(np.abs(latency + slope * sizes - seconds) / seconds))
     return Link(name, float(latency), float(1 / slope), error)
 

@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 import offbeat
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.console import console
-from offbeat.core.plan import INSIDE
 from offbeat.core.runtime.launch_request import current_links, current_place
 from offbeat.core.runtime.prepared import Session
 from offbeat.core.transport import addresses, rendezvous
@@ -38,6 +37,7 @@ from offbeat.core.transport.interfaces import (
     control_interface,
     group_environment,
     parse_link,
+    require_one_order,
 )
 from offbeat.core.transport.link import THREAD_PREFIX
 from offbeat.core.transport.store_agreement import StoreAgreement
@@ -126,12 +126,7 @@ def link_specs(links: Sequence[str] | None, where: torch.device) -> list[LinkSpe
                 f"{spec} must use gloo; give gloo:{spec.interface}*{spec.connections}, or set "
                 "NCCL_NSOCKS_PERTHREAD instead"
             )
-    between = [spec for spec in over_nccl if spec.name != INSIDE]
-    if len({spec.interface for spec in between}) > 1:
-        raise ValueError(
-            f"{between[1]} must have the interface of {between[0]}, as NCCL uses one choice in "
-            f"the whole process; give gloo:{between[1].interface} instead"
-        )
+    require_one_order(specs)
     return specs
 
 

@@ -66,6 +66,7 @@ class FlatSession(Session):
             cluster.replica,
             sends_buffers=cluster.is_first,
         )
+        self.engine.waiting.on_failure = cluster.abort
         self.choice = choice = PlanChoice(strategy, job, Decisions(job.recorder, self.engine))
         self._guards = guards = SessionGuards(job, self.engine, choice)
         self.runner = PlanRunner(job, self.engine, choice, guards, self.run_jointly)

@@ -32,6 +32,7 @@ class Waiting:
         # Agrees with the other members of the job on the outcome of all messages after a failed
         # wait. Raises the failure, which is its argument, if this rank cannot continue.
         self.recover: Callable[[RuntimeError], None] | None = None
+        self.on_failure: Callable[[], None] | None = None  # called once, at the first failure
 
     @property
     def failure(self) -> BaseException | None:
@@ -47,7 +48,7 @@ class Waiting:
 
     def fail_with(self, error: BaseException) -> None:
         """Record an error in an arrived message as the failure of this rank, and raise it."""
-        self._failure = error
+        self._record(error)
         raise error
 
     def repeat(self, tensors: Sequence[Tensor], *, inside: bool) -> list[Tensor]:
@@ -55,8 +56,13 @@ class Waiting:
         try:
             return self.repeated.average(tensors, inside=inside)
         except BaseException as error:
-            self._failure = error
+            self._record(error)
             raise
+
+    def _record(self, error: BaseException) -> None:
+        if self._failure is None and self.on_failure is not None:
+            self.on_failure()
+        self._failure = error
 
     def mark(self) -> Mark:
         """Return a mark of the device's current time."""
@@ -96,7 +102,7 @@ class Waiting:
             try:
                 self.recover(RuntimeError(described))
             except BaseException as error:
-                self._failure = error
+                self._record(error)
                 raise
             return
         waited_s = _seconds_since_release(message) or 0.0
@@ -105,7 +111,7 @@ class Waiting:
             f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
             f"raise timeout_s ({self._timeout_s:g} s) if they are only slow."
         )
-        self._failure = error
+        self._record(error)
         raise error from message.error
 
 

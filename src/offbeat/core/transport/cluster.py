@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from offbeat.core.plan import INSIDE, Groups, base_link, groups_of, is_vote_channel
 from offbeat.core.transport.collectives import (
@@ -30,11 +32,14 @@ from offbeat.core.transport.interfaces import (
     agree_on_links,
     control_interface,
     group_environment,
+    require_one_order,
 )
 from offbeat.core.transport.link import LinkThread, MessageLink
+from offbeat.core.transport.rendezvous import run_limited
 from offbeat.core.transport.topology import NodeClaim, Topology, agree_on_topology
 
 STUCK_S = 0.2  # longest wait for a link after a failure
+ABORT_S = 5.0  # longest wait for the abort of a group of NCCL
 CLOSED = (
     "the model is closed: it has left the other ranks. Train before model.close(), or prepare a "
     "model again"
@@ -136,7 +141,7 @@ class Cluster:
             if spec is None:
                 known = ", ".join(self.specs)
                 raise ValueError(f"link ({name!r}) must be one of {known}, or a channel of one")
-            if is_vote_channel(name):  # NCCL needs one order of launches over all its groups
+            if name != base:  # NCCL needs one order of launches over all its groups
                 spec = replace(spec, backend="gloo")
             parts = self._parts_of(name, spec, within or {})
             if name in self.links and self._parts[name] == parts:
@@ -160,8 +165,6 @@ class Cluster:
         """
         kept = {*used, *self.specs}
         for name in [name for name in self.groups if name in self.links and name not in kept]:
-            if dist.get_backend(self.groups[name]) != "gloo":
-                continue  # NCCL waits for the other ranks when it closes a group
             self._close_link(name)
 
     def _close_link(self, name: str) -> None:
@@ -318,6 +321,18 @@ class Cluster:
                 dist.destroy_process_group(group)
         return True
 
+    def abort(self) -> None:
+        """Abort the groups of NCCL after a failure.
+
+        The destruction of such a group by the script would raise an error, or wait for a rank that
+        does not answer.
+        """
+        known = {*distributed_c10d._world.pg_map} - {dist.group.WORLD}
+        for group in self._open_groups():
+            if group in known and "nccl" in dist.get_backend_config(group):
+                with suppress(TimeoutError):
+                    run_limited(partial(distributed_c10d._abort_process_group, group), ABORT_S)
+
     def abandon(self) -> None:
         """Stop heartbeat and links, and drop the process groups, before `reconnect`. A group in
         which a link is blocked after a failure remains until its timeout."""
@@ -434,8 +449,9 @@ def connect(
             backend = "nccl" if where.type == "cuda" else "gloo"
             cluster.inside = inside or LinkSpec(INSIDE, None, backend)
         cluster.specs = own
-        # A message of NCCL never fails if another rank has died. Messages of gloo do.
         used = [*own.values(), *([cluster.inside] if cluster.inside else [])]
+        require_one_order(used, shards=topology.sharded and where.type == "cuda")
+        # A message of NCCL never fails if another rank has died. Messages of gloo do.
         control.fails_on_silence = any(spec.backend == "nccl" for spec in used)
         cluster.open_links()
     except BaseException:

@@ -167,6 +167,27 @@ class _Host:
     interfaces: tuple[str, ...]
 
 
+def require_one_order(specs: Sequence[LinkSpec], *, shards: bool = False) -> None:
+    """Raise ValueError if several groups of NCCL would be in use at the same time.
+
+    NCCL requires one order of launches over all groups of a process, and each link has a thread of
+    its own. Otherwise kernels of two groups can wait for each other on the device.
+
+    Args:
+        specs: the links between replicas and inside them.
+        shards: whether NCCL gathers the shards of the model.
+    """
+    over_nccl = [spec for spec in specs if spec.backend == "nccl"]
+    if len(over_nccl) + shards > 1:
+        other = "the shards of the model" if shards else str(over_nccl[1])
+        where = over_nccl[0].interface
+        raise ValueError(
+            f"{over_nccl[0]} and {other} must not both use NCCL, which requires one order of "
+            f"launches over all its groups; give {'gloo' if where is None else f'gloo:{where}'} "
+            "instead"
+        )
+
+
 def agree_on_links(
     specs: Sequence[LinkSpec], control: Agreement, topology: Topology
 ) -> list[LinkSpec]:
