@@ -6,8 +6,9 @@ take processor time from compute, encoding and decoding do so too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from offbeat.core.codecs import Codec, codec, way
 from offbeat.core.plan import Payload, Verb, Wire
@@ -63,21 +64,18 @@ class Encoded:
         """Return the seconds of the message on an idle link, with encoding and decoding."""
         if not self._numbers + self._plain:
             return 0.0
-        verb: Verb = "all_gather" if self._gathers else self._verb
-        sent_s = sum(
-            self._profile.message_s(self._resize(size), link, verb) for size in self._rounds
-        )
+        sent_s = self._sum_rounds(self._profile.message_s, link)
         return sent_s + self._coding_s("send" if self._verb == "send" else self._way)
 
     def transfer_s(self, link: str) -> float:
         """Return the part of `seconds` in which the message uses the rate of the link."""
         if not self._numbers + self._plain:
             return 0.0
+        return self._sum_rounds(self._profile.message_transfer_s, link)
+
+    def _sum_rounds(self, seconds: Callable[[Payload, str, Verb], float], link: str) -> float:
         verb: Verb = "all_gather" if self._gathers else self._verb
-        return sum(
-            self._profile.message_transfer_s(self._resize(size), link, verb)
-            for size in self._rounds
-        )
+        return sum(seconds(self._resize(size), link, verb) for size in self._rounds)
 
     def sending_s(self, link: str) -> float:
         """Return the processor seconds that the message takes from compute."""
@@ -144,28 +142,21 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
     both = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
     _, per_byte_s = coding_s(profile, used, via)
 
-    def bucket_s(name: str, seconds: float, size_bytes: int) -> float:
+    def bucket_s(size_bytes: int, name: str, seconds: float) -> float:
         """Return the seconds of a measured bucket over the wire.
 
         They are the latency over the wire, the time beyond the latency scaled by the ratio of the
         bytes, and the coding time.
         """
+        if name not in both:
+            return seconds
         old, new = both[name]
         least_s = min(old.latency_s, seconds)
         first_s = max(least_s + new.latency_s - old.latency_s, 0.0)
         shrunk = old.bytes_per_s * (1 / new.bytes_per_s - per_byte_s)
         return first_s + (seconds - least_s) * shrunk + per_byte_s * size_bytes
 
-    buckets = tuple(
-        replace(
-            b,
-            communication_s={
-                n: bucket_s(n, s, b.size_bytes) if n in both else s
-                for n, s in b.communication_s.items()
-            },
-        )
-        for b in profile.buckets
-    )
+    buckets = tuple(b.with_given_times(partial(bucket_s, b.size_bytes)) for b in profile.buckets)
     return replace(profile, links=tuple(links), buckets=buckets)
 
 

@@ -107,8 +107,6 @@ class ReplicaGuard(Comparison):
         Raises:
             RuntimeError: on every rank, if replicas differ; names rank and setting or tensor.
         """
-        if self._control.world_size == 1:
-            return
         self._settle()
         settings = settings_of(self._optimizer, self._model)
         state = optimizer_state(self._optimizer, self._model)
@@ -205,8 +203,6 @@ class SettingsGuard(Comparison):
         self._changes.forget()
 
     def compare(self) -> None:
-        if self._control.world_size == 1:
-            return
         if self._nodes:
             self._compare_nodes()
         settings, written = settings_of(self._optimizer, self._model), [*self._written]

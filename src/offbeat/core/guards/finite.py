@@ -149,10 +149,8 @@ class FiniteGuard:
 
     def _culprits(self, bad: bool, like: Tensor, collectives: Collectives) -> list[int]:
         """Return the ranks with `bad` values, by one small all-reduce on the same link."""
-        flags = torch.zeros(self._world_size, dtype=torch.float32, device=like.device)
-        flags[self._rank] = float(bad)
-        collectives["all_reduce"](flags)
-        return [rank for rank, share in enumerate(flags.tolist()) if share > 0]
+        place = self._rank, self._world_size
+        return find_bad_ranks(bad, *place, collectives["all_reduce"], like.device)
 
     def check_message(
         self, transfer: Transfer, iteration: int, culprits: Sequence[int], tensors: Sequence[Tensor]
@@ -205,6 +203,16 @@ class FiniteGuard:
             f"gradient of bucket {self._names(run)} in iteration {iteration}, which workers sum up "
             "one after the other; lower the learning rate, and start from the last checkpoint"
         )
+
+
+def find_bad_ranks(
+    bad: bool, rank: int, ranks: int, all_reduce: Callable[[Tensor], None], where: torch.device
+) -> list[int]:
+    """Return the ranks for which `bad` is true. Every rank must call it."""
+    flags = torch.zeros(ranks, dtype=torch.float32, device=where)
+    flags[rank] = float(bad)
+    all_reduce(flags)
+    return [other for other, share in enumerate(flags.tolist()) if share > 0]
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Self
@@ -21,6 +20,7 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.links import SMALL_SIZES
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.profile import Link, Profile
+from offbeat.core.profile.records import Points
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
 
@@ -142,15 +142,7 @@ def with_extra(link: Link, extra: Extra) -> Link:
     sizes, seconds = zip(*extra, strict=True)
     last_s = seconds[-1]
 
-    def longer(points: Sequence[tuple[int, float]], share: float) -> tuple[tuple[int, float], ...]:
+    def longer(points: Points, share: float) -> Points:
         return tuple((n, s + share * float(np.interp(n, sizes, seconds))) for n, s in points)
 
-    return replace(
-        link,
-        latency_s=link.latency_s + last_s,
-        small=longer(link.small, 1.0),
-        halves={
-            verb: (latency_s + last_s / 2, rate) for verb, (latency_s, rate) in link.halves.items()
-        },
-        small_halves={verb: longer(points, 0.5) for verb, points in link.small_halves.items()},
-    )
+    return link.with_times(lambda s, rate, share: (s + share * last_s, rate), longer)

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
+from offbeat.core.profile.records import Points
 
 T = TypeVar("T")
-Points = tuple[tuple[int, float], ...]
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
 # Of an all_reduce of N ranks, measured with gloo: 83 ms with 20 ms of delay each way and 2 ranks,
 # 245 ms with 4 ranks, 605 ms with 50 ms and 4 ranks (benchmarks, connections).
@@ -63,13 +63,9 @@ def extrapolate(
     pairs = {old.name: (old, new) for old, new in zip(profile.links, links, strict=True)}
     steps, noise = (count - 1) / (ranks - 1), profile.noise
     return replace(
-        profile,
-        world_size=count,
-        topology=_repeat(profile.topology, count),
+        _repeated_ranks(profile, count),
         links=links,
         buckets=tuple(_scale_bucket(bucket, pairs, steps) for bucket in profile.buckets),
-        rank_scale=_repeat(profile.rank_scale, count),
-        rank_jitter=_repeat(profile.rank_jitter, count),
         noise=None if noise is None else replace(noise, noise_sq=noise.noise_sq * ranks / count),
     )
 
@@ -155,15 +151,7 @@ def _with_legs(link: Link, seconds: float, byte_s: float) -> Link:
         slope = max(1 / rate + part * byte_s, 1e-15)
         return max(0.0, latency_s + part * seconds), 1 / slope
 
-    latency_s, rate = line(link.latency_s, link.bytes_per_s, 1.0)
-    return replace(
-        link,
-        latency_s=latency_s,
-        bytes_per_s=rate,
-        small=add_legs(link.small, 1.0),
-        halves={verb: line(*pair, 0.5) for verb, pair in link.halves.items()},
-        small_halves={verb: add_legs(points, 0.5) for verb, points in link.small_halves.items()},
-    )
+    return link.with_times(line, add_legs)
 
 
 def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
@@ -173,21 +161,6 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
             "the compute of whole ones was not measured"
         )
     share, noise = before / per_node, profile.noise
-
-    def shrink(points: Points) -> Points:
-        return tuple((round(size * share), seconds) for size, seconds in points)
-
-    links = tuple(
-        replace(
-            link,
-            bytes_per_s=link.bytes_per_s * share,
-            small=shrink(link.small),
-            after_pause=shrink(link.after_pause),
-            halves={verb: (s, rate * share) for verb, (s, rate) in link.halves.items()},
-            small_halves={verb: shrink(points) for verb, points in link.small_halves.items()},
-        )
-        for link in profile.links
-    )
     buckets = tuple(
         replace(
             bucket,
@@ -199,9 +172,22 @@ def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
     return replace(
         profile,
         topology=(per_node,) * profile.world_size,
-        links=links,
+        links=tuple(_with_sizes(link, share) for link in profile.links),
         buckets=buckets,
         noise=noise and replace(noise, noise_sq=noise.noise_sq * share),
+    )
+
+
+def _with_sizes(link: Link, factor: float) -> Link:
+    """Return the link with the measured times for sizes and rates multiplied by a factor."""
+
+    def resize(points: Points, _: float = 1.0) -> Points:
+        return tuple((round(size * factor), seconds) for size, seconds in points)
+
+    return link.with_times(
+        lambda latency_s, rate, _: (latency_s, rate * factor),
+        resize,
+        after_pause=resize(link.after_pause),
     )
 
 
@@ -261,14 +247,7 @@ def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Pr
         noise = replace(noise, noise_sq=noise.noise_sq * profile.world_size / ranks)
     buckets = tuple(replace(bucket, communication_s={}) for bucket in profile.buckets)
     return replace(
-        profile,
-        world_size=ranks,
-        links=links,
-        buckets=buckets,
-        rank_scale=_repeat(profile.rank_scale, ranks),
-        rank_jitter=_repeat(profile.rank_jitter, ranks),
-        contention=(),
-        noise=noise,
+        _repeated_ranks(profile, ranks), links=links, buckets=buckets, contention=(), noise=noise
     )
 
 
@@ -316,12 +295,9 @@ def with_replica_per_rank(profile: Profile) -> Profile:
     flat = profile.of_replicas()
     if profile.world_size == 1 and profile.inside is not None:
         return replace(
-            flat,
-            world_size=profile.ranks,
+            _repeated_ranks(flat, profile.ranks),
             links=tuple(replace(profile.inside, name=link.name) for link in profile.links),
             buckets=tuple(replace(bucket, communication_s={}) for bucket in profile.buckets),
-            rank_scale=_repeat(profile.rank_scale, profile.ranks),
-            rank_jitter=_repeat(profile.rank_jitter, profile.ranks),
             contention=(),
         )
     return extrapolate(flat, hosts=profile.ranks)
@@ -355,12 +331,7 @@ def with_slower_links(profile: Profile, times: float | Mapping[str, float]) -> P
         dict(times) if isinstance(times, Mapping) else {link.name: times for link in profile.links}
     )
     buckets = tuple(
-        replace(
-            bucket,
-            communication_s={
-                name: s * factors.get(name, 1.0) for name, s in bucket.communication_s.items()
-            },
-        )
+        bucket.with_given_times(lambda name, seconds: seconds * factors.get(name, 1.0))
         for bucket in profile.buckets
     )
     links = tuple(_slow_down(link, factors.get(link.name, 1.0)) for link in profile.links)
@@ -368,17 +339,13 @@ def with_slower_links(profile: Profile, times: float | Mapping[str, float]) -> P
 
 
 def _slow_down(link: Link, times: float) -> Link:
-    def slower(small: Points) -> Points:
-        return tuple((size, seconds * times) for size, seconds in small)
+    def slower(points: Points, _: float = 1.0) -> Points:
+        return tuple((size, seconds * times) for size, seconds in points)
 
-    return replace(
-        link,
-        latency_s=link.latency_s * times,
-        bytes_per_s=link.bytes_per_s / times,
-        small=slower(link.small),
+    return link.with_times(
+        lambda latency_s, rate, _: (latency_s * times, rate / times),
+        slower,
         after_pause=slower(link.after_pause),
-        halves={verb: (s * times, rate / times) for verb, (s, rate) in link.halves.items()},
-        small_halves={verb: slower(small) for verb, small in link.small_halves.items()},
     )
 
 
@@ -403,34 +370,17 @@ def with_smaller_messages(profile: Profile, share: float) -> Profile:
 
     Latencies stay, and so do the sizes of buckets.
     """
-
-    def shrink(small: Points) -> Points:
-        return tuple((round(size / share), seconds) for size, seconds in small)
-
-    links = tuple(
-        replace(
-            link,
-            bytes_per_s=link.bytes_per_s / share,
-            small=shrink(link.small),
-            after_pause=shrink(link.after_pause),
-            halves={verb: (s, rate / share) for verb, (s, rate) in link.halves.items()},
-            small_halves={verb: shrink(small) for verb, small in link.small_halves.items()},
-        )
-        for link in profile.links
-    )
     latency_s = {link.name: link.latency_s for link in profile.links}
-    buckets = tuple(
-        replace(
-            bucket,
-            communication_s={
-                name: least_s + (seconds - least_s) * share
-                for name, seconds in bucket.communication_s.items()
-                for least_s in [min(latency_s[name], seconds)]
-            },
-        )
-        for bucket in profile.buckets
+
+    def shrink(name: str, seconds: float) -> float:
+        least_s = min(latency_s[name], seconds)
+        return least_s + (seconds - least_s) * share
+
+    return replace(
+        profile,
+        links=tuple(_with_sizes(link, 1 / share) for link in profile.links),
+        buckets=tuple(bucket.with_given_times(shrink) for bucket in profile.buckets),
     )
-    return replace(profile, links=links, buckets=buckets)
 
 
 def ring_passes(ranks: int) -> float:
@@ -477,17 +427,16 @@ def _scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> L
 
 def _scale_bucket(bucket: Bucket, links: dict[str, tuple[Link, Link]], steps: float) -> Bucket:
     """Return a bucket whose given message times are scaled as the fitted line of the link."""
-    given = {}
-    for name, seconds in bucket.communication_s.items():
+
+    def scale(name: str, seconds: float) -> float:
         if name not in links:  # the link inside a replica stays the same
-            given[name] = seconds
-            continue
+            return seconds
         before, after = links[name]
         latency_s = min(before.latency_s, seconds)
-        given[name] = latency_s * steps + (seconds - latency_s) * (
-            before.bytes_per_s / after.bytes_per_s
-        )
-    return replace(bucket, communication_s=given)
+        beyond_s = (seconds - latency_s) * (before.bytes_per_s / after.bytes_per_s)
+        return latency_s * steps + beyond_s
+
+    return bucket.with_given_times(scale)
 
 
 def _repeat(values: Sequence[T], count: int) -> tuple[T, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import numpy as np
 from offbeat.core.plan import Kind, Verb
 
 Seconds = Any  # a float, or an array of them: one per message
+Points = tuple[tuple[int, float], ...]  # (bytes, seconds) of messages, ascending
 PAIRED = ("send", "exchange")  # verbs between two ranks
 
 
@@ -54,6 +55,15 @@ class Bucket:
         if kind == "grad":
             return self.size_bytes
         return self.size_bytes + self.buffer_bytes if kind == "param" else self.state_bytes
+
+    def with_given_times(self, change: Callable[[str, float], float]) -> Bucket:
+        """Return the bucket with other given times of its messages.
+
+        Args:
+            change: function of a link's name and the seconds on it; returns the changed seconds.
+        """
+        given = {link: change(link, seconds) for link, seconds in self.communication_s.items()}
+        return replace(self, communication_s=given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,31 @@ class Link:
     connections: int = 1
     pause_s: float = 0.0
     after_pause: tuple[tuple[int, float], ...] = ()
+
+    def with_times(
+        self,
+        line: Callable[[float, float, float], tuple[float, float]],
+        points: Callable[[Points, float], Points],
+        **more: Any,
+    ) -> Link:
+        """Return the link with other times of all_reduces and of their halves.
+
+        Args:
+            line: function of a latency, a rate and the share of the message in an all_reduce: 1, or
+                0.5 for a half; returns the changed latency and rate.
+            points: function of measured points and of that share; returns the changed points.
+            more: further fields to change.
+        """
+        latency_s, bytes_per_s = line(self.latency_s, self.bytes_per_s, 1.0)
+        return replace(
+            self,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            small=points(self.small, 1.0),
+            halves={verb: line(*pair, 0.5) for verb, pair in self.halves.items()},
+            small_halves={verb: points(one, 0.5) for verb, one in self.small_halves.items()},
+            **more,
+        )
 
     def seconds(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from offbeat.core.codecs import codec, way
 from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.guards.finite import all_finite
+from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
 from offbeat.core.transport.collectives import Collectives, Levels
 from offbeat.core.verify.interpreter import memory_of
@@ -262,8 +263,9 @@ class CodedMessage:
         """
         how, sent = replace(self.settings, leaves_out=leaves_out), 0
         own_bad = not all(all_finite((part.numbers, part.plain)) for part in self.parts)
-        where = self.parts[0].numbers.device
-        bad = _find_bad_ranks(own_bad, act, levels, where) if leaves_out else []
+        where, add = self.parts[0].numbers.device, act.by_verb["all_reduce"]
+        find_bad = partial(find_bad_ranks, own_bad, levels.rank, levels.ranks, add, where)
+        bad = find_bad() if leaves_out else []
         factor = levels.ranks / (levels.ranks - len(bad)) if len(bad) < levels.ranks else math.nan
         taken, arrived, kept = [], list[Tensor](), list[tuple[Tensor, slice, int]]()
         for i, part in enumerate(self.parts):
@@ -275,7 +277,7 @@ class CodedMessage:
             own.mean, tail = levels.own_shard(mean), levels.own_shard(plain)
             shard = levels.own_slice(numbers.numel())
             if self.errors is not None:
-                _call_on_shard_pieces(own.numbers, self.errors[i][0], shard, Tensor.add_)
+                _for_each_piece(own.numbers, self.errors[i][0], Tensor.add_, shard)
             if own.numbers.numel() or own.plain.numel():
                 outcome = average(own, how, levels.column)
                 sent += outcome.bytes
@@ -290,24 +292,13 @@ class CodedMessage:
             taken.append(numbers)
         lost = not all_finite(arrived)
         if lost and not leaves_out:
-            bad = _find_bad_ranks(own_bad, act, levels, where) or [*range(levels.ranks)]
+            bad = find_bad() or [*range(levels.ranks)]
         if self.errors is not None and not (own_bad or lost):
             for numbers, shard, i in kept:
-                views = self.errors[i][0]
-                _call_on_shard_pieces(numbers, views, shard, lambda x, error: error.copy_(x))
+                _for_each_piece(numbers, self.errors[i][0], lambda x, error: error.copy_(x), shard)
         for x in taken:
             self.spares.give(x)
         return arrived, bad, sent
-
-
-def _find_bad_ranks(
-    own_bad: bool, act: Collectives, levels: Levels, where: torch.device
-) -> list[int]:
-    """Return the ranks with values that are not finite. Every rank must call it."""
-    flags = torch.zeros(levels.ranks, dtype=torch.float32, device=where)
-    flags[levels.rank] = float(own_bad)
-    act.by_verb["all_reduce"](flags)
-    return [rank for rank, share in enumerate(flags.tolist()) if share > 0]
 
 
 def _settings(wire: Wire) -> Settings:
@@ -329,21 +320,15 @@ def _subtract_pieces(flat: Tensor, over: Sequence[Tensor], others: Sequence[Tens
         at += one.numel()
 
 
-def _call_on_shard_pieces(flat: Tensor, over: Sequence[Tensor], shard: slice, act: Any) -> None:
-    """Call `act(piece, other)` as `_for_each_piece` does, where `flat` holds only the elements in
-    `shard` of the tensors end to end."""
+def _for_each_piece(
+    flat: Tensor, over: Sequence[Tensor], act: Any, shard: slice | None = None
+) -> None:
+    """Call `act(piece, other)` for each tensor in `over` and the piece of `flat` at its place. With
+    a shard, `flat` holds only these elements of the tensors end to end."""
     begin = 0
+    first, last = (0, flat.numel()) if shard is None else (shard.start, shard.stop)
     for other in over:
-        start, stop = max(begin, shard.start), min(begin + other.numel(), shard.stop)
+        start, stop = max(begin, first), min(begin + other.numel(), last)
         if start < stop:
-            piece = flat[start - shard.start : stop - shard.start]
-            act(piece, other[start - begin : stop - begin])
+            act(flat[start - first : stop - first], other[start - begin : stop - begin])
         begin += other.numel()
-
-
-def _for_each_piece(flat: Tensor, over: Sequence[Tensor], act: Any) -> None:
-    """Call `act(piece, other)` for each tensor in `over` and the piece of `flat` at its place."""
-    at = 0
-    for other in over:
-        act(flat[at : at + other.numel()], other)
-        at += other.numel()

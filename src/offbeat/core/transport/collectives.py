@@ -6,7 +6,7 @@ empty. Rank r owns shard r.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -112,9 +112,7 @@ class Levels:
 
     def own_slice(self, size: int) -> slice:
         """Return the shard of this rank of `size` elements; an empty one if it owns none."""
-        each = -(-size // self.owners)
-        start = min(size, self.inside.rank * each)
-        return slice(start, min(size, start + each))
+        return shard_slice(size, self.owners, self.inside.rank)
 
     def own_shard(self, tensor: Tensor) -> Tensor:
         """Return a view of the shard of this rank."""
@@ -231,9 +229,8 @@ def two_levels(levels: Levels) -> Collectives:
     def count_bytes(verb: Verb, size: int) -> int:
         if verb == "broadcast":
             return column.sent_bytes(verb, size) if inside.rank == 0 else 0
-        cut = -(-size // levels.owners)
-        own = min(cut, max(0, size - inside.rank * cut)) if inside.rank < levels.owners else 0
-        return column.sent_bytes(verb, own)
+        own = levels.own_slice(size)
+        return column.sent_bytes(verb, own.stop - own.start)
 
     by_verb: dict[Verb, Collective] = {
         "all_reduce": all_reduce,
@@ -261,6 +258,13 @@ def run_in_pieces(operation: Callable[..., Any], tensor: Tensor, connections: in
         work.wait()
 
 
+def start_pieces(
+    act: Callable[..., Any], tensor: Tensor, other: int, connections: int
+) -> list[Any]:
+    """Start `send` or `recv` of a process group for all pieces of a tensor. Return the works."""
+    return [act([part], other, tag) for tag, part in enumerate(pieces(tensor, connections))]
+
+
 def sending(
     group: dist.ProcessGroup, timeout_s: float, connections: int = 1
 ) -> Callable[[Tensor, int, int], None]:
@@ -274,8 +278,7 @@ def sending(
         rank = dist.get_rank()
         other = dist.get_group_rank(group, target if rank == source else source)
         act = group.send if rank == source else group.recv
-        parts = pieces(tensor.data, connections)
-        for work in [act([part], other, tag) for tag, part in enumerate(parts)]:
+        for work in start_pieces(act, tensor.data, other, connections):
             work.wait(timeout)
 
     return send
@@ -302,11 +305,8 @@ def swapping(
                 work.wait()
             return
         place = dist.get_group_rank(group, peer)
-        parts = enumerate(pieces(tensor.data, connections))
-        works = [group.recv([part], place, tag) for tag, part in parts]
-        parts = enumerate(pieces(given, connections))
-        works += [group.send([part], place, tag) for tag, part in parts]
-        for work in works:
+        works = start_pieces(group.recv, tensor.data, place, connections)
+        for work in works + start_pieces(group.send, given, place, connections):
             work.wait(timeout)
 
     return swap
@@ -371,11 +371,15 @@ class Scratch:
         return self._buffers[key][:size]
 
 
-def shards(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return views of the shards, in the order of their ranks."""
-    size = tensor.numel()
+def shard_slice(size: int, count: int, rank: int) -> slice:
+    """Return the shard of a rank of `size` elements in `count` shards; empty if it owns none."""
     each = -(-size // count)
-    return [tensor[min(size, k * each) : min(size, (k + 1) * each)] for k in range(count)]
+    return slice(min(size, rank * each), min(size, (rank + 1) * each))
+
+
+def shards(tensor: Tensor, count: int, ranks: int | None = None) -> list[Tensor]:
+    """Return views of the shards, in the order of their ranks; empty for ranks beyond `count`."""
+    return [tensor[shard_slice(tensor.numel(), count, k)] for k in range(ranks or count)]
 
 
 class Ring:
@@ -443,19 +447,17 @@ class Ring:
             return None
 
         def start(given: Tensor, taken: Tensor) -> Callable[[], None]:
-            works = self._start_shift(given, taken, 1)
-
-            def finish() -> None:
-                for work in works:
-                    work.wait(self._timeout)
-
-            return finish
+            return partial(self._wait, self._start_shift(given, taken, 1))
 
         return Duplex(lambda x: start(x, x[:0]), lambda x: start(x[:0], x))
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         """Return the shard of every rank; empty for ranks that own none."""
-        return shards(tensor.data, self._owners) + [tensor.data[:0]] * (self._size - self._owners)
+        return shards(tensor.data, self._owners, self._size)
+
+    def _wait(self, works: Iterable[Any]) -> None:
+        for work in works:
+            work.wait(self._timeout)
 
     def exchange(self, tensor: Tensor) -> None:
         """Send each shard directly to its rank: in step s to the s-th next rank."""
@@ -475,8 +477,7 @@ class Ring:
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
             works += self._start_shift(given[to], taken[source], step)
-        for work in works:
-            work.wait(self._timeout)
+        self._wait(works)
 
     def _shift(self, given: Tensor, taken: Tensor, step: int = 1, *, asked: bool = False) -> None:
         """Send `given` to the rank `step` further on, and receive `taken` from the rank `step`
@@ -486,23 +487,19 @@ class Ring:
         """
         if asked:
             received, sent = self._word[:1], self._word[1:]
-            back = self._start_shift(sent[: taken.numel()], received[: given.numel()], -step)
-            for work in back:
-                work.wait(self._timeout)
-        for work in self._start_shift(given, taken, step):
-            work.wait(self._timeout)
+            self._wait(self._start_shift(sent[: taken.numel()], received[: given.numel()], -step))
+        self._wait(self._start_shift(given, taken, step))
 
     def _start_shift(self, given: Tensor, taken: Tensor, step: int) -> list[Any]:
         """Start sending and receiving as in `_shift`. Empty shards are not sent."""
-        works: list[Any] = []
         to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
-        if taken.numel():
-            parts = enumerate(pieces(taken, self._connections))
-            works += [self._group.recv([part], source, tag) for tag, part in parts]
-        if given.numel():
-            parts = enumerate(pieces(given, self._connections))
-            works += [self._group.send([part], to, tag) for tag, part in parts]
-        return works
+        both = (self._group.recv, taken, source), (self._group.send, given, to)
+        return [
+            work
+            for act, tensor, other in both
+            if tensor.numel()
+            for work in start_pieces(act, tensor, other, self._connections)
+        ]
 
 
 class Native:
@@ -515,21 +512,17 @@ class Native:
 
     def reduce_scatter(self, tensor: Tensor) -> None:
         tensor = tensor.data
-        whole = self._pad_tensor(tensor)
+        whole, own, kept = self._pad_tensor(tensor)
         if whole is not tensor:
             whole[: tensor.numel()] = tensor
-        own = shards(whole, self._size)[self._rank]
         _reduce_scatter(own, whole, op=dist.ReduceOp.AVG, group=self._group)
         if whole is not tensor:
-            kept = self._own_part(tensor)
             kept.copy_(own[: kept.numel()])
 
     def all_gather(self, tensor: Tensor) -> None:
         tensor = tensor.data
-        whole = self._pad_tensor(tensor)
-        own = shards(whole, self._size)[self._rank]
+        whole, own, kept = self._pad_tensor(tensor)
         if whole is not tensor:
-            kept = self._own_part(tensor)
             own[: kept.numel()] = kept
         _all_gather(whole, own, group=self._group)
         if whole is not tensor:
@@ -540,16 +533,13 @@ class Native:
         given = tensor.data.clone()
         dist.all_to_all_single(tensor.data, given, group=self._group)
 
-    def _own_part(self, tensor: Tensor) -> Tensor:
-        """Return the shard of this rank; empty if it owns none."""
-        owns = self._rank < self._owners
-        return shards(tensor, self._owners)[self._rank] if owns else tensor[:0]
-
-    def _pad_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor if every rank owns an equal shard, else scratch memory of padded
-        size."""
+    def _pad_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tensor if every rank owns an equal shard, else scratch memory of padded size;
+        its shard of this rank; and the tensor's shard of this rank, empty if it owns none."""
         size = -(-tensor.numel() // self._owners) * self._size
-        return tensor if size == tensor.numel() else self._scratch.reserve(tensor, size)
+        whole = tensor if size == tensor.numel() else self._scratch.reserve(tensor, size)
+        own = shard_slice(whole.numel(), self._size, self._rank)
+        return whole, whole[own], tensor[shard_slice(tensor.numel(), self._owners, self._rank)]
 
 
 def is_on_host(tensor: Tensor) -> bool:

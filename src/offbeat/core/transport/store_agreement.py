@@ -10,7 +10,7 @@ from typing import Any
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import require_equal
 from offbeat.core.transport.rendezvous import missing_keys
-from offbeat.core.transport.versions import describe_versions
+from offbeat.core.transport.versions import require_same_versions
 
 STAYS_S = 2.0  # longest time for which rank 0 keeps its store open after an error
 LOOK_EVERY_S = 0.02  # seconds between two looks at the store
@@ -56,9 +56,7 @@ class StoreAgreement:
         """
         everyone = self.gather([socket.gethostname(), version, ""])
         self.hosts = [host for host, *_ in everyone]
-        error, _ = describe_versions(everyone)
-        if error is not None:
-            raise ValueError(error)
+        require_same_versions(everyone, self.rank)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank.

@@ -33,20 +33,18 @@ def compare_versions(store: Any, rank: int, world_size: int, timeout_s: float) -
         # A version without this comparison stores no key, and a read of a missing key would block.
         missing = {*missing_keys(store, keys)}
         known = [None if key in missing else json.loads(store.get(key)) for key in keys]
-        error, warning = describe_versions(known)
-        store.set(RESULT, json.dumps(error))
-        if warning is not None:
-            warnings.warn(warning, stacklevel=2)
-    elif not store.check([f"{VERSIONS}/0"]):
-        error = "rank 0 has an earlier version of offbeat; install one version"
-    else:
-        store.wait([RESULT], timedelta(seconds=timeout_s))
-        error = json.loads(store.get(RESULT))
+        store.set(RESULT, json.dumps(describe_versions(known)[0]))
+        require_same_versions(known, rank)
+        return
+    if not store.check([f"{VERSIONS}/0"]):
+        raise ValueError("rank 0 has an earlier version of offbeat; install one version")
+    store.wait([RESULT], timedelta(seconds=timeout_s))
+    error = json.loads(store.get(RESULT))
     if error is not None:
         raise ValueError(error)
 
 
-def require_same_versions(known: Sequence[Sequence[str]], rank: int) -> None:
+def require_same_versions(known: Sequence[Sequence[str] | None], rank: int) -> None:
     """Compare the versions of all ranks, which each rank has gathered.
 
     Args:
