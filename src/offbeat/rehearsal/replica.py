@@ -284,7 +284,7 @@ class Replica:
             whole,
             cluster,
             self.profile,
-            Observation(OBSERVE, None, fingerprint, None, then_stop=False),
+            Observation(OBSERVE, None, fingerprint, None),
             watch,
             LaunchRequest(),
             RankRoles(range(self.ranks), range(self.ranks, self.ranks + servers)),

@@ -106,7 +106,7 @@ class DDP(Strategy):
 
     def open(self, job: TrainingJob) -> Session:
         # torch's DDP supports no shards; then the same messages follow FSDP's reduce-scatter.
-        if job.observation.then_stop or job.cluster.topology.sharded:
+        if job.request.stop_after_profile or job.cluster.topology.sharded:
             return super().open(job)
         from offbeat.core.runtime.ddp_session import open_ddp_session
 

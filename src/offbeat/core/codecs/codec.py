@@ -124,6 +124,26 @@ class Exact(Codec):
         return x.copy()
 
 
+class CodeByRow:
+    """Base of tensor implementations that add the codes of several ranks one after the other."""
+
+    def add_all(self, codes: Any, out: Any) -> None:
+        """Decode each row of a table of codes and add it to one tensor, in row order."""
+        # One call for all rows could add several rows at one index. On a GPU the order of these
+        # additions is not fixed, so the sums of the ranks would differ in their last bits.
+        for row in codes:
+            self.add(row, out)
+
+    @abstractmethod
+    def add(self, codes: Any, out: Any) -> None:
+        """Decode codes and add them to `out`."""
+
+
+def align(size: int, unit: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
 def shards(size: int, count: int, grain: int) -> list[slice]:
     """Cut `size` elements into `count` shards of equally many grains; the last may be shorter."""
     each = -(-size // (grain * count)) * grain

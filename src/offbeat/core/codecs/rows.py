@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offbeat.core.codecs.codec import align
 from offbeat.core.transport.collectives import Scratch
 
 ALIGNED = 16  # bytes; alignment of each part of a row, so that it can be viewed as any dtype
@@ -35,7 +36,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        return self.head_bytes + align_size(self.code_bytes) + align_size(self.plain_bytes)
+        return self.head_bytes + sum(align(n, ALIGNED) for n in (self.code_bytes, self.plain_bytes))
 
     def make(self, count: int, where: torch.device) -> Tensor:
         """Return `count` uninitialized rows. The next call in this thread reuses their memory."""
@@ -49,7 +50,7 @@ class Rows:
 
     def plain_numbers(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the unencoded elements of one row."""
-        start = self.head_bytes + align_size(self.code_bytes)
+        start = self.head_bytes + align(self.code_bytes, ALIGNED)
         return row[start : start + self.plain_bytes].view(dtype)
 
 
@@ -70,11 +71,6 @@ def _scratch() -> Scratch:
     if not hasattr(_mine, "scratch"):
         _mine.scratch = Scratch()
     return _mine.scratch
-
-
-def align_size(size: int) -> int:
-    """Return `size` rounded up to the alignment of a row."""
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def write_heads(rows: Tensor, bad: bool, origin: int) -> None:

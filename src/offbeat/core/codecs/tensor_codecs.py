@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offbeat.core.codecs import BF16, FP16, Codec, Int4, Int8, Sign, TopK
 from offbeat.core.codecs.blocks import Int4Code, Int8Code, SignCode
+from offbeat.core.codecs.codec import CodeByRow
 from offbeat.core.codecs.pieces import pieces
 from offbeat.core.codecs.quantization import LARGEST
 from offbeat.core.codecs.sparsification import PLACE_BYTES, kept_count
@@ -66,7 +67,7 @@ class HalfCode:
                 out[piece].add_(row[piece])
 
 
-class TopKCode:
+class TopKCode(CodeByRow):
     """Code with the elements of largest magnitude and their indices: all values, then all
     indices."""
 
@@ -86,12 +87,6 @@ class TopKCode:
     def add(self, codes: Tensor, out: Tensor) -> None:
         values, where = self._parts(codes, out.dtype)
         out.scatter_add_(-1, where.long(), values)
-
-    def add_all(self, codes: Tensor, out: Tensor) -> None:
-        # One call for all rows could add several rows at one index. On a GPU the order of these
-        # additions is not fixed, so the sums of the ranks would differ in their last bits.
-        for row in codes:
-            self.add(row, out)
 
     @staticmethod
     def _parts(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

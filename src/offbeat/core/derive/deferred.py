@@ -78,8 +78,4 @@ def _move_after_update(t: Transfer) -> Transfer:
 
 def _move_before_update(t: Transfer) -> Transfer:
     """Return the transfer due at the step; an all_gather or a broadcast due at its end."""
-    if t.verb == "broadcast":
-        return replace(t, before=END)
-    if t.verb == "all_gather":
-        return replace(t, before=END)
-    return replace(t, before=STEP)
+    return replace(t, before=END if t.verb in ("broadcast", "all_gather") else STEP)

@@ -8,7 +8,7 @@ added up, averaged while 2 and 3 run, and applied at the step of 3.
 from __future__ import annotations
 
 from offbeat.core.derive import effects
-from offbeat.core.plan.types import Plan
+from offbeat.core.plan.types import Payload, Plan
 
 
 class Windows:
@@ -43,6 +43,12 @@ class Windows:
         for _ in range(age):
             start, stop = self._window_start(start - 1), start - 1
         return range(start, stop + 1)
+
+    def carried_window(self, iteration: int, payload: Payload) -> range | None:
+        """Return the iterations whose gradients a message holds; None if it holds the payload of
+        its own iteration."""
+        merges = self.late and payload.buffer == "grad"
+        return self.window(iteration, payload.age) if merges else None
 
     def applied_window(self, iteration: int) -> range:
         """Return the iterations whose gradients the optimizer applies in an iteration; empty for

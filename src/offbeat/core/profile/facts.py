@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.core.files import write_text
+from offbeat.core.files import replace_text
 from offbeat.core.plan import BUFFERS, BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.core.profile.profile_json import fields_as_json, read_fields
 from offbeat.core.profile.records import (
@@ -527,11 +527,7 @@ class Profile:
         Args:
             path: file to write. Its directory is created.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + ".part")
-        write_text(draft, json.dumps(self.to_dict(), indent=1))
-        draft.replace(path)
+        replace_text(path, json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

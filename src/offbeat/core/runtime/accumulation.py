@@ -12,7 +12,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.runtime.schedulers import SchedulerGate
 
 
-class Accumulation:
+class Accumulation(Windows):
     """Accumulation windows of a plan that applies gradients in later iterations.
 
     `planned` is an iteration's number in the plan, from 0. Backward adds to the newest copy of the
@@ -27,8 +27,7 @@ class Accumulation:
         gradients: Gradients | AutogradGradients,
     ):
         self._flat, self._gradients = flat, gradients
-        self._windows = Windows(plan)
-        self.late = self._windows.late
+        super().__init__(plan)
         self._gate = SchedulerGate(optimizer) if self.late else None
         self._version = flat.grad_version()
 
@@ -36,14 +35,6 @@ class Accumulation:
         """Let learning-rate schedulers step in every iteration again."""
         if self._gate is not None:
             self._gate.close()
-
-    def applied_iterations(self, planned: int) -> range:
-        """Return the iterations whose gradients the step of iteration `planned` applies."""
-        return self._windows.applied_window(planned)
-
-    def is_window_end(self, planned: int) -> bool:
-        """Return whether a window ends with iteration `planned`."""
-        return self._windows.closes_window(planned)
 
     def require_unchanged(self) -> None:
         """Raise ValueError if accumulated gradients were changed between two iterations."""
@@ -61,7 +52,7 @@ class Accumulation:
             return
         self._gradients.open()
         self._version = self._flat.grad_version()
-        self._gate.on_iteration_end(bool(self.applied_iterations(planned)))
+        self._gate.on_iteration_end(bool(self.applied_window(planned)))
 
     def restart(self) -> None:
         """Begin a window anew, after the storage was drained or filled from a checkpoint."""

@@ -86,11 +86,8 @@ class EventLog:
         }
         text = json.dumps(data, separators=(",", ":"))
         loss = ", and a rehearsal cannot repeat this job"
-        write_or_warn(partial(_replace, text), str(self._path), "order", loss, needed=False)
-
-
-def _replace(text: str, path: str) -> None:
-    replace_text(path, text)
+        write = partial(replace_text, text=text)
+        write_or_warn(write, str(self._path), "order", loss, needed=False)
 
 
 def open_event_log(job: TrainingJob, strategy: str) -> EventLog | None:

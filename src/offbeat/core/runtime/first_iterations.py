@@ -69,7 +69,7 @@ class FirstIterations:
         engine.adopt(plan)
         self._guards.note_plan(observes=True)
         # Ranks of a sharded replica wait for each other within forward.
-        lock = None if self._is_emulated or engine.flat.is_sharded else job.observation.turns
+        lock = None if self._is_emulated or engine.flat.is_sharded else job.request.turns
         turns = load_object(TURNS)(lock) if lock else ComputeObserver()
         engine.set_compute(turns)
         self.observer = observer = Observer(job.model, engine, cluster.device, turns)
@@ -100,15 +100,16 @@ class FirstIterations:
 
     def _run_plan(self, observer: Observer, observed: int) -> None:
         """Complete the profile, and run the plan that is made from it."""
-        how, control = self._job.observation, self._job.cluster.control
+        save_to, control = self._job.observation.save_to, self._job.cluster.control
+        stops = self._job.request.stop_after_profile
         self._finish(observer)
         if self._choice.shares_buffers and not self._choice.broadcasts(self._choice.strategy):
             self._guards.agree_on_buffers()  # averages of parameters include buffers
         profile = self._measure(observer)
-        if how.save_to and control.rank == 0:
+        if save_to and control.rank == 0:
             again = ", and the next run measures again"
-            write_or_warn(profile.save, how.save_to, "profile", again, needed=how.then_stop)
-        if how.then_stop:
+            write_or_warn(profile.save, save_to, "profile", again, needed=stops)
+        if stops:
             raise SystemExit(0)
         assert self._engine.watched is not None
         usage = ScriptUsage.combine(self._engine.watched.usage, control)
@@ -116,13 +117,13 @@ class FirstIterations:
 
     def _measure(self, observer: Observer) -> Profile:
         """Return the profile, the same on all ranks, after the storage was divided into buckets."""
-        how, cluster, engine = self._job.observation, self._job.cluster, self._engine
-        control, emulated = cluster.control, self._is_emulated
-        least, needed = how.min_bucket_bytes, 1
+        how, request, engine = self._job.observation, self._job.request, self._engine
+        cluster, emulated = self._job.cluster, self._is_emulated
+        control, least, needed = cluster.control, how.min_bucket_bytes, 1
         if least is None:
             least = worthwhile_bytes(cluster, engine.flat)
             replicas = cluster.topology.replicas
-            needed = max(how.least_buckets, self._choice.strategy.least_buckets(replicas))
+            needed = max(request.least_buckets, self._choice.strategy.least_buckets(replicas))
         specs = observer.layout(control, least, needed)
         engine.relayout(specs)
         flat = engine.flat
@@ -131,8 +132,8 @@ class FirstIterations:
         links = (*links, *measure_inside(cluster, flat, emulated=emulated))
         profile = observer.profile(specs, flat, links, contention, cluster, how.model)
         engine.set_compute(ComputeObserver())
-        if how.pace is not None and not emulated:
-            paced = load_object(PACED_PROFILE)(profile, how.pace, cluster)
+        if request.pace is not None and not emulated:
+            paced = load_object(PACED_PROFILE)(profile, request.pace, cluster)
             profile = Profile.from_dict(control.share_first(paced.to_dict()))
         # Before `measure_beside`, because ranks do not compute while they pause.
         profile = measure_pauses(cluster, flat, profile)

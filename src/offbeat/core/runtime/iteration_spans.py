@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offbeat.core.derive.windows import Windows
-from offbeat.core.plan import BUILT_IN, Plan, Transfer
+from offbeat.core.plan import BUILT_IN, Plan
 from offbeat.core.runtime.iteration import Iteration, MomentTimes, Timestamps
 from offbeat.core.sim.trace import COMPUTE, Span
 from offbeat.core.transport.device import Device, Mark
@@ -21,7 +21,8 @@ def iteration_spans(
 
     size = plan.buckets if plan is not None else len(done.marks.ready)
     buffers = plan.all_buffers if plan is not None else BUILT_IN
-    split = done.split
+    split, windows = done.split, None if plan is None else Windows(plan)
+    first = done.number - done.planned  # iteration of the run with which the plan has begun
     for kind, start, end, bucket in _compute_intervals(done.marks, size, device):
         run = None if bucket is None else (bucket, bucket + 1)
         if kind == "backward" and bucket is None and split is not None:
@@ -42,19 +43,10 @@ def iteration_spans(
         half = t.verb in ("reduce_scatter", "all_gather")
         kind = t.verb if half or t.verb == "broadcast" else buffers[t.payload.buffer].kind
         start, end = at(message.start), at(message.end)
-        carries = _carried_iterations(plan, done, t)
+        held = None if windows is None else windows.carried_window(done.planned, t.payload)
+        carries = None if held is None else (first + held.start, first + held.stop)
         size = message.sent_bytes
         yield Span(rank, t.link, kind, done.number, start, end, run, size, carries, t.way)
-
-
-def _carried_iterations(plan: Plan | None, done: Iteration, t: Transfer) -> tuple[int, int] | None:
-    """Return the iterations [first, stop) whose gradients a message holds, if merged or late."""
-    windows = None if plan is None else Windows(plan)
-    if windows is None or not windows.late or t.payload.buffer != "grad":
-        return None
-    window = windows.window(done.planned, t.payload.age)
-    begun = done.number - done.planned
-    return begun + window.start, begun + window.stop
 
 
 def _compute_intervals(

@@ -23,13 +23,13 @@ class Metering:
 
     def on_bucket_ready(self, b: int, planned: int) -> None:
         """Pass the gradients of bucket `b` to the meter. Call it only if `by_bucket`."""
-        if self._run.windows.is_window_end(planned):
+        if self._run.windows.closes_window(planned):
             self._record_own_gradients(range(b, b + 1))
 
     def on_backward_end(self, planned: int) -> None:
         """Pass the gradients of all buckets to the meter, unless it has received them bucket by
         bucket."""
-        if self._meter is None or not self._run.windows.is_window_end(planned):
+        if self._meter is None or not self._run.windows.closes_window(planned):
             return
         if not self.by_bucket:
             self._record_own_gradients(self._everything)
@@ -39,7 +39,7 @@ class Metering:
         """Pass the averages that the step applies to the meter."""
         if self._meter is None:
             return
-        if applied := self._run.windows.applied_iterations(planned):
+        if applied := self._run.windows.applied_window(planned):
             copy = self._run.flat.copy_index("grad", self._age)
             gradients = list(self._run.gradients.gradient_tensors(self._everything, copy))
             self._meter.add_average(gradients, len(applied))

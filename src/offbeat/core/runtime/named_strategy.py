@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from offbeat.core.files import write_text
-from offbeat.core.plan import Plan
+from offbeat.core.files import replace_text
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Needs, Strategy
 from offbeat.core.strategy.registry import create
@@ -32,11 +32,10 @@ class ScriptStrategy(Strategy):
     def settings(self) -> dict[str, object]:
         return self.values
 
-    def schedule(self, profile: Profile) -> Plan:
+    def schedule(self, profile: Profile) -> NoReturn:
         raise ValueError(f"strategy ({self.text}) must be planned by the script that defines it")
 
-    def bound_s(self, profile: Profile) -> float:
-        raise ValueError(f"strategy ({self.text}) must be planned by the script that defines it")
+    bound_s = schedule
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,7 @@ class NamedStrategy:
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically."""
-        draft = Path(path).with_suffix(".part")
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        write_text(draft, json.dumps(asdict(self)))
-        draft.replace(path)
+        replace_text(path, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> NamedStrategy | None:

@@ -353,19 +353,12 @@ class _Preparation:
         **more: Any,
     ) -> TrainingJob:
         """Return the objects of this rank; `more` are further attributes of `TrainingJob`."""
-        common, request = self.common, self.request
+        common = self.common
         observation = Observation(
-            common.observe,
-            common.min_bucket_bytes,
-            fingerprint,
-            known.save_to,
-            request.stop_after_profile,
-            request.pace,
-            request.turns,
-            request.least_buckets,
+            common.observe, common.min_bucket_bytes, fingerprint, known.save_to
         )
         objects = self.model, self.optimizer, cluster, known.profile, observation
-        return TrainingJob(*objects, common.watch, request, ranks, recorder, **more)
+        return TrainingJob(*objects, common.watch, self.request, ranks, recorder, **more)
 
     def _finish(
         self, job: TrainingJob, session: Session, samples: Sequence[int | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,20 +35,12 @@ class Observation:
         min_bucket_bytes: smallest bucket; None: derived from the measured latency.
         model: fingerprint of the model.
         save_to: file of the profile; None: not saved.
-        then_stop: exit after the measurement.
-        pace: factor by which the emulated hosts are slower than this machine, or "auto".
-        turns: lock file with which ranks compute one after the other.
-        least_buckets: smallest number of buckets that the launcher needs for other strategies.
     """
 
     iterations: int
     min_bucket_bytes: int | None
     model: str
     save_to: str | None
-    then_stop: bool
-    pace: float | Literal["auto"] | None = None
-    turns: str | None = None
-    least_buckets: int = 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.windows import Windows
-from offbeat.core.plan import Transfer
 from offbeat.core.plan.program import Step
 from offbeat.core.sim.job import Run
 from offbeat.core.sim.trace import COMPUTE, Span
@@ -121,6 +120,7 @@ class _SpanBuilder:
         if times is None or not self.program.is_on(t, iteration):
             return
         free_s, begun_s, end_s = times
+        carried = self.windows.carried_window(self.number(iteration), t.payload)
         span = Span(
             self.rank,
             t.link,
@@ -132,17 +132,7 @@ class _SpanBuilder:
             end_s,
             (t.payload.buckets.start, t.payload.buckets.stop),
             self.costs.message_bytes(t, self.rank),
-            self._carried_iterations(t, iteration),
+            None if carried is None else (carried.start, carried.stop),
             t.way,
         )
         self.messages.append(span)
-
-    def _carried_iterations(self, t: Transfer, iteration: int) -> tuple[int, int] | None:
-        """Return the iterations [first, stop) whose gradients a message holds, or None.
-
-        None stands for the message's own iteration.
-        """
-        if not self.windows.late or t.payload.buffer != "grad":
-            return None
-        window = self.windows.window(self.number(iteration), t.payload.age)
-        return window.start, window.stop

@@ -602,10 +602,8 @@ class Interpreter:
 
         Codec errors and the anchor of a send are updated in the order of the link.
         """
-        t, givers = (
-            message.transfer,
-            message.ranks[: 1 if message.transfer.verb == "send" else None],
-        )
+        t = message.transfer
+        givers = message.ranks[: 1 if t.verb == "send" else None]
         workers = [self.workers[rank] for rank in givers]
         given, errors = [message.given[rank] for rank in givers], []
         if wire.error is not None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offbeat.core.codecs.codec import Array, Codec, to_bf16
+from offbeat.core.codecs.codec import Array, CodeByRow, Codec, align, to_bf16
 from offbeat.core.codecs.sparsification import SHARE, kept_count
 from offbeat.core.rules.vocabulary import Setting
 
@@ -39,7 +39,7 @@ class TopK2(Codec):
     ways: ClassVar[tuple[str, ...]] = ("gather",)
 
     def bytes_of(self, size: int, itemsize: int = 4) -> int:
-        return align(self.used_bytes(size))
+        return align(self.used_bytes(size), ALIGNED)
 
     def used_bytes(self, size: int) -> int:
         """Return the bytes of the codes without the gap behind them."""
@@ -80,12 +80,7 @@ def index_bytes(count: int) -> int:
     return -(-count // 2) * 3
 
 
-def align(size: int, unit: int = ALIGNED) -> int:
-    """Return a number of bytes, rounded up to a multiple of `unit`."""
-    return -(-size // unit) * unit
-
-
-class TopK2Code:
+class TopK2Code(CodeByRow):
     """TopK2 on tensors. Codes: the magnitudes of all chunks, all indices, all values."""
 
     def __init__(self, codec: TopK2) -> None:
@@ -117,10 +112,6 @@ class TopK2Code:
             sent = self._values(levels, (values & 1).bool(), values >= 2, chunks)
             chunks.scatter_add_(-1, places, sent)
 
-    def add_all(self, codes: Any, out: Any) -> None:
-        for row in codes:  # in the order of the ranks, so that all ranks compute equal bits
-            self.add(row, out)
-
     @staticmethod
     def _values(levels: Any, negative: Any, large: Any, like: Any) -> Any:
         low, high = (levels[..., column : column + 1].to(like.dtype) for column in (0, 1))
@@ -132,7 +123,7 @@ class TopK2Code:
         size = x.shape[-1]
         full, rest = divmod(size, CHUNK)
         counts = self._codec.counts(size)
-        halves = codes[..., : align(LEVEL_BYTES * len(counts))].view(_bf16(x))
+        halves = codes[..., : align(LEVEL_BYTES * len(counts), ALIGNED)].view(_bf16(x))
         at = LEVEL_BYTES * len(counts)
         behind = at + sum(map(index_bytes, counts))
         for first, chunks, length in ((0, full, CHUNK), (full, 1, rest)):

@@ -9,13 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from offbeat.core.codecs.codec import Array, Codec
-from offbeat.core.codecs.methods.chunked_topk import (
-    align,
-    index_bytes,
-    pack_indices,
-    unpack_indices,
-)
+from offbeat.core.codecs.codec import Array, CodeByRow, Codec, align
+from offbeat.core.codecs.methods.chunked_topk import index_bytes, pack_indices, unpack_indices
 from offbeat.core.codecs.sparsification import SHARE, kept_count
 from offbeat.core.rules.vocabulary import Setting
 
@@ -87,7 +82,7 @@ def cosines(size: int) -> list[list[float]]:
     ]
 
 
-class DCTTopKCode:
+class DCTTopKCode(CodeByRow):
     """DCTTopK on tensors. Codes: the values of all chunks, then their indices."""
 
     def __init__(self, codec: DCTTopK) -> None:
@@ -117,10 +112,6 @@ class DCTTopKCode:
         for part, (_, rows, k), values, indices in self._groups(out, codes):
             decoded = self._decode(unpack_indices(indices, k), values, rows, out)
             part += decoded.flatten(-3)[..., : part.shape[-1]]
-
-    def add_all(self, codes: Any, out: Any) -> None:
-        for row in codes:  # in the order of the ranks, so that all ranks compute equal bits
-            self.add(row, out)
 
     def _decode(self, places: Any, values: Any, rows: int, like: Any) -> Any:
         """Return the elements `[..., chunks, rows, 64]` of coefficients."""
