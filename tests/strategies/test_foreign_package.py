@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.prepared import Position, Session
+from offbeat.core.runtime.session import Position, Session
 from offbeat.core.sim.prediction import predict_under
 from offbeat.strategies import Needs, Strategy, synchronous_bound_s
 from offbeat.strategies.wfbp import gradients_when_ready

@@ -16,7 +16,7 @@ from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.event_log import EventLog, open_event_log
 from offbeat.core.runtime.loop_session import LoopSession
-from offbeat.core.runtime.prepared import Position
+from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.gossip.startup import GossipSetup, join
 from offbeat.gossip.strategies import Gossip as GossipStrategy

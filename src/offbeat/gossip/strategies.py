@@ -14,7 +14,7 @@ from offbeat.core.strategy.interface import Needs, Strategy
 from offbeat.strategies.compressible import codec_of
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
 

@@ -29,8 +29,8 @@ from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers
-from offbeat.core.runtime.prepared import Session
 from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
+from offbeat.core.runtime.session import Session
 from offbeat.core.sim.trace import spans_to_dict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster

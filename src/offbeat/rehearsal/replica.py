@@ -20,8 +20,9 @@ from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
 from offbeat.core.runtime.prepare import OBSERVE
-from offbeat.core.runtime.prepared import Model, Optimizer, Session
+from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
 from offbeat.core.strategy.interface import Strategy, load_object
 from offbeat.core.transport.device import device_of

@@ -12,7 +12,7 @@ from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.iteration import MomentTimes
 from offbeat.core.runtime.loop_session import LoopSession
-from offbeat.core.runtime.prepared import Position
+from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.server.client import Client
 from offbeat.server.optimizers import put_state, settings_of

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat.core.plan import Plan
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.core.sim.separate_workers import Server

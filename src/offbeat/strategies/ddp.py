@@ -25,7 +25,7 @@ from offbeat.strategies.wfbp import (
 )
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
 
 SIMULTANEOUS = 2  # all_reduces that gloo executes at the same time, by default

@@ -23,7 +23,8 @@ from offbeat.core.console import console
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.launch_request import LaunchRequest
-    from offbeat.core.runtime.prepared import Model, Optimizer, Session
+    from offbeat.core.runtime.prepared import Model, Optimizer
+    from offbeat.core.runtime.session import Session
 
 KEEP = 2
 

@@ -25,7 +25,7 @@ import offbeat
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.console import console
 from offbeat.core.runtime.launch_request import current_links, current_place
-from offbeat.core.runtime.prepared import Session
+from offbeat.core.runtime.session import Session
 from offbeat.core.transport import addresses, rendezvous
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.device import device_of

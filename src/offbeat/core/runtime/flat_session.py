@@ -27,8 +27,8 @@ from offbeat.core.runtime.first_iterations import FirstIterations
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
-from offbeat.core.runtime.prepared import Position, Session
 from offbeat.core.runtime.recording import Decisions
+from offbeat.core.runtime.session import Position, Session
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Strategy

@@ -15,8 +15,8 @@ from offbeat.core.guards.finite import all_finite
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.prepared import Session
 from offbeat.core.runtime.recording import Recorder
+from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import TrainingJob
 
 if TYPE_CHECKING:

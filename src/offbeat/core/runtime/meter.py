@@ -17,7 +17,7 @@ from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
-from offbeat.core.runtime.prepared import Session
+from offbeat.core.runtime.session import Session
 from offbeat.core.transport.device import Device
 
 SLOTS = 8  # samples of a rank in the store; largest distance between ranks, in samples

@@ -49,8 +49,9 @@ from offbeat.core.runtime.model_checks import (
     note_prepared,
     require_one_model,
 )
-from offbeat.core.runtime.prepared import Model, Optimizer, Session
+from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
+from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.startup_notices import gpu_of, startup_message, startup_notices
 from offbeat.core.runtime.strategy_choice import (
     choose_strategy,

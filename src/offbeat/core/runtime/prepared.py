@@ -1,18 +1,16 @@
-"""Prepared model and optimizer, and the interface of the sessions behind them."""
+"""Prepared model and optimizer, which pass each call to their session."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import os
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,234 +20,13 @@ from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.loss import accumulation
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.outputs import tensors_of
-from offbeat.core.transport.cluster import Cluster
+from offbeat.core.runtime.session import Position as Position
+from offbeat.core.runtime.session import Session
 
 if TYPE_CHECKING:
-    from offbeat.core.checkpoint.saving import Saver
-    from offbeat.core.runtime.iteration import Iteration
     from offbeat.core.runtime.member_samples import MemberSamples, Stream
     from offbeat.core.runtime.meter import Meter
-    from offbeat.core.runtime.recording import Recorder
-    from offbeat.jobs.stopping import StopRequest
 
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Position:
-    """Position of a session between two iterations.
-
-    Attributes:
-        iteration: number of finished iterations.
-        alike: whether all ranks have the same weights and need no other state to continue, so that
-            a job of any size can continue from here.
-        state: state that only the same strategy can continue from.
-    """
-
-    iteration: int
-    alike: bool
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-class Session(ABC):
-    """Implementation of a prepared model and optimizer for one strategy.
-
-    Attributes:
-        strategy: name and settings of the requested strategy.
-        elsewhere: reason why the session cannot be saved, and the alternative; None if it can.
-        alone: whether ranks do not wait for each other, so that each one saves and loads
-            separately.
-        saver: background writer of this session's checkpoints; None before the first request.
-        stop_request: handler of SIGTERM; None if the signal has its default action.
-    """
-
-    _cluster: Cluster
-    strategy: str = ""
-    elsewhere: ClassVar[str | None] = None
-    alone: ClassVar[bool] = False
-    saver: Saver | None = None
-    stop_request: StopRequest | None = None
-    _recorder: Recorder | None = None
-
-    @property
-    def record(self) -> str | None:
-        """Id of the record of this run; None if it is not recorded."""
-        return self._recorder.id if self._recorder is not None else None
-
-    def note_loaded(self, record: str | None) -> None:
-        """Handle the load of a checkpoint of a run with the id `record`; None: it was not
-        recorded."""
-        if self._recorder is not None:
-            self._recorder.on_load(record, self.iteration)
-
-    @abstractmethod
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass of the model: a call of the module or of one of its methods."""
-
-    def drive(
-        self, call: Callable[..., Any], closure: Any = None, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a method of the user's optimizer that may step, or may evaluate `closure` several
-        times.
-
-        Returns:
-            The result of the call, and whether the optimizer has stepped.
-        """
-        if closure is not None:
-            raise ValueError(
-                f"{self.strategy} steps the optimizer without a closure; use a strategy that steps "
-                "at once, such as WFBP()"
-            )
-        self.flush()
-        return call(*args, **kwargs), False
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether a backward has ended and the step that ends its iteration is still to come."""
-        return False
-
-    def note_forward(self, output: object) -> None:  # noqa: B027 - nothing to do by default
-        """Handle a call that was not announced as a forward and has returned tensors with a
-        graph."""
-
-    def before_call(self) -> None:
-        """Complete all updates of weights before a method of the model reads the weights."""
-        self.flush()
-
-    @abstractmethod
-    def step(self, skip_update: bool) -> None:
-        """Handle `optimizer.step()`: end one iteration, with or without an update."""
-
-    @abstractmethod
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Handle `optimizer.zero_grad()`."""
-
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients only accumulate locally."""
-
-    @abstractmethod
-    def consolidate(self, repairing: bool) -> None:
-        """Make all replicas bit-identical; see `Model.consolidate`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave the job: write the record, stop the links and destroy their process groups."""
-
-    @property
-    @abstractmethod
-    def iteration(self) -> int:
-        """Number of finished iterations, including those before a resume."""
-
-    @abstractmethod
-    def capture_position(self) -> Position:
-        """Return the position between two iterations: all state outside of the model and the
-        optimizer.
-
-        The call does not affect later results.
-
-        Raises:
-            ValueError: the session has no position that can be saved.
-            RuntimeError: an iteration is in progress.
-        """
-
-    @abstractmethod
-    def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
-        """Continue from a position, after the states of model and optimizer were loaded. Every rank
-        must call this method.
-
-        Args:
-            iteration: number of finished iterations.
-            state: `Position.state`; None: the plan restarts.
-        """
-
-    def capture_samples(self) -> tuple[Any, Any] | None:
-        """Return settings and unread positions of the stream that the members of the job read;
-        None without one."""
-        return None
-
-    def resume_samples(self, saved: tuple[Any, Any] | None) -> None:  # noqa: B027
-        """Continue from a result of `capture_samples`, after `resume`."""
-
-    def run_joint_call(self, act: Callable[[], T]) -> tuple[T | None, str]:
-        """Return the result of a call that every rank makes between two iterations, and "". If the
-        members of the job change and one fails meanwhile: None and the failed members, as text."""
-        return act(), ""
-
-    def save_at_changes(self, save: Callable[[], Any]) -> None:  # noqa: B027
-        """Save a checkpoint by `save` when the members of the job have changed."""
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this process has joined a running job, whose members have sent their state."""
-        return False
-
-    def request_leave(self, reason: str) -> None:
-        """Request to leave the job; see `Model.request_leave`."""
-        raise ValueError(NO_MEMBERS)
-
-    def read_samples(self, stream: Stream) -> MemberSamples:
-        """Return the batches of this member; see `Model.read_samples`."""
-        raise ValueError(NO_MEMBERS)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this process has left the job at its own request."""
-        return False
-
-    @property
-    def observing(self) -> bool:
-        """Whether the session is measuring a profile and has no plan yet."""
-        return False
-
-    @property
-    def worker(self) -> int:
-        """Id of this worker in the job."""
-        return self._cluster.control.rank
-
-    @property
-    def cluster(self) -> Cluster:
-        """Links and control of this process."""
-        return self._cluster
-
-    @property
-    def scaler_remedy(self) -> str | None:
-        """Reason why GradScaler cannot unscale the gradients, and the alternative; None if it
-        can."""
-        return None
-
-    @abstractmethod
-    def traffic(self) -> dict[str, int]:
-        """Return the bytes sent so far, by link."""
-
-    def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
-        """Call `listener` with every complete iteration. By default the times of iterations are
-        unknown, and the listener is never called."""
-
-    def on_scaler_step(self) -> None:  # noqa: B027 - nothing to do by default
-        """Handle the start of a step by a gradient scaler."""
-
-    def skip_step(self) -> None:
-        """End one iteration without an update; see `Model.skip_step`."""
-        self.step(skip_update=True)
-
-    def stop_if_requested(self) -> None:
-        """At the end of an iteration, end the process if it is the last one after SIGTERM."""
-        if self.stop_request is not None:
-            self.stop_request.on_iteration_end(self.iteration)
-
-    def flush(self) -> None:  # noqa: B027 - nothing to do by default
-        """Complete all updates that earlier steps have requested."""
-
-    def optimizer_reloaded(self) -> None:  # noqa: B027 - nothing to do by default
-        """Handle the replacement of the optimizer's state and groups."""
-
-
-NO_MEMBERS = (
-    "members (None) must be given to offbeat.prepare for a job whose members change; give "
-    "members=offbeat.Members(service), with the address of a membership service"
-)
 OF_DDP = {
     "join": "let all ranks have as many batches, or call model.skip_step() where one has none left",
     "register_comm_hook": "choose a strategy and its wire format, as in 'wfbp:wire=fp16'",

@@ -19,7 +19,7 @@ from offbeat.core.runtime.iteration import Iteration
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
 
 
 def process_facts() -> dict[str, Any]:

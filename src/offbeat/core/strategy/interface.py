@@ -16,7 +16,7 @@ from offbeat.core.plan import Buffer, Kind, Payload, Plan
 from offbeat.core.profile import Profile
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
     from offbeat.strategies.equations import Equations

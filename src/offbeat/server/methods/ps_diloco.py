@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat.core.plan import Plan
-    from offbeat.core.runtime.prepared import Session
+    from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.separate_workers import Server
     from offbeat.server.layout import Layout
