@@ -6,7 +6,8 @@ from reference.adversary import MOMENTUM, RATE, momentum
 from support.plan_families import FAMILIES, SIZE, START, N, T, World, gradient
 
 from offbeat.core.verify.check import check
-from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.core.verify.worker import InterpretedModel
 from offbeat.testing.conformance import interpret_plan
 from offbeat.testing.replicas import Task
 

@@ -17,7 +17,8 @@ from offbeat.core.codecs import WIRES
 from offbeat.core.plan.program import Program
 from offbeat.core.rules import RULES
 from offbeat.core.verify.check import check, shorten_phases, slices_of
-from offbeat.core.verify.interpreter import InterpretedModel, Interpreter
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.core.verify.worker import InterpretedModel
 from offbeat.plan import VERBS, Phases, Plan
 
 PLANS = 500

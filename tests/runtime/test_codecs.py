@@ -20,7 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat.cli.texts import contestants
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.codecs import WIRES, Codec, blocks, codec, fused, pieces, register, way
+from offbeat.core.codecs import (
+    WIRES,
+    Codec,
+    blocks,
+    codec,
+    fused,
+    memory_of,
+    pieces,
+    register,
+    way,
+)
 from offbeat.core.codecs.average import (
     OriginError,
     Part,
@@ -41,7 +51,7 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
 from offbeat.core.verify.check import check
-from offbeat.core.verify.interpreter import Interpreter, memory_of
+from offbeat.core.verify.interpreter import Interpreter
 from offbeat.plan import Moment, Payload, Plan, Wire, local, transfer
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import predict_plan

@@ -21,7 +21,8 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.link import LinkThread
-from offbeat.core.verify.interpreter import InterpretedModel, Interpreter, Worker
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.core.verify.worker import InterpretedModel, Worker
 from offbeat.plan import Plan, vote_channel
 from support.memory import MemoryControl, World, memory_links, run_ranks
 

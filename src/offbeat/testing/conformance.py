@@ -19,7 +19,8 @@ from offbeat.core.plan.program import Program
 from offbeat.core.plan.types import moment_of
 from offbeat.core.profile import Profile
 from offbeat.core.verify.check import check
-from offbeat.core.verify.interpreter import Array, InterpretedModel, Interpreter, Worker
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.core.verify.worker import Array, InterpretedModel, Worker
 from offbeat.strategies import Strategy
 from offbeat.testing.replicas import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
 

@@ -11,6 +11,7 @@ from offbeat.core.codecs.codec import Codec
 from offbeat.core.codecs.powersgd import PowerSGD
 from offbeat.core.codecs.quantization import BF16, FP16, Int4, Int8, Sign
 from offbeat.core.codecs.sparsification import RandomK, TopK
+from offbeat.core.plan import Transfer
 from offbeat.core.rules.vocabulary import SETTINGS, Setting
 
 WIRES: dict[str, type[Codec]] = {}
@@ -53,3 +54,8 @@ def codec(name: str, args: dict[str, Any]) -> Codec:
 def way(name: str, args: dict[str, Any]) -> str:
     """Return how the codes of a wire are exchanged: `gather`, `scatter` or `reduce`."""
     return args.get("via", SETTINGS[name]["via"].default)
+
+
+def memory_of(t: Transfer) -> str:
+    """Return the name under which a rank stores the codec state of a transfer."""
+    return f"wire of {t.id}"

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.codecs import codec, way
+from offbeat.core.codecs import codec, memory_of, way
 from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
 from offbeat.core.transport.collectives import Collectives, Levels
-from offbeat.core.verify.interpreter import memory_of
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
 ORIGIN = "origin of changes"  # key of the origin's fingerprint in the rules' memory

@@ -25,8 +25,9 @@ from offbeat.core.plan.program import Program, move_bounds
 from offbeat.core.plan.types import Plan, Vote
 from offbeat.core.profile import Profile
 from offbeat.core.rules import VOTES, Context, VoteRule
-from offbeat.core.verify.interpreter import Array, ConflictError, InterpretedModel, Interpreter
+from offbeat.core.verify.interpreter import Interpreter
 from offbeat.core.verify.shape import faults
+from offbeat.core.verify.worker import Array, ConflictError, InterpretedModel
 
 MAX_SLICES = 4096  # largest number of elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
