@@ -1,7 +1,7 @@
 """Worker of an interpreted plan: the storage of one rank as arrays, which refuses early use.
 
-The storage knows which elements messages in flight, forward and backward still need. A rule that
-reads or writes them before would have a result that depends on the timing of messages.
+The storage marks the elements that messages in flight, forward and backward still need. If a rule
+read or wrote them, its result would depend on the timing of messages.
 """
 
 from __future__ import annotations
