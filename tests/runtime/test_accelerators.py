@@ -578,7 +578,7 @@ def test_groups_of_nccl_are_aborted_after_a_failure(monkeypatch: pytest.MonkeyPa
     known = dict.fromkeys((over_nccl, over_gloo, default))
     monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=known))
     monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=default))
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: group.backend)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: group.backend)
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", aborted.append)
     cluster = JobCluster(SimpleNamespace(), {}, GPU, CPU(), 1.0)  # type: ignore[arg-type]
     cluster.groups = {"net": over_nccl, "net#1": over_gloo, "world": default}  # type: ignore[dict-item]

@@ -329,7 +329,7 @@ class Cluster:
         """
         known = {*distributed_c10d._world.pg_map} - {dist.group.WORLD}
         for group in self._open_groups():
-            if group in known and "nccl" in dist.get_backend_config(group):
+            if group in known and dist.get_backend(group) == "nccl":
                 with suppress(TimeoutError):
                     run_limited(partial(distributed_c10d._abort_process_group, group), ABORT_S)
 
