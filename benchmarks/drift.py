@@ -1,6 +1,6 @@
 """A rate that halves and doubles during a run, and one that jitters: plans made again.
 
-    python benchmarks/drift.py [--rate 40] [--period 5] [--periods 40] [--json FILE]
+    python benchmarks/drift.py [--rate 40] [--period 5] [--periods 40] [--out FILE]
 
 Four emulated hosts train a model of 12 emulated layers (`EmulatedModel`) under DreamDDP with
 `replan="always"`. In `drift` the rate of all hosts is halved after a third of the iterations and
@@ -13,8 +13,8 @@ namespaces) and a quiet machine. About 8 minutes.
 """
 
 import argparse
+import datetime
 import json
-import os
 import random
 import sys
 import tempfile
@@ -24,6 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from tables import machine, save
 
 HOSTS, LAYERS = 4, 12
 FORWARD_S, BACKWARD_S = 0.1, 0.2
@@ -161,15 +163,63 @@ def main(options: argparse.Namespace) -> None:
     for number, rate in enumerate(("whole", "half", "whole")):
         took_s = seconds(runs["drift"], period, number * third, (number + 1) * third)
         over = took_s / reference[rate] - 1
-        rows.append([rate, f"{reference[rate]:.3f}", f"{took_s:.3f}", f"{over:+.1%}"])
+        at_mbit = options.rate / (2 if rate == "half" else 1)
+        rows.append([at_mbit, round(reference[rate], 3), round(took_s, 3), round(100 * over, 1)])
         missed = "" if over <= ALLOWED else " (missed)"
-        print(f"| {' | '.join(rows[-1])}{missed} |")
+        print(f"| {' | '.join(map(str, rows[-1]))}{missed} |")
     plans = {name: list(dict.fromkeys(runs[name]["digests"][6:])) for name in ("drift", "jitter")}
     print(f"same digests on all ranks: {runs['drift']['alike']} and {runs['jitter']['alike']}")
     print(f"plans: drift {len(plans['drift'])}, jitter {len(plans['jitter'])} (wanted: 1)")
-    if options.json:
-        found = {"rows": rows, "plans": plans, "cores": os.cpu_count(), "rate_mbit": options.rate}
-        Path(options.json).write_text(json.dumps(found, indent=1))
+    alike = {name: "yes" if runs[name]["alike"] else "no" for name in plans}
+    save_result(rows, plans, alike, options)
+
+
+def save_result(
+    rows: list[list[Any]],
+    plans: dict[str, list[str]],
+    alike: dict[str, str],
+    options: argparse.Namespace,
+) -> None:
+    """Write results/drift.json, or a file of the same content."""
+    misses = [
+        f"At {row[0]} Mbit/s an iteration takes {row[3]} % more than planned at that rate."
+        for row in rows
+        if row[3] > 100 * ALLOWED
+    ]
+    misses += [f"The job of {name} has other plans on some ranks." for name in plans
+               if alike[name] == "no"]  # fmt: skip
+    if len(plans["jitter"]) > 1:
+        misses.append("The job is planned again under jitter.")
+    result = {
+        "title": "A rate that halves, doubles and jitters",
+        "what": " ".join(" ".join((__doc__ or "").split("\n\n")[2:4]).split()),
+        "how": ["emulated"],
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "command": f"python benchmarks/drift.py --rate {options.rate:g} --period {options.period} "
+        f"--periods {options.periods}",
+        "tables": [
+            {
+                "name": "thirds",
+                "title": "Seconds per iteration at the end of each third, and of a job that is "
+                "planned with that rate",
+                "columns": ["Mbit/s", "planned with it, s", "planned again, s", "more, %"],
+                "rows": rows,
+            },
+            {
+                "name": "plans",
+                "title": "Plans of a job",
+                "columns": ["rates", "plans", "the same on all ranks"],
+                "rows": [[name, len(plans[name]), alike[name]] for name in plans],
+            },
+        ],
+        "misses": misses,
+        "notes": [],
+    }
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1))
+    else:
+        save("drift", result)
 
 
 if __name__ == "__main__":
@@ -177,7 +227,7 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of each host")
     parser.add_argument("--period", type=int, default=5)
     parser.add_argument("--periods", type=int, default=40, help="periods of each third, at least 8")
-    parser.add_argument("--json", help="file of the numbers")
+    parser.add_argument("--out", help="file of the result instead of results/drift.json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.periods < 8:

@@ -20,7 +20,8 @@ job undisturbed. `cost`: longest time without an iteration of the other members 
 dies or joins, by size of the model, and the same with torchft if it is installed.
 
 A finished case is a line of a file in `--out` and is not repeated. `tables` writes
-`results/members.json` from these files. `kills` and `joins` need no quiet machine, the others do.
+`results/members.json` from these files, with the lines of `notes.txt` as notes. `kills` and `joins`
+need no quiet machine, the others do.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import random
 import re
 import shutil
@@ -49,16 +49,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from members_equations import LAYERS, WIDTH, Flat, Reference, lost_batches, profile
+from members_equations import (
+    LAYERS,
+    WIDTH,
+    Flat,
+    Reference,
+    averages_first,
+    lost_batches,
+    profile,
+)
 from members_worker import BATCH, SECRET, train, train_long, train_wide
-from tables import save
+from tables import machine, save
 
 from offbeat import Strategy
 from offbeat.core.plan import INSIDE, base_link
@@ -404,7 +411,9 @@ class Examination:
             facts = for_members(profile(FIRST, self._per_node), len(epoch.members))
             plan = self._strategy.plan(facts)
             program = Program(plan)
-            for t in range(begin, begin + plan.prologue + 2 * plan.period):
+            # No record has the weights between an average and a later update.
+            count = 0 if averages_first(plan) else plan.prologue + 2 * plan.period
+            for t in range(begin, begin + count):
                 flats = [self._flat(who, t) for who in others]
                 for transfer in program.transfers(t - begin):
                     if transfer.when is None and base_link(transfer.link) != INSIDE:
@@ -800,11 +809,6 @@ def _may_kill(job: dict[str, Any], host: int) -> bool:
 
 def tables(options: argparse.Namespace) -> None:
     """Write results/members.json from the files of `--out`."""
-    kernel = ".".join(platform.release().split(".")[:2])
-    machine = (
-        f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()} {kernel}, Python "
-        f"{platform.python_version()}, torch {version('torch')} on CPU, gloo"
-    )
     found: list[dict[str, Any]] = []
     misses, kills = list[str](), list[dict[str, Any]]()
     for name, per_node in itertools.product(("kills", "joins"), PER_NODE):
@@ -828,11 +832,11 @@ def tables(options: argparse.Namespace) -> None:
             "what": " ".join((__doc__ or "").split("\n\n")[2].split()),
             "how": ["measured"],
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-            "machine": machine,
+            "machine": machine(),
             "command": "; ".join(f"python benchmarks/members.py {name}" for name in COMMANDS),
             "tables": found,
             "misses": misses,
-            "notes": list(_notes(kills)),
+            "notes": [*_notes(kills), *_lines(options.out / "notes.txt")],
         },
     )
 
@@ -900,7 +904,12 @@ def _notes(kills: Sequence[dict[str, Any]]) -> Iterator[str]:
         places = Counter((line["case"]["strategy"]) for line in kills)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(places.items()))
         yield f"Kills by strategy: {counts}."
-    yield "The machine also ran other programs, so times are not those of an idle one."
+    yield "Kills and joins ran beside other programs, which makes their times longer."
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file, if it exists."""
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _cost_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

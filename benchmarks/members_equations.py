@@ -184,10 +184,14 @@ class Reference:
         self._replicas = own = {who: (own | joined)[who] for who in members}
         after = self._epochs[number + 1] if number + 1 < len(self._epochs) else None
         last = self._stop if after is None else after.first_iteration
-        landed = None if after is None else after.details.get("landed")
-        survivors = members
-        if after is not None and landed is not None:
-            survivors = [who for who in members if who in self._numbers(after)]
+        # A failure may follow the record of a requested change that has not begun on any rank. If
+        # the ranks have dropped the links before, all messages have landed, and none is reported.
+        later = self._epochs[number + 1 :]
+        failure = next((one for one in later if one.details.get("begun") == number), None)
+        landed, survivors = None, members
+        if failure is not None and (failure is after or failure.details["landed"]):
+            landed = failure.details["landed"]
+            survivors = [who for who in members if who in self._numbers(failure)]
         plan = self._strategy.plan(for_members(self._profile, len(members)))
         program, counts = Program(plan), Counter[str]()
         for t in range(epoch.first_iteration, last):
@@ -213,7 +217,7 @@ class Reference:
                 self._average_gradients(messages, members, survivors)
                 for replica in present.values():
                     replica.step()
-            elif _averages_first(plan):
+            elif averages_first(plan):
                 self._average_weights(messages, plan, t - epoch.first_iteration)
                 for replica in present.values():
                     replica.step()
@@ -221,7 +225,7 @@ class Reference:
                 for replica in present.values():
                     replica.step()
                 self._average_weights(messages, plan, t - epoch.first_iteration)
-            if t == last - 1 and after is not None and landed is None and self._unites(number):
+            if t == last - 1 and after is not None and self._unites(number):
                 average([replica.weights for replica in own.values()])
             for who, replica in present.items():
                 self.weights[who, t] = [w.copy() for w in replica.weights]
@@ -271,9 +275,9 @@ class Reference:
 
     def _unites(self, number: int) -> bool:
         """Return whether the average before a requested change has taken place."""
-        if getattr(self._strategy, "synchronous", False):
-            return False
         change, later = self._epochs[number + 1], self._epochs[number + 2 :]
+        if getattr(self._strategy, "synchronous", False) or "landed" in change.details:
+            return False
         failed = [e for e in later if e.first_iteration == change.first_iteration]
         if not failed or "landed" not in failed[0].details:
             return True
@@ -288,7 +292,7 @@ class Reference:
         return {self._number_of[name] for name in epoch.members}
 
 
-def _averages_first(plan: Plan) -> bool:
+def averages_first(plan: Plan) -> bool:
     """Return whether parameters are sent in backward and updated in the step, from the average."""
     sends_early = any(
         t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers

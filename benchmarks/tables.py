@@ -11,9 +11,12 @@ between `<!-- table RESULT TABLE -->` and `<!-- /generated -->`, and the list of
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 import sys
 from decimal import Decimal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,15 @@ def load(name: str) -> dict[str, Any]:
 def save(name: str, result: dict[str, Any]) -> None:
     """Write a result with one row, note or miss per line."""
     (RESULTS / f"{name}.json").write_text(_as_json(result) + "\n")
+
+
+def machine() -> str:
+    """Return the cores and the software of this machine, for a result."""
+    kernel = ".".join(platform.release().split(".")[:2])
+    return (
+        f"{os.cpu_count()} cores ({platform.machine()}), {platform.system()} {kernel}, Python "
+        f"{platform.python_version()}, torch {version('torch')} on CPU, gloo"
+    )
 
 
 def names() -> list[str]:
@@ -94,11 +106,12 @@ def page_text(text: str) -> str:
         if kind == "list":
             return f"{start}\n{list_text()}\n{end}"
         name, wanted = words.split()
-        if name not in names():
-            return f"{start}\nNot measured yet.\n\n{end}"
-        result = load(name)
-        table = next(table for table in result["tables"] if table["name"] == wanted)
-        return f"{start}\n{table_text(result, table, selected=True)}\n{end}"
+        texts = list[str]()  # none if it is not measured yet
+        if name in names():
+            result = load(name)
+            tables = (table for table in result["tables"] if table["name"] == wanted)
+            texts = [f"\n{table_text(result, table, selected=True)}\n" for table in tables]
+        return f"{start}{''.join(texts)}{end}"
 
     return GENERATED.sub(made, text)
 

@@ -323,6 +323,18 @@ def test_nodes_of_two_ranks_join_fail_and_leave(strategy: Strategy) -> None:
     assert len(read) == len(set(read))
 
 
+def test_both_ranks_of_a_node_that_joins_notice_that_a_member_has_died() -> None:
+    """Rank 5 waits for a message that rank 4 would pass on. The timeout is longer than this test
+    may last, so rank 4 must close its connections before it joins again."""
+    ports = tuple(free_port() for _ in range(3))
+    scenario = Scenario(
+        LocalSGD(period=3), 15, first=2, ranks=2, ports=ports, joins={4: 4, 5: 4}, joins_again=7,
+        inject={0: "end in joining"}, orphans=(1,), timeout_s=900.0,
+    )  # fmt: skip
+    epochs = check(scenario, every(3))
+    assert [len(e.members) for e in epochs] == [2, 3, 1, 2]
+
+
 def test_a_failure_before_the_plan_ends_the_job_with_its_name() -> None:
     scenario = Scenario(LocalSGD(period=3), 12, kills={1: 1}, orphans=(0, 2), measures=True)
     run(scenario)

@@ -102,6 +102,7 @@ def enter_job(
     for _ in range(JOIN_ATTEMPTS - 1):
         with suppress(JoinError):
             return begin(*_connect(members, facts, node, own))
+        gc.collect()  # groups in reference cycles stay connected, and other ranks would await them
     return begin(*_connect(members, facts, node, own))
 
 
