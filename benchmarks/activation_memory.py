@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from activation_curves import Curve, Memory, curve_of, cyclic_curve, memory
 from cyclic_memory import Batch, Block, Bottleneck, transformer
+from figures import spread
 from torch import Tensor, nn
 
 import offbeat
@@ -168,11 +169,6 @@ def profiled(model: nn.Module, batch: Batch, loss: Loss, folder: str) -> Profile
     return replace(Profile.load(path), update_s=0.0, other_s=0.0)
 
 
-def spread(values: list[float], scale: float = 100) -> str:
-    low, middle, high = min(values), median(values), max(values)
-    return f"{scale * middle:.1f} [{scale * low:.1f}, {scale * high:.1f}]"
-
-
 def show(name: str, curves: list[Curve], all_: list[Curve], profile: Profile) -> None:
     """One row for each number of workers."""
     wanted = f"{100 * PAPER[name]:.0f}" if name in PAPER else "-"
@@ -182,11 +178,11 @@ def show(name: str, curves: list[Curve], all_: list[Curve], profile: Profile) ->
         whole = [memory(one, workers) for one in all_]
         print(
             f"| {name} | {workers} | {found[0].parallel_bytes / 1e6:.1f} "
-            f"| {spread([f.cyclic_bytes for f in found], 1e-6)} "
-            f"| {spread([f.reduction for f in found])} "
+            f"| {spread([1e-6 * f.cyclic_bytes for f in found], 1)} "
+            f"| {spread([100 * f.reduction for f in found], 1)} "
             f"| {coarse.parallel_bytes / 1e6:.1f} | {100 * coarse.reduction:.1f} "
-            f"| {whole[0].parallel_bytes / 1e6:.1f} | {spread([w.reduction for w in whole])} "
-            f"| {wanted} |"
+            f"| {whole[0].parallel_bytes / 1e6:.1f} "
+            f"| {spread([100 * w.reduction for w in whole], 1)} | {wanted} |"
         )
 
 

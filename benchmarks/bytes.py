@@ -74,13 +74,13 @@ def table(rate: str, runs: list[dict[str, Any]], chosen: list[str]) -> None:
     print("|---|---|---|---|---|---|---|")
     for label in chosen:
         rows = [run[label] for run in runs]
-        cells = [label, spread([1 / row["iteration_s"] for row in rows], ".1f")]
+        cells = [label, spread([1 / row["iteration_s"] for row in rows], 1)]
         shares = [run[ALONE]["iteration_s"] / run[label]["iteration_s"] for run in runs]
-        cells.append(spread(shares, ".2f"))
+        cells.append(spread(shares, 2))
         off = [row["predicted_s"] / row["iteration_s"] - 1 for row in rows if "predicted_s" in row]
         cells.append(f"{median(off):+.1%}" if off else "")
         cells.append(f"{median(row['sent_bytes'] for row in rows) / 1e3:.0f}")
-        cells += [spread([row[what] for row in rows], ".3f") for what in ("loss", "held out")]
+        cells += [spread([row[what] for row in rows], 3) for what in ("loss", "held out")]
         print("|", " | ".join(cells), "|", flush=True)
 
 

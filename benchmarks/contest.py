@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from figures import spread
+
 from offbeat import Profile, Strategy, sim
 from offbeat.lab import Cluster, Lab, launch
 from offbeat.plan import Plan, base_link
@@ -144,11 +146,6 @@ def row(strategy: Strategy, profile: Profile, ends_s: Sequence[float], iteration
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Median [least, greatest]."""
-    return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
-
-
 def typical_ms(repetitions: Sequence[Repetition], seconds: Callable[[Profile], float]) -> str:
     """Median over the repetitions' profiles."""
     return f"{1e3 * statistics.median(seconds(r.profile) for r in repetitions):.1f} ms"
@@ -184,7 +181,7 @@ def table(
         rows = [repetition.rows[label] for repetition in repetitions]
         cells = [
             label,
-            spread([1e3 * r.measured_s for r in rows], ".0f"),
+            spread([1e3 * r.measured_s for r in rows], 0),
             f"{1e3 * statistics.median(r.predicted_s for r in rows):.0f}",
             f"{statistics.median(r.difference for r in rows):+.1%}",
             f"{1e3 * statistics.median(r.bound_s for r in rows):.0f}",
@@ -203,7 +200,7 @@ def verdicts(
     for name, (check, wanted) in checks.items():
         found = [check(repetition.rows) for repetition in repetitions]
         values = [value for value in found if value is not None]
-        seen = spread(values, ".3f") if values else "does not apply"
+        seen = spread(values, 3) if values else "does not apply"
         missed = values and statistics.median(values) > wanted
         lines.append(f"| {name} | {seen} | {wanted:.2f}{' (missed)' if missed else ''} |")
     return lines

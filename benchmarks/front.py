@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from figures import spread
 from front_picture import picture
 from front_worker import ADVISED, PERIOD, TASKS, TORCH, text_in
 from threads import layout, remembered
@@ -165,12 +166,6 @@ def aim_of(curve: list[list[float]], task: str) -> float:
     return next(loss for at, loss in curve if at == AIMS[task])
 
 
-def spread(values: list[float], form: str) -> str:
-    if len(values) == 1:
-        return f"{values[0]:{form}}"
-    return f"{median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
-
-
 def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[dict[str, Any]]:
     """One per contestant: iterations to the aim by seed, and by rate seconds and bytes, of the runs
     that it took part in."""
@@ -230,16 +225,16 @@ def table(options: argparse.Namespace, task: str, hosts: int) -> None:
     for row in found:
         needed = [n for n in row["needed"] if n is not None]
         never = len(row["needed"]) - len(needed)
-        counts = spread(needed, ".0f") if needed else ""
+        counts = spread(needed, 0) if needed else ""
         cells = [row["label"], counts + (f" (never: {never})" if never else "")]
-        cells.append(spread(row["last"], ".3f") if row["last"] else "")
+        cells.append(spread(row["last"], 3) if row["last"] else "")
         cells.append(f"{sent_by(row) / 1e3:.1f}" if row["rates"] else "")
         for rate in rates:
             if not (runs := row["rates"].get(rate)):
                 cells.append("")
                 continue
             each_s = median(run["iteration_s"] for run in runs)
-            cell = spread([1e3 * run["iteration_s"] for run in runs], ".1f")
+            cell = spread([1e3 * run["iteration_s"] for run in runs], 1)
             if "predicted_s" in runs[0]:
                 off = median(run["predicted_s"] / run["iteration_s"] - 1 for run in runs)
                 errors.append((abs(off), row["label"], rate))

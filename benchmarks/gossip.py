@@ -27,6 +27,7 @@ from offbeat.sim import simulate as simulate_plan
 from offbeat.strategies import BSP, WFBP, Strategy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from figures import spread
 from support.consensus import (  # pyright: ignore[reportMissingImports]
     Course,
     Quadratic,
@@ -52,11 +53,6 @@ def row(*cells: object) -> None:
 def head(*names: str) -> None:
     row(*names)
     print(f"|{'---|' * len(names)}")
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean and range."""
-    return f"{fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
 # --- constants, decay, mean ----------------------------------------------------------------------
@@ -87,7 +83,7 @@ def show_decay() -> None:
             before = follow(timeline, c, x, exchange="before_mixing")
             found["before"].append(before.decay(begin))
             found["plain"].append(follow(longer, c.as_ad_psgd(), x).decay(3 * begin))
-        five = (spread(slopes[: len(SEEDS)]) for slopes in found.values())
+        five = (spread(slopes[: len(SEEDS)], 3, fmean) for slopes in found.values())
         twenty = ", ".join(f"{fmean(slopes):.3f}" for slopes in found.values())
         row(n, *five, c.lambda2, 2 * c.eta, twenty)
 
@@ -212,7 +208,7 @@ def show_rings() -> None:
     for n in (4, 8, 16, 32, 64):
         rates, c = graph("ring", n)
         both = [[trained(rates, one, n, seed) for seed in SEEDS] for one in (c, c.as_ad_psgd())]
-        row(n, *(spread([found[k] for found in rows]) for k in (0, 1) for rows in both))
+        row(n, *(spread([found[k] for found in rows], 3, fmean) for k in (0, 1) for rows in both))
 
 
 SAMPLES, BUCKETS, BUCKET_BYTES, LINK_BYTES_S = 6400, 20, 5_000_000, 400e6
@@ -294,7 +290,9 @@ def show_links() -> None:
                 course = follow(timeline, c, x)
                 decays.append(course.decay(course.times[-1] / 8))
                 busy.append(float(exchanging_s(timeline).max() / timeline.end_s))
-            row(name, len(rates), f"{2 * c.eta:.3f}", spread(decays), f"{fmean(busy):.0%}")
+            row(
+                name, len(rates), f"{2 * c.eta:.3f}", spread(decays, 3, fmean), f"{fmean(busy):.0%}"
+            )
 
 
 # --- speed ---------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from figures import spread
+
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.record.record_file import read, records_in
@@ -104,21 +106,14 @@ def table(out: Path) -> None:
             columns = [
                 name,
                 len(some),
-                _spread([one["wall_s"] for one in some], 1),
+                spread([one["wall_s"] for one in some], 1, fmean),
                 f"{first['steps'][0]}-{first['steps'][1]}",
                 "" if done[0] is None else f"{fmean(done):.2f}",
                 f"{fmean(one['off'] for one in some):.4f}",
-                f"{_spread([one['quality'][0] for one in some], 3)}, "
-                f"{_spread([100 * one['quality'][1] for one in some], 1)} %",
+                f"{spread([one['quality'][0] for one in some], 3, fmean)}, "
+                f"{spread([100 * one['quality'][1] for one in some], 1, fmean)} %",
             ]
             print("| " + " | ".join(map(str, columns)) + " |")
-
-
-def _spread(values: list[float], digits: int) -> str:
-    words = f"{fmean(values):.{digits}f}"
-    if len(values) > 1:
-        words += f" ({min(values):.{digits}f}-{max(values):.{digits}f})"
-    return words
 
 
 def main() -> None:

@@ -18,12 +18,14 @@ import math
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from figures import spread
+from talking_ranks import launch_ranks, own_address, publish, published
 
 SECRET = b"benchmark"
 SECONDS = 6.0
@@ -64,7 +66,7 @@ def main() -> None:
 
 def exchange(rate: str | None, mb: str, repetitions: int) -> None:
     """Two workers that do nothing else."""
-    found = [one for _ in range(repetitions) for one in _launched(rate, mb)]
+    found = [one for _ in range(repetitions) for one in launch_ranks(__file__, rate, 2, "", mb)]
     mb_s = [one["mb_s"] for one in found]
     share = ""
     if rate:
@@ -72,8 +74,8 @@ def exchange(rate: str | None, mb: str, repetitions: int) -> None:
 
         full_bps = parse_rate_bps(rate) or 1
         each = [100 * 8e6 * one / full_bps for one in mb_s]
-        share = f", {_spread(each, 1)} % of {rate}"
-    print(f"{rate or 'loopback'}, {mb} MB: {_spread(mb_s)} MB/s in each direction{share}")
+        share = f", {spread(each, 1)} % of {rate}"
+    print(f"{rate or 'loopback'}, {mb} MB: {spread(mb_s, 0)} MB/s in each direction{share}")
 
 
 def exchange_role(folder: str, mb: str) -> None:
@@ -81,9 +83,9 @@ def exchange_role(folder: str, mb: str) -> None:
 
     torch.set_num_threads(1)
     rank, flat = int(os.environ["RANK"]), torch.randn(int(float(mb) * 1e6 / 4))
-    door = socket.create_server((_address(), 0))
-    _publish(Path(folder), rank, door.getsockname())
-    addresses = {n: _published(Path(folder), n) for n in range(2)}
+    door = socket.create_server((own_address(), 0))
+    publish(Path(folder), door.getsockname(), rank)
+    addresses = {n: published(Path(folder), n) for n in range(2)}
     worker = _worker(rank, _graph("complete", 2), flat, addresses, door, rate=50.0)
     worker.gossip.connect()
     worker.warm(UNIT_S)
@@ -175,8 +177,8 @@ def _drift(n: int, folder: str, events: int) -> tuple[Any, Any, int, int]:
 
     torch.set_num_threads(1)
     door = socket.create_server(("127.0.0.1", 0))
-    _publish(Path(folder), n, door.getsockname())
-    addresses = {other: _published(Path(folder), other) for other in range(8)}
+    publish(Path(folder), door.getsockname(), n)
+    addresses = {other: published(Path(folder), other) for other in range(8)}
     flat, added = _start(n), torch.zeros(10_000, dtype=torch.float64)
     worker = _worker(n, _graph("ring", 8), flat, addresses, door)
     worker.gossip.connect()
@@ -228,7 +230,7 @@ def decay(n: int) -> None:
                 threading.Thread(target=worker.gossip.close).start()
         print(
             f"ring of {n}, {'A2CiD2' if momentum else 'AD-PSGD'}: squared distance falls by "
-            f"{_spread(rates, 3)} per unit, {_spread(done, 2)} exchanges per worker and unit"
+            f"{spread(rates, 3)} per unit, {spread(done, 2)} exchanges per worker and unit"
         )
 
 
@@ -352,55 +354,6 @@ def _kill(worker: _Worker) -> None:
     gossip._commands.append(lambda: setattr(gossip, "_ended", True))
     gossip._peers.wake()
     gossip._thread.join()
-
-
-def _launched(rate: str | None, mb: str) -> list[dict[str, Any]]:
-    """What the two ranks said."""
-    from offbeat.lab import Cluster, Lab, NoLab, launch
-
-    said: list[dict[str, Any]] = []
-
-    def on_line(_: int, line: str) -> None:
-        if line.startswith("{"):
-            said.append(json.loads(line))
-
-    cluster = Cluster.simple(2, rate)
-    with (
-        Lab(cluster, "gossip") if rate else NoLab(cluster) as lab,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        argv = [sys.executable, __file__, "--role", folder, mb]
-        result = launch(lab, argv, log_dir=Path(folder, "logs"), timeout_s=120, on_line=on_line)
-        if result.problem:
-            sys.exit(result.problem + Path(folder, "logs", "rank0.log").read_text()[-2000:])
-    return said
-
-
-def _address() -> str:
-    from offbeat.core.transport.interfaces import ipv4_of
-
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    found = ipv4_of(interface) if interface else None
-    return str(found.ip) if found else "127.0.0.1"
-
-
-def _publish(folder: Path, rank: int, address: tuple[str, int]) -> None:
-    draft = folder / f"address{rank}.part"
-    draft.write_text(json.dumps(address))
-    draft.rename(folder / f"address{rank}")
-
-
-def _published(folder: Path, rank: int) -> tuple[str, int]:
-    while not (folder / f"address{rank}").exists():
-        time.sleep(0.01)
-    host, port = json.loads((folder / f"address{rank}").read_text())
-    return host, port
-
-
-def _spread(values: list[float], digits: int = 0) -> str:
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    return f"{middle:.{digits}f} ({ordered[0]:.{digits}f}-{ordered[-1]:.{digits}f})"
 
 
 if __name__ == "__main__":

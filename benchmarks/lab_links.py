@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from figures import spread
+
 HOSTS = 4
 RATES = (25, 50, 100, 200, 500, 1000)  # Mbit/s
 SIZES_BYTES = {"64 KB": 64 * 1024, "1 MB": 1 << 20, "4 MB": 4 << 20, "16 MB": 16 << 20}
@@ -42,7 +44,7 @@ def main(rates: list[int]) -> None:
     for _ in range(SETUPS):
         with Lab(Cluster.simple(HOSTS, "25mbit")) as lab:
             setups_s.append(lab.setup_s)
-    print(f"set-up of the lab: {_spread([1e3 * s for s in setups_s], 'ms')}, {SETUPS} times")
+    print(f"set-up of the lab: {spread([1e3 * s for s in setups_s], 1)} ms, {SETUPS} times")
     print(f"{HOSTS} hosts, {os.cpu_count()} cores; median [lowest, highest]")
     cluster = Cluster.simple(HOSTS, "25mbit")
     with Lab(cluster, "lab_links") as lab, tempfile.TemporaryDirectory() as folder:
@@ -107,7 +109,7 @@ def _show_ring(dist, rate: int, port: int) -> None:
         again = sum(one[1].item() for one in found)
         share = statistics.median(goodputs) / rate
         print(
-            f"{rate:4d} Mbit/s  plain ring  {_spread(goodputs, 'Mbit/s')}  {share:4.0%} of the rate"
+            f"{rate:4d} Mbit/s  plain ring  {spread(goodputs, 1)} Mbit/s  {share:4.0%} of the rate"
             f"  {again:.0f} of {sum(one[2].item() for one in found):.0f} segments sent again"
         )
 
@@ -187,13 +189,9 @@ def _show(rate: int, label: str, size_bytes: int, times_s: list[float]) -> None:
     goodputs = [_moved_bits(size_bytes) / time_s / 1e6 for time_s in times_s]
     share = statistics.median(goodputs) / rate
     print(
-        f"{rate:4d} Mbit/s  {label:>10s}  {_spread(goodputs, 'Mbit/s')}  {share:4.0%} of the rate  "
-        f"{_spread([1e3 * s for s in times_s], 'ms')}  {len(times_s)} times"
+        f"{rate:4d} Mbit/s  {label:>10s}  {spread(goodputs, 1)} Mbit/s  {share:4.0%} of the rate  "
+        f"{spread([1e3 * s for s in times_s], 1)} ms  {len(times_s)} times"
     )
-
-
-def _spread(values: list[float], unit: str) -> str:
-    return f"{statistics.median(values):7.1f} [{min(values):.1f}, {max(values):.1f}] {unit}"
 
 
 if __name__ == "__main__":

@@ -160,17 +160,17 @@ def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[st
     for label in (*CONTESTANTS, *SERVED):
         needed = [front.reached(c[label], front.aim_of(c["ddp"], task)) for c in curves]
         reached = [n for n in needed if n is not None]
-        cells = [label, front.spread(reached, ".0f") if reached else ""]
+        cells = [label, front.spread(reached, 0) if reached else ""]
         cells[1] += f" (never: {len(needed) - len(reached)})" if len(reached) < len(needed) else ""
-        cells.append(front.spread([c[label][-1][1] for c in curves], ".3f") if curves else "")
+        cells.append(front.spread([c[label][-1][1] for c in curves], 3) if curves else "")
         of_label = sent.get(label)
         at = [loss_at(c[label], budget / max(of_label, 1)) for c in curves] if of_label else []
         less = bool(of_label) and of_label * length < budget
-        cells.append((f"{'<' * less}" + front.spread(at, ".3f")) if at else "")
+        cells.append((f"{'<' * less}" + front.spread(at, 3)) if at else "")
         cells.append(f"{of_label / 1e3:.1f}" if of_label else "")
         for found in runs.values():
             taken = [each[label]["iteration_s"] for each in found if label in each]
-            cell = front.spread([1e3 * s for s in taken], ".1f") if taken else ""
+            cell = front.spread([1e3 * s for s in taken], 1) if taken else ""
             if taken and len(reached) == len(needed) > 0:
                 cell += f", **{median(taken) * median(reached):.1f} s**"
             cells.append(cell)

@@ -13,10 +13,11 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
+from figures import spread
 from tasks import GPT, Task, digits_task
 from threads import Job, consolidated, remembered, train, untimed
 
@@ -59,10 +60,6 @@ def trained(task: Task, strategy: Strategy, seed: int, steps: int) -> dict[str, 
     return {"loss": fmean(losses), "held out": task.held_out_loss(consolidated(ranks))}
 
 
-def spread(values: list[float]) -> str:
-    return f"{median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outer.json"))
@@ -86,7 +83,7 @@ def main() -> None:
                 run = partial(trained, task, strategy, seed, options.steps)
                 key = f"{name}, {label}, {options.steps} steps, seed {seed}"
                 rows.append(remembered(options.out, key, run))
-            cells = (spread([row[what] for row in rows]) for what in ("loss", "held out"))
+            cells = (spread([row[what] for row in rows], 3) for what in ("loss", "held out"))
             print("|", label, "|", " | ".join(cells), "|")
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
+from figures import spread
 from torch import nn
 
 import offbeat
@@ -54,11 +54,6 @@ def seconds(iteration: Callable[[], None], iterations: int) -> float:
     for _ in range(iterations):
         iteration()
     return (time.perf_counter() - start) / iterations
-
-
-def spread(values: list[float]) -> str:
-    """Median [min..max]."""
-    return f"{median(values):.2f} [{min(values):.2f}..{max(values):.2f}]"
 
 
 def main() -> None:

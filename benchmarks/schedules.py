@@ -170,7 +170,7 @@ def show(rate_mbit: int, repetitions: Sequence[Repetition]) -> None:
         f"{first.payload_bytes('grad', range(len(first.buckets))) / 1e6:.2f} MB, "
         f"repetitions: {len(repetitions)}\n\n"
         f"Profile: {loop(repetitions)}; coverage rate "
-        f"{spread([coverage_rate(r.profile) for r in repetitions], '.2f')}\n\n"
+        f"{spread([coverage_rate(r.profile) for r in repetitions], 2)}\n\n"
         f"Messages: {'; '.join(messages)}\n\n"
         f"Share of the speed alone: {'; '.join(together(repetitions)) or 'not measured'}\n"
     )

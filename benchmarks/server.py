@@ -27,6 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from figures import spread
+from talking_ranks import launch_ranks, own_address, publish, published
+
 WORKERS = 4
 SECONDS = 5.0
 CHUNK_BYTES = 4 << 20
@@ -66,10 +69,10 @@ def main() -> None:
 def transport() -> None:
     """Gloo's send and recv against a plain socket, with the processor time of both ends."""
     for kind in ("gloo", "tcp"):
-        found = _launched(None, 2, ["transport", kind])
+        found = launch_ranks(__file__, None, 2, "transport", kind)
         rates = [line["mb_s"] for line in found if "mb_s" in line]
         cpu = sum(line["cpu_s_per_gb"] for line in found)
-        print(f"{kind}: {_spread(rates)} MB/s, {cpu:.2f} s of processors per GB")
+        print(f"{kind}: {spread(rates, 0)} MB/s, {cpu:.2f} s of processors per GB")
 
 
 def transport_role(folder: str, kind: str) -> None:
@@ -109,9 +112,9 @@ def transport_role(folder: str, kind: str) -> None:
 def _pair(folder: Path, rank: int) -> socket.socket:
     if rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            _publish(folder, listener.getsockname())
+            publish(folder, listener.getsockname())
             return listener.accept()[0]
-    return socket.create_connection(_published(folder))
+    return socket.create_connection(published(folder))
 
 
 # ---- goodput --------------------------------------------------------------------------------
@@ -124,21 +127,21 @@ def goodput(rate: str | None, args: argparse.Namespace) -> None:
         rates, memory = [], []
         for _ in range(args.repetitions):
             role = [kind, ways, str(args.mb), args.optimizer]
-            found = _launched(rate, WORKERS + 1, role)
+            found = launch_ranks(__file__, rate, WORKERS + 1, *role)
             rates.append(sum(line["mb_s"] for line in found if "mb_s" in line))
             memory += [line["copies"] for line in found if "copies" in line]
-        words = f", server's memory {_spread(memory, 2)} copies of its share" if memory else ""
+        words = f", server's memory {spread(memory, 2)} copies of its share" if memory else ""
         bits = [8 * r / 1e3 for r in rates]
         print(
-            f"{where}, {kind}, {ways}: {_spread(rates)} MB/s in ({_spread(bits, 2)} Gbit/s){words}"
+            f"{where}, {kind}, {ways}: {spread(rates, 0)} MB/s in ({spread(bits, 2)} Gbit/s){words}"
         )
 
 
 def plain_role(folder: str, ways: str, *_: str) -> None:
     rank = int(os.environ["RANK"])
     if rank == WORKERS:
-        listener = socket.create_server((_address(), 0))
-        _publish(Path(folder), listener.getsockname())
+        listener = socket.create_server((own_address(), 0))
+        publish(Path(folder), listener.getsockname())
         socks = [listener.accept()[0] for _ in range(WORKERS)]
         threads = [threading.Thread(target=_drain, args=(sock,)) for sock in socks]
         if ways == "both":
@@ -148,7 +151,7 @@ def plain_role(folder: str, ways: str, *_: str) -> None:
         for thread in threads:
             thread.join()
         return
-    sock = socket.create_connection(_published(Path(folder)))
+    sock = socket.create_connection(published(Path(folder)))
     data, sent = memoryview(bytes(CHUNK_BYTES)), 0
     if ways == "both":
         threading.Thread(target=_drain, args=(sock,), daemon=True).start()
@@ -199,8 +202,8 @@ def _serve(folder: Path, opt: Any, layout: Any) -> None:
         type(opt)([trial], lr=0.1).step()
     before = _resident_bytes("VmRSS")
     store = Store(layout, 0, opt, "push", range(WORKERS))
-    listener = socket.create_server((_address(), 0))
-    _publish(folder, listener.getsockname())
+    listener = socket.create_server((own_address(), 0))
+    publish(folder, listener.getsockname())
     Service(store, listener, SECRET, silent_s=5.0).serve()
     state = sum(
         value.nbytes
@@ -273,8 +276,8 @@ def counting_server_role(folder: str) -> None:
     from offbeat.server.service import Service
 
     store = Store(layout, 0, opt, "push", range(WORKERS))
-    listener = socket.create_server((_address(), 0))
-    _publish(Path(folder), listener.getsockname())
+    listener = socket.create_server((own_address(), 0))
+    publish(Path(folder), listener.getsockname())
     with suppress(RuntimeError):  # all were killed in the end
         Service(store, listener, SECRET, silent_s=3.0).serve()
     flat = torch.cat([shard.parameters for shard in store.shards.values()])
@@ -315,51 +318,8 @@ def _model(elements: int, optimizer: str, lr: float = 0.1) -> tuple[Any, Any, An
 def _client(folder: Path, layout: Any, rank: int) -> Any:
     from offbeat.server.client import Client
 
-    servers = [("server 0", _published(folder))]
+    servers = [("server 0", published(folder))]
     return Client(layout, servers, rank, SECRET, timeout_s=60.0, beat_s=0.5)
-
-
-def _launched(rate: str | None, ranks: int, role: list[str]) -> list[dict[str, Any]]:
-    """What the ranks of a launch said."""
-    from offbeat.lab import Cluster, Lab, NoLab, launch
-
-    said: list[dict[str, Any]] = []
-
-    def on_line(_: int, line: str) -> None:
-        if line.startswith("{"):
-            said.append(json.loads(line))
-
-    cluster = Cluster.simple(ranks, rate)
-    with (
-        Lab(cluster, "server") if rate else NoLab(cluster) as lab,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        argv = [sys.executable, __file__, "--role", role[0], folder, *role[1:]]
-        result = launch(lab, argv, log_dir=Path(folder, "logs"), timeout_s=120, on_line=on_line)
-    if result.problem:
-        sys.exit(result.problem)
-    return said
-
-
-def _address() -> str:
-    from offbeat.core.transport.interfaces import ipv4_of
-
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    found = ipv4_of(interface) if interface else None
-    return str(found.ip) if found else "127.0.0.1"
-
-
-def _publish(folder: Path, address: tuple[str, int]) -> None:
-    draft = folder / "address.part"
-    draft.write_text(json.dumps(address))
-    draft.rename(folder / "address")
-
-
-def _published(folder: Path) -> tuple[str, int]:
-    while not (folder / "address").exists():
-        time.sleep(0.01)
-    host, port = json.loads((folder / "address").read_text())
-    return host, port
 
 
 def _drain(sock: socket.socket) -> None:
@@ -388,12 +348,6 @@ def _resident_bytes(what: str) -> int:
 
 def _say(**values: float) -> None:
     print(json.dumps(values), flush=True)
-
-
-def _spread(values: list[float], digits: int = 0) -> str:
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    return f"{middle:.{digits}f} [{ordered[0]:.{digits}f}, {ordered[-1]:.{digits}f}]"
 
 
 ROLES = {

@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
+from figures import spread
 from tasks import GPT, Task, digits_task
 from threads import LEAST_BYTES, LINK, Job, Trained, consolidated, remembered, train
 
@@ -175,12 +176,6 @@ def target(runs: Sequence[Sequence[float]]) -> float:
 
 
 # ---- tables ---------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """'12.1 [10.7, 22.2]': median and range."""
-    low, middle, high = (f"{x:.{digits}f}" for x in (min(values), median(values), max(values)))
-    return f"{middle} [{low}, {high}]"
 
 
 Runs = Callable[[Strategy, Profile], list[dict[str, Any]]]

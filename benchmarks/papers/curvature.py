@@ -33,6 +33,7 @@ from offbeat.strategies import BSP, SelSync, Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
 
+from figures import spread
 from tasks import GPT, Batch, Task, digits_task, held_out_text, pictures
 from threads import Job, Trained, consolidated, remembered, train, untimed
 
@@ -271,19 +272,14 @@ def correlations(found: dict[str, Any]) -> dict[str, float]:
 # ---- tables ---------------------------------------------------------------------------------
 
 
-def spread(values: Sequence[float], digits_after: int = 2) -> str:
-    """'0.31 [0.20, 0.42]'."""
-    low, mean, high = (f"{x:.{digits_after}f}" for x in (min(values), fmean(values), max(values)))
-    return f"{mean} [{low}, {high}]"
-
-
 def show_weights(name: str, runs: Sequence[dict[str, Any]]) -> None:
     keys = ("lssr", "loss", "held out", "one replica held out", "replicas apart", "off BSP")
     keys += ("mean off BSP",)
     print(f"\n**{name}, weights**; distances over the way that BSP's weights went\n")
     print("| averaged |", " | ".join(keys), "|\n|---|" + "---|" * len(keys))
     for label in runs[0]:
-        print("|", label, "|", " | ".join(spread([r[label][k] for r in runs]) for k in keys), "|")
+        cells = [spread([r[label][k] for r in runs], middle=fmean) for k in keys]
+        print("|", label, "|", " | ".join(cells), "|")
     print("\n| matrix | of | mean | std | kurtosis | distance |\n|---|---|---|---|---|---|")
     for layer in runs[0]["BSP"]["layers"]:
         for label in runs[0]:

@@ -25,6 +25,7 @@ from offbeat.strategies import BSP, FedAvg, SelSync, Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # modules that benchmarks share
 
+from figures import spread
 from tasks import Batch, network, picture_loss, pictures, sgd
 from threads import Job, Trained, World, consolidated, remembered, train, untimed
 
@@ -161,12 +162,6 @@ def local_share(strategy: Strategy, trained: list[Trained]) -> float:
     return trained[0].local_share if trained[0].voted else 0.0
 
 
-def spread(values: list[float], digits_after: int) -> str:
-    """'97.3 [96.9, 97.8]'."""
-    low, mean, high = (f"{x:.{digits_after}f}" for x in (min(values), fmean(values), max(values)))
-    return f"{mean} [{low}, {high}]"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("splits.json"))
@@ -188,9 +183,9 @@ def main() -> None:
         for cell in table:
             runs = found[cell.key]
             shared = "–" if cell.injection is None else "({:g}, {:g})".format(*cell.injection)
-            accuracy = spread([100 * one["accuracy"] for one in runs], 1)
-            loss = spread([one["loss"] for one in runs], 2)
-            share = spread([one["lssr"] for one in runs], 2)
+            accuracy = spread([100 * one["accuracy"] for one in runs], 1, fmean)
+            loss = spread([one["loss"] for one in runs], 2, fmean)
+            share = spread([one["lssr"] for one in runs], 2, fmean)
             where = [cell.split, cell.sampler, cell.name, shared]
             print("|", " | ".join([*where, accuracy, loss, share]), "|")
 
