@@ -126,7 +126,7 @@ def test_other_edges_are_agreed_on_at_once() -> None:
     with job(nx.complete_graph(3), flats(3), silent_s=0.3) as workers:
         in_long_units(workers)
         kill(workers.pop())
-        until(lambda: all(worker.gossip._agreement.edges == [(0, 1)] for worker in workers))
+        until(lambda: all(worker.gossip._agreements.agreed.edges == [(0, 1)] for worker in workers))
 
 
 def test_who_is_called_brings_its_numbers_at_once() -> None:
@@ -134,7 +134,7 @@ def test_who_is_called_brings_its_numbers_at_once() -> None:
         in_long_units(workers)
         caller, root = workers[1].gossip, workers[0].gossip._reductions
         held = root.held[OWN]
-        caller._commands.append(caller._begin_agreement)
+        caller._commands.append(caller._agreements.begin)
         caller._peers.wake()
         until(lambda: root.held[OWN] > held)
 

@@ -51,7 +51,7 @@ def test_a_worker_joins_with_the_state_of_another() -> None:
         warm([newcomer])
         edges = [(0, 1), (0, 2), (0, 4), (1, 2), (1, 4), (2, 4)]
         for worker in workers:
-            until(lambda worker=worker: worker.gossip._agreement.edges == edges)
+            until(lambda worker=worker: worker.gossip._agreements.agreed.edges == edges)
         until(lambda: len({worker.state.course.last for worker in workers} | {before}) == 2)
         count = newcomer.count()
         until(lambda: newcomer.count() > count + 5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +23,9 @@ from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import VARIABLE as SECRET
 from offbeat.gossip.agreement import Agreement
 from offbeat.gossip.clock import Line, RoundTrip, offset_s
-from offbeat.gossip.protocol import Kind, parse_edges
+from offbeat.gossip.protocol import Kind, ids_text, parse_edges
 from offbeat.gossip.state import Change
-from offbeat.gossip.view import Edge, Known
+from offbeat.gossip.view import Edge, Known, View
 
 Address = tuple[str, int]
 
@@ -96,6 +97,45 @@ class Welcome:
     place: Place
     ahead_s: float
     luggage: Tensor
+
+
+def assign_id(
+    me: int,
+    wanted: Any,
+    view: View,
+    first_edges: Sequence[Edge],
+    addresses: Set[int],
+    reachable: Sequence[int],
+) -> tuple[int, list[int]]:
+    """Return the id and the neighbours of a joining worker.
+
+    A returning worker keeps its former neighbours that are still members. A new worker receives the
+    neighbours of the admitting worker. Both become neighbours of that worker.
+
+    Args:
+        me: id of the admitting worker.
+        wanted: former id of a returning worker; None for a new one.
+        view: graph as the admitting worker knows it.
+        first_edges: edges of the initial graph.
+        addresses: workers with known addresses.
+        reachable: connected neighbours of the admitting worker.
+
+    Raises:
+        WireError: the id is not available, or the admitting worker has joined itself.
+    """
+    members, workers = view.members(), view.workers
+    if wanted is not None:
+        if wanted not in workers or wanted in members:
+            why = "there already" if wanted in members else f"none of {ids_text(workers)}"
+            raise WireError(f"worker {wanted!r} is {why}")
+        known = set(members) & addresses
+        return wanted, sorted(known & set(view.neighbours_of(wanted)) | {me})
+    count = 1 + max(end for edge in first_edges for end in edge)
+    if me >= count:
+        raise WireError(f"worker {me} has joined itself; ask one of 0 to {count - 1}")
+    # Ids are unique even if two workers accept joining workers at the same time.
+    worker = workers[-1] + 1 + (me - workers[-1] - 1) % count
+    return worker, sorted([me, *reachable])
 
 
 def get_place(address: Address, secret: bytes, about: dict[str, Any], limit_s: float) -> Welcome:

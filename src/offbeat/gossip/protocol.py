@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
@@ -69,3 +70,8 @@ def parse_edges(edges: Any) -> list[tuple[int, int]]:
 
 def _is_pair(edge: Any) -> bool:
     return isinstance(edge, list) and len(edge) == 2 and all(type(end) is int for end in edge)
+
+
+def ids_text(workers: Iterable[int]) -> str:
+    """Return ids in ascending order, such as '0, 2, 5'."""
+    return ", ".join(map(str, sorted(workers)))

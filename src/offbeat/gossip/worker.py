@@ -26,24 +26,23 @@ from offbeat.core.buckets.flat import memory_of
 from offbeat.frames.connection import NOTHING
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.gossip.agreement import Agreement, planned_rates
+from offbeat.gossip.agreement_rounds import AgreementRounds
 from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.chunks import CHUNK_BYTES, Wire
-from offbeat.gossip.clock import DRIFT, Clock
+from offbeat.gossip.clock import Clock
 from offbeat.gossip.exchange import Counts, ExchangeRecord, Exchanges
-from offbeat.gossip.joining import Address, Place
+from offbeat.gossip.joining import Address, Place, assign_id
 from offbeat.gossip.pairing import Action, Begin, Pairing
 from offbeat.gossip.peers import Peers
-from offbeat.gossip.protocol import SIGNALS, Kind, finite, parse_agreement
+from offbeat.gossip.protocol import SIGNALS, Kind, finite, ids_text
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.tree_reduction import TreeReduction
-from offbeat.gossip.tree_reductions import OWN, USER, TreeReductions
+from offbeat.gossip.tree_reductions import USER, TreeReductions
 from offbeat.gossip.view import Known, State, View
 
 OnPartition = Literal["raise", "continue"]
 
-GRADIENTS = 4  # gradients of a worker before its mean gradient time is used
-NOTICE, NOTICE_S = 2.0, 1.0  # least delay of a change of constants, in units and in seconds
 DRAIN_S = 1.0  # longest time to send queued frames after a failure
 NOTHING_ELSE = torch.empty(0, dtype=torch.uint8, device="cpu")
 ANOTHER_MODEL = "the model is another one; build it from the same configuration"
@@ -109,7 +108,7 @@ class Gossip:
         self.me, self._settings, self.clock, self._shared = me, settings, clock, shared
         edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
         self.view, self.counts = View(me, edges), Counts()
-        self._first_edges, self._agreement = edges, place.agreed if place else Agreement(edges)
+        self._first_edges = edges
         self._listen_address, self._initial_state = door.getsockname(), luggage
         self._addresses = {**addresses, me: self._listen_address[:2]}
         self._joined = place is not None
@@ -132,9 +131,17 @@ class Gossip:
         self._down_s = dict.fromkeys(around, time.monotonic())
         self._never_came = set(around)
         self._reductions = TreeReductions(self.view, self._peers, place.held if place else None)
-        self._gradient_s, self._gradients = 0.0, 0
-        # own exchanges at the label `counted_from`, and at the last agreement
-        self._counted = (0, 0)
+        self._agreements = AgreementRounds(
+            place.agreed if place else Agreement(edges),
+            settings.rate,
+            settings.momentum,
+            clock,
+            shared,
+            self.view,
+            self.counts,
+            self._reductions,
+            self._redraw_request,
+        )
         self._changed = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._notices: deque[str] = deque()
@@ -145,7 +152,7 @@ class Gossip:
             shared.course.changes = place.course
         else:
             self._update_rates()
-            shared.change_mixing(0.0, self._constants())
+            shared.change_mixing(0.0, self._agreements.constants)
         self._thread = threading.Thread(target=self._run, name=f"offbeat-gossip-{me}", daemon=True)
         self._thread.start()
 
@@ -168,17 +175,14 @@ class Gossip:
                 )
             self.check()
             if late and self._peers.reachable():
-                self._warn(f"workers {_ids_text(late)} do not answer; it begins without them")
+                self._warn(f"workers {ids_text(late)} do not answer; it begins without them")
                 return
-        self._wait(lambda: not late, lambda: f"workers {_ids_text(late)} to connect")
+        self._wait(lambda: not late, lambda: f"workers {ids_text(late)} to connect")
 
     def record_gradient(self, seconds: float) -> None:
         """Update the mean gradient time with the duration of a gradient."""
         self.check()
-        self._gradients += 1
-        weight = max(1 / self._gradients, 0.1)
-        self._gradient_s += weight * (seconds - self._gradient_s)
-        if self._gradients == GRADIENTS:
+        if self._agreements.record_gradient(seconds):
             self._peers.wake()
 
     def check(self) -> None:
@@ -345,11 +349,11 @@ class Gossip:
         worker.
         """
         if self._postponed:
-            return f"workers {_ids_text(self._joining)}, which were given a place, have not come"
+            return f"workers {ids_text(self._joining)}, which were given a place, have not come"
         behind = self._reductions.missing_workers(USER)
         if behind is None:
-            return f"the graph is broken, {_ids_text(self._down_s)} cannot be reached"
-        return f"nothing from {_ids_text(behind)}, or from workers behind"
+            return f"the graph is broken, {ids_text(self._down_s)} cannot be reached"
+        return f"nothing from {ids_text(behind)}, or from workers behind"
 
     # ---- gossip thread ----------------------------------------------------------------------
 
@@ -361,7 +365,7 @@ class Gossip:
                     self._commands.popleft()()
                 self._request_exchanges()
                 self._give_up_edges()
-                self._begin_agreement_if_due()
+                self._agreements.begin_if_due()
                 self._reductions.send_postponed()
                 with self._changed:
                     self._changed.notify_all()
@@ -376,8 +380,7 @@ class Gossip:
 
     def _wait_s(self) -> float:
         """Return the seconds until the thread has work without a new frame."""
-        pulse_at = None if self._reductions.is_under_way(OWN) else self._agreement.again_at
-        labels = [label for label in (self._next, pulse_at) if label is not None]
+        labels = [label for label in (self._next, self._agreements.due_at) if label is not None]
         waits: list[float | None] = [self.clock.seconds_until(label) for label in labels]
         silent_s, now = self._settings.silent_s, time.monotonic()
         since = [*self._disconnection_times().values(), *self._joining.values()]
@@ -398,6 +401,10 @@ class Gossip:
             self._next += self._random.expovariate(total)
             peers, rates = zip(*self._rates.items(), strict=True)
             self._perform(self._pairing.request(self._random.choices(peers, rates)[0]))
+
+    def _redraw_request(self) -> None:
+        """Draw the time of the next request anew."""
+        self._next = None
 
     def _send_goodbye(self) -> None:
         for peer in self._peers.reachable():
@@ -568,7 +575,7 @@ class Gossip:
             self._on_whole(peer, frame)
         elif kind in (Kind.UP, Kind.DOWN):
             if self._reductions.take_missed_result(frame):
-                self._begin_agreement()  # its numbers are not used any more, but the result is
+                self._agreements.begin()  # its numbers are not used any more, but the result is
             self._reductions.on_frame(peer, frame)
         elif kind is Kind.VIEW:
             self._on_view(peer, frame.meta)
@@ -660,11 +667,6 @@ class Gossip:
         self._rates = {sum(edge) - self.me: rate for edge, rate in rates if self.me in edge}
         self._next = None
 
-    def _constants(self) -> Mixing:
-        """Return the mixing constants of the current agreement."""
-        settings = self._settings
-        return self._agreement.constants(settings.rate, momentum=settings.momentum)
-
     def _require_one_part(self) -> None:
         """Raise RuntimeError if the graph is partitioned, with three exceptions.
 
@@ -674,73 +676,23 @@ class Gossip:
         parts = self.view.parts()
         if len(parts) == 1:
             return
-        words = " and ".join(f"({_ids_text(part)})" for part in parts)
+        words = " and ".join(f"({ids_text(part)})" for part in parts)
         own_part = next(part for part in parts if self.me in part)
         fatal = self._settings.on_partition == "raise" or own_part != parts[0]
         if fatal and not self.view.has_leavers() and not self.view.is_surviving_majority(own_part):
             raise RuntimeError(
                 f"the graph of gossip falls apart: {words} do not reach each other any more "
-                f"(not heard of: {_ids_text(self.view.dead_workers()) or 'nobody'}); use a "
+                f"(not heard of: {ids_text(self.view.dead_workers()) or 'nobody'}); use a "
                 "topology with more edges, or on_partition='continue' to go on with the larger part"
             )
         around = self.view.neighbours_of(self.me)
         is_done = all(self.view.state(peer) is State.LEFT for peer in around)
         if not is_done and self.view.has_lost_connection():
-            self._warn(f"the graph of gossip is in parts: {words}; ({_ids_text(own_part)}) go on")
+            self._warn(f"the graph of gossip is in parts: {words}; ({ids_text(own_part)}) go on")
         self._publish_edges(self.view.cut_off(own_part))
 
     def _warn(self, words: str) -> None:
         self._notices.append(f"worker {self.me}: {words}")
-
-    # ---- agreement --------------------------------------------------------------------------
-
-    def _begin_agreement_if_due(self) -> None:
-        """Begin an agreement at its label, after a change of the edges, or if a neighbour has begun
-        one.
-        """
-        due = (
-            self._agreement.again_at is None
-            or self.clock.now() >= self._agreement.again_at
-            or self.view.edges() != self._agreement.edges
-            or self._reductions.is_requested(OWN)
-        )
-        if due and self._gradients >= GRADIENTS and not self._reductions.is_under_way(OWN):
-            self._begin_agreement()
-
-    def _begin_agreement(self) -> None:
-        """Begin a reduction of gradient times and counts of exchanges."""
-        self._counted = self._counted[0], sum(self.counts.exchanges.values())
-        exchanges = self._counted[1] - self._counted[0]
-        numbers = torch.tensor([self._gradient_s, exchanges, 1], dtype=torch.float64, device="cpu")
-        self._reductions.begin(OWN, [numbers], 0.0, self._on_agreement, self._agreement_note)
-
-    def _agreement_note(self) -> dict[str, Any]:
-        """Return the note of the root: the common time, and the edges if they have changed."""
-        edges = self.view.edges()
-        return {
-            "now_s": self.clock.common_s(),
-            "edges": None if edges == self._agreement.edges else [list(edge) for edge in edges],
-        }
-
-    def _on_agreement(self, reduction: TreeReduction) -> None:
-        """Derive unit, share and constants from the result of an agreement.
-
-        The result is equal on all workers because the input is. Changes take effect at the same
-        label on all workers.
-        """
-        gradients_s, exchanges, workers = reduction.result[0].tolist()
-        now_s, edges = parse_agreement(reduction.note)
-        unit_s, before_s = gradients_s / workers, self.clock.unit_s
-        if before_s is None or abs(unit_s / before_s - 1) > DRIFT:
-            self.clock.set_unit(unit_s, now_s)
-        label, old, rate = self.clock.label_at(now_s), self._agreement, self._settings.rate
-        self._agreement = old.renew(label, exchanges / 2, edges or old.edges, rate)
-        if self._agreement.counted_from != old.counted_from:
-            self._counted = self._counted[1], self._counted[1]
-        if (self._agreement.share, self._agreement.edges) != (old.share, old.edges):
-            notice = max(NOTICE, NOTICE_S / unit_s)  # time for the result to reach all workers
-            self._shared.change_mixing(label + notice, self._constants())
-        self._next = None
 
     # ---- joining workers --------------------------------------------------------------------
 
@@ -765,7 +717,14 @@ class Gossip:
             raise WireError(
                 f"its strategy ({request.get('strategy')}) must be {self._settings.strategy}"
             )
-        worker, around = self._assign_id(request.get("id"))
+        worker, around = assign_id(
+            self.me,
+            request.get("id"),
+            self.view,
+            self._first_edges,
+            set(self._addresses),
+            self._peers.reachable(),
+        )
         self._publish_edges(self.view.add_worker(worker, around))
         if self.me in around:
             self._peers.expect(worker)
@@ -778,31 +737,11 @@ class Gossip:
             {peer: self._addresses[peer] for peer in around},
             self._shared.course.changes,
             self.clock.line,
-            self._agreement,
+            self._agreements.agreed,
             self._reductions.held,
         )
         head = pack(Kind.WELCOME, self.me, meta=place.pack(), body_bytes=len(body))
         return head, memory_of(body)
-
-    def _assign_id(self, wanted: Any) -> tuple[int, list[int]]:
-        """Return the id and the neighbours of a joining worker.
-
-        A returning worker keeps its former neighbours that are still members. A new worker receives
-        the neighbours of this worker. Both become neighbours of this worker.
-        """
-        members, workers = self.view.members(), self.view.workers
-        if wanted is not None:
-            if wanted not in workers or wanted in members:
-                why = "there already" if wanted in members else f"none of {_ids_text(workers)}"
-                raise WireError(f"worker {wanted!r} is {why}")
-            known = set(members) & set(self._addresses)
-            return wanted, sorted(known & set(self.view.neighbours_of(wanted)) | {self.me})
-        count = 1 + max(end for edge in self._first_edges for end in edge)
-        if self.me >= count:
-            raise WireError(f"worker {self.me} has joined itself; ask one of 0 to {count - 1}")
-        # Ids are unique even if two workers accept joining workers at the same time.
-        worker = workers[-1] + 1 + (self.me - workers[-1] - 1) % count
-        return worker, sorted([self.me, *self._peers.reachable()])
 
 
 def _checksum_words(checksum: int) -> Tensor:
@@ -811,7 +750,3 @@ def _checksum_words(checksum: int) -> Tensor:
     """
     words = [checksum >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
     return torch.tensor(words, dtype=torch.float64, device="cpu")
-
-
-def _ids_text(workers: Any) -> str:
-    return ", ".join(map(str, sorted(workers)))

@@ -12,6 +12,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.sim.separate_workers import server_of
 from offbeat.gossip.agreement import PERIOD, Agreement
+from offbeat.gossip.agreement_rounds import NOTICE, NOTICE_S
 from offbeat.gossip.anchors import NEVER
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.exchange import ExchangeRecord, Exchanges
@@ -21,7 +22,6 @@ from offbeat.gossip.simulation import Timeline
 from offbeat.gossip.startup import GossipSetup, require_elementwise
 from offbeat.gossip.state import Mixing, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
-from offbeat.gossip.worker import NOTICE, NOTICE_S
 from offbeat.rehearsal.cluster import MemoryCluster, MemoryControl
 from offbeat.rehearsal.events import BEGIN, END, Event, EventOrder
 from offbeat.rehearsal.links import MemoryNetwork
