@@ -12,7 +12,8 @@ import pytest
 from support.made_jobs import ITERATIONS, PREDICTED_S, make_job
 
 from offbeat import cli
-from offbeat.experiments.report.job import JobReport, as_text, find_record, job_report
+from offbeat.experiments.report.job import JobReport, find_record, job_report
+from offbeat.experiments.report.job_text import as_text
 from offbeat.jobs.record_folder import remove_above
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, load, rank_file
 from offbeat.jobs.settings import parse_limit

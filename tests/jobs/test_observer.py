@@ -12,7 +12,8 @@ from support import observed_jobs
 from support.worlds import run_world, watch_world
 
 from offbeat import Plan, Profile
-from offbeat.experiments.report.job import as_text, job_report
+from offbeat.experiments.report.job import job_report
+from offbeat.experiments.report.job_text import as_text
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.record_folder import find_runs
 from offbeat.jobs.record_lines import RUN_FILE, load

@@ -16,7 +16,8 @@ from offbeat.cli import entry as cli
 from offbeat.experiments.advice.place import place_of
 from offbeat.experiments.advice.verdict import decide
 from offbeat.experiments.advice.work import Work
-from offbeat.experiments.report.job import as_text, find_record, job_report
+from offbeat.experiments.report.job import find_record, job_report
+from offbeat.experiments.report.job_text import as_text
 from offbeat.jobs.job_view import JobFollower, view
 from offbeat.jobs.record_lines import load
 from offbeat.jobs.settings import read_settings

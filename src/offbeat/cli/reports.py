@@ -78,7 +78,7 @@ def _report_job(
     folders: Sequence[Path], export: str | None, output: Path | None, json_: bool
 ) -> int:
     """Print the report of a job and write its page, or export its intervals."""
-    from offbeat.experiments.report import job, job_export, job_page
+    from offbeat.experiments.report import job, job_export, job_page, job_text
 
     if export is not None:
         if export not in get_args(job_export.Form):
@@ -86,7 +86,7 @@ def _report_job(
         print_or_write(job_export.export(folders, export), output)  # type: ignore[arg-type]
         return 0
     report, page = job.read_report(folders), None
-    text = job.as_text(report, terminal_width())
+    text = job_text.as_text(report, terminal_width())
     try:
         page = job_page.write(folders, time.time(), output)
         text += f"\n{page}"

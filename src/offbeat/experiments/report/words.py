@@ -24,6 +24,7 @@ NO_PROGRESS = (
     "second as well."
 )
 UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|µs|min|h|d|times|[kMGT]?B)\b|%)")
+MOST_TEXT = 600  # characters of an error that are printed
 NO_BREAK = "\u00a0"
 
 
@@ -94,6 +95,12 @@ def join_texts(texts: Sequence[str]) -> str:
     """Return 'a', 'a and b' or 'a, b and c'."""
     *most, last = texts or [""]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def shorten(text: str) -> str:
+    """Return a text on one line, cut after `MOST_TEXT` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
 
 
 def sentence(text: str) -> str:
