@@ -13,7 +13,6 @@ import pytest
 
 from offbeat.cli import commands
 from offbeat.cli import entry as cli
-from offbeat.cli.advise import Question, answer
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names
 from offbeat.core.strategy.suggestions import periods
@@ -24,6 +23,7 @@ from offbeat.experiments.advice import (
     predict_option,
 )
 from offbeat.experiments.advice import selection as advising
+from offbeat.experiments.advice.question import Question, answer
 from offbeat.experiments.advice.selection import candidates, excluded_strategies
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.compare import given_profile

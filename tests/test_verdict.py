@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from offbeat.cli import entry as cli
-from offbeat.cli import rehearsed_advice
-from offbeat.cli.advise import launch_command, rate, span
-from offbeat.cli.rehearsed_advice import Losses, target_at_equal_times
 from offbeat.core.profile.elsewhere import (
     Network,
     extrapolate,
@@ -28,16 +25,20 @@ from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import strategy_names
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
+from offbeat.experiments.advice.commands import launch_command
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.verdict import decide, predict_methods
+from offbeat.experiments.advice.verdict_text import rate, span
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.progress import Progress
 from offbeat.jobs.verdict_file import KeptVerdict
 from offbeat.lab import Cluster
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
+from offbeat.rehearsal import methods as rehearsed_methods
 from offbeat.rehearsal.command import RehearsalOutcome
+from offbeat.rehearsal.methods import Losses, target_at_equal_times
 from offbeat.rehearsal.rehearse import RehearsedCurve
 from offbeat.sim import Ranks, predict, predict_plan
 from offbeat.strategies import DDP, SSP, WFBP, A2CiD2, Cyclic, DeFT, DiLoCo, DreamDDP, LocalSGD
@@ -902,8 +903,8 @@ def test_rehearsed_methods_have_the_rates_of_each_machine(tmp_path, monkeypatch)
         defined.append(rehearsal)
         return RehearsalOutcome(run_dir, interrupted=True)
 
-    monkeypatch.setattr(rehearsed_advice, "rehearse_script", interrupt)
-    losses = rehearsed_advice.rehearse_methods(
+    monkeypatch.setattr(rehearsed_methods, "rehearse_script", interrupt)
+    losses = rehearsed_methods.rehearse_methods(
         predict_methods(place, max_staleness=0),
         (str(tmp_path / "train.py"),),
         {"seeds": (0,)},

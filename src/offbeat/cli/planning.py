@@ -215,13 +215,14 @@ def advise(
     Example: offbeat advise --hosts 4 --rate 200mbit --samples 10M --batch 32 train.py
     """
     from offbeat.cli import advise as advising
+    from offbeat.experiments.advice.question import Question, answer
     from offbeat.experiments.advice.work import Work
 
     speed = texts.parse_compute_speed(device_speed, iteration_s)
     counts = [
         texts.parse_count(*each) for each in (("--samples", samples), ("--iterations", iterations))
     ]
-    question = advising.Question(
+    question = Question(
         work=Work.of() if rehearse else Work.of(counts[0], batch, counts[1]),
         hosts=hosts,
         rate=rate,
@@ -237,6 +238,12 @@ def advise(
         script=() if script is None else (script, *args),
     )
     _require_advice_options(script, profile, rehearse, how, samples, batch)
+    if per_host is not None:
+        texts.require_range("--per-host", per_host, 1, "it is the number of devices")
+    if cluster is not None:
+        if hosts is not None or rate is not None:
+            raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
+        texts.require_file(cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
     facts, code = None, 0
     if script is not None:
@@ -246,15 +253,14 @@ def advise(
     if facts is None:
         return code
     if not rehearse:
-        answer = advising.answer(question, facts, profile)
+        found = answer(question, facts, profile)
     else:
         found, code = advising.answer_with_losses(question, facts, profile, settings, how.resume)
         if found is None:
             return code
-        answer = found
     if out is not None:
-        write_text(out, json.dumps(answer.data, indent=1))
-    print_result(json_, answer.data, answer.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
+        write_text(out, json.dumps(found.data, indent=1))
+    print_result(json_, found.data, found.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile.device_speed import DeviceSpeed
 from offbeat.core.sim.ranks import Ranks
+from offbeat.core.strategy.parsing import parts, text_of
 from offbeat.core.transport.addresses import require_interfaces
 from offbeat.core.transport.interfaces import parse_link
 from offbeat.experiments.profile_for_network import ranks_on, replicas_of
@@ -34,6 +35,11 @@ class Contestant:
     label: str
     strategy: Strategy
     arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> Contestant:
+        """Return a strategy with the label of its text."""
+        return cls("-".join(parts(text_of(strategy))), strategy)
 
 
 def require_labels(contestants: Iterable[Contestant]) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offbeat.cli import texts
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import BASELINE, create
@@ -193,28 +192,38 @@ def rehearse_methods(
         ValueError: see `rehearse_script`.
     """
     place = predicted.place
-    names = ",".join(map(text_of, predicted.learnt_differently))
-    contestants = texts.contestants(names, [])
-    outcomes = [
-        rehearse_script(
-            ScriptRehearsal(
-                script,
-                contestants,
-                place.profile,
-                measured=measured,
-                differences=place.ranks,
-                **settings,
-            ),
-            run_dir,
-            progress,
-            resume=resume,
+
+    def rehearse(
+        contestants: tuple[Contestant, ...],
+        profile: Profile,
+        folder: Path,
+        *,
+        resume: bool,
+        **more: Any,
+    ) -> RehearsalOutcome:
+        rehearsal = ScriptRehearsal(
+            script, contestants, profile, measured=measured, **{**settings, **more}
         )
+        return rehearse_script(rehearsal, folder, progress, resume=resume)
+
+    contestants = tuple(map(Contestant.of, predicted.learnt_differently))
+    outcomes = [
+        rehearse(contestants, place.profile, run_dir, resume=resume, differences=place.ranks)
     ]
     curves = {text_of(c.strategy): outcomes[0].curves.get(c.label, []) for c in contestants}
     if not outcomes[0].interrupted:
         progress.print_line("one machine:")
+        alone = (Contestant(ALONE_DIR, create(BASELINE)),)
+        alone_dir, iterations = run_dir / ALONE_DIR, settings["iterations"]
         outcomes.append(
-            _rehearse_alone(predicted, script, settings, measured, run_dir / ALONE_DIR, progress)
+            rehearse(
+                alone,
+                place.one_machine,
+                alone_dir,
+                resume=(alone_dir / "run.json").exists(),
+                iterations=iterations and iterations * place.machines,
+                sample=None,
+            )
         )
         curves[ALONE] = outcomes[1].curves.get(ALONE_DIR, [])
     complete = len(settings["seeds"])
@@ -230,26 +239,4 @@ def rehearse_methods(
         any(outcome.interrupted for outcome in outcomes),
         run_dir,
         raised,
-    )
-
-
-def _rehearse_alone(
-    predicted: Predictions,
-    script: tuple[str, ...],
-    settings: Mapping[str, Any],
-    measured: Profile,
-    run_dir: Path,
-    progress: Progress,
-) -> RehearsalOutcome:
-    """Rehearse one machine."""
-    place, iterations = predicted.place, settings["iterations"]
-    more = {"iterations": iterations and iterations * place.machines, "sample": None}
-    contestants = (Contestant(ALONE_DIR, create(BASELINE)),)
-    return rehearse_script(
-        ScriptRehearsal(
-            script, contestants, place.one_machine, measured=measured, **{**settings, **more}
-        ),
-        run_dir,
-        progress,
-        resume=(run_dir / "run.json").exists(),
     )
