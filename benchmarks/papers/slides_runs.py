@@ -18,7 +18,7 @@ from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
-from offbeat.experiments.compare import outcomes_of
+from offbeat.experiments.predictions import outcomes_of
 from offbeat.experiments.record.recorder import VoteLog
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Profile

@@ -22,10 +22,11 @@ from offbeat import WFBP, LocalSGD
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.topology import Topology
-from offbeat.jobs import monitor, observer
+from offbeat.jobs import monitor, observer, record_folder, timelines
 from offbeat.jobs.interval import Interval, LinkSums, LossSums
 from offbeat.jobs.monitor import JobMonitor
-from offbeat.jobs.observer import JobObserver, new_run
+from offbeat.jobs.observer import JobObserver
+from offbeat.jobs.record_folder import new_run
 from offbeat.jobs.record_lines import (
     ALIVE_FILE,
     WRITER_THREAD,
@@ -291,11 +292,11 @@ def test_timelines_of_a_few_periods(
     """Every ten minutes, unless they are too large."""
     strategy = LocalSGD(period=2)
     for most, count in ((1 << 16, 2), (100, 0)):
-        monkeypatch.setattr(observer, "MOST_SPANS_BYTES", most)
+        monkeypatch.setattr(timelines, "MOST_SPANS_BYTES", most)
         job = opened(strategy)
         job.observer.start("local-sgd", strategy.plan(PROFILE), 0, PROFILE)
         job.run(60)
-        job.clock.now_s += observer.SPANS_EVERY_S
+        job.clock.now_s += timelines.SPANS_EVERY_S
         job.run(60)
         job.observer.end("ended")
         lines = load([tmp_path / str(job.observer.id)]).ranks[0]
@@ -307,7 +308,7 @@ def test_a_name_that_another_job_has_drawn_is_drawn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = iter(["aaaa", "aaaa", "bbbb", "aaaa"])
-    monkeypatch.setattr(observer.secrets, "token_hex", lambda _: next(drawn))
+    monkeypatch.setattr(record_folder.secrets, "token_hex", lambda _: next(drawn))
     assert new_run(str(tmp_path), 0.0) == "0101-0000-aaaa"
     assert new_run(str(tmp_path), 0.0) == "0101-0000-bbbb"
     assert new_run(None, 0.0) == "0101-0000-aaaa"

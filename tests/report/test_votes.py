@@ -9,7 +9,7 @@ import pytest
 from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.core.sim.trace import Trace
-from offbeat.experiments.compare import outcomes_of
+from offbeat.experiments.predictions import outcomes_of
 from offbeat.experiments.report import load, summarize, write
 from offbeat.experiments.report.curves import vote_seconds
 from offbeat.experiments.report.table import render_details

@@ -22,7 +22,7 @@ from offbeat.core.plan.program import Step
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.votes import Votes
 from offbeat.experiments import report as reports
-from offbeat.experiments.compare import outcomes_of
+from offbeat.experiments.predictions import outcomes_of
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.experiments.report.votes import votes_of

@@ -233,7 +233,7 @@ def parse_votes(text: str | None, chosen: Strategy | Plan, facts: Profile) -> Vo
         raise ValueError(f"votes ({text}) must be left out: there are none")
     with suppress(ValueError):
         return dict.fromkeys(names, float(text))
-    from offbeat.experiments.compare import outcomes_of
+    from offbeat.experiments.predictions import outcomes_of
 
     path = Path(text)
     require_file(path, "give a share of yes such as .2, or the rank0.jsonl of a run")

@@ -7,23 +7,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offbeat.core import sim
 from offbeat.core.files import write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import Compute, DeviceSpeed
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
 from offbeat.core.runtime.named_strategy import NamedStrategy
-from offbeat.core.sim import Votes
-from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.trace import whole_periods
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
@@ -39,6 +34,7 @@ from offbeat.experiments.new_run import (
     require_unused_directory,
     write_json,
 )
+from offbeat.experiments.predictions import device_record, predict, vote_outcomes
 from offbeat.experiments.profile_for_network import ConvertedProfile, compute_for
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record import record_file as blocks
@@ -55,7 +51,6 @@ from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
 from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Lab, LabError, NoLab
-from offbeat.strategies import Strategy
 
 
 def compare(
@@ -172,47 +167,6 @@ def logs_of(comparison: Comparison, run_dir: Path) -> str:
     return str(run_dir / contestant / repetition / "rankR.log")
 
 
-def predict(
-    strategy: Strategy,
-    profile: Profile,
-    directory: Path,
-    plan: Plan | None = None,
-    votes: Votes | None = None,
-    servers: int = 0,
-    ranks: Ranks | None = None,
-) -> float:
-    """Write plan.json and predicted.json of a contestant.
-
-    Args:
-        strategy: the contestant's strategy.
-        profile: profile of the model and its network.
-        directory: folder of the contestant.
-        plan: the executed plan; None plans anew. Strategies with servers and gossip have no plan.
-        votes: outcomes of the strategy's votes, by name; None predicts a yes in each vote.
-        servers: number of servers.
-        ranks: rates of the ranks, for strategies without a plan; None: the rates of the profile.
-
-    Returns:
-        Predicted seconds per iteration.
-
-    Raises:
-        ValueError: the strategy has no plan for this profile.
-    """
-    skip = 0
-    if strategy.needs.profile:
-        plan = plan or strategy.plan(profile)
-        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
-            skip = whole_periods(SKIP, plan.period, min(known))
-    prediction = sim.predict(
-        strategy, profile, servers=servers, votes=votes, skip=skip, ran=plan, ranks=ranks
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    if plan is not None:
-        write_json(directory / "plan.json", plan.to_dict())
-    prediction.trace.save(directory / "predicted.json")
-    return prediction.iteration_s
-
-
 # --- steps of a comparison ---
 
 
@@ -254,7 +208,7 @@ class _ComparisonRun(Launcher):
         self._note_unused_strategy()
         ready = [c for c in outcome.contestants if self._predict(c, profile)]
         if comparison.device is not None:
-            outcome.device = _device_record(ready, comparison.device, profile, self.setup.servers)
+            outcome.device = device_record(ready, comparison.device, profile, self.setup.servers)
         turns = [(c, repetition) for repetition in range(comparison.repetitions) for c in ready]
         for number, (contestant, repetition) in enumerate(turns):
             begin_s = time.monotonic()
@@ -425,7 +379,7 @@ class _ComparisonRun(Launcher):
         ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
         if ran is None:
             return
-        plan, votes = Plan.from_dict(json.loads(ran.read_text())), _vote_outcomes(ran.parent)
+        plan, votes = Plan.from_dict(json.loads(ran.read_text())), vote_outcomes(ran.parent)
         planned = directory / "plan.json"
         if not planned.exists():
             seconds = predict(strategy, profile, directory, plan, votes)
@@ -451,43 +405,10 @@ def remaining_text(labels: list[str], predicted_s: dict[str, float], first_s: fl
     return f"about {duration(rest_s)} for the other {count_text(len(labels) - 1, 'run')}"
 
 
-def _device_record(
-    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
-) -> dict[str, Any]:
-    """Return the record of the user's device with predicted seconds per iteration by label.
-
-    Each contestant is planned anew for the device. The prediction is None if there is no plan
-    for the device.
-    """
-    there, seconds = device.apply(profile), dict[str, float | None]()
-    for contestant in contestants:
-        try:
-            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
-        except ValueError:
-            seconds[contestant.label] = None
-        else:
-            seconds[contestant.label] = found.iteration_s
-    return {**Compute.of(profile, device).record(), "seconds": seconds}
-
-
 def _named_path(run_dir: Path) -> Path:
     """Return the file of the strategy that the script names."""
     measured = run_dir / PROFILING / "strategy.json"
     return measured if measured.exists() else run_dir / "reading" / "strategy.json"
-
-
-def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
-    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
-    by_vote = record.get("votes", {}).get("by_vote", {})
-    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
-
-
-def _vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
-    """Return the vote outcomes of a repetition from the record of rank 0."""
-    records = records_in(repetition)
-    with suppress(ValueError):  # killed before its first block
-        return outcomes_of(blocks.read(records[0])) if records else {}
-    return {}
 
 
 def _has_emulated_record(run_dir: Path) -> bool:

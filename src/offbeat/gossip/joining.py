@@ -101,7 +101,7 @@ class Welcome:
 
 def assign_id(
     me: int,
-    wanted: Any,
+    former: Any,
     view: View,
     first_edges: Sequence[Edge],
     addresses: Set[int],
@@ -114,8 +114,8 @@ def assign_id(
 
     Args:
         me: id of the admitting worker.
-        wanted: former id of a returning worker; None for a new one.
-        view: graph as the admitting worker knows it.
+        former: former id of a returning worker; None for a new one.
+        view: view of the admitting worker.
         first_edges: edges of the initial graph.
         addresses: workers with known addresses.
         reachable: connected neighbours of the admitting worker.
@@ -124,12 +124,12 @@ def assign_id(
         WireError: the id is not available, or the admitting worker has joined itself.
     """
     members, workers = view.members(), view.workers
-    if wanted is not None:
-        if wanted not in workers or wanted in members:
-            why = "there already" if wanted in members else f"none of {ids_text(workers)}"
-            raise WireError(f"worker {wanted!r} is {why}")
+    if former is not None:
+        if former not in workers or former in members:
+            why = "there already" if former in members else f"none of {ids_text(workers)}"
+            raise WireError(f"worker {former!r} is {why}")
         known = set(members) & addresses
-        return wanted, sorted(known & set(view.neighbours_of(wanted)) | {me})
+        return former, sorted(known & set(view.neighbours_of(former)) | {me})
     count = 1 + max(end for edge in first_edges for end in edge)
     if me >= count:
         raise WireError(f"worker {me} has joined itself; ask one of 0 to {count - 1}")

@@ -6,13 +6,10 @@ import atexit
 import math
 import os
 import platform
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,18 +24,16 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.launch_request import current_servers
 from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.runtime.session import Session
-from offbeat.core.sim.trace import spans_to_dict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.heartbeat import describe_exception, run_at_process_exit
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
-from offbeat.jobs.record_folder import describe_removal, previous_attempt, remove_above
+from offbeat.jobs.record_folder import describe_removal, new_run, previous_attempt, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
 from offbeat.jobs.settings import (
     OFF,
@@ -49,16 +44,13 @@ from offbeat.jobs.settings import (
     torchrun_attempt,
 )
 from offbeat.jobs.tally import Tally
+from offbeat.jobs.timelines import Timelines
 from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 
 INTERVAL_S = 5.0  # intervals that rank 0 receives
 AGE_SHARE = 1000  # a recorded interval lasts at least the age of the job divided by this
 SAMPLE_S = 60.0  # least time between two samples of the parameters, by the profile
 SAMPLE_ITERATIONS = 1000  # iterations between two samples without a profile
-SPANS_EVERY_S = 600.0  # time between two timelines of single iterations
-SPANS_PERIODS = 3  # periods of the plan in a timeline
-SPANS_ITERATIONS = 8  # least number of iterations in a timeline
-MOST_SPANS_BYTES = 1 << 16
 FLUSH_S = 3.0  # longest wait for the record folder at the end
 MOST_TEXT = 2000  # characters of the text of an error
 MOST_ITERATIONS = 1 << 16  # single iterations in a line of the record
@@ -120,8 +112,6 @@ class JobObserver(Recorder):
         self._next = 0 if joining is None else joining["iteration"]
         self._ending = threading.Lock()  # held from the start of `end`
         self._process_id = os.getpid()  # a fork of this process ends nothing
-        self._window: list[Iteration] | None = []  # iterations of the next timeline
-        self._window_due_s = 0.0
         self._windows: Windows | None = None
         self._profile: Profile | None = None
         self._metrics: dict[str, list[float]] = {}
@@ -131,10 +121,12 @@ class JobObserver(Recorder):
             self._facts = self._job_facts(cluster, control.gather(own))
         self.id = run_id = str(self._facts["id"])
         self._writer: BackgroundWriter | None = None
+        self._timelines: Timelines | None = None
         self.keeps_end = settings.record is not None
         if settings.record:
             self.folder = folder = Path(settings.record) / run_id
             self._writer = BackgroundWriter(folder, self._number, clock)
+            self._timelines = Timelines(self._writer, self._number, cluster.device, self.origin_s)
             self._line("head", id=self.id, rank=self._number, world_size=control.world_size,
                        host=own["host"], pid=own["pid"])  # fmt: skip
         self.monitor: JobMonitor | None = None
@@ -210,7 +202,7 @@ class JobObserver(Recorder):
             self._total = None  # iterations that were measured are none of the strategy
             self._line("start", iteration=self._next)
         self.plan = plan
-        self._set_window(plan)
+        self._set_windows(plan)
         self._profile = profile
         if profile is not None:
             self._sample_every = max(100, math.ceil(SAMPLE_S / compute_s(profile)))
@@ -221,10 +213,15 @@ class JobObserver(Recorder):
         self._profile = self._profile if profile is None else profile
         if self.plan is not None and plan is not self.plan:
             self._close_interval(write=True)
-            self._set_window(plan)
+            self._set_windows(plan)
             if self.monitor is not None:
                 self.monitor.on_plan(plan, self._profile, self._next)
         self.plan = plan
+
+    def _set_windows(self, plan: Plan | None) -> None:
+        self._windows = None if plan is None else Windows(plan)
+        if self._timelines is not None:
+            self._timelines.restart()
 
     def on_step_begin(self, iteration: int) -> None:
         if (loss := self._tap.take()) is not None:
@@ -239,9 +236,10 @@ class JobObserver(Recorder):
         applied = windows is None or bool(windows.applied_window(done.planned))
         applied = applied and not done.skipped and not done.abandoned
         self._tally.add(done, self._before + done.number, applied)
-        if self._window is not None:
-            self._add_to_timeline(done)
-        if time.monotonic() >= self._due_s:
+        now_s = time.monotonic()
+        if self._timelines is not None:
+            self._timelines.add(done, self.plan, self._before, now_s)
+        if now_s >= self._due_s:
             self._close_interval()
 
     def set_sample(self, create: Callable[[], Sample] | None) -> None:
@@ -410,52 +408,6 @@ class JobObserver(Recorder):
         if math.isfinite(value):
             self._metrics.setdefault(name, []).append(value)
 
-    # ---- timelines --------------------------------------------------------------------------
-
-    def _set_window(self, plan: Plan | None) -> None:
-        self._windows = None if plan is None else Windows(plan)
-        self._window, self._window_due_s = [], 0.0
-
-    def _add_to_timeline(self, done: Iteration) -> None:
-        """Collect `SPANS_PERIODS` periods every `SPANS_EVERY_S` seconds, and write their spans."""
-        assert self._window is not None
-        period = self.plan.period if self.plan is not None else 1
-        now_s = time.monotonic()
-        if self._writer is None or now_s < self._window_due_s or done.planned < period:
-            return
-        if done.split is not None and not done.split.measured:
-            return
-        if not self._window and done.planned % period:  # so that windows of ranks are alike
-            return
-        self._window.append(done)
-        periods = max(SPANS_PERIODS, -(-SPANS_ITERATIONS // period))
-        # torch's DDP measures single iterations.
-        if len(self._window) <= (1 if done.split is not None else periods * period):
-            return
-        self._window_due_s = now_s + SPANS_EVERY_S
-        whole, self._window = self._window[:-1], []  # the device has reached all but the last
-        self._write_spans(self._writer, whole, period)
-
-    def _write_spans(self, writer: BackgroundWriter, whole: list[Iteration], period: int) -> None:
-        """Write the spans of as many whole periods as `MOST_SPANS_BYTES` hold."""
-        while whole:
-            spans = (
-                span
-                for one in whole
-                for span in iteration_spans(
-                    one, self.plan, self._number, self._device, self.origin_s
-                )
-            )
-            table = spans_to_dict(
-                replace(span, start_s=round(span.start_s, 7), end_s=round(span.end_s, 7))
-                for span in spans
-            )
-            if len(str(table)) <= MOST_SPANS_BYTES:
-                first = self._before + whole[0].number
-                writer.detail("spans", first=first, origin_s=self.origin_s, spans=table)
-                return
-            whole = whole[:-period]
-
 
 def open_observer(
     settings: JobSettings, strategy: Strategy, cluster: Cluster, members: Sequence[str] = ()
@@ -499,22 +451,6 @@ def join_observer(
     if joining is None:
         return None
     return JobObserver(settings, strategy, cluster, joining=joining)
-
-
-def new_run(record: str | None, t: float) -> str:
-    """Return an id of a run: day, UTC and four random digits, as in "1124-0612-3f9a".
-
-    Args:
-        record: folder of records, in which a folder for the run is created; None: no folder.
-        t: seconds since 1970.
-    """
-    while True:
-        run = f"{time.strftime('%m%d-%H%M', time.gmtime(t))}-{secrets.token_hex(2)}"
-        if record is None:
-            return run
-        with suppress(FileExistsError):  # another job has drawn the same digits
-            Path(record, run).mkdir(parents=True)
-            return run
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,22 @@ def describe_removal(removal: Removal) -> str:
     """Return a sentence about the removed runs."""
     runs = f"{count_text(len(removal.runs), 'run')} ({', '.join(removal.runs)})"
     return f"removed {runs} from the folder of records, {size(removal.freed_bytes)}"
+
+
+def new_run(record: str | None, t: float) -> str:
+    """Return an id of a run: day, UTC and four random digits, as in "1124-0612-3f9a".
+
+    Args:
+        record: folder of records, in which a folder for the run is created; None: no folder.
+        t: seconds since 1970.
+    """
+    while True:
+        run = f"{time.strftime('%m%d-%H%M', time.gmtime(t))}-{secrets.token_hex(2)}"
+        if record is None:
+            return run
+        with suppress(FileExistsError):  # another job has drawn the same digits
+            Path(record, run).mkdir(parents=True)
+            return run
 
 
 def is_run(folder: Path) -> bool:

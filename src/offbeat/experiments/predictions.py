@@ -1,0 +1,94 @@
+"""Predictions of a comparison: files of each contestant, outcomes of votes, the user's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from offbeat.core import sim
+from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile
+from offbeat.core.profile.device_speed import Compute, DeviceSpeed
+from offbeat.core.sim import Votes
+from offbeat.core.sim.ranks import Ranks
+from offbeat.core.sim.trace import whole_periods
+from offbeat.experiments.comparison import Contestant
+from offbeat.experiments.new_run import SKIP, write_json
+from offbeat.experiments.record import record_file
+from offbeat.strategies import Strategy
+
+
+def predict(
+    strategy: Strategy,
+    profile: Profile,
+    directory: Path,
+    plan: Plan | None = None,
+    votes: Votes | None = None,
+    servers: int = 0,
+    ranks: Ranks | None = None,
+) -> float:
+    """Write plan.json and predicted.json of a contestant.
+
+    Args:
+        strategy: the contestant's strategy.
+        profile: profile of the model and its network.
+        directory: folder of the contestant.
+        plan: the executed plan; None plans anew. Strategies with servers and gossip have no plan.
+        votes: outcomes of the strategy's votes, by name; None predicts a yes in each vote.
+        servers: number of servers.
+        ranks: rates of the ranks, for strategies without a plan; None: the rates of the profile.
+
+    Returns:
+        Predicted seconds per iteration.
+
+    Raises:
+        ValueError: the strategy has no plan for this profile.
+    """
+    skip = 0
+    if strategy.needs.profile:
+        plan = plan or strategy.plan(profile)
+        if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
+            skip = whole_periods(SKIP, plan.period, min(known))
+    prediction = sim.predict(
+        strategy, profile, servers=servers, votes=votes, skip=skip, ran=plan, ranks=ranks
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    if plan is not None:
+        write_json(directory / "plan.json", plan.to_dict())
+    prediction.trace.save(directory / "predicted.json")
+    return prediction.iteration_s
+
+
+def device_record(
+    contestants: Iterable[Contestant], device: DeviceSpeed, profile: Profile, servers: int
+) -> dict[str, Any]:
+    """Return the record of the user's device with predicted seconds per iteration by label.
+
+    Each contestant is planned anew for the device. The prediction is None if there is no plan
+    for the device.
+    """
+    there, seconds = device.apply(profile), dict[str, float | None]()
+    for contestant in contestants:
+        try:
+            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
+        except ValueError:
+            seconds[contestant.label] = None
+        else:
+            seconds[contestant.label] = found.iteration_s
+    return {**Compute.of(profile, device).record(), "seconds": seconds}
+
+
+def outcomes_of(record: dict[str, Any]) -> dict[str, list[bool]]:
+    """Return the outcome of each vote in each iteration, by name of the vote, from a record."""
+    by_vote = record.get("votes", {}).get("by_vote", {})
+    return {name: [bool(yes) for yes in columns["yes"]] for name, columns in by_vote.items()}
+
+
+def vote_outcomes(repetition: Path) -> dict[str, list[bool]]:
+    """Return the vote outcomes of a repetition from the record of rank 0."""
+    records = record_file.records_in(repetition)
+    with suppress(ValueError):  # killed before its first block
+        return outcomes_of(record_file.read(records[0])) if records else {}
+    return {}
