@@ -136,6 +136,7 @@ def main() -> None:
             name: contestant(case, name, args.warm, args.device) for name in args.loops.split(";")
         }
         counts = torch.tensor([args.seconds / median(loops["plain"]() for _ in range(3))])
+        counts = counts.to(args.device)
         dist.all_reduce(counts, dist.ReduceOp.MIN)
         turns = max(2, round(counts.item() / args.turn))
         count = turns * args.turn

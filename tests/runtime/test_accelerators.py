@@ -582,6 +582,7 @@ def test_groups_of_nccl_are_aborted_after_a_failure(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", aborted.append)
     cluster = JobCluster(SimpleNamespace(), {}, GPU, CPU(), 1.0)  # type: ignore[arg-type]
     cluster.groups = {"net": over_nccl, "net#1": over_gloo, "world": default}  # type: ignore[dict-item]
+    cluster._everyone = over_nccl  # type: ignore[assignment] # where all replicas have one rank
     cluster.abort()
     assert aborted == [over_nccl]
 

@@ -328,9 +328,9 @@ class Cluster:
         does not answer.
         """
         known = {*distributed_c10d._world.pg_map} - {dist.group.WORLD}
-        for group in self._open_groups():
-            if group in known and dist.get_backend(group) == "nccl":
-                with suppress(TimeoutError):
+        for group in known.intersection(self._open_groups()):
+            if dist.get_backend(group) == "nccl":
+                with suppress(TimeoutError, RuntimeError):
                     run_limited(partial(distributed_c10d._abort_process_group, group), ABORT_S)
 
     def abandon(self) -> None:
