@@ -235,21 +235,16 @@ def _are_equal(held: _Held, cluster: Cluster) -> bool:
     return not groups or cluster.control.is_same([checksum(*held.shards)], groups)
 
 
-def _odd_ranks(held: _Held, cluster: Cluster) -> list[int]:
-    """Return the ranks whose tensors differ from those of the first rank that holds them."""
+def _require_same(held: _Held, cluster: Cluster) -> None:
+    """Raise RuntimeError if ranks differ from the first rank that holds the same tensors."""
     sums = cluster.control.gather((checksum(*held.whole), checksum(*held.shards)))
     odd = {rank for rank, (whole, _) in enumerate(sums) if whole != sums[0][0]}
     for own in cluster.topology.columns:
         odd.update(rank for rank in own if sums[rank][1] != sums[own[0]][1])
-    return sorted(odd)
-
-
-def _require_same(held: _Held, cluster: Cluster) -> None:
-    odd = _odd_ranks(held, cluster)
     if odd:
         raise RuntimeError(
-            f"replicas still differ after consolidation: ranks {odd} have other checksums than "
-            "replica 0; was a parameter changed by another thread?"
+            f"replicas still differ after consolidation: ranks {sorted(odd)} have other checksums "
+            "than replica 0; was a parameter changed by another thread?"
         )
 
 

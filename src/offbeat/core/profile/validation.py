@@ -86,21 +86,16 @@ def _validate_nodes(profile: Profile) -> None:
 def _validate_link(link: Link) -> None:
     if CHANNEL in link.name:
         raise ValueError(f"link name ({link.name!r}) must not contain {CHANNEL!r}; rename it")
-    _require_number(f"latency_s of link {link.name!r}", link.latency_s)
-    _require_number(f"bytes_per_s of link {link.name!r}", link.bytes_per_s, positive=True)
     if not isinstance(link.connections, int) or link.connections < 1:
         raise ValueError(
             f"connections of link {link.name!r} ({link.connections!r}) must be at least 1"
         )
-    for name in (
-        *("cpu_s_per_message", "cpu_s_per_byte", "jitter", "pause_s"),
-        *("asked_latency_s", "asked_loss"),
-    ):
-        _require_number(f"{name} of link {link.name!r}", getattr(link, name))
-    if link.asked_rate_bps is not None:
-        _require_number(f"asked_rate_bps of link {link.name!r}", link.asked_rate_bps, positive=True)
-    if link.vote_s is not None:
-        _require_number(f"vote_s of link {link.name!r}", link.vote_s)
+    numbers = ("latency_s", "cpu_s_per_message", "cpu_s_per_byte", "jitter", "vote_s", "pause_s")
+    rates = ("bytes_per_s", "asked_rate_bps")
+    for name in (*numbers, *rates, "asked_latency_s", "asked_loss"):
+        value = getattr(link, name)
+        if value is not None or name not in ("vote_s", "asked_rate_bps"):
+            _require_number(f"{name} of link {link.name!r}", value, positive=name in rates)
     _validate_points("a small message", link.name, link.small)
     _validate_points("a message after a pause", link.name, link.after_pause)
     if any(size < 1 for size, _ in link.after_pause):

@@ -216,9 +216,9 @@ class CodedMessage:
             return self._send_shards(act, act.levels, leaves_out)
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
         taken = [part.numbers for part in self.parts]
-        for x, part in zip(taken, self.parts, strict=True):
-            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
         for i, part in enumerate(self.parts):
+            x = part.numbers
+            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
             if self.errors is not None:
                 _for_each_piece(part.numbers, self.errors[i][0], Tensor.add_)
             if self.there is not None:
@@ -234,16 +234,13 @@ class CodedMessage:
         own = act.rank in bad if leaves_out else bool(bad)
         if self.transfer.ranks is None and act.members:
             bad = [act.members[rank] for rank in bad]
-        if self.errors is not None and not own:
-            for part, views in zip(self.parts, self.errors, strict=True):
-                _for_each_piece(part.numbers, views[0], lambda x, error: error.copy_(x))
-        if self.there is not None and not own:
-            for part, views in zip(self.parts, self.there, strict=True):
-                assert part.mean is not None
-                _for_each_piece(part.mean, views[0], lambda x, there: there.add_(x))
         arrived: list[Tensor] = []
-        for part in self.parts:
+        for i, part in enumerate(self.parts):
             assert part.mean is not None
+            if self.errors is not None and not own:
+                _for_each_piece(part.numbers, self.errors[i][0], lambda x, error: error.copy_(x))
+            if self.there is not None and not own:
+                _for_each_piece(part.mean, self.there[i][0], lambda x, there: there.add_(x))
             arrived += [part.mean, part.plain]
         for x in taken:
             self.spares.give(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,21 +64,24 @@ class Feeding:
         rank = self.cluster.control.rank
         if rank not in (*sources, *to):
             return
-        act = _Writer(held) if rank in to else _Reader(held)
-        count = len(sources)
-        for start in range(0, act.size, PIECE_BYTES * count):
-            run = range(start, min(act.size, start + PIECE_BYTES * count))
+        whole, count = _Bytes(held), len(sources)
+        for start in range(0, whole.size, PIECE_BYTES * count):
+            run = range(start, min(whole.size, start + PIECE_BYTES * count))
             parts = [run[len(run) * i // count : len(run) * (i + 1) // count] for i in range(count)]
             if rank in to:
                 received = [
                     torch.empty(len(part), dtype=torch.uint8, device="cpu") for part in parts
                 ]
                 self._exchange(dist.irecv, zip(received, sources, strict=True))
-                act.write(start, torch.cat(received))
-            else:
-                part = act.read(parts[sources.index(rank)])
+                views = whole.views(run)
+                data = torch.cat(received).split([len(view) for view in views])
+                for view, arrived in zip(views, data, strict=True):
+                    view.copy_(arrived)
+            elif views := whole.views(parts[sources.index(rank)]):
+                part = torch.cat([view.cpu() for view in views])
                 self._exchange(dist.isend, ((part, target) for target in to))
-        act.finish()
+        if rank in to:
+            whole.copy_back()
 
     def _exchange(self, act: Callable[..., Any], pairs: Iterable[tuple[Tensor, int]]) -> None:
         """Send or receive tensors to or from other ranks, all at the same time."""
@@ -128,59 +131,26 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, dict) and SHAPE in value
 
 
-class _Reader:
-    """Bytes of tensors, one after the other."""
+class _Bytes:
+    """Bytes of tensors, one after the other. Tensors with gaps are copied."""
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self._held = [tensor for tensor in tensors if tensor.nbytes]
+        self._own = [tensor for tensor in tensors if tensor.nbytes]
+        self._held = [tensor.contiguous() for tensor in self._own]
         self.size = sum(tensor.nbytes for tensor in self._held)
 
-    def _runs(self, run: range) -> Iterator[tuple[int, int, int]]:
-        """Yield the tensors in a run: index, first byte in it, and byte after the last one."""
-        before = 0
-        for index, tensor in enumerate(self._held):
+    def views(self, run: range) -> list[Tensor]:
+        """Return views of the bytes of a run, one per tensor."""
+        found, before = list[Tensor](), 0
+        for tensor in self._held:
             first, last = max(run.start - before, 0), min(run.stop - before, tensor.nbytes)
             if first < last:
-                yield index, first, last
+                found.append(tensor.view(-1).view(torch.uint8)[first:last])
             before += tensor.nbytes
+        return found
 
-    def read(self, run: range) -> Tensor:
-        """Return the bytes of a run, on the host."""
-        parts = [_bytes_of(self._held[i].contiguous())[a:b].cpu() for i, a, b in self._runs(run)]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def write(self, start: int, data: Tensor) -> None:
-        """Do nothing: the tensors are those of a source."""
-
-    def finish(self) -> None:
-        """Do nothing: the tensors are those of a source."""
-
-
-class _Writer(_Reader):
-    """Tensors that receive bytes. Tensors with gaps receive their bytes when all have arrived."""
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        super().__init__(tensors)
-        self._own = self._held
-        self._held = [
-            t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
-            for t in self._own
-        ]
-
-    def write(self, start: int, data: Tensor) -> None:
-        """Store bytes from a position on."""
-        done = 0
-        for index, first, last in self._runs(range(start, start + data.numel())):
-            part = data[done : done + last - first]
-            _bytes_of(self._held[index])[first:last].copy_(part)
-            done += last - first
-
-    def finish(self) -> None:
+    def copy_back(self) -> None:
         """Copy to the tensors with gaps."""
         for own, held in zip(self._own, self._held, strict=True):
             if own is not held:
                 own.copy_(held)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
