@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
-from offbeat.core.transport import heartbeat, heartbeat_traffic, rendezvous
+from offbeat.core.transport import failure_detector, heartbeat, heartbeat_traffic, rendezvous
 from offbeat.core.transport.control import Control
-from offbeat.core.transport.heartbeat import (
+from offbeat.core.transport.failure_detector import (
     ABORTED,
     FAILED,
     LEFT,
@@ -31,9 +31,9 @@ from offbeat.core.transport.heartbeat import (
     RUNNING,
     WAITING,
     FailureDetector,
-    Heartbeat,
     RankStatus,
 )
+from offbeat.core.transport.heartbeat import Heartbeat
 
 RANKS = 4
 LONG_S = 60.0  # limit of waits that end before it
@@ -74,12 +74,10 @@ class Store:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, list[Heartbeat]]]:
     """Heartbeats of four ranks that have read each other; rank 3 is the observer."""
     monkeypatch.setattr(heartbeat_traffic, "INTERVAL_S", 0.02)
-    for name, seconds in {
-        "HEARTBEAT_TIMEOUT_S": 0.3,
-        "STORE_TIMEOUT_S": 0.1,
-    }.items():
-        monkeypatch.setattr(heartbeat, name, seconds)
-    monkeypatch.setattr(heartbeat, "MAX_READS_PER_S", 1e9)
+    for module in (heartbeat, failure_detector):
+        monkeypatch.setattr(module, "STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(failure_detector, "HEARTBEAT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(failure_detector, "MAX_READS_PER_S", 1e9)
     store = Store()
     heartbeats = [Heartbeat(store, rank, RANKS) for rank in range(RANKS)]
     for one in heartbeats:
@@ -519,7 +517,7 @@ def test_timeout_exceeds_two_intervals(world_size: int) -> None:
 
 def test_start_of_store_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss starts with the failed request; a store that has responded is not lost."""
-    monkeypatch.setattr(heartbeat, "STORE_TIMEOUT_S", -1)
+    monkeypatch.setattr(failure_detector, "STORE_TIMEOUT_S", -1)
     answers, lost = Heartbeat(Store(), 0, 1), Heartbeat(Store(), 0, 1)
     answers._exchange_heartbeats()
     assert answers.detector.store_lost_s is None

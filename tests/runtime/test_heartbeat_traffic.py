@@ -13,14 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.runtime.prepare import TIMEOUT_S
 from offbeat.core.transport import heartbeat, heartbeat_traffic
-from offbeat.core.transport.heartbeat import (
-    ABORTED,
-    FAILED,
-    LEFT,
-    RUNNING,
-    WAITING,
-    Heartbeat,
-)
+from offbeat.core.transport.failure_detector import ABORTED, FAILED, LEFT, RUNNING, WAITING
+from offbeat.core.transport.heartbeat import Heartbeat
 from offbeat.core.transport.heartbeat_traffic import RECEIVED_BYTES, SENT_BYTES, traffic_bps
 
 PREFIX = f"default_pg/offbeat/{'0' * 16}/offbeat/heartbeat"  # of a job that `prepare` connects

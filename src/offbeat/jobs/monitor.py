@@ -15,7 +15,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE
 from offbeat.core.transport.control import Control
-from offbeat.core.transport.heartbeat import LEFT
+from offbeat.core.transport.failure_detector import LEFT
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter

@@ -29,7 +29,8 @@ from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.runtime.session import Session
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.heartbeat import describe_exception, run_at_process_exit
+from offbeat.core.transport.heartbeat import run_at_process_exit
+from offbeat.core.transport.peer_errors import describe_exception
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor

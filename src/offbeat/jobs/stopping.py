@@ -25,7 +25,7 @@ from offbeat.core.checkpoint.saving import Saving
 from offbeat.core.console import console
 from offbeat.core.runtime.session import Session
 from offbeat.core.transport.control import Control
-from offbeat.core.transport.heartbeat import ACTIVE, STORE_TIMEOUT_S
+from offbeat.core.transport.failure_detector import ACTIVE, STORE_TIMEOUT_S
 from offbeat.jobs.loader_workers import protect_workers, unprotect_workers
 from offbeat.jobs.words import count_text
 

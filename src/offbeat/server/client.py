@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
-from offbeat.core.transport.heartbeat import mark_peer_error
+from offbeat.core.transport.peer_errors import mark_peer_error
 from offbeat.frames.connection import NOTHING
 from offbeat.frames.connection_loop import ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError

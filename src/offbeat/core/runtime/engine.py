@@ -39,7 +39,7 @@ from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
-from offbeat.core.transport.heartbeat import IN_SCRIPT
+from offbeat.core.transport.failure_detector import IN_SCRIPT
 from offbeat.core.transport.link import MessageLink
 
 NO_CONTEXT: AbstractContextManager[Any] = nullcontext()

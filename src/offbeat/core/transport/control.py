@@ -19,8 +19,7 @@ import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import require_equal
-from offbeat.core.transport.gloo_devices import share_devices
-from offbeat.core.transport.heartbeat import (
+from offbeat.core.transport.failure_detector import (
     ABORTED,
     ACTIVE,
     IN_SCRIPT,
@@ -28,16 +27,12 @@ from offbeat.core.transport.heartbeat import (
     RUNNING,
     WAITING,
     FailureDetector,
-    Heartbeat,
-    LazyText,
     RankStatus,
-    as_text,
-    describe_exception,
-    is_peer_error,
-    mark_peer_error,
-    process_heartbeat,
 )
+from offbeat.core.transport.gloo_devices import share_devices
+from offbeat.core.transport.heartbeat import Heartbeat, LazyText, as_text, process_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
+from offbeat.core.transport.peer_errors import describe_exception, is_peer_error, mark_peer_error
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.tagged import all_gather
 from offbeat.core.transport.versions import (

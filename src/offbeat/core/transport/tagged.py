@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.core.transport.heartbeat import mark_peer_error
+from offbeat.core.transport.peer_errors import mark_peer_error
 
 TAG = 0x0FFBEA7
 
