@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from offbeat.core.buckets.flat import require_supported
 from offbeat.core.buckets.layout import specs_of_profile
+from offbeat.core.runtime.model_checks import require_supported
 from offbeat.lab.emulate import EmulatedModel, uniform_profile
 from offbeat.profile import Bucket
 

@@ -16,11 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offbeat.core.buckets.checksum as checksum_module
 import offbeat.core.buckets.flat as flat_module
 from offbeat.core.buckets.checksum import checksum
-from offbeat.core.buckets.flat import Flat, require_supported
+from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec, Key, group_parameters, specs_of_profile
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.runtime.model_checks import require_supported
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
 

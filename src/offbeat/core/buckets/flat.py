@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -434,51 +434,6 @@ class Flat:
         return sum(grads._version for copy in self._stores["grad"] for grads in copy.values())
 
 
-def require_supported(model: nn.Module) -> None:
-    """Raise ValueError for a model that cannot be moved into flat storage."""
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("the model has no parameter that requires a gradient; nothing to train")
-    for name, p in trainable:
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
-        if not p.is_floating_point():
-            raise ValueError(
-                f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
-            )
-    _require_one_device(trainable)
-    _require_own_memory([(n, p) for n, p in trainable if not is_sharded(p)])
-
-
-def _require_one_device(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if parameters are on several devices, because messages and updates would
-    follow the work of one device only."""
-    first, where = named[0][0], named[0][1].device
-    for name, p in named:
-        if p.device != where:
-            raise ValueError(
-                f"parameter {name!r} (on {p.device}) must be on the device of {first!r} ({where}): "
-                "all trainable parameters of a rank are on one device; move the model with "
-                "model.to(...) before prepare, or freeze the parameters on other devices"
-            )
-
-
-def _require_own_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise ValueError if parameters overlap. Of a parameter with gaps only the start is checked,
-    because the elements of another parameter may be in its gaps."""
-    places: list[tuple[str, int, int, str]] = []
-    for name, p in named:
-        size = p.nbytes if _is_dense(p) else p.element_size()
-        if p.numel():
-            places.append((str(p.device), p.data_ptr(), p.data_ptr() + size, name))
-    for (device, _, end, one), (other_device, start, _, other) in pairwise(sorted(places)):
-        if device == other_device and start < end:
-            raise ValueError(
-                f"parameters {one!r} and {other!r} share memory but are two objects; "
-                "tie them by assigning the same Parameter"
-            )
-
-
 def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Move tensors into new flat tensors, one per dtype and device, in the given order."""
     by_key: dict[Key, list[Tensor]] = {}
@@ -532,7 +487,7 @@ def with_own_storage(flat: Tensor) -> Tensor:
 
 def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
     """Return a view of `flat` with the shape of `like`, and with its strides if they are dense."""
-    if _is_dense(like):
+    if is_dense(like):
         return flat.as_strided(like.size(), like.stride(), offset)
     return flat[offset : offset + like.numel()].view(like.size())
 
@@ -542,7 +497,8 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(torch.uint8).numpy().data
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor are without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:

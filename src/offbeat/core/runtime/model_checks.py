@@ -6,13 +6,14 @@ import hashlib
 import inspect
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
-from offbeat.core.buckets.flat import require_supported
-from offbeat.core.buckets.shards import describe_shards, reshard
+from offbeat.core.buckets.flat import is_dense
+from offbeat.core.buckets.shards import describe_shards, is_sharded, reshard
 from offbeat.core.guards.comparison import Settings, agree_on_optimizer, describe_difference
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
 from offbeat.core.runtime.launch_request import CHECKPOINT_VARIABLE, LaunchRequest
@@ -162,6 +163,51 @@ def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
                     f"parameter {i} of the optimizer's group {g} must belong to the model; build "
                     "the optimizer from model.parameters() after the model is final"
                 )
+
+
+def require_supported(model: nn.Module) -> None:
+    """Raise ValueError for a model that cannot be moved into flat storage."""
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient; nothing to train")
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy; run one forward pass before prepare")
+        if not p.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
+            )
+    _require_one_device(trainable)
+    _require_own_memory([(n, p) for n, p in trainable if not is_sharded(p)])
+
+
+def _require_one_device(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if parameters are on several devices, because messages and updates would
+    follow the work of one device only."""
+    first, where = named[0][0], named[0][1].device
+    for name, p in named:
+        if p.device != where:
+            raise ValueError(
+                f"parameter {name!r} (on {p.device}) must be on the device of {first!r} ({where}): "
+                "all trainable parameters of a rank are on one device; move the model with "
+                "model.to(...) before prepare, or freeze the parameters on other devices"
+            )
+
+
+def _require_own_memory(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if parameters overlap. Of a parameter with gaps only the start is checked,
+    because the elements of another parameter may be in its gaps."""
+    places: list[tuple[str, int, int, str]] = []
+    for name, p in named:
+        size = p.nbytes if is_dense(p) else p.element_size()
+        if p.numel():
+            places.append((str(p.device), p.data_ptr(), p.data_ptr() + size, name))
+    for (device, _, end, one), (other_device, start, _, other) in pairwise(sorted(places)):
+        if device == other_device and start < end:
+            raise ValueError(
+                f"parameters {one!r} and {other!r} share memory but are two objects; "
+                "tie them by assigning the same Parameter"
+            )
 
 
 # ---- agreement ------------------------------------------------------------------------------
