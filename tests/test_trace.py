@@ -1,12 +1,13 @@
 """Traces: what is read off them, JSON, and the form that Perfetto reads."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.core.sim.trace import COMPUTE, Span, Trace, shift_span
 
 SPANS = (
     Span(1, "net", "grad", 1, 3.0, 5.5, (0, 2), 12),
@@ -124,3 +125,10 @@ def test_chrome_form():
         "dur": 2.5e6,
         "args": {"iteration": 1, "bytes": 12},
     }
+
+
+def test_a_span_moves_with_the_iterations_whose_gradients_it_holds():
+    span = Span(1, "net", "grad", 4, 2.0, 2.5, (0, 3), 100, carries=(2, 4))
+    moved = Span(1, "net", "grad", 10, 5.0, 5.5, (0, 3), 100, carries=(8, 10))
+    assert shift_span(span, 6, 3.0) == moved
+    assert shift_span(replace(span, carries=None), 1).carries is None

@@ -11,8 +11,14 @@ import pytest
 from support.made_jobs import make_job
 
 from offbeat.jobs import record_folder
-from offbeat.jobs.job_view import ALIVE_TIMEOUT_S
-from offbeat.jobs.record_folder import find_runs, is_alive, remove_above, remove_older, start_s
+from offbeat.jobs.record_folder import (
+    ALIVE_TIMEOUT_S,
+    find_runs,
+    is_alive,
+    remove_above,
+    remove_older,
+    start_s,
+)
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, rank_file
 
 END = {"how": "ended", "iteration": 36, "text": ""}

@@ -17,7 +17,7 @@ from offbeat.core.profile.facts import Link
 from offbeat.core.sim.ranks import Ranks
 from offbeat.lab import Cluster
 from offbeat.lab.description import Way
-from offbeat.lab.units import format_rate, format_time
+from offbeat.lab.units import format_rate, format_rounded_rate, format_time
 
 EXACT = 1.01  # largest ratio of two recorded rates that count as equal
 ESTIMATED = 1.5  # largest such ratio if one of the rates is estimated from message payloads
@@ -123,13 +123,13 @@ def compute_for(
             if known:
                 raise ValueError(
                     f"rate of link {link.name!r} (unlimited) must be a number for {file}, which "
-                    f"was measured at {_rate(measured_bps)}; give a rate, or measure it again with "
-                    "`offbeat profile`"
+                    f"was measured at {format_rounded_rate(measured_bps)}; give a rate, or measure "
+                    "it again with `offbeat profile`"
                 )
         elif _ratio(measured_bps, way.rate_bps) > (EXACT if known else ESTIMATED):
             rates[link.name] = way.rate_bps
             about = "" if known else "about "
-            was = about + _rate(measured_bps)
+            was = about + format_rounded_rate(measured_bps)
             quantities.append((f"rate of {link.name}", was, format_rate(way.rate_bps)))
     before = profile.world_size
     if ranks != before:
@@ -310,7 +310,3 @@ def _host_speeds(profile: Profile, cluster: Cluster) -> tuple[list[float], list[
 
 def _ratio(one: float, other: float) -> float:
     return max(one / other, other / one)
-
-
-def _rate(rate_bps: float) -> str:
-    return format_rate(round(float(f"{rate_bps:.3g}")))

@@ -5,7 +5,6 @@ Rank 0 writes these files. This module imports neither torch nor the runtime.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -17,10 +16,11 @@ from typing import Any
 
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
+from offbeat.jobs.record_folder import ALIVE_TIMEOUT_S, as_object, find_runs, read_object
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_file
 from offbeat.jobs.verdict_file import verdict_of_run
+from offbeat.jobs.words import one_line
 
-ALIVE_TIMEOUT_S = 10.0  # rank 0 is silent if its files do not change for this time
 HEARTBEAT_TIMEOUT_S = 5.0  # another rank is silent if its last heartbeat is older
 SERIES_POINTS, EVENTS = 4000, 8  # newest intervals and events that are kept
 LATE_SHARE, SAME_SHARE = 0.1, 0.02  # shares of an iteration, see `delaying_ranks`
@@ -38,10 +38,9 @@ def find_run(folder: Path) -> Path:
     Raises:
         ValueError: there is no run, or rank 0 has written its files on another host.
     """
-    if _is_run(folder):
-        return folder
-    if runs := [path for path in folder.glob("*/") if _is_run(path)]:
-        return max(runs, key=_start_s)
+    found = [folder] if _is_written_here(folder) else filter(_is_written_here, find_runs(folder))
+    if runs := list(found):
+        return runs[-1]
     if any(folder.glob("rank*.jsonl")) or any(folder.glob("*/rank*.jsonl")):
         raise ValueError(
             f"folder ({folder}) must hold the lines of rank 0 (rank0.jsonl); run offbeat watch on "
@@ -53,36 +52,15 @@ def find_run(folder: Path) -> Path:
     )
 
 
-def _is_run(folder: Path) -> bool:
-    """Return whether rank 0 of a job writes here; run.json of a comparison has no id."""
-    return "id" in (_read_json(folder / RUN_FILE) or {}) or rank_file(folder, 0).exists()
-
-
-def _start_s(folder: Path) -> float:
-    """Return the start of a run, or the time of its newest file if run.json lacks the start."""
-    started = (_read_json(folder / RUN_FILE) or {}).get("started")
-    return started if isinstance(started, int | float) else _write_time_s(folder)
+def _is_written_here(folder: Path) -> bool:
+    """Return whether rank 0 of a job writes into a folder."""
+    return "id" in read_object(folder / RUN_FILE) or rank_file(folder, 0).exists()
 
 
 def _write_time_s(folder: Path) -> float:
     """Return the time at which rank 0 last wrote a file, by the clock of the file system."""
     paths = (folder / RUN_FILE, folder / ALIVE_FILE, rank_file(folder, 0))
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return _as_object(path.read_bytes())
-    except FileNotFoundError:
-        return None
-
-
-def _as_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _as_interval(data: Any) -> Interval | None:
@@ -149,7 +127,7 @@ class JobFollower:
             text = b""
         if text != self._alive_text:
             changed, self._alive_text = True, text
-            self.alive = _as_object(text) or self.alive
+            self.alive = as_object(text) or self.alive
         self._places.setdefault(self.writer, (Place(), None))
         for number, (before, from_t) in list(self._places.items()):
             lines, place = follow(rank_file(self.folder, number), before)
@@ -164,7 +142,7 @@ class JobFollower:
                 if t > from_t and (line["kind"] != "end" or ends_job):
                     self._add(line)
                 self._last_t = max(self._last_t, t) if t < math.inf else self._last_t
-        self.run = _read_json(self.folder / RUN_FILE) or self.run
+        self.run = read_object(self.folder / RUN_FILE) or self.run
         if changed and not first:
             self.has_changed, self._change_s = True, self._clock()
         self.unchanged_s = self._clock() - self._change_s
@@ -422,7 +400,7 @@ def _rank_view(
         age_s=age_s,
         iteration=max(int(entry.get("iteration", -1)), -1 if interval is None else interval.stop),
         state=state,
-        activity=" ".join(str(entry.get("activity", "")).split()),
+        activity=one_line(entry.get("activity")),
         silent=state in ACTIVE and (silent_s is not None or age_s > HEARTBEAT_TIMEOUT_S),
         delays_others=rank in late,
         **sums,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from statistics import median
 from typing import Any
 
@@ -155,13 +156,13 @@ class Outlook:
         # The newest interval must depart, too, because the cause is derived from it.
         self._suspected = min(measured_s, own.mean_s) > accepted_s
         if measured_s <= accepted_s:
-            return self._recover(measured_s, threshold, predicted_s)
+            return self._recover(measured_s, accepted_s)
         if not (was_suspected and self._suspected):
             return None
         cause = self._cause(newest, own.mean_s - predicted_s)
         if not self._is_news(cause, measured_s, now_s):
             return None
-        since = self._first_slow(threshold, predicted_s)
+        since = self._first_of_last(lambda i: i.mean_s > accepted_s)
         text = (
             f"since iteration {since:,}: {seconds(measured_s)} each, predicted "
             f"{seconds(predicted_s)} ({deviation(measured_s / predicted_s - 1)}). {cause.text}"
@@ -180,22 +181,17 @@ class Outlook:
         jitter = max(self.profile.jitters, default=0.0)
         return max(DEPARTURE, DEVIATIONS * jitter / max(1, iterations) ** 0.5)
 
-    def _first_slow(self, threshold: float, predicted_s: float) -> int:
+    def _first_of_last(self, criterion: Callable[[Interval], bool]) -> int:
+        """Return the first iteration of the last intervals that meet a criterion."""
         first = self._intervals[-1].first
-        for interval in reversed(self._intervals):
-            if interval.mean_s <= (1 + threshold) * predicted_s:
-                break
+        for interval in takewhile(criterion, reversed(self._intervals)):
             first = interval.first
         return first
 
-    def _recover(self, measured_s: float, threshold: float, predicted_s: float) -> Notice | None:
+    def _recover(self, measured_s: float, accepted_s: float) -> Notice | None:
         if self._reported is None or self._reported.event == "recovered":
             return None
-        since = self._intervals[-1].first
-        for interval in reversed(self._intervals):
-            if interval.mean_s > (1 + threshold) * predicted_s:
-                break
-            since = interval.first
+        since = self._first_of_last(lambda i: i.mean_s <= accepted_s)
         text = f"as predicted again since iteration {since:,} ({seconds(measured_s)} each)"
         self._reported = Notice("recovered", since, measured_s, None, text)
         return self._reported

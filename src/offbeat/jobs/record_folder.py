@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.jobs.job_view import ALIVE_TIMEOUT_S
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE
 from offbeat.jobs.words import count_text, size
 
+ALIVE_TIMEOUT_S = 10.0  # rank 0 is silent if its files do not change for this time
 IDLE_S = 3600.0  # a run without an end is removed only if nothing was written for this time
 TAIL_BYTES = 1 << 17  # more than the longest line of a rank
 PAGE_FILE = "report.html"
@@ -68,7 +68,7 @@ def new_run(record: str | None, t: float) -> str:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds the record of a job; run.json of a comparison has no id."""
-    return "id" in _read_object(folder / RUN_FILE) or any(folder.glob("rank*.jsonl"))
+    return "id" in read_object(folder / RUN_FILE) or any(folder.glob("rank*.jsonl"))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -78,7 +78,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def start_s(folder: Path) -> float:
     """Return the start of a run in seconds since 1970."""
-    started = _read_object(folder / RUN_FILE).get("started")
+    started = read_object(folder / RUN_FILE).get("started")
     if isinstance(started, int | float):
         return started
     heads = [_first_line(path).get("t") for path in folder.glob("rank*.jsonl")]
@@ -96,7 +96,7 @@ def previous_attempt(folder: Path, attempt: Mapping[str, Any]) -> str | None:
     """
     same = "agent" if attempt["job"] == "none" else "job"
     for run in reversed(find_runs(folder)):
-        earlier = _read_object(run / RUN_FILE).get("torchrun")
+        earlier = read_object(run / RUN_FILE).get("torchrun")
         if not isinstance(earlier, dict) or earlier.get(same) != attempt[same]:
             continue
         restarts = earlier.get("restarts")
@@ -202,7 +202,7 @@ def _rank_files(run: Path) -> list[Path]:
 def _first_line(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return _as_object(file.readline())
+            return as_object(file.readline())
     except FileNotFoundError:
         return {}
 
@@ -215,17 +215,19 @@ def _last_line(path: Path) -> dict[str, Any]:
             lines = file.read().splitlines()
     except FileNotFoundError:
         return {}
-    return next((line for line in map(_as_object, reversed(lines)) if line), {})
+    return next((line for line in map(as_object, reversed(lines)) if line), {})
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is none that can be read."""
     try:
-        return _as_object(path.read_bytes())
+        return as_object(path.read_bytes())
     except OSError:
         return {}
 
 
-def _as_object(text: bytes) -> dict[str, Any]:
+def as_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object of a text; empty if it is none."""
     try:
         data = json.loads(text)
     except ValueError:

@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
-from offbeat.jobs.words import NONE, local_time, percent, seconds, size
+from offbeat.jobs.words import NONE, local_time, one_line, percent, seconds, size
 from offbeat.jobs.words import error as relative_error
 
 WIDE = 72  # characters of a line from which less important facts are shown
@@ -168,7 +168,7 @@ def state_text(shown: JobView) -> str:
 
 def event_text(event: Mapping[str, Any]) -> str:
     """Return the iteration and the text of an event in one line."""
-    text = " ".join(str(event.get("text", "")).split())
+    text = one_line(event.get("text"))
     return f"iteration {event.get('iteration', 0):,}: {text}"
 
 
@@ -331,7 +331,7 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int | None) -
     """Return the newest events that have room, oldest first."""
     lines: list[Text] = []
     for event in reversed(events):
-        text = " ".join(str(event.get("text", "")).split())
+        text = one_line(event.get("text"))
         text = f"{event.get('iteration', 0):>9,} {text}"
         rows = textwrap.wrap(text, width, subsequent_indent=" " * 10)
         if len(lines) + len(rows) > (4 * EVENT_ROWS if room is None else room - 2):
@@ -344,7 +344,7 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int | None) -
 def _last_lines(shown: JobView, width: int) -> list[Text]:
     """Return the reason of an end, or the command that inspects a silent rank."""
     if shown.end is not None:
-        text = " ".join(str(shown.end.get("text", "")).split())
+        text = one_line(shown.end.get("text"))
         return [Text(), *(Text(row, "bold") for row in textwrap.wrap(text, width))] if text else []
     for rank in shown.ranks:
         if rank.silent and rank.pid is not None:

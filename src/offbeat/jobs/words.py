@@ -70,6 +70,11 @@ def local_time(t: float) -> str:
     return time.strftime("%b %d %H:%M:%S", time.localtime(t))
 
 
+def one_line(text: object) -> str:
+    """Return a text without line breaks and repeated spaces; empty for None."""
+    return "" if text is None else " ".join(str(text).split())
+
+
 def count_text(count: int, noun: str) -> str:
     """Return a number with its noun: '1 rank', '2 ranks'."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -11,7 +11,7 @@ from typing import Any, Self
 from offbeat.lab.addressing import address
 from offbeat.lab.description import Cluster, Way
 from offbeat.lab.errors import LabError
-from offbeat.lab.units import format_rate, format_time
+from offbeat.lab.units import format_rate, format_rounded_rate, format_time
 
 MOST_WAYS = 8  # largest number of measured ways if hosts and links are alike
 MOST_DISTINCT = 64  # largest number of measured ways with different rates and delays
@@ -97,7 +97,7 @@ class ProbeResult:
         measurement."""
         words = []
         if self.asked.way.rate_bps is not None:
-            words.append("-" if self.rate_bps is None else _rate(self.rate_bps))
+            words.append("-" if self.rate_bps is None else format_rounded_rate(self.rate_bps))
         words.append("-" if self.latency_s is None else f"{_time(self.latency_s)} one way")
         return ", ".join(words)
 
@@ -166,10 +166,6 @@ def _deviation(what: str, ratio: float) -> list[str]:
     return [f"the measured {what} is {100 * abs(ratio - 1):.0f} % {where} what is asked"]
 
 
-def _rate(rate_bps: float) -> str:
-    return format_rate(round(float(f"{rate_bps:.3g}")))
-
-
 def _time(time_s: float) -> str:
     return format_time(float(f"{time_s:.3g}"))
 
@@ -234,8 +230,8 @@ class Throughput:
             f"({self._configured_text} when all send at once) is more than this "
             f"machine's processors carry: {self._measured_text} ({self.share:.0%}, at "
             f"least {LEAST_SHARE:.0%} is needed); ask for at most "
-            f"{_format_rounded(fastest * self.share * LEAST_SHARE)} or for fewer hosts, or stop "
-            "what else runs on this machine"
+            f"{format_rounded_rate(fastest * self.share * LEAST_SHARE, 2)} or for fewer hosts, or "
+            "stop what else runs on this machine"
         )
 
     def record(self) -> dict[str, Any]:
@@ -255,16 +251,12 @@ class Throughput:
 
     @property
     def _configured_text(self) -> str:
-        return f"{_format_rounded(_sum_bps(self.ways))} in all"
+        return f"{format_rounded_rate(_sum_bps(self.ways), 2)} in all"
 
     @property
     def _measured_text(self) -> str:
-        return f"{_format_rounded(sum(self.rates_bps))} in all"
+        return f"{format_rounded_rate(sum(self.rates_bps), 2)} in all"
 
 
 def _sum_bps(ways: Sequence[ProbeTarget]) -> int:
     return sum(asked.way.rate_bps or 0 for asked in ways)
-
-
-def _format_rounded(rate_bps: float) -> str:
-    return format_rate(round(float(f"{rate_bps:.2g}")))

@@ -65,6 +65,11 @@ def format_rate(rate_bps: int | None) -> str:
     return f"{rate_bps}bit"
 
 
+def format_rounded_rate(rate_bps: float, digits: int = 3) -> str:
+    """Return the text of a measured rate in bit/s, with `digits` significant digits."""
+    return format_rate(round(float(f"{rate_bps:.{digits}g}")))
+
+
 def parse_time_s(value: str | float) -> float:
     """Return the seconds of "20ms", "300us", "1s" or a number of seconds; otherwise raise
     ValueError."""

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict, simulate
 from offbeat.core.sim.simulation import MAX_RANKS
-from offbeat.core.sim.trace import Span, Trace
+from offbeat.core.sim.trace import Span, Trace, shift_span
 from offbeat.core.strategy.interface import Strategy
 from offbeat.rehearsal.job import Run
 
@@ -103,13 +103,5 @@ def _join_traces(parts: Sequence[Trace]) -> Trace:
         ends_s = [[*b, *(start_s + s for s in a)] for b, a in zip(before, after, strict=True)]
     last, count = parts[-1], sum(part.iterations for part in parts)
     shift, shift_s = count - last.iterations, max(map(max, ends_s)) - max(map(max, last.ends_s))
-    spans = tuple(
-        replace(
-            span,
-            iteration=span.iteration + shift,
-            start_s=span.start_s + shift_s,
-            end_s=span.end_s + shift_s,
-        )
-        for span in last.spans
-    )
+    spans = tuple(shift_span(span, shift, shift_s) for span in last.spans)
     return replace(last, ends_s=tuple(map(tuple, ends_s)), spans=spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -51,6 +51,24 @@ class Span:
     def name(self) -> str:
         run = "" if self.buckets is None else f"[{self.buckets[0]}:{self.buckets[1]}]"
         return self.kind + run
+
+
+def shift_span(span: Span, iterations: int, seconds: float = 0.0) -> Span:
+    """Return a span with its iterations and times moved.
+
+    Args:
+        span: span to move.
+        iterations: iterations by which it becomes later.
+        seconds: seconds by which it becomes later.
+    """
+    carries = span.carries
+    return replace(
+        span,
+        iteration=span.iteration + iterations,
+        carries=carries and (carries[0] + iterations, carries[1] + iterations),
+        start_s=span.start_s + seconds,
+        end_s=span.end_s + seconds,
+    )
 
 
 def whole_periods(skip: int, period: int, iterations: int) -> int:

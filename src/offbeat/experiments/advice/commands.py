@@ -64,7 +64,7 @@ def launch_command(verdict: Verdict) -> str | None:
 
 
 def _options_of_place(profile: Profile) -> list[str] | None:
-    from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rate
+    from offbeat.lab.units import MAX_RATE_BPS, MIN_RATE_BPS, format_rounded_rate
 
     link, hosts = profile.default_link, ["--hosts", str(profile.world_size)]
     uneven = profile.pace and (profile.rank_scale or profile.rank_jitter or profile.jitter)
@@ -76,4 +76,4 @@ def _options_of_place(profile: Profile) -> list[str] | None:
     rate_bps = network_rate_bps(link, profile.world_size)
     if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
         return hosts
-    return [*hosts, "--rate", format_rate(round(float(f"{rate_bps:.3g}")))]
+    return [*hosts, "--rate", format_rounded_rate(rate_bps)]

@@ -28,9 +28,8 @@ def rates_for(
     *,
     known: Mapping[float, float],
     limit_at: Callable[[float], float] | None = None,
-    tolerance: float = TOLERANCE,
 ) -> dict[float, float | None]:
-    """Return for each share the least rate at which it is reached, to a relative `tolerance`.
+    """Return for each share the least rate at which it is reached, to a relative `TOLERANCE`.
 
     The seconds of a plan are convex in the seconds of its messages, so waiting per compute,
     `1 / share - 1`, is convex in the reciprocal of the rate. It lies below the chord of two rates
@@ -45,7 +44,6 @@ def rates_for(
         known: shares that are known, by rate; at least one.
         limit_at: upper limit of the share at a rate, which does not fall with the rate and costs
             much less than `share_at`; None if there is none.
-        tolerance: ratio of two rates between which a search ends.
 
     Returns:
         Bits per second; None if the share is not reached at `MOST_RATE_BPS`.
@@ -72,14 +70,14 @@ def rates_for(
                 return lower
         for step in count():
             least, enough = _range_of(seen, lower, upper, share)
-            if enough <= least * tolerance:
+            if enough <= least * TOLERANCE:
                 return enough
             rate_bps = math.sqrt(least * enough)
             if step % 3 < 2 and least <= lower * (1 + ROUNDING):
                 rate_bps = _interpolated_rate(lower, upper, limits | seen, share)
                 # The bracket ends as soon as both of its ends are near the result.
-                rate_bps *= tolerance ** (0.4 if step % 3 == 0 else -0.4)
-            margin = tolerance**0.2
+                rate_bps *= TOLERANCE ** (0.4 if step % 3 == 0 else -0.4)
+            margin = TOLERANCE**0.2
             rate_bps = min(max(rate_bps, lower * margin), upper / margin)
             if _share(share_at, seen, rate_bps) < share:
                 lower = rate_bps

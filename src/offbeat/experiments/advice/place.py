@@ -152,9 +152,7 @@ def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:
     )
 
 
-def place_on_cluster(
-    profile: Profile, cluster: Cluster, devices: int = 1, connections: int = 1
-) -> Place:
+def place_on_cluster(profile: Profile, cluster: Cluster, devices: int = 1) -> Place:
     """Return the place of a cluster description.
 
     A message between all machines is as slow as the slowest way between two of them, so the
@@ -166,7 +164,6 @@ def place_on_cluster(
         profile: measured profile of the model.
         cluster: description of the machines.
         devices: number of devices of each machine, if it is above the file's number of ranks.
-        connections: TCP connections between two machines.
 
     Raises:
         ValueError: the cluster has one host, or a link without a rate.
@@ -183,9 +180,7 @@ def place_on_cluster(
                 f"rate of link {link.name!r} (unlimited) must be a number, as messages are "
                 "estimated from it; give the link a rate"
             )
-        networks.append(
-            Network(link.name, float(way.rate_bps), way.latency_s, way.loss, connections)
-        )
+        networks.append(Network(link.name, float(way.rate_bps), way.latency_s, way.loss))
     made = on_networks(_of_one_rank(profile), cluster.hosts, networks)
     slowness, jitters = [1 / cluster.speed_of(h) for h in hosts], [*map(cluster.jitter_of, hosts)]
     if any(one != 1 for one in slowness):

@@ -269,7 +269,7 @@ def _events(chain: Sequence[JobRecord]) -> Iterator[dict[str, Any]]:
                 found[-1]["place"] = f"iteration {event['iteration']:,}"
             else:
                 iteration = int(event.get("iteration", 0))
-                text = " ".join(str(event.get("text", "")).split())
+                text = words.one_line(event.get("text"))
                 t = _time_of(lines, iteration, float(event["t"]))
                 found.append({"t": t, "text": text, "place": f"iteration {iteration:,}"})
     for number, event in enumerate(found, 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +11,7 @@ from typing import Any
 from offbeat.core.files import replace_text
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.sim.trace import COMPUTE, Trace, spans_from_dict
+from offbeat.core.sim.trace import COMPUTE, Trace, shift_span, spans_from_dict
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, RankRecord, Repetition, Run
 from offbeat.experiments.report import words
@@ -174,14 +173,7 @@ def _trace_of(
         return None
     # Spans have the numbers of the process, which do not count iterations before a checkpoint.
     shift = first - min(span.iteration for span in own)
-    spans = tuple(
-        replace(
-            span,
-            iteration=span.iteration + shift,
-            carries=span.carries and (span.carries[0] + shift, span.carries[1] + shift),
-        )
-        for span in spans
-    )
+    spans = tuple(shift_span(span, shift) for span in spans)
     count = max(span.iteration for span in own) + shift - first + 1
     ends_s = [
         max(s.end_s for s in own if s.iteration + shift == i) for i in range(first, first + count)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from offbeat.core.plan import CHANNEL, INSIDE, base_link
-from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.core.sim.trace import COMPUTE, Span, Trace, shift_span
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.record.run_directory import Contestant, Repetition, Run, count_skipped
 
@@ -324,13 +324,7 @@ def _repeat_period(trace: Trace, count: int) -> Trace:
     """Add a copy of a steady period before the period and `count` copies after it."""
     step_s = trace.iteration_s() * trace.period
     copies = [
-        replace(
-            span,
-            start_s=span.start_s + k * step_s,
-            end_s=span.end_s + k * step_s,
-            iteration=span.iteration + k * trace.period,
-            carries=_shift_iterations(span.carries, k * trace.period),
-        )
+        shift_span(span, k * trace.period, k * step_s)
         for k in (-1, *range(1, count + 1))
         for span in trace.spans
     ]
@@ -339,10 +333,6 @@ def _repeat_period(trace: Trace, count: int) -> Trace:
         for ends in trace.ends_s
     )
     return replace(trace, spans=(*trace.spans, *copies), ends_s=ends_s)
-
-
-def _shift_iterations(carries: tuple[int, int] | None, iterations: int) -> tuple[int, int] | None:
-    return carries and (carries[0] + iterations, carries[1] + iterations)
 
 
 def _age(span: Span, generation: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from offbeat.jobs.words import (  # noqa: F401
     count_text,
     digits,
     error,
+    one_line,
     percent,
     seconds,
     size,
@@ -99,7 +100,7 @@ def join_texts(texts: Sequence[str]) -> str:
 
 def shorten(text: str) -> str:
     """Return a text on one line, cut after `MOST_TEXT` characters."""
-    text = " ".join(text.split())
+    text = one_line(text)
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}…"
 
 
