@@ -10,8 +10,11 @@ import contextlib
 import io
 import math
 import os
+import re
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from reference.training import copy_buffers
-from support import workers
+from support import failing, workers
 from support.comparing import assert_same
 from support.models import Case, Loop, batch, build_model, build_optimizer, loss_of, profile_of
 from support.node_jobs import (
@@ -34,12 +37,15 @@ from support.node_jobs import (
     profile_in,
 )
 from support.workers import Trained
-from support.worlds import one_of, run_world
+from support.worlds import one_of, run_world, watch_world
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offbeat
 from offbeat import ADPSGD, WFBP, Cyclic, FedAvg, LocalSGD, PartialSync, SelSync, Strategy
 from offbeat.core.codecs import codec, way
+from offbeat.core.measuring.sending import busy_throughout
+from offbeat.core.transport.link import Message, MessageLink
+from offbeat.plan import INSIDE
 from offbeat.profile import Profile
 
 
@@ -225,6 +231,47 @@ def test_a_job_measures_both_levels(nodes: str) -> None:
     assert len({rank["trained"].plan.digest for rank in ranks}) == 1
     assert len({rank["trained"].united for rank in ranks}) == 1
     assert Profile.from_dict(profile.to_dict()) == profile
+
+
+# ---- gradients that the training thread sends -----------------------------------------------
+
+FULL = profile_in(ADAM, PAIRS)  # no processor is idle, so the gradients are one message
+assert FULL.inside is not None
+FULL = replace(FULL, inside=busy_throughout(FULL.inside, 1.0))
+DOWN = re.compile(r"[Rr]ank (\d+)(?: \([^)]*\))? (?:has died or stands still|has left|failed)")
+
+
+def note_senders() -> tuple[set[str], str]:
+    """The threads that send the gradients of a node, and the weights afterwards."""
+    senders, send = set(), MessageLink._send
+
+    def noted(self: MessageLink, message: Message) -> None:
+        if message.transfer.link == INSIDE:
+            senders.add(threading.current_thread().name)
+        send(self, message)
+
+    MessageLink._send = noted  # type: ignore[method-assign]
+    trained = workers.train(ADAM, LocalSGD(period=3), T, profile=FULL, nodes=PAIRS)
+    return senders, workers.bits_of(trained.model.values(), "".join(trained.model))
+
+
+def test_the_training_thread_sends_gradients_that_it_awaits() -> None:
+    ranks = run_world(note_senders, 4)
+    assert [senders for senders, _ in ranks] == [{"MainThread"}] * 4
+    assert len({bits for _, bits in ranks[:2]}) == len({bits for _, bits in ranks[2:]}) == 1
+
+
+def fail_inside(how: str) -> str:
+    strategy = LocalSGD(period=100)
+    return failing.train_until(strategy, how, 1, 4.0, observe=False, profile=FULL, nodes=PAIRS)
+
+
+@pytest.mark.parametrize("how", ["is killed", "is stopped", "raises"])
+def test_a_rank_that_fails_inside_a_node_is_named(how: str) -> None:
+    outcomes = watch_world(fail_inside, 4, how, doomed=[1], timeout_s=60.0)
+    for outcome in (outcomes[0], outcomes[2], outcomes[3]):
+        assert outcome.kind == "RuntimeError", outcome
+        assert "1" in DOWN.findall(outcome.error), outcome.error
 
 
 # ---- guards and codecs ----------------------------------------------------------------------

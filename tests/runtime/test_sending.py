@@ -13,7 +13,13 @@ from torch import nn
 
 from offbeat.core.measuring.jitter import cluster_jitter, jitter_of, spread_of
 from offbeat.core.measuring.optimizer_calls import call_s
-from offbeat.core.measuring.sending import crowding, fit_message_costs, measure_sending
+from offbeat.core.measuring.sending import (
+    are_single_machines,
+    busy_throughout,
+    crowding,
+    fit_message_costs,
+    measure_sending,
+)
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.runtime.plan_session import build_flat
 from offbeat.core.transport.cluster import connect
@@ -67,6 +73,20 @@ def test_two_sizes_tell_the_message_from_its_bytes() -> None:
         0.0,
     )  # noise: larger ones are no cheaper
     assert fit_message_costs((100, 1.0), (300, 7.0)) == (0.0, 0.03)
+
+
+def test_a_node_is_a_single_machine_or_not() -> None:
+    a, b = ("a", 2, 1), ("b", 2, 1)
+    assert are_single_machines([[0, 1], [2, 3]], [a, a, b, b])
+    assert not are_single_machines([[0, 1], [2, 3]], [a, a, b, a])
+
+
+def test_inside_a_machine_a_message_takes_processors_for_all_its_seconds() -> None:
+    link = Link("inside", 0.5, 100.0, small=((10, 0.75), (20, 0.9)), cpu_s_per_message=0.6)
+    full = busy_throughout(link, 1.0)
+    assert (full.cpu_s_per_message, full.cpu_s_per_byte) == (0.75, 0.01)
+    half = busy_throughout(link, 0.5)  # the measured time of the threads is more
+    assert (half.cpu_s_per_message, half.cpu_s_per_byte) == (0.6, 0.005)
 
 
 def test_jitter_is_the_deviation_without_hiccups() -> None:

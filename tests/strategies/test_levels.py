@@ -9,6 +9,7 @@ import pytest
 
 from offbeat import Profile, Strategy
 from offbeat.core.derive.deferred import early_remedy
+from offbeat.core.measuring.sending import busy_throughout
 from offbeat.core.profile.elsewhere import extrapolate, with_replica_per_rank
 from offbeat.core.sim import event_engine, fast_engine
 from offbeat.core.sim.ranks import Ranks
@@ -87,6 +88,18 @@ def test_is_a_sound_plan_of_replicas(text: str) -> None:
     between = predict(strategy, profile.of_replicas()).iteration_s
     if text != "ddp" and not text.startswith("selsync:scope"):
         assert predict(strategy, profile).iteration_s >= between * (1 - 1e-9)
+
+
+def test_inside_a_machine_without_idle_processors_gradients_are_one_message() -> None:
+    """Nothing hides a message there: several take 3.2 + 1 s, too, and .01 s more for each."""
+    profile = profile_of()
+    assert profile.inside is not None
+    hidden = parse("local-sgd:period=3").plan(profile)
+    full = replace(profile, inside=busy_throughout(profile.inside, 1.0))
+    alone = parse("local-sgd:period=3").plan(full)
+    sent = [[t for t in plan.transfers if t.link == INSIDE] for plan in (hidden, alone)]
+    assert len(sent[0]) > 1
+    assert [t.payload.buckets for t in sent[1]] == [range(4)]
 
 
 def test_gradients_that_the_strategy_averages_itself_are_not_averaged_inside() -> None:

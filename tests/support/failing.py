@@ -39,15 +39,14 @@ def iterate(model: Any, optimizer: Any, t: int, case: Case = CASE) -> None:
 # ---- failures -------------------------------------------------------------------------------
 
 
-def train_until(strategy: Strategy, how: str, who: int, timeout_s: float, observe: bool) -> str:
+def train_until(
+    strategy: Strategy, how: str, who: int, timeout_s: float, observe: bool, **options: Any
+) -> str:
     """Four whole iterations; in the fifth something happens to one rank."""
     model, optimizer = build(CASE)
-    how_to_profile: dict[str, Any] = (
-        {"observe": 20} if observe else {"profile": profile_of(CASE, world_size())}
-    )
-    model, optimizer = offbeat.prepare(
-        model, optimizer, strategy, timeout_s=timeout_s, **how_to_profile
-    )
+    if not {"profile", "observe"} & {*options}:
+        options |= {"observe": 20} if observe else {"profile": profile_of(CASE, world_size())}
+    model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=timeout_s, **options)
     for t in range(12):
         if t == 4 and rank() == who:
             happen(how)

@@ -20,6 +20,7 @@ from torch import Tensor
 from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.measuring.volley import send_volley
+from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Link
 from offbeat.core.transport.cluster import Cluster
 
@@ -36,10 +37,14 @@ def measure_sending(
 ) -> tuple[Link, ...]:
     """Return the links with the processor time that their messages take from compute.
 
+    On the link inside nodes of one machine each, a message waits for nothing but processors. So all
+    its seconds on idle ranks count as processor time, if these exceed the time of the threads.
+
     A link stays unchanged if the model is on a GPU, or if the budget is too small. Every rank must
     call it with equal links. `total` is the model's size in bytes.
     """
-    taken = crowding(cluster.control.gather(_place()))
+    places = cluster.control.gather(_place())
+    taken = crowding(places)
     if like.device.type != "cpu" or not taken:
         return tuple(links)
     measured = []
@@ -56,6 +61,8 @@ def measure_sending(
                 cpu_s_per_message=taken * per_message_s,
                 cpu_s_per_byte=taken * per_byte_s,
             )
+        if link.name == INSIDE and are_single_machines(cluster.topology.nodes, places):
+            link = busy_throughout(link, taken)
         measured.append(link)
     return tuple(measured)
 
@@ -75,6 +82,26 @@ def crowding(places: Sequence[Place]) -> float:
         processors = max(processors for _, processors, _ in ranks)
         competing += min(max(needed - processors, 0), len(ranks))
     return competing / len(places)
+
+
+def are_single_machines(nodes: Sequence[Sequence[int]], places: Sequence[Place]) -> bool:
+    """Return whether all ranks of each node are on one machine."""
+    return all(len({places[rank][0] for rank in node}) == 1 for node in nodes)
+
+
+def busy_throughout(link: Link, taken: float) -> Link:
+    """Return the link with at least a share of its messages' seconds as their processor time.
+
+    Args:
+        link: measured link.
+        taken: share of a message's processor time that competes with compute.
+    """
+    least_s = max([link.latency_s, *(seconds for _, seconds in link.small[:1])])
+    return replace(
+        link,
+        cpu_s_per_message=max(link.cpu_s_per_message, taken * least_s),
+        cpu_s_per_byte=max(link.cpu_s_per_byte, taken / link.bytes_per_s),
+    )
 
 
 def fit_message_costs(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:

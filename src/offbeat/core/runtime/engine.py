@@ -236,6 +236,7 @@ class Engine:
     def set_compute(self, compute: ComputeObserver) -> None:
         """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
+        self.run.messages.sends_here = type(compute) is ComputeObserver
 
     # ---- iterations -------------------------------------------------------------------------
 
@@ -463,6 +464,7 @@ class Engine:
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
+        self.run.messages.send_awaited()
         self.metering.on_backward_end(now.planned)
         # Where all updates run at the end, the rules of the step run before, too.
         update = cursor.wait(program.end if self.run.updates_at_end else program.step)

@@ -48,8 +48,12 @@ class Messages:
         self._module_buffers = module_buffers
         self.coding = Coding(program.plan, flat, memory)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        # By transfer: its link and views, if they are the same in every iteration.
-        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...]]] = {}
+        # By transfer: its link and views, if they are the same in every iteration, and whether the
+        # training thread waits for the message next.
+        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...], bool]] = {}
+        self._awaited: Message | None = None  # its sender waits for it next
+        # Whether the training thread may send messages; not if an observer delays its compute.
+        self.sends_here = False
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
         self._sent: list[
@@ -88,8 +92,8 @@ class Messages:
             planned: number of its iteration in the plan.
         """
         t = message.transfer
-        if (fixed := self._fixed.get(id(t))) is not None:
-            fixed[0].release(message, fixed[1])
+        if id(t) in self._fixed:
+            self._release_views(message)
             return
         payload = t.payload
         if payload.buffer == "state" or payload.moment is not None:
@@ -116,12 +120,35 @@ class Messages:
             given = self._views[key]
             in_place = t.in_place and not self.is_staged
             if in_place and self._flat.copies(payload.buffer) == 1:
-                self._fixed[id(t)] = self._links[t.link], given
+                self._fixed[id(t)] = self._links[t.link], given, self._is_awaited(t)
+                self._release_views(message)
+                return
             if not in_place:
                 if t.verb != "send":
                     self._copies[id(message)] = copy
                 given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
+
+    def _release_views(self, message: Message) -> None:
+        """Send the views of a message that are the same in every iteration."""
+        link, views, is_awaited = self._fixed[id(message.transfer)]
+        is_awaited = is_awaited and self.sends_here
+        link.release(message, views, is_awaited=is_awaited)
+        if is_awaited:
+            self._awaited = message
+
+    def send_awaited(self) -> None:
+        """Send the message that waits for its sender, if there is one, before any other wait."""
+        if (message := self._awaited) is not None:
+            self._awaited = None
+            self._waiting.wait(message, self._flat)
+
+    def _is_awaited(self, t: Transfer) -> bool:
+        """Return whether the wait for a message inside a node follows its release at once: it is
+        released at the end of backward and due in the step."""
+        last, due = self._program.plan.buckets - 1, t.before
+        at_end = (t.after.point, t.after.bucket) == ("grad", last)
+        return base_link(t.link) == INSIDE and at_end and (due.point, due.lag) == ("step", 0)
 
     def _follow_sends(self) -> None:
         """Let later compute follow the encoded messages to a single rank that are sent, because

@@ -11,11 +11,10 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.cluster import CLOSED
+from offbeat.core.transport.collectives import LOOK_EVERY_S, GivenUp
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
-
-LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 
 
 class Waiting:
@@ -87,14 +86,30 @@ class Waiting:
 
     def _await(self, message: Message, flat: Flat) -> None:
         self.since_s = begun_s = time.monotonic()
+
+        def look() -> None:
+            if (problem := self._problem(begun_s)) is not None:
+                raise GivenUp(problem)
+
+        if message.send_here is not None:
+            message.send_here(look)
+            if isinstance(message.error, GivenUp):
+                problem, message.error = str(message.error), None
+                self._fail(message, flat, problem)
         while not message.settled and not message.wait(LOOK_EVERY_S):
-            if time.monotonic() - begun_s >= self._timeout_s:
-                self._fail(message, flat, f"has not arrived in {self._timeout_s:g} s")
-            elif self._control.needs_abort:
-                self._fail(message, flat, "will not arrive: another rank has failed or given up")
-            elif self.recover is not None and self._control.has_lost_store:
-                self._fail(message, flat, "may not arrive: the store of the ranks is lost")
+            if (problem := self._problem(begun_s)) is not None:
+                self._fail(message, flat, problem)
         self.since_s = None
+
+    def _problem(self, begun_s: float) -> str | None:
+        """Return why a message will not arrive that is awaited since then; None if it may."""
+        if time.monotonic() - begun_s >= self._timeout_s:
+            return f"has not arrived in {self._timeout_s:g} s"
+        if self._control.needs_abort:
+            return "will not arrive: another rank has failed or given up"
+        if self.recover is not None and self._control.has_lost_store:
+            return "may not arrive: the store of the ranks is lost"
+        return None
 
     def _fail(self, message: Message, flat: Flat, what: str) -> None:
         if self.recover is not None:
