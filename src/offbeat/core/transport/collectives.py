@@ -195,9 +195,11 @@ def collectives(
         act = Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex, swap=swap)
         if backend != "gloo":
             return act
-        return replace(
-            act, patient=lambda look: {"all_reduce": averaging(group, connections, look)}
-        )
+
+        def patient(look: Look) -> Mapping[Verb, Collective]:
+            return {"all_reduce": averaging(group, connections, look)}
+
+        return replace(act, patient=patient)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
