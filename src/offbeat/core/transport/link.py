@@ -203,7 +203,7 @@ class MessageLink:
         look, patient = message.look, act.patient
         averages = act.by_verb if look is None or patient is None else patient(look)
         for tensor in message.tensors:
-            by_verb = averages
+            by_verb: Mapping[Verb, Collective] = averages
             if t.ranks is not None:
                 one, other = t.ranks
                 between = act.send if t.way is not None else act.swap
