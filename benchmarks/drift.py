@@ -223,7 +223,7 @@ def save_result(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", type=float, default=40.0, help="Mbit/s of each host")
     parser.add_argument("--period", type=int, default=5)
     parser.add_argument("--periods", type=int, default=40, help="periods of each third, at least 8")

@@ -194,6 +194,22 @@ def test_a_skipped_replica_takes_over_the_others_weights() -> None:
         assert torch.equal(value, second["weights"][name])
 
 
+@pytest.mark.filterwarnings("ignore:rank 1 left out")
+def test_consolidate_leaves_out_a_replica_that_is_not_finite() -> None:
+    ranks = run_world(support.consolidate_spoilt, 3, [1])
+    for found in ranks:
+        assert found["raise"].startswith("parameters of rank 1 are not finite")
+        for name, value in found["skip"].items():
+            mean = (ranks[0]["before"][name] + ranks[2]["before"][name]) / 2
+            assert torch.allclose(value, mean, rtol=1e-12, atol=0), name
+            assert torch.equal(value, ranks[0]["skip"][name])
+
+
+def test_consolidate_needs_a_finite_replica() -> None:
+    for found in run_world(support.consolidate_spoilt, 2, [0, 1]):
+        assert found["skip"].startswith("parameters of ranks 0, 1 are not finite")
+
+
 @pytest.mark.parametrize("wire", ["int8", "sign", "randomk:0.5", "powersgd:1"])
 def test_codes_hide_no_values(wire: str) -> None:
     """They cannot hold them; so a rank says that it had some."""

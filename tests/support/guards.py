@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat import Strategy
+from offbeat import LocalSGD, Strategy
 from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from support.workers import bits, prepared, rank, snapshot, world_size
 
@@ -208,6 +208,28 @@ def spoil(strategy: Strategy, policy: str, what: str, iterations: int) -> dict[s
                 with torch.no_grad():
                     model.get_parameter("4.weight")[0, 0] = float("inf")
         return {"weights": snapshot(model.state_dict())}
+
+
+def consolidate_spoilt(spoilt_ranks: Sequence[int]) -> dict[str, Any]:
+    """Parameters of this rank before `consolidate`, and after it with each policy, or the error.
+    Those of some ranks are NaN."""
+    found: dict[str, Any] = {}
+    for policy in ("raise", "skip"):
+        model = build_model(CASE)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        options = {"profile": profile_of(CASE, world_size()), "on_nonfinite": policy}
+        with prepared(model, optimizer, LocalSGD(period=9), **options) as (model, optimizer):
+            iterate(model, optimizer, 0)
+            found["before"] = snapshot(dict(model.module.named_parameters()))
+            if rank() in spoilt_ranks:
+                with torch.no_grad():
+                    model.get_parameter("4.weight").fill_(float("nan"))
+            try:
+                model.consolidate()
+                found[policy] = snapshot(dict(model.module.named_parameters()))
+            except RuntimeError as error:
+                found[policy] = str(error)
+    return found
 
 
 def spoilt(t: int) -> float:

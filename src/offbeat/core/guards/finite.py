@@ -188,6 +188,31 @@ class FiniteGuard:
             "prepare(on_nonfinite='skip')"
         )
 
+    def check_replicas(self, culprits: Sequence[int], *, are_all: bool) -> None:
+        """Check the replicas that are averaged as a whole. Warns on rank 0 if some are left out.
+
+        Args:
+            culprits: ranks whose parameters are not finite.
+            are_all: whether no other replica is left.
+
+        Raises:
+            RuntimeError: there are culprits, and the policy is `raise` or no other replica is left.
+        """
+        if not culprits:
+            return
+        who = _name_ranks(culprits)
+        if self._policy == "skip" and not are_all:
+            if self._rank == 0:
+                warnings.warn(f"{who} left out of an average of all replicas: not finite",
+                              stacklevel=2)  # fmt: skip
+            return
+        raise RuntimeError(
+            f"parameters of {who} are not finite (NaN or infinity), so an average of all replicas "
+            "would not be finite on any rank; lower the learning rate or clip gradients, and start "
+            "from the last checkpoint, or leave such ranks out of averages with "
+            "prepare(on_nonfinite='skip')"
+        )
+
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
         """Check a sum that passes from rank to rank, after this rank has added its part.
 

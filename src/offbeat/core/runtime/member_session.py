@@ -187,7 +187,8 @@ class MemberSession(FlatSession):
             self.saver = None
         self.engine.pauses.drain()
         if not sends_only_gradients(self.plan):
-            average_replicas(self._model, self._cluster, staged=True)
+            excluded = self._guards.nonfinite_replicas()
+            average_replicas(self._model, self._cluster, staged=True, excluded=excluded)
         self._united = self.engine.iteration
 
     def begin_epoch(self, joining: Sequence[int]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
-from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
+from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages, all_finite
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
@@ -87,6 +88,23 @@ class SessionGuards:
             guard = partial(self._finite.run, is_any=link.collectives.is_any)
             link.guard = guard if self._finite.active else None
             link.leaves_out = self._finite.leaves_out
+
+    def nonfinite_replicas(self) -> set[int]:
+        """Return the replicas that an average of whole replicas leaves out, because their
+        parameters are not finite; the same on all ranks.
+
+        Raises:
+            RuntimeError: they must not be left out, or no other replica is left.
+        """
+        if not self._finite.active:
+            return set()
+        control, topology = self._cluster.control, self._cluster.topology
+        trained = (local_of(p.detach()) for p in self._model.parameters() if p.requires_grad)
+        everyone = enumerate(control.gather(all_finite(trained)))
+        culprits = [rank for rank, is_finite in everyone if not is_finite]
+        replicas = {topology.replica_of(rank) for rank in culprits}
+        self._finite.check_replicas(culprits, are_all=len(replicas) == topology.replicas)
+        return replicas
 
     def note_plan(self, *, observes: bool = False) -> None:
         """Note that the engine has adopted a plan.
