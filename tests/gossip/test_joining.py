@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from unittest.mock import Mock
 import networkx as nx
 import pytest
 import torch
+from support.forking import ForkedPython
 from support.gossip_jobs import come, cut, flats, job, kill, together, until, warm
 from torch import Tensor
 
@@ -315,12 +317,17 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
     env["OFFBEAT_RECORD"] = str(tmp_path / "runs")
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = []
+    ranks, said = [], tmp_path / "said"
     for n in range(2):
         own = {**env, **world, "RANK": str(n)}
-        ranks.append(subprocess.Popen([sys.executable, script, str(n)], env=own, **pipes))
+        with (said if n == 0 else tmp_path / "other").open("w") as errors:
+            files = {"stdout": subprocess.PIPE, "stderr": errors}
+            ranks.append(ForkedPython([sys.executable, script, n], env=own, **files))
     try:
-        line = next(line for line in ranks[0].stderr if "offbeat join" in line)
+        while "offbeat join" not in said.read_text().rpartition("\n")[0]:
+            assert ranks[0].poll() is None, said.read_text()
+            time.sleep(0.05)
+        line = next(line for line in said.read_text().splitlines() if "offbeat join" in line)
         argv = [sys.executable, "-m", *shlex.split(line)]
         joined = subprocess.run(argv, env=env, timeout=150, **pipes)
         ends = [rank.communicate(timeout=150)[0] for rank in ranks]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forking import ForkedPython
 from support.worlds import free_port
 
 from offbeat import cli
@@ -360,14 +361,14 @@ def test_a_job_of_torchrun_is_scraped_and_watched(
     runs = tmp_path / "runs"
     counters = {series.name for series in SERIES if series.kind == "counter"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.Popen(
+    process = ForkedPython(
         [*torchrun, "--nproc-per-node", "2", str(script), str(stop)],
         env={k: v for k, v in os.environ.items() if not k.startswith("OFFBEAT_")}
         | {"OFFBEAT_METRICS": f"prometheus:{port},textfile:{file}", "OFFBEAT_JOB_NAME": "gpt"}
         | {"OFFBEAT_RECORD": str(runs), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
+        workers=True,
     )
     try:
         before: dict[tuple[str, ...], float] = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import stopping_jobs as jobs
+from support.forking import ForkedPython
 from support.worlds import TESTS, run_world, watch_world
 
 from offbeat import A2CiD2, LocalSGD
@@ -102,11 +103,11 @@ def test_torchrun_and_resume(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    process = subprocess.Popen(
+    process = ForkedPython(
         [*torchrun, "--nproc-per-node", "2", str(script), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
         stderr=subprocess.PIPE,
-        text=True,
+        workers=True,
     )
     try:
         until = time.monotonic() + 60

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.forking import ForkedPython
 
 COMMON = """
 import torch
@@ -57,15 +58,13 @@ def test_a_worker_and_a_server(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
+    launcher = ForkedPython(
         [*torchrun, "--nproc-per-node", "2", str(script)],
         env={**os.environ, "OFFBEAT_SERVERS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        stderr=subprocess.PIPE,
     )
-    assert done.returncode == 0, done.stderr
+    _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, errors
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["weights0.pt"]
     found = torch.load(tmp_path / "weights0.pt")
     for name, tensor in expected().items():

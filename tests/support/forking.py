@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -17,26 +20,61 @@ from support.worlds import start_fork
 
 
 class ForkedPython:
-    """`python SCRIPT ...` or `python -m MODULE ...` with the interface of `subprocess.Popen`."""
+    """`python SCRIPT ...` or `python -m MODULE ...` with the interface of `subprocess.Popen`.
+
+    The interpreter does not end as usual, which tests of ends of processes need. `workers` are
+    those of torchrun, which are forks too if it is True.
+    """
 
     def __init__(
         self,
-        args: Sequence[str],
+        args: Sequence[Any],
         stdout: Any = None,
         stderr: Any = None,
         env: Mapping[str, str] | None = None,
+        *,
+        text: bool = True,
+        start_new_session: bool = False,
+        workers: bool = False,
+        start: Callable[..., Any] = start_fork,
     ) -> None:
-        assert args[0] == sys.executable, args
-        files = [_Descriptor(file.fileno()) for file in (stdout, stderr) if file is not None]
+        first, *rest = map(str, args)
+        assert (first, text) == (sys.executable, True), args
+        self._pipes = {}
+        files = {}
+        for number, file in ((1, stdout), (2, stderr)):
+            if file is subprocess.PIPE:
+                file = self._pipes[number] = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            if file is not None:
+                files[number] = _Descriptor(file.fileno())
         own = dict(os.environ if env is None else env)
-        self._process = start_fork(_run, args[1:], own, str(Path.cwd()), files)
-        self.terminate = self._process.terminate
+        how = {"in_session": start_new_session, "forks_workers": workers}
+        self._process = start(_run, rest, own, str(Path.cwd()), files, how)
+        self.pid = self._process.pid
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
-        if self._process.exitcode is None:
+        if self.returncode is None:
             raise subprocess.TimeoutExpired("a forked command", timeout or 0.0)
-        return self._process.exitcode
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what stdout and stderr received as PIPE, after the end."""
+        self.wait(timeout)
+        texts = dict[int, str]()
+        for number, pipe in self._pipes.items():
+            with pipe:
+                pipe.seek(0)
+                texts[number] = pipe.read()
+        return texts.get(1, ""), texts.get(2, "")
 
 
 class _Descriptor:
@@ -53,17 +91,37 @@ def _detach(copy: Any) -> int:
     return copy.detach()
 
 
-def _run(args: list[str], env: dict[str, str], cwd: str, files: list[int]) -> None:
+def _fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Fork this process, which has torch."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def _run(
+    args: list[str], env: dict[str, str], cwd: str, files: dict[int, int], how: dict[str, bool]
+) -> None:
     """Run a command as the interpreter would, with stdout and stderr in `files`."""
     import torch
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+        SubprocessHandler,
+    )
 
-    for stream, copy in zip((1, 2), files, strict=False):
+    if how["in_session"]:
+        os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if how["forks_workers"]:
+        SubprocessHandler._popen = _start_worker  # type: ignore[method-assign,assignment]
+    for stream, copy in files.items():
         os.dup2(copy, stream)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    args = [word for word in args if word != "-u"]
     module = args[1] if args[0] == "-m" else ""
     sys.argv = args[1:] if module else args
     first = cwd if module else str(Path(args[0]).parent.resolve())
@@ -80,3 +138,8 @@ def _run(args: list[str], env: dict[str, str], cwd: str, files: list[int]) -> No
         raise SystemExit(1) from None
     finally:
         atexit._run_exitfuncs()
+
+
+def _start_worker(_: object, args: Sequence[str], env: dict[str, str]) -> ForkedPython:
+    """Start a worker of torchrun."""
+    return ForkedPython(args, env=env, start_new_session=True, start=_fork)
