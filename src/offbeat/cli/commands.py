@@ -268,11 +268,8 @@ def _compare(
     run_dir = out or default_run_dir(name or script_name(comparison.setup.script))
     progress = Progress(stderr=json_)
     outcome = comparing.compare(comparison, run_dir, progress, resume=resume)
-    if outcome.report is not None:
-        logs = comparing.logs_of(comparison, run_dir)
-        show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)
-    elif json_:
-        print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
+    logs = comparing.logs_of(comparison, run_dir)
+    show_run(run_dir, outcome.report, json_, verbose, logs, sentence_last=sentence_last)
     kept = "what was measured is" if outcome.measured else "nothing was measured, the logs are"
     several = len(comparison.contestants or ()) > 1 and name is None  # the demo does not resume
     kept = f"{kept} in {run_dir}" + f"; --resume {run_dir} completes it" * several

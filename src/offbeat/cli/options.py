@@ -202,13 +202,10 @@ def _worker_cluster(where: Where) -> Cluster:
             parse_rate_bps(where.inside, "--inside")
             short += f"\ninside = {json.dumps(where.inside)}"
         return Cluster.from_toml(short)
-    for name in ("hosts", "rate", "per_node", "inside"):
-        if getattr(where, name) is not None:
-            given = name.replace("_", "-")
+    cluster = texts.load_cluster(where.cluster, hosts=where.hosts, rate=where.rate)
+    for name, value in (("per-node", where.per_node), ("inside", where.inside)):
+        if value is not None:
             raise ValueError(
-                "--cluster replaces --hosts and --rate; give one or the other"
-                if name in ("hosts", "rate")
-                else f"--{given} must be left out with --cluster; put it into the cluster file"
+                f"--{name} must be left out with --cluster; put it into the cluster file"
             )
-    texts.require_file(where.cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
-    return Cluster.load(where.cluster)
+    return cluster

@@ -13,14 +13,15 @@ from offbeat.core.files import write_text
 
 if TYPE_CHECKING:  # report and rich are imported only by the commands that need them
     from offbeat.experiments.launcher import Outcome
+    from offbeat.rehearsal.command import RehearsalOutcome
 
 WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
 PLAIN_WIDTH = 100  # characters per line of a table if the output is no terminal
 LEAST_WIDTH = 60  # least width of a table in characters; a narrower terminal wraps its lines
 
 
-def exit_code(outcome: Outcome, kept: str) -> int:
-    """Return the exit code of a comparison. After Ctrl-C print the text `kept`."""
+def exit_code(outcome: Outcome | RehearsalOutcome, kept: str) -> int:
+    """Return the exit code of a comparison or a rehearsal. After Ctrl-C print the text `kept`."""
     if outcome.interrupted:
         print(f"offbeat: interrupted; {kept}", file=sys.stderr)
         return INTERRUPTED
@@ -29,7 +30,7 @@ def exit_code(outcome: Outcome, kept: str) -> int:
 
 def show_run(
     run_dir: Path,
-    page: Path,
+    page: Path | None,
     json_: bool,
     verbose: bool,
     logs: str | None = None,
@@ -39,8 +40,12 @@ def show_run(
     """Print the results of a run: table, headline, reservations, and path of the report.
 
     With `json_` print the contents of summary.json. With `sentence_last` the headline is the last
-    line.
+    line. Without a report (`page` None) there are no results.
     """
+    if page is None:
+        if json_:
+            print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
+        return
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
     from offbeat.experiments.report.breakdown import explain_error

@@ -241,9 +241,7 @@ def advise(
     if per_host is not None:
         texts.require_range("--per-host", per_host, 1, "it is the number of devices")
     if cluster is not None:
-        if hosts is not None or rate is not None:
-            raise ValueError("--cluster replaces --hosts and --rate; give one or the other")
-        texts.require_file(cluster, 'write one with the lines hosts = 4 and rate = "100mbit"')
+        texts.load_cluster(cluster, hosts=hosts, rate=rate)
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
     facts, code = None, 0
     if script is not None:

@@ -21,7 +21,7 @@ from offbeat.cli.options import (
     option,
     require_one_folder,
 )
-from offbeat.cli.output import FAILED, INTERRUPTED, print_result, show_run
+from offbeat.cli.output import exit_code, show_run
 
 if TYPE_CHECKING:
     from offbeat.core.profile import Profile
@@ -113,14 +113,8 @@ def rehearse(
         progress,
         resume=how.resume is not None,
     )
-    if outcome.report is not None:
-        show_run(run_dir, outcome.report, json_, verbose)
-    elif json_:
-        print_result(True, {"run_dir": str(run_dir), "report": None, "rows": []}, "")
-    if outcome.interrupted:
-        progress.print_error(f"interrupted; complete it with --resume {run_dir}")
-        return INTERRUPTED
-    return FAILED if outcome.failures else 0
+    show_run(run_dir, outcome.report, json_, verbose)
+    return exit_code(outcome, f"complete it with --resume {run_dir}")
 
 
 def _place(
@@ -133,7 +127,6 @@ def _place(
     """Return the machines of the rehearsed job. Messages inside a node count as free, unless the
     profile has measured them."""
     from offbeat.experiments.advice.place import place_of, place_on_cluster
-    from offbeat.lab import Cluster
     from offbeat.lab.units import parse_rate_bps
 
     if per_node is not None:
@@ -142,10 +135,7 @@ def _place(
         profile = profile if profile.sharded else profile.of_replicas()
     if cluster is None:
         return place_of(profile, ranks, parse_rate_bps(rate, "--rate"), per_node or 1)
-    if ranks is not None or rate is not None:
-        raise ValueError("--cluster replaces --ranks and --rate; give one or the other")
-    texts.require_file(cluster, 'write one with the lines hosts = 32 and rate = "100mbit"')
-    there = Cluster.load(cluster)
+    there = texts.load_cluster(cluster, example=32, ranks=ranks, rate=rate)
     if there.processes_per_host > 1:
         raise ValueError(
             f"processes_per_host ({there.processes_per_host}) of {cluster} must be 1 in a "

@@ -26,6 +26,7 @@ from offbeat.experiments.record.record_file import read
 
 if TYPE_CHECKING:  # imported by the commands that need it
     from offbeat.experiments.comparison import Contestant
+    from offbeat.lab import Cluster
 
 _NUMBER = r"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)"
 _READABLE_BY_OTHERS = 0o077  # bits of the mode of a file
@@ -80,6 +81,26 @@ def load_profile(path: Path) -> Profile:
     """Load a profile from a file. A ValueError names the file."""
     require_file(path, "measure one with `offbeat profile`")
     return Profile.load(path)
+
+
+def load_cluster(path: Path, *, example: int = 4, **replaced: object) -> Cluster:
+    """Load a cluster file.
+
+    Args:
+        path: file.
+        example: number of hosts in the remedy of an error.
+        replaced: values of the options that the file replaces, by name.
+
+    Raises:
+        ValueError: one of these options is given, or the file does not exist or is invalid.
+    """
+    from offbeat.lab import Cluster
+
+    if any(value is not None for value in replaced.values()):
+        names = " and ".join(f"--{name}" for name in replaced)
+        raise ValueError(f"--cluster replaces {names}; give one or the other")
+    require_file(path, f'write one with the lines hosts = {example} and rate = "100mbit"')
+    return Cluster.load(path)
 
 
 def load_plan(path: Path, facts: Profile) -> Plan:
