@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import inf
@@ -17,6 +17,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.sim import simulate
 from offbeat.core.strategy.interface import StatePolicy, Strategy, periodic_bound_s, require_count
 from offbeat.core.strategy.suggestions import periods
+from offbeat.strategies import dreamddp_cuts as cutting
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies import solvers as solve
 from offbeat.strategies.compressible import NONE, Wired, with_wires
@@ -51,10 +52,7 @@ MOST_STARTS = 600  # largest number of buckets that may begin a message in an av
 # are these slices and all other buckets.
 MOST_CUT = 60_000
 MOST_PIECES = 6_000
-MOST_SLICES = 4000  # largest number of slices of all buckets: more save little and plan slowly
 SIMULATED_GAIN = 0.005  # relative gain required of other sets in a simulation with noise
-# Every number of sliced buckets at either end is tried up to this one, above it powers of two.
-FEW_ENDS = 8
 LEAST_ITERATIONS = 24  # least number of iterations simulated per candidate; also at least 4 periods
 # largest number of simulated buckets times iterations; above it, the closed form is used
 MOST_SIMULATED = 10_000
@@ -269,7 +267,7 @@ class DreamDDP(Wired):
         """Return the plan with `due="forward"`: whole buckets, or slices if they save enough."""
         setting, size = self._setting(profile), len(profile.buckets)
         chosen = self._best_sets(profile)
-        cuts = self._input_side_cuts(size) if self._cuts(size) else []
+        cuts = cutting.input_side_cuts(size, self.period) if self._cuts(size) else []
         choices = [*later.forward_choices(setting, chosen, cuts, search=self.solver == "auto")]
 
         simulated = self._needs_simulation(profile)
@@ -310,14 +308,6 @@ class DreamDDP(Wired):
             return later.faster_plan(plan, paper_plan, profile)
         return plan if best_s <= paper_s * (1 + ROUNDING) else later.with_costs(paper_plan)
 
-    def _input_side_cuts(self, size: int) -> list[frozenset[int]]:
-        """Return cuts to try: the last 1, 2, 4, ... buckets, which the next forward needs first, up
-        to all."""
-        some = {2**n for n in range(size.bit_length())} | {size}
-        most = max(MOST_SLICES - size, 0) // max(self.period - 1, 1)
-        fitting = (last for last in sorted(some) if last <= min(size, most))
-        return [frozenset(range(size - last, size)) for last in fitting]
-
     def _delayed_plan(self, profile: Profile) -> Plan:
         """Return the plan with `due="delayed"`: runs of neighbouring buckets, or other sets of
         whole buckets if they are faster."""
@@ -343,8 +333,11 @@ class DreamDDP(Wired):
         best_s, best_n, best_times = float("inf"), 0, ([], [])
         backward_s, whole_s = layer_times(profile, self._average, self.state)
         slice_s = piece_times(profile, self.state, self.period) if any(cuts) else []
-        outside_s = [self._outside_s(profile) + s for s in self._message_cpu_s(profile, cuts)]
-        least_s = self._least_costs_s(cuts, backward_s, whole_s, slice_s)
+        outside_s = [
+            self._outside_s(profile) + s
+            for s in cutting.message_cpu_s(profile, cuts, self.period, self.state)
+        ]
+        least_s = cutting.least_costs_s(cuts, backward_s, whole_s, slice_s, self.period)
         # Contiguous sets are solved quickly, so their costs give the order in which cuts are
         # solved.
         rough: list[tuple[float, int, tuple[list[float], list[float]]]] = []
@@ -353,7 +346,7 @@ class DreamDDP(Wired):
             left -= len(backward_s) + (self.period - 1) * len(cuts[n])
             if left < 0 and rough:
                 continue
-            times = cut_times(cuts[n], self.period, backward_s, whole_s, slice_s)
+            times = cutting.cut_times(cuts[n], self.period, backward_s, whole_s, slice_s)
             rough_s = 0.0
             if len(cuts) > 1:
                 rough_s = solve.period_cost(solve.optimal(*times, self.period), *times)
@@ -377,43 +370,6 @@ class DreamDDP(Wired):
         fill = solve.fill_bubbles(best.sets, *best_times) if self.fill else best.fill
         filled = best._replace(fill=fill)
         return [filled, best] if self.fill == "auto" and filled != best else [filled]
-
-    def _least_costs_s(
-        self,
-        cuts: Sequence[frozenset[int]],
-        backward_s: Sequence[float],
-        whole_s: Sequence[float],
-        slice_s: Sequence[float],
-    ) -> list[float]:
-        """Return, for each cut, a lower bound on the cost of all sets.
-
-        An iteration that sends messages of `c` seconds from the buckets k, k+1, ... ends at
-        `ready_s[k] + c` or later, counted from the start of its backward. Over a period the values
-        of c add up to all messages of these buckets.
-        """
-        ready_s = np.cumsum(backward_s)
-        least_s = []
-        for sliced in cuts:
-            messages_s = np.array(whole_s)
-            some = list(sliced)
-            if some:
-                messages_s[some] = self.period * np.array(slice_s)[some]
-            later_s = messages_s[::-1].cumsum()[::-1]
-            latest_s = (ready_s + later_s / self.period).max()
-            least_s.append(self.period * float(max(ready_s[-1], latest_s)))
-        return least_s
-
-    def _message_cpu_s(self, profile: Profile, cuts: Sequence[frozenset[int]]) -> list[float]:
-        """Return, for each cut, the processor seconds of all messages, each sent once."""
-        link = profile.default_link
-        whole_s = more_s = np.zeros(len(profile.buckets))
-        for kind in kinds_of(self.state):
-            sizes = np.array([bucket.payload_bytes(kind) for bucket in profile.buckets])
-            per_message_s = link.cpu_s_per_message * (sizes > 0)
-            whole_s = whole_s + per_message_s + link.cpu_s_per_byte * sizes
-            more_s = more_s + (self.period - 1) * per_message_s
-        total_s = float(whole_s.sum())
-        return [total_s + float(more_s[list(sliced)].sum()) for sliced in cuts]
 
     def _full_sets(self, profile: Profile, layers_s: float = inf) -> Iterator[Candidate]:
         """Yield candidates that average all layers in the last iteration.
@@ -470,20 +426,12 @@ class DreamDDP(Wired):
         return tuple(range(bounds[group.start], bounds[group.stop]) for group in groups)
 
     def _cuts(self, size: int) -> list[frozenset[int]]:
-        """Return the cuts to try: combinations of some first and some last buckets, and all
-        buckets."""
-        few = size * self.period <= MOST_SLICES
+        """Return the cuts to try; none without slices."""
+        few = size * self.period <= cutting.MOST_SLICES
         unasked = self.solver == "auto" and self.state != "reset" and few
         if not (self.split is True or (self.split == "auto" and unasked)):
             return []
-        most = min(self.period, size)
-        ends = {*range(min(most, FEW_ENDS) + 1), *(2**n for n in range(most.bit_length())), most}
-        some = [
-            frozenset((*range(a), *range(size - z, size)))
-            for a in sorted(ends)
-            for z in sorted(ends)
-        ]
-        return list(dict.fromkeys([*some[1:], frozenset(range(size))]))
+        return cutting.cuts_at_ends(size, self.period)
 
     def _period_s(self, candidate: Candidate, profile: Profile) -> float:
         """Return the predicted seconds of one period.
@@ -573,30 +521,6 @@ def _with_clipping(plan: Plan, norm: float) -> Plan:
             applies.append(Apply(rule, apply.buckets, apply.at, apply.phases, args=args))
         applies.append(apply)
     return replace(plan, applies=tuple(applies))
-
-
-def cut_times(
-    sliced: Collection[int],
-    parts: int,
-    backward_s: Sequence[float],
-    whole_s: Sequence[float],
-    slice_s: Sequence[float],
-) -> tuple[list[float], list[float]]:
-    """Return backward and communication seconds of the pieces of all buckets.
-
-    Buckets in `sliced` have `parts` slices of `slice_s` seconds each, which are ready together. The
-    other buckets are whole.
-    """
-    if not sliced:
-        return list(backward_s), list(whole_s)
-    some, counts = list(sliced), np.ones(len(backward_s), dtype=np.intp)
-    counts[some] = parts
-    message_s = np.array(whole_s)
-    message_s[some] = np.array(slice_s)[some]
-    pieces_s = np.zeros(counts.sum())
-    # the first slice has all backward seconds of its bucket
-    pieces_s[np.cumsum(counts) - counts] = backward_s
-    return pieces_s.tolist(), np.repeat(message_s, counts).tolist()
 
 
 _SOLVERS: dict[str, Solver] = {
