@@ -31,6 +31,7 @@ class Factors:
     def __init__(self, profile: Profile, ranks: Ranks, iterations: int, seed: int) -> None:
         self._scale = np.asarray(ranks.compute_scale(profile), dtype=float)
         self._noise = ranks.noise(iterations, profile, seed)
+        self._mean = 1.0 if self._noise is None else ranks.expected_noise(profile)
         equal = self._noise is None and self._scale.min() == self._scale.max()
         self.alike = len(self._scale) == 1 or bool(equal)
         self._rows = None if self._noise is None else list(self._scale * self._noise)
@@ -45,7 +46,7 @@ class Factors:
         if self._rows is not None and repeat == 1:
             factors = self._rows[iteration]
         elif self._noise is not None:
-            factors = factors * (1 + (self._noise[iteration] - 1) / repeat**0.5)
+            factors = factors * (self._mean + (self._noise[iteration] - self._mean) / repeat**0.5)
         return factors[0].item() if self.alike else factors
 
 

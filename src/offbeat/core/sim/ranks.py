@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.plan import base_link
 from offbeat.core.profile import Profile
+
+QUADRATURE = 64  # nodes of the quadrature of an expectation
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,9 @@ class Ranks:
     def noise(self, iterations: int, profile: Profile, seed: int) -> NDArray[np.float64] | None:
         """Return jitter factors, or None if no rank has jitter.
 
-        With the same seed, the first rows do not depend on the number of iterations.
+        The ranks of a replicated node wait for each other in every iteration, so the factor of a
+        replica is the largest of as many draws as it has ranks. With the same seed, the first rows
+        do not depend on the number of iterations.
 
         Args:
             iterations: number of iterations.
@@ -131,13 +136,42 @@ class Ranks:
             seed: seed of the draws.
 
         Returns:
-            Factors of compute times, `[iterations, ranks]`.
+            Factors of compute times, `[iterations, replicas]`.
         """
         jitters = np.array(self.jitters(profile))
         if not jitters.any():
             return None
-        shape = iterations, profile.world_size
-        return lognormal(np.random.default_rng(seed).standard_normal(shape), jitters)
+        counts = _waiting_ranks(profile)
+        shape = iterations, profile.world_size, counts.max()
+        draws = np.random.default_rng(seed).standard_normal(shape)
+        draws[:, counts[:, None] <= np.arange(counts.max())] = -np.inf
+        return lognormal(draws.max(axis=2), jitters)
+
+    def expected_noise(self, profile: Profile) -> NDArray[np.float64]:
+        """Return the expectation of the factors of `noise` for each replica.
+
+        Source: order statistics. With s the deviation of the logarithm, the largest of K lognormal
+        factors of mean 1 has the expectation K E[F(u + s)^(K - 1)], where u is a standard normal
+        number and F its distribution function.
+        """
+        nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE)
+        pairs = zip(self.jitters(profile), _waiting_ranks(profile).tolist(), strict=True)
+        means = []
+        for jitter, count in pairs:
+            below = [NormalDist().cdf(x + math.sqrt(math.log1p(jitter**2))) for x in nodes.tolist()]
+            means.append(count * np.average(np.power(below, count - 1), weights=weights))
+        return np.array(means)
+
+
+def _waiting_ranks(profile: Profile) -> NDArray[np.int64]:
+    """Return for each replica the number of ranks whose compute it waits for in an iteration.
+
+    It is 1 for sharded replicas, because measured times of FSDP contain these waits, and on
+    emulated hosts, because all ranks of a host have the same jitter.
+    """
+    alike = profile.inside is None or profile.pace
+    counts = (1,) * profile.world_size if alike else profile.topology
+    return np.array(counts, dtype=np.int64)
 
 
 def lognormal(
