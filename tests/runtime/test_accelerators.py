@@ -39,6 +39,7 @@ from offbeat.core.transport.collectives import Collectives, collectives
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import CPU, CUDA
 from offbeat.core.transport.interfaces import (
+    NCCL_DUMPS,
     NCCL_ERRORS,
     LinkSpec,
     group_environment,
@@ -156,17 +157,18 @@ def test_a_silent_rank_has_failed_where_messages_never_do() -> None:
     assert control.needs_abort
 
 
-def test_survivors_of_nccl_live_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's watchdog ends them otherwise. The variable is set for groups of offbeat only."""
-    monkeypatch.delenv(NCCL_ERRORS, raising=False)
+@pytest.mark.parametrize("name", [NCCL_ERRORS, NCCL_DUMPS])
+def test_survivors_of_nccl_live_to_report(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """torch's watchdog would end them, and its dump would delay the end of the script."""
+    monkeypatch.delenv(name, raising=False)
     with group_environment(LinkSpec("nccl", None, "nccl")):
-        assert os.environ[NCCL_ERRORS] == "0"
-    assert NCCL_ERRORS not in os.environ
+        assert os.environ[name] == "0"
+    assert name not in os.environ
     with group_environment(LinkSpec("eth0", "eth0", "gloo")):
-        assert NCCL_ERRORS not in os.environ
-    monkeypatch.setenv(NCCL_ERRORS, "1")
+        assert name not in os.environ
+    monkeypatch.setenv(name, "1")
     with group_environment(LinkSpec("nccl", None, "nccl")):
-        assert os.environ[NCCL_ERRORS] == "1", "the user's choice"
+        assert os.environ[name] == "1", "the user's choice"
 
 
 # ---- messages through the host ----------------------------------------------------------------

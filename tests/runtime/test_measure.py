@@ -162,6 +162,14 @@ def test_a_fit_finds_what_made_the_times(latency: float, rate: float, sizes: lis
         assert link.latency_s + size / link.bytes_per_s == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize("last_s", [0.0250, 0.0251, 0.0251 + 1e-12])
+def test_a_rate_that_noise_hides_stays_finite(last_s: float) -> None:
+    """Messages of a small model take the latency of the link. Its bytes take at least .1 %."""
+    link = fit_link("net", [(4096, 0.0251), (14_800, last_s)])
+    assert link.bytes_per_s <= 1000 * 14_800 / last_s * (1 + 1e-9)
+    assert link.latency_s + 14_800 / link.bytes_per_s == pytest.approx(last_s, rel=0.01)
+
+
 def test_rate_counts_what_is_cut_off_in_proportion() -> None:
     spans = [(0.0, 2.0), (2.0, 3.0), (4.0, 8.0)]
     assert _rate(spans, 0.0, 8.0) == pytest.approx(3 / 8)

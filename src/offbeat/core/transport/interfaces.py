@@ -20,7 +20,8 @@ from offbeat.core.transport.agreement import Agreement
 from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
-NCCL_INTERFACE, NCCL_ERRORS = "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+NCCL_ERRORS, NCCL_DUMPS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 MESH_RANKS = 64  # largest number of ranks whose groups of gloo connect all pairs at their start
 CHECK_S = 15.0
@@ -100,7 +101,8 @@ def group_environment(spec: LinkSpec, ranks: int = 1):
     pair connects with its first message instead, unless the user has set the variable.
 
     After the failure of a rank, NCCL's watchdog would end the processes of the other ranks before
-    they report the failure. Unless the user has set its variable, it is turned off.
+    they report the failure. After its dump of the last messages, torch waits up to 8 minutes when
+    the script destroys the groups. Unless the user has set their variables, both are turned off.
     """
     wanted = {}
     if ranks > MESH_RANKS:
@@ -109,7 +111,7 @@ def group_environment(spec: LinkSpec, ranks: int = 1):
         names = ",".join([spec.interface] * spec.connections)
         wanted |= {GLOO_INTERFACE: names, NCCL_INTERFACE: f"={spec.interface}"}
     if spec.backend == "nccl":
-        wanted[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS, "0")
+        wanted |= {name: os.environ.get(name, "0") for name in (NCCL_ERRORS, NCCL_DUMPS)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
