@@ -87,8 +87,8 @@ class _Training(served._Job):
                 self._flat[spec.start : spec.stop],
                 self._optimizer,
                 self._layout.parameters,
-                strategy.apply,
                 range(workers),
+                strategy.apply,
             )
             for spec in self._layout.shards
         ]

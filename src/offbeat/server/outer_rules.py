@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from offbeat.server.layout import ShardSpec
-from offbeat.server.optimizers import Settings
 from offbeat.server.parameters import ClockSum, Shard
 
 WEIGHT = "weight"  # setting of a push: the weight of its change in a mean
@@ -42,7 +41,7 @@ class QuorumShard(Shard):
         grace_s: float,
         now: Callable[[], float] = time.monotonic,
     ):
-        super().__init__(spec, parameters, optimizer, originals, "clock", workers)
+        super().__init__(spec, parameters, optimizer, originals, workers)
         self.steps = 0
         self._quorum, self._grace_s, self._now = quorum, grace_s, now
         self._members: set[int] = set()
@@ -65,31 +64,14 @@ class QuorumShard(Shard):
             return math.inf
         return max(self._since_s + self._grace_s - self._now(), 0.0)
 
-    def push(
-        self,
-        rank: int,
-        clock: int,
-        gradient: Tensor,
-        settings: Settings,
-        absent: Collection[int] = (),
-    ) -> bool:
-        if clock < self.clocks[rank]:
-            return False
-        self._advance_clock(rank, clock)
-        weight = float(settings[0][WEIGHT])
-        self._sum.add_(gradient, alpha=weight)
-        self._weight += weight
-        self._members.add(rank)
-        self.advance()
-        return True
+    def _advance_clock(self, rank: int, clock: int) -> None:
+        super()._advance_clock(rank, clock)
+        self._members.add(rank)  # also without a change, as no step waits for this worker then
 
-    def skip(self, rank: int, clock: int) -> bool:
-        if clock < self.clocks[rank]:
-            return False
-        self._advance_clock(rank, clock)
-        self._members.add(rank)  # no step waits for this worker
-        self.advance()
-        return True
+    def _add_to_clock(self, clock: int, pushed: ClockSum) -> None:
+        weight = float(pushed.settings[0][WEIGHT])
+        self._sum.add_(pushed.gradient, alpha=weight)
+        self._weight += weight
 
     def advance(self) -> bool:
         """Step if a step is due. Return whether the shard has stepped."""
@@ -124,7 +106,7 @@ class QuorumShard(Shard):
                 parameter.grad = None
 
     def _apply_complete_clocks(self) -> None:
-        """Called after the set of workers has changed."""
+        """Called after a push or a skipped clock, and after the set of workers has changed."""
         self.advance()
 
 
@@ -147,7 +129,7 @@ class CorrectingShard(Shard):
         rate: float,
         momentum: float,
     ):
-        super().__init__(spec, parameters, optimizer, originals, "push", workers)
+        super().__init__(spec, parameters, optimizer, originals, workers, "push")
         self._rate, self._factor = rate, momentum
 
     def _step(self, done: ClockSum, rate: float) -> None:

@@ -47,8 +47,8 @@ class Shard:
         parameters: Tensor,
         optimizer: torch.optim.Optimizer,
         originals: Sequence[Tensor],
-        rule: Rule,
         workers: Iterable[int],
+        rule: Rule = "clock",
     ):
         self.spec, self.parameters = spec, parameters
         self.clocks = dict.fromkeys(workers, 0)
@@ -188,17 +188,6 @@ class Shard:
             parameter.grad = None
 
 
-def _make_shard(
-    rule: Rule,
-    spec: ShardSpec,
-    parameters: Tensor,
-    optimizer: torch.optim.Optimizer,
-    originals: Sequence[Tensor],
-    workers: Iterable[int],
-) -> Shard:
-    return Shard(spec, parameters, optimizer, originals, rule, workers)
-
-
 class Store:
     """Shards of one server. A worker's clock on the server is its lowest clock of all shards."""
 
@@ -214,7 +203,7 @@ class Store:
         """`make_shard` returns a shard of spec, parameters, optimizer, originals and workers; by
         default one of `rule`."""
         workers = list(workers)
-        make = make_shard or partial(_make_shard, rule)
+        make = make_shard or partial(Shard, rule=rule)
         self.layout, self.server = layout, server
         self.optimizer = optimizer
         self.shards: dict[int, Shard] = {}

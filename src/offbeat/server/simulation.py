@@ -203,9 +203,13 @@ class ServedJob:
         self._refresh(n, now_s)
         if worker.low < worker.clock - self._s:
             worker.waiting = True
-            return
+        else:
+            self._compute(n, now_s, worker.clock - worker.low)
+
+    def _compute(self, n: int, now_s: float, staleness: int) -> None:
+        worker = self._workers[n]
         worker.waiting = False
-        self.timeline.staleness.append(worker.clock - worker.low)
+        self.timeline.staleness.append(staleness)
         self.timeline.begins_s[n].append(now_s)
         self._note(now_s, "begin", n)
         self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
@@ -255,14 +259,22 @@ class ServedJob:
         worker = self._workers[n]
         worker.pushing = False
         worker.taken += 1
-        if self._each_push or min(w.taken for w in self._workers) > self._version:
-            self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
-            self._schedule_event(self._cpu_free_s, "end_apply", n)
+        pull_s = self._take_push(n, now_s)
         if worker.pull_follows:
             worker.pull_follows = False
-            self._schedule_event(now_s, "receive_pull", n)
+            self._schedule_event(pull_s, "receive_pull", n)
         if worker.ready:
             self._push(n, now_s)
+
+    def _take_push(self, n: int, now_s: float) -> float:
+        """Begin the steps that a push allows. Return when the pull after it is received."""
+        if self._each_push or min(w.taken for w in self._workers) > self._version:
+            self._begin_step(now_s)
+        return now_s
+
+    def _begin_step(self, now_s: float) -> None:
+        self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
+        self._schedule_event(self._cpu_free_s, "end_apply", 0)
 
     def _end_apply(self, n: int, now_s: float) -> None:
         low = min(worker.taken for worker in self._workers)

@@ -219,25 +219,15 @@ class _RoundsJob(ServedJob):
             return
         if worker.arrived is not None:
             worker.low, worker.arrived = worker.arrived, None
-        worker.waiting = False
-        self.timeline.staleness.append(0)
-        self.timeline.begins_s[n].append(now_s)
-        self._note(now_s, "begin", n)
-        self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
+        self._compute(n, now_s, 0)
 
-    def _receive_push(self, n: int, now_s: float) -> None:
-        worker = self._workers[n]
-        self._note(now_s, "pushed", n)
-        worker.pushing = False
-        worker.taken += 1
+    def _take_push(self, n: int, now_s: float) -> float:
         if not self._strategy.waits_for_steps:
             self._begin_step(now_s)
         else:
             self._members.add(n)
             self._advance_round(now_s)
-        if worker.pull_follows:
-            worker.pull_follows = False
-            self._schedule_event(max(now_s, self._cpu_free_s), "receive_pull", n)
+        return max(now_s, self._cpu_free_s)
 
     def _advance_round(self, now_s: float) -> None:
         """Step if all workers have pushed; with a quorum, step after the grace window."""
@@ -260,10 +250,6 @@ class _RoundsJob(ServedJob):
         self._members, self._is_complete = set(), False
         self._rounds += 1
         self._begin_step(now_s)
-
-    def _begin_step(self, now_s: float) -> None:
-        self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
-        self._schedule_event(self._cpu_free_s, "end_apply", 0)
 
     def _end_apply(self, n: int, now_s: float) -> None:
         self._version += 1
