@@ -11,7 +11,7 @@ from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
 from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, profile_for_wire
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.derive import effects
-from offbeat.core.plan import Apply, Buffer, Fact, Payload, Plan, Transfer, Wire
+from offbeat.core.plan import Apply, Buffer, Fact, Kind, Payload, Plan, Transfer, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS
 from offbeat.core.strategy.interface import Strategy, require_choice, synchronous_bound_s
@@ -237,6 +237,16 @@ def fastest(payload: Payload, wire: Wire, profile: Profile, link: str) -> Wire:
         for via in SETTINGS[wire.name]["via"].words
     ]
     return min(ways, key=lambda w: Encoded(profile, payload, w, "all_reduce").seconds(link))
+
+
+def encoded_message_s(profile: Profile, kind: Kind, wire: Wire) -> float:
+    """Return the seconds of one encoded average of all buckets on the default link; 0 for a single
+    rank."""
+    if profile.world_size == 1:
+        return 0.0
+    payload = Payload(kind, range(len(profile.buckets)))
+    encoded = Encoded(profile.slowest(), payload, wire, "all_reduce")
+    return encoded.seconds(profile.default_link.name)
 
 
 def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile) -> None:

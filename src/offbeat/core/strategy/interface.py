@@ -384,10 +384,15 @@ def periodic_bound_s(profile: Profile, period: float, *, fused: bool) -> float:
 
     Source: DreamDDP, section 3.2.
     """
-    profile = profile.slowest()
-    hidden = profile.backward_s + profile.update_s
-    share = _everything_s(profile, "param", fused) / period
-    return profile.other_s + profile.forward_s + max(hidden, share)
+    return backward_bound_s(profile, _everything_s(profile.slowest(), "param", fused) / period)
+
+
+def backward_bound_s(profile: Profile, messages_s: float) -> float:
+    """Return the lower bound `F + max(B, messages_s)` of an iteration whose messages overlap no
+    forward pass of the slowest rank; F and B are as in `synchronous_bound_s`."""
+    slowest = profile.slowest()
+    hidden_s = slowest.backward_s + slowest.update_s
+    return slowest.other_s + slowest.forward_s + max(hidden_s, messages_s)
 
 
 def _everything_s(profile: Profile, kind: Kind, fused: bool) -> float:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offbeat.core.codecs import codec
-from offbeat.core.codecs.cost import Encoded
-from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Plan, Wire, local
+from offbeat.core.plan import Apply, Buffer, Fact, Moment, Plan, Wire, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
 from offbeat.core.strategy.interface import Strategy, require_choice
 from offbeat.strategies.bsp import all_gradients
+from offbeat.strategies.compressible import encoded_message_s
 from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.methods.sparseloco import fade
 from offbeat.strategies.outer_optimizer import is_real
@@ -136,8 +136,5 @@ class DeMo(Strategy):
 
     def bound_s(self, profile: Profile) -> float:
         """Return `max(F + B, C)` with C of the encoded message."""
-        everything, message_s = Payload("grad", range(len(profile.buckets))), 0.0
-        if profile.world_size > 1:
-            encoded = Encoded(profile.slowest(), everything, self._wire, "all_reduce")
-            message_s = encoded.seconds(profile.default_link.name)
+        message_s = encoded_message_s(profile, "grad", self._wire)
         return max(profile.slowest().compute_s, message_s)

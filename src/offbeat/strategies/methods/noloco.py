@@ -12,7 +12,7 @@ import numpy as np
 from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan, Transfer, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
 from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.local_sgd import EVERY_ITERATION
 from offbeat.strategies.outer_optimizer import is_real
@@ -239,11 +239,9 @@ class NoLoCo(Strategy):
     def bound_s(self, profile: Profile) -> float:
         """Return `F + max(B, C / period)` with C of one exchange, as no message overlaps a forward
         and each worker has one exchange per round."""
-        slowest, link = profile.slowest(), profile.default_link.name
-        payload = Payload("param", range(len(profile.buckets)))
+        payload, link = Payload("param", range(len(profile.buckets))), profile.default_link.name
         message_s = profile.message_s(payload, link, "exchange") if profile.world_size > 1 else 0.0
-        hidden_s = slowest.backward_s + slowest.update_s
-        return slowest.other_s + slowest.forward_s + max(hidden_s, message_s / self.period)
+        return backward_bound_s(profile, message_s / self.period)
 
 
 def rounds_to_all(rounds: Sequence[Sequence[Pair]], ranks: int) -> int:

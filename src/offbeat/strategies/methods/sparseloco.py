@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offbeat.core.codecs import codec
-from offbeat.core.codecs.cost import Encoded
-from offbeat.core.plan import Apply, Moment, Payload, Plan, Wire
+from offbeat.core.plan import Apply, Moment, Plan, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
-from offbeat.core.strategy.interface import Strategy, require_count
-from offbeat.strategies.compressible import with_wire
+from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
+from offbeat.strategies.compressible import encoded_message_s, with_wire
 from offbeat.strategies.equations import Array, Equations, World
 from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
@@ -143,10 +142,5 @@ class SparseLoCo(Strategy):
     def bound_s(self, profile: Profile) -> float:
         """Return `F + max(B, C / period)` with C of the encoded message, as no message overlaps a
         forward."""
-        slowest, everything = profile.slowest(), Payload("param", range(len(profile.buckets)))
-        message_s = 0.0
-        if profile.world_size > 1:
-            encoded = Encoded(slowest, everything, self._wire, "all_reduce")
-            message_s = encoded.seconds(profile.default_link.name)
-        hidden_s = slowest.backward_s + slowest.update_s
-        return slowest.other_s + slowest.forward_s + max(hidden_s, message_s / self.period)
+        message_s = encoded_message_s(profile, "param", self._wire)
+        return backward_bound_s(profile, message_s / self.period)
