@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Sequence
 from weakref import ref
 
 import pytest
@@ -85,9 +86,14 @@ def prepared(
     return model, listener, hooks
 
 
-def iterate(model: Chain, hooks: Sentinels | BackwardHooks, passes: int = 1) -> None:
+def iterate(
+    model: Chain,
+    hooks: Sentinels | BackwardHooks,
+    passes: int = 1,
+    expected: Sequence[int] = range(4),
+) -> None:
     hooks.begin()
-    hooks.expect(range(4))
+    hooks.expect(expected)
     for i in range(passes):
         hooks.accumulating = i + 1 < passes
         output = model(torch.ones(2, 3))
@@ -111,6 +117,15 @@ def test_they_tell_what_hooks_on_every_parameter_tell(seed: int) -> None:
         told.append(listener.told)
     assert told[0] == told[1] == told[2]
     assert [b for what, b, _ in told[0] if what == "ready"] == [0, 1, 2, 3] * 6
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["every parameter", "few"])
+def test_only_expected_buckets_are_told(few: bool) -> None:
+    model, listener, hooks = prepared(0, few=few)
+    for expected in ([3], [], [0, 2], range(4), [1]):
+        listener.told.clear()
+        iterate(model, hooks, expected=expected)
+        assert [b for what, b, _ in listener.told if what == "ready"] == [*expected]
 
 
 def test_hooks_of_a_few_iterations_leave_no_trace() -> None:

@@ -261,9 +261,12 @@ class Engine:
 
     def _expected_buckets(self, now: Iteration) -> Sequence[int]:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
-        ready times are recorded."""
-        size = self.plan.buckets
-        if self.reports.needs_ready_times or type(self.compute) is not ComputeObserver:
+        ready times or gradient noise are measured."""
+        size, measures = (
+            self.plan.buckets,
+            self.reports.needs_ready_times or self.metering.by_bucket,
+        )
+        if measures or type(self.compute) is not ComputeObserver:
             return range(size)
         return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 

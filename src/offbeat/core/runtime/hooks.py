@@ -115,6 +115,8 @@ class BackwardHooks(BackwardPasses):
     ):
         self._gradients = gradients
         self._sizes = [len(bucket.parameters) for bucket in gradients.flat.buckets]
+        self._expected: Sequence[int] = range(len(self._sizes))
+        self._reported = bytearray(b"\x01" * len(self._sizes))  # by bucket
         super().__init__(listener)
         self.lasting = lasting or gradients.flat.is_sharded
         self._nodes: list[Node] = []
@@ -133,7 +135,11 @@ class BackwardHooks(BackwardPasses):
             p.requires_grad_(trains)
 
     def expect(self, buckets: Sequence[int]) -> None:
-        """Do nothing. The listener receives all buckets; `Sentinels` needs this call."""
+        """Set the buckets that are reported to the listener, each when all buckets up to it are
+        ready. By default these are all buckets."""
+        if buckets != self._expected:
+            self._expected = buckets
+            self._reported = bytearray(b in buckets for b in range(len(self._sizes)))
 
     def watch(self, output: object) -> None:
         """Do nothing. The first gradient shows the start of a backward; `Sentinels` needs this
@@ -212,7 +218,8 @@ class BackwardHooks(BackwardPasses):
         while (b := self._next) < len(missing) and not missing[b]:
             self._next = b + 1
             self._gradients.mark_fresh(b)
-            self._listener.on_bucket_ready(b)
+            if self._reported[b]:
+                self._listener.on_bucket_ready(b)
 
 
 def is_nested_backward() -> bool:
