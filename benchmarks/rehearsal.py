@@ -39,7 +39,7 @@ from targets import measured
 from tasks import GPT, Batch
 
 import offbeat
-from offbeat.core.profile.elsewhere import Network, on_networks
+from offbeat.experiments.advice.other_networks import Network, on_networks
 from offbeat.experiments.compare import compare
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.record.run_directory import load

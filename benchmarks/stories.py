@@ -24,9 +24,9 @@ from tables import save
 
 from offbeat.cli import app, texts
 from offbeat.cli.entry import mark_script
-from offbeat.core.profile.elsewhere import Network, on_networks
 from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.experiments.advice.methods import ESTIMATED
+from offbeat.experiments.advice.other_networks import Network, on_networks
 from offbeat.experiments.advice.question import Answer, Question, answer
 from offbeat.experiments.advice.verdict_text import rate
 from offbeat.experiments.advice.work import Work

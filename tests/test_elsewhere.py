@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from offbeat.cli import main
-from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate, with_nodes
+from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
+from offbeat.experiments.advice.other_networks import with_nodes
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 

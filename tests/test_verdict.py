@@ -14,18 +14,13 @@ import pytest
 import torch
 
 from offbeat.cli import entry as cli
-from offbeat.core.profile.elsewhere import (
-    Network,
-    extrapolate,
-    on_networks,
-    with_slower_links,
-    with_smaller_messages,
-)
+from offbeat.core.profile.elsewhere import extrapolate, with_slower_links
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import strategy_names
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
 from offbeat.experiments.advice.commands import launch_command
+from offbeat.experiments.advice.other_networks import Network, on_networks, with_smaller_messages
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.verdict import decide, predict_methods

@@ -39,7 +39,7 @@ from offbeat.core.codecs.average import (
     equivalent_bytes,
     send,
 )
-from offbeat.core.codecs.cost import Encoded, coding_s, profile_for_wire
+from offbeat.core.codecs.cost import Encoded, coding_s
 from offbeat.core.codecs.pieces import PIECE
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
@@ -72,6 +72,7 @@ from offbeat.strategies import (
     SelSync,
 )
 from offbeat.strategies.compressible import with_wire
+from offbeat.strategies.wire_profile import profile_for_wire
 
 ARGS = {name: {"fraction": 0.1} for name, cls in WIRES.items() if "fraction" in cls.settings}
 ARGS |= {"powersgd": {"rank": 2}}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.cli.texts import number_or_nan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import extrapolate, with_nodes
+from offbeat.core.profile.elsewhere import extrapolate
 
 if TYPE_CHECKING:
     from offbeat.core.sim import Prediction
@@ -54,6 +54,7 @@ class Axes:
 
     def profiles(self, measured: Profile) -> Iterator[tuple[dict[str, Any], Profile]]:
         """Yield for each combination its columns of the table, and the profile for it."""
+        from offbeat.experiments.advice.other_networks import with_nodes
         from offbeat.lab.units import parse_rate_bps
 
         axes = self.hosts, self.per_node, self.rates, self.jitters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
-from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded, profile_for_wire
+from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Kind, Payload, Plan, Transfer, Wire
@@ -16,6 +16,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.rules import SETTINGS
 from offbeat.core.strategy.interface import Strategy, require_choice, synchronous_bound_s
 from offbeat.strategies.equations import Equations, synchronous
+from offbeat.strategies.wire_profile import profile_for_wire
 
 NONE = "none"
 SUGGESTED_WIRES = ("int8", "int4")  # codecs that advice compares

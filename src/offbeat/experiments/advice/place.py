@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import (
-    Network,
-    extrapolate,
-    network_rate_bps,
-    on_networks,
-)
+from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
 from offbeat.core.profile.facts import Link, scaled_compute
 from offbeat.core.sim.ranks import Ranks
+from offbeat.experiments.advice.other_networks import Network, on_networks
 
 if TYPE_CHECKING:  # lab is imported only for cluster files
     from offbeat.lab import Cluster

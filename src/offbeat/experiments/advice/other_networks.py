@@ -1,0 +1,225 @@
+"""Profiles of clusters and messages that were not measured: networks that numbers describe, nodes
+of another number of ranks, messages of fewer bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offbeat.core.plan import INSIDE
+from offbeat.core.profile import Link, Profile
+from offbeat.core.profile.elsewhere import PAYLOAD, repeated_ranks, ring_passes, scale_link
+from offbeat.core.profile.records import Points
+
+# Of an all_reduce of N ranks, measured with gloo: 83 ms with 20 ms of delay each way and 2 ranks,
+# 245 ms with 4 ranks, 605 ms with 50 ms and 4 ranks (benchmarks, connections).
+DELAYS_PER_STEP = 4.0  # one-way delays per N - 1
+STEP_S = 3e-4  # seconds per N - 1 without a delay
+SEGMENT_BITS = 8 * 1448  # payload of a TCP segment on Ethernet
+
+
+@dataclass(frozen=True)
+class Network:
+    """Network that is described by numbers and was not measured.
+
+    Attributes:
+        name: name of the link.
+        rate_bps: smallest rate of a rank, in bits per second.
+        delay_s: largest one-way delay between two ranks.
+        loss: largest share of lost packets.
+        connections: TCP connections between two ranks.
+    """
+
+    name: str
+    rate_bps: float
+    delay_s: float = 0.0
+    loss: float = 0.0
+    connections: int = 1
+
+    @property
+    def tcp_rate_bps(self) -> float:
+        """Return the rate that TCP reaches: at most `sqrt(3 / 2) MSS / (RTT sqrt(loss))` per
+        connection.
+
+        Source: Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm,
+        1997, equation 3.
+        """
+        if not self.loss or not self.delay_s:
+            return self.rate_bps
+        one_bps = math.sqrt(1.5 / self.loss) * SEGMENT_BITS / (2 * self.delay_s)
+        return min(self.rate_bps, self.connections * one_bps)
+
+
+def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Profile:
+    """Return the profile of a model on networks that were not measured.
+
+    Compute and codecs keep their measured times, and messages get estimated ones: latency by the
+    delay, seconds of bytes by `PAYLOAD` of the rate that TCP reaches. Times of messages beside
+    compute are unknown and count as free.
+
+    Args:
+        profile: measured profile of the model, of any number of ranks.
+        ranks: number of ranks.
+        networks: networks between the ranks, the default first.
+    """
+    passes, steps = ring_passes(ranks) or 1.0, max(ranks - 1, 1)
+    links = tuple(
+        Link(
+            network.name,
+            latency_s=steps * (STEP_S + DELAYS_PER_STEP * network.delay_s),
+            bytes_per_s=PAYLOAD * network.tcp_rate_bps / 8 / passes,
+            asked_rate_bps=network.rate_bps,
+            asked_latency_s=network.delay_s,
+            asked_loss=network.loss,
+            connections=network.connections,
+        )
+        for network in networks
+    )
+    noise = profile.noise
+    if noise is not None:
+        noise = replace(noise, noise_sq=noise.noise_sq * profile.world_size / ranks)
+    buckets = tuple(replace(bucket, communication_s={}) for bucket in profile.buckets)
+    return replace(
+        repeated_ranks(profile, ranks), links=links, buckets=buckets, contention=(), noise=noise
+    )
+
+
+def with_smaller_messages(profile: Profile, share: float) -> Profile:
+    """Return the profile of messages that carry only a share of their bytes, as after a cast.
+
+    Latencies stay, and so do the sizes of buckets.
+    """
+    latency_s = {link.name: link.latency_s for link in profile.links}
+
+    def shrink(name: str, seconds: float) -> float:
+        least_s = min(latency_s[name], seconds)
+        return least_s + (seconds - least_s) * share
+
+    return replace(
+        profile,
+        links=tuple(_with_sizes(link, 1 / share) for link in profile.links),
+        buckets=tuple(bucket.with_given_times(shrink) for bucket in profile.buckets),
+    )
+
+
+def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None) -> Profile:
+    """Return the profile of replicas of another number of ranks, and of the same number of nodes.
+
+    A message of all ranks takes one all_reduce inside a node beside its way between nodes, whose
+    bytes do not depend on the ranks of a node. Shards have the bytes and the share of the link of
+    fewer or more ranks. Compute times are those of a rank, so they stay.
+
+    Args:
+        profile: measured profile.
+        per_node: number of ranks of each replica.
+        inside_bps: rate between the ranks of a node in bit/s; None keeps the measured one.
+
+    Raises:
+        ValueError: replicas have unequal numbers of ranks, the rate inside is unknown, or sharded
+            replicas would be whole.
+    """
+    sizes = {*profile.topology} or {1}
+    [before] = sizes if len(sizes) == 1 else [0]
+    if before == per_node and (inside_bps is None or per_node == 1):
+        return profile
+    if not before:
+        raise ValueError(
+            f"topology ({profile.topology}) of the profile must be equal numbers of ranks where "
+            "other ones are computed"
+        )
+    if profile.sharded:
+        return _with_more_shards(profile, before, per_node)
+    if profile.inside is not None and per_node > 1:
+        inside = scale_link(profile.inside, before, per_node, inside_bps)
+    elif per_node == 1:
+        inside = None
+    elif inside_bps is not None:
+        rate = PAYLOAD * inside_bps / 8 / ring_passes(per_node)
+        inside = Link(INSIDE, (per_node - 1) * STEP_S, rate, asked_rate_bps=inside_bps)
+    else:
+        raise ValueError(
+            "inside (None) must be the rate between the ranks of a node where the profile is of "
+            "single ranks; add --inside 10gbit"
+        )
+    legs = _legs(profile.inside, inside)
+    noise = profile.noise
+    return replace(
+        profile,
+        topology=(per_node,) * profile.world_size if per_node > 1 else (),
+        inside=inside,
+        links=tuple(_with_legs(link, *legs) for link in profile.links),
+        buckets=tuple(
+            replace(
+                bucket,
+                communication_s={
+                    name: max(0.0, seconds + legs[0] + legs[1] * bucket.size_bytes)
+                    for name, seconds in bucket.communication_s.items()
+                    if name != INSIDE
+                },
+            )
+            for bucket in profile.buckets
+        ),
+        contention=tuple(c for c in profile.contention if INSIDE not in c.links),
+        noise=noise and replace(noise, noise_sq=noise.noise_sq * before / per_node),
+    )
+
+
+def _legs(before: Link | None, after: Link | None) -> tuple[float, float]:
+    """Return what the legs inside add to a message: seconds, and seconds per byte."""
+    was, will = (
+        (0.0, 0.0) if link is None else (link.latency_s, 1 / link.bytes_per_s)
+        for link in (before, after)
+    )
+    return will[0] - was[0], will[1] - was[1]
+
+
+def _with_legs(link: Link, seconds: float, byte_s: float) -> Link:
+    """Return a link between nodes with other legs inside. A half of an all_reduce has one leg."""
+
+    def add_legs(points: Points, part: float) -> Points:
+        return tuple((size, max(0.0, s + part * (seconds + byte_s * size))) for size, s in points)
+
+    def line(latency_s: float, rate: float, part: float) -> tuple[float, float]:
+        slope = max(1 / rate + part * byte_s, 1e-15)
+        return max(0.0, latency_s + part * seconds), 1 / slope
+
+    return link.with_times(line, add_legs)
+
+
+def _with_more_shards(profile: Profile, before: int, per_node: int) -> Profile:
+    if per_node < 2:
+        raise ValueError(
+            f"per_node ({per_node}) must be at least 2 for a profile of sharded replicas, because "
+            "the compute of whole ones was not measured"
+        )
+    share, noise = before / per_node, profile.noise
+    buckets = tuple(
+        replace(
+            bucket,
+            size_bytes=round(bucket.size_bytes * share),
+            state_bytes=round(bucket.state_bytes * share),
+        )
+        for bucket in profile.buckets
+    )
+    return replace(
+        profile,
+        topology=(per_node,) * profile.world_size,
+        links=tuple(_with_sizes(link, share) for link in profile.links),
+        buckets=buckets,
+        noise=noise and replace(noise, noise_sq=noise.noise_sq * share),
+    )
+
+
+def _with_sizes(link: Link, factor: float) -> Link:
+    """Return the link with the measured times for sizes and rates multiplied by a factor."""
+
+    def resize(points: Points, _: float = 1.0) -> Points:
+        return tuple((round(size * factor), seconds) for size, seconds in points)
+
+    return link.with_times(
+        lambda latency_s, rate, _: (latency_s, rate * factor),
+        resize,
+        after_pause=resize(link.after_pause),
+    )
