@@ -95,6 +95,16 @@ def test_the_death_of_the_first_member_spoils_no_average() -> None:
     assert epochs[1].details["lost_from"] == 3
 
 
+def test_a_vote_in_which_a_member_dies_is_settled_at_once() -> None:
+    """Process 1 waits for the vote when it notices that the store of process 0 is lost."""
+    scenario = Scenario(
+        SelSync(delta=1e9, max_period=4), 12, kills={0: 5}, kill_in_message=True,
+        inject={1: "hold a vote"},
+    )  # fmt: skip
+    epochs = check(scenario, after_votes(4))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 6)]
+
+
 def test_a_message_that_one_member_has_received_lands_on_all() -> None:
     """Process 2 does not receive the average of iteration 2, and gets it from another one."""
     scenario = Scenario(LocalSGD(period=3), 12, deaf={2: 2})

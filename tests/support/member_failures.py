@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.link import LinkThread, Message
 
+VOTE = 5  # iteration of a vote
 BOUNDARY = 7  # last iteration before the first boundary of plans with a period of one iteration
 
 
@@ -112,6 +114,25 @@ def _send_in_union() -> None:
 
     LinkThread._send = send_later  # type: ignore[method-assign]
     MemberSession.unite = unite_and_send  # type: ignore[method-assign]
+
+
+def _hold_vote() -> None:
+    """Let the first vote of an iteration `VOTE` end only after this process has noticed a failure.
+    An epoch counts its iterations anew."""
+    send, held = LinkThread._send, list[Message]()
+
+    def send_or_hold(self: LinkThread, message: Message) -> None:
+        if message.transfer.payload.buffer == "vote" and message.iteration == VOTE:
+            held.append(message)
+        while held == [message]:
+            if self._detached:
+                raise RuntimeError("the connection of this test has failed")
+            if message.look is not None:
+                message.look()
+            time.sleep(0.01)
+        send(self, message)
+
+    LinkThread._send = send_or_hold  # type: ignore[method-assign]
 
 
 def _lose_union() -> None:
@@ -211,6 +232,7 @@ FAILURES: dict[str, Callable[[], None]] = {
     "end in union": _end_in_union,
     "end before union": _end_before_union,
     "send in union": _send_in_union,
+    "hold a vote": _hold_vote,
     "lose union": _lose_union,
     "end in save": _end_in_save,
     "end in write": _end_in_write,

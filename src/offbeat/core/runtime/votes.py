@@ -47,8 +47,9 @@ class Votes:
 
     def decide(self, vote: Vote, planned: int) -> list[int]:
         """Wait for the ballots of all ranks. Return the ranks that voted yes."""
-        message, row = self._pending.pop((vote.name, planned))
-        self._waiting.wait(message, self._flat)
+        message, row = self._pending[vote.name, planned]
+        self._waiting.wait(message, self._flat)  # after a failure it settles all pending messages
+        del self._pending[vote.name, planned]
         table = [] if message.passed else message.tensors[0][row].tolist()
         yes = [rank for rank, ballot in enumerate(table) if ballot]
         self.outcomes[vote.name, planned] = yes
