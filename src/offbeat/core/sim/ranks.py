@@ -153,6 +153,9 @@ class Ranks:
         Source: order statistics. With s the deviation of the logarithm, the largest of K lognormal
         factors of mean 1 has the expectation K E[F(u + s)^(K - 1)], where u is a standard normal
         number and F its distribution function.
+
+        Args:
+            profile: profile that the ranks belong to.
         """
         nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE)
         pairs = zip(self.jitters(profile), _waiting_ranks(profile).tolist(), strict=True)
