@@ -305,8 +305,8 @@ def overhead_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
 NOTES = [
     "Where the package torchft is installed, its local SGD over shards races, too. DeToNATION (detonation 0.5 on PyPI) does not: it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
     "Predictions of replicated nodes above 3 %: at 25 Mbit/s the first messages of a connection take longer, until TCP has found the rate (local SGD on digits: 1384, 1223, 1170, 1182, 1206, 1183 ms; 1 % of the segments are sent again, because two ranks overflow the queue of their host). A profile takes its rate from the fastest of them. DDP's messages between nodes alternate between two durations (298 and 319 ms on the GPT), which no prediction contains.",  # noqa: E501
-    "Cost of a step: no processor is idle, and on the GPT a rank of replicated nodes needs 21.0 ms of processor time per iteration, one of DDP 18.9 (measured beside other load). Two thirds of the difference are outside the main thread; two messages inside a node, where DDP sends one, are its likely cause.",  # noqa: E501
-    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Four ranks share two processors, and the predictions of nodes are 7 to 22 % too fast.",  # noqa: E501
+    "Cost of a step: no processor is idle. On the GPT a rank of replicated nodes needs 12.2 ms of processor time per iteration, one of DDP 12.0; on digits a rank of sharded nodes needs 32.9 ms, one of FSDP 32.7 (medians in turns, beside other load, with the gradients of replicated nodes in one message).",  # noqa: E501
+    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Four ranks share two processors, and the predictions of nodes are 3 to 13 % too fast. Those of replicated nodes contain the wait for the slower rank of each node.",  # noqa: E501
 ]
 
 
