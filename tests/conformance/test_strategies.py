@@ -151,7 +151,7 @@ CASES = (
     Case("conv", "adamw", "cosine"),
 )
 OF_THREE = (Case("conv", "groups", "step"),)  # in a world of three
-ITERATIONS = 12
+ITERATIONS = 10
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES_UNDER_TEST, ids=str)
 every_plan = pytest.mark.parametrize("strategy", PLANNED, ids=str)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
+from support.forking import ForkedPython
 from support.worlds import TESTS
 
 LAUNCH = TESTS.parent / "examples" / "launch"
@@ -195,13 +196,13 @@ def test_the_command_of_the_trainjob(tmp_path: Path) -> None:
         PET_MASTER_PORT=port,
     )
     pods = [
-        subprocess.Popen(
+        ForkedPython(
             command,
             cwd=TESTS.parent,
             env=variables | {"PET_NODE_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            workers=True,
         )
         for rank in range(2)
     ]

@@ -34,6 +34,7 @@ class ForkedPython:
         env: Mapping[str, str] | None = None,
         *,
         text: bool = True,
+        cwd: Path | None = None,
         start_new_session: bool = False,
         workers: bool = False,
         start: Callable[..., Any] = start_fork,
@@ -49,7 +50,7 @@ class ForkedPython:
                 files[number] = _Descriptor(file.fileno())
         own = dict(os.environ if env is None else env)
         how = {"in_session": start_new_session, "forks_workers": workers}
-        self._process = start(_run, rest, own, str(Path.cwd()), files, how)
+        self._process = start(_run, rest, own, str(cwd or Path.cwd()), files, how)
         self.pid = self._process.pid
         self.terminate, self.kill = self._process.terminate, self._process.kill
 
