@@ -58,6 +58,14 @@ def forked_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.rehearsal.command.subprocess", SimpleNamespace(Popen=ForkedPython))
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of runs and comparisons, likewise."""
+    from support.forking import launch_forks
+
+    monkeypatch.setattr("offbeat.experiments.launcher.launch", launch_forks)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Report a default process group that a test leaves to the next, which may create its own."""

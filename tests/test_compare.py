@@ -504,6 +504,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_run_takes_a_strategy_whose_class_the_script_defines(here):
     """It is predicted from the plan that has run."""
     (here / "own.py").write_text(OWN)

@@ -817,6 +817,7 @@ for _ in range(40):
 """
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_script_is_measured_on_one_device(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)

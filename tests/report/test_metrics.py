@@ -40,6 +40,7 @@ def curve(*values: float) -> Curve:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_metric_is_recorded_shown_and_a_target(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-from support.worlds import start_fork
+from offbeat.lab.launch import Result, rank_environment
+from support.worlds import free_port, start_fork
 
 
 class ForkedPython:
@@ -76,6 +78,32 @@ class ForkedPython:
                 pipe.seek(0)
                 texts[number] = pipe.read()
         return texts.get(1, ""), texts.get(2, "")
+
+
+def launch_forks(
+    lab: Any,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log_dir: Path,
+    timeout_s: float,
+    workers: int,
+    **_: Any,
+) -> Result:
+    """Run a command once per rank as `offbeat.lab.launch` does, without a lab's processes."""
+    ranks, files, port = [], [Path(log_dir, f"rank{r}.log") for r in range(workers)], free_port()
+    begun_s = time.monotonic()
+    try:
+        for rank, file in enumerate(files):
+            own = {**os.environ, **rank_environment(lab, rank, port, workers, 0), **env}
+            with file.open("w") as log:
+                ranks.append(ForkedPython(argv, stdout=log, stderr=log, env=own))
+        codes = tuple(rank.wait(min(timeout_s, 90.0)) for rank in ranks)
+    finally:
+        for fork in ranks:
+            fork.kill()
+    problem = "".join(file.read_text() for file in files) if any(codes) else None
+    return Result(codes, time.monotonic() - begun_s, tuple(files), problem)
 
 
 class _Descriptor:
