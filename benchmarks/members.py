@@ -823,6 +823,7 @@ def tables(options: argparse.Namespace) -> None:
             ]
     if lines := read(options.out / "cost.jsonl"):
         found.append(_cost_table(lines))
+        misses += _failed_jobs(lines)
     if (options.out / "undisturbed" / "done").exists():
         found.append(_chaos_table(options.out))
     save(
@@ -935,6 +936,19 @@ def _cost_table(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "columns": ["model", "library", "leave", "join", "death", "start"],
         "rows": rows,
     }
+
+
+def _failed_jobs(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a text for each library and strategy whose jobs have ended with an error."""
+    jobs = Counter(tuple(line["key"][:2]) for line in lines)
+    errors = {tuple(line["key"][:2]): line["error"] for line in lines if "error" in line}
+    failed = Counter(tuple(line["key"][:2]) for line in lines if "error" in line)
+    for key, error in errors.items():
+        last = error.strip().splitlines()[-1]
+        yield (
+            f"cost: {failed[key]} of {jobs[key]} jobs of {key[0]} with {key[1]} ended with an "
+            f"error ({last}); the table has the others."
+        )
 
 
 def _chaos_table(out: Path) -> dict[str, Any]:
