@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.forking import ForkedPython
 from support.worlds import free_port, run_world, watch_world
 
 from offbeat import cli
@@ -495,17 +496,18 @@ def test_different_secrets_fail() -> None:
 
 
 def test_under_torchrun() -> None:
-    done = subprocess.run(
+    process = ForkedPython(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--master-port", str(free_port()), "-m", "offbeat", "check", "--strict"),
         ],
-        capture_output=True,
-        text=True,
-        timeout=50,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env=os.environ | {"OFFBEAT_LINKS": "lo", "OMP_NUM_THREADS": "1"},
+        workers=True,
     )
-    assert done.returncode == 0, done.stderr
-    first, *_, last = done.stdout.splitlines()
+    printed, errors = process.communicate(timeout=50)
+    assert process.returncode == 0, errors
+    first, *_, last = printed.splitlines()
     assert re.fullmatch(r"offbeat check: 2 ranks on 1 host, lo, \d+ s", first)
     assert last == "all well"
