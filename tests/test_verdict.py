@@ -939,6 +939,7 @@ def losses_of(seed, ranks, count):
     return losses
 
 
+@pytest.mark.timeout(300)  # a rehearsal of each method and seed
 @pytest.mark.usefixtures("forked_rehearsals")
 def test_rehearsed_losses_of_machines_with_several_devices(tmp_path, capsys, monkeypatch):
     """All devices have batches of their own, and the spread over seeds widens the range."""
