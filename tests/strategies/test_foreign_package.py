@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forking import ForkedPython
 
 from offbeat import WFBP
 from offbeat.cli import main
@@ -109,6 +110,8 @@ class Alone(Planned):
 '''
 SCRIPT = """
 import os, sys, torch, offbeat
+from offbeat.core.strategy import registry
+registry._entry_points.cache_clear()  # of the process of which this one is a fork
 for name in sys.argv[1:]:
     os.environ["OFFBEAT_STRATEGY"] = name
     torch.manual_seed(0)
@@ -174,21 +177,17 @@ NAMES = ("foreign_strategies:Planned", "foreign-alone")
 
 
 def test_they_run(package: Path) -> None:
-    """In a process of their own, which finds them on its path."""
+    """In a process that finds them on its path."""
     script = package / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(package)}
     for gone in ("RANK", "WORLD_SIZE", "OFFBEAT_JOB"):
         environment.pop(gone, None)
-    done = subprocess.run(
-        [sys.executable, str(script), *NAMES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"TRAINED {name} 6" for name in NAMES]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = ForkedPython([sys.executable, script, *NAMES], env=environment, **pipes)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert printed.splitlines() == [f"TRAINED {name} 6" for name in NAMES]
 
 
 @pytest.mark.usefixtures("package")
