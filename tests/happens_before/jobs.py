@@ -76,7 +76,8 @@ models.MODELS |= {"blocks": Blocks, "unused": Unused}
 CASE, BLOCKS, UNUSED = (
     Case(name, "nesterov", "none", torch.float32) for name in ("conv", "blocks", "unused")
 )
-STEPS, MEASURED = 6, 4  # iterations, and the first in which waits of the host count
+STEPS, MEASURED = 7, 5  # iterations, and the first in which waits of the host count: after all
+# looks at weights (`FIRST_LOOKS` in `core/runtime/updates.py`), of which each waits
 LEAVES, DEAF = (
     2,
     1,
