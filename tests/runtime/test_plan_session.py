@@ -112,7 +112,13 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
     message: Any = SimpleNamespace(
-        transfer=rule, iteration=7, done=False, settled=False, error=None, released=None
+        transfer=rule,
+        iteration=7,
+        done=False,
+        settled=False,
+        error=None,
+        released=None,
+        send_here=None,
     )
     message.wait = lambda _: next(looks) is None
     control: Any = SimpleNamespace(
@@ -137,7 +143,7 @@ def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
     message: Any = SimpleNamespace(
-        transfer=rule, iteration=7, done=False, settled=False, wait=lambda _: False
+        transfer=rule, iteration=7, done=False, settled=False, wait=lambda _: False, send_here=None
     )
     control: Any = SimpleNamespace(rank=1, needs_abort=True, waiting=lambda _: nullcontext())
     waits = Waiting(CPU(), control, 60.0)

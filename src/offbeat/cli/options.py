@@ -202,10 +202,9 @@ def _worker_cluster(where: Where) -> Cluster:
             parse_rate_bps(where.inside, "--inside")
             short += f"\ninside = {json.dumps(where.inside)}"
         return Cluster.from_toml(short)
-    cluster = texts.load_cluster(where.cluster, hosts=where.hosts, rate=where.rate)
     for name, value in (("per-node", where.per_node), ("inside", where.inside)):
         if value is not None:
             raise ValueError(
                 f"--{name} must be left out with --cluster; put it into the cluster file"
             )
-    return cluster
+    return texts.load_cluster(where.cluster, hosts=where.hosts, rate=where.rate)

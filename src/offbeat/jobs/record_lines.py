@@ -357,7 +357,7 @@ class JobRecord:
                 return data
         return None
 
-    def read_object(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    def read_file(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
         """Return a JSON file of the run as an object; None without it, or if it cannot be read."""
         data = self.json(name)
         try:

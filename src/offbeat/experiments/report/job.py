@@ -149,7 +149,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         own = max(counted.values(), key=lambda total: total.n, default=None)
     alive = record.alive or {}
     message_s = _message_seconds(counted)
-    profile = record.read_object("profile.json", Profile.from_dict)
+    profile = record.read_file("profile.json", Profile.from_dict)
     sent = _mean(counted, _payload_bytes)
     nodes = Topology.from_record(record.run)
     baseline = 0.0 if profile is None else _baseline_bytes(profile, nodes)

@@ -134,7 +134,7 @@ def _newest(record: JobRecord, name: str, kind: Any) -> Any:
         if path.stem.rpartition("-")[2].isdecimal()
     ]
     newest = max(later, key=lambda stem: int(stem.rpartition("-")[2]), default=name)
-    return record.read_object(f"{newest}.json", kind.from_dict)
+    return record.read_file(f"{newest}.json", kind.from_dict)
 
 
 def _recorded_ranks(record: JobRecord, strategy: str, plan: Plan | None) -> Iterator[RankRecord]:
