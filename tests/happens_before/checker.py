@@ -252,6 +252,12 @@ class Checker:
         for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):
             yield from self._pages.get(page, ())
 
+    def fill(self, tensor: Tensor) -> None:
+        """Note that a storage without memory has some again, perhaps that which it had before."""
+        storage = tensor.untyped_storage()
+        with self.lock:
+            self._pages_without(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
     def _pages_without(self, low: int, high: int) -> None:
         """Forget the accesses to memory that has a new owner."""
         for page in range(low >> PAGE_BITS, (high - 1 >> PAGE_BITS) + 1):

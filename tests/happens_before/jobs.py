@@ -23,6 +23,7 @@ from support.models import Case, batch, build_model, build_optimizer, loss_of, p
 from support.node_jobs import PAIRS, Shards, profile_in
 from support.workers import rank, world_size
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 import offbeat
 from happens_before.checker import (
@@ -118,7 +119,14 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
             watch_thread()
         started(self)
 
+    def fill(tensor: Tensor) -> None:
+        is_empty = tensor.untyped_storage().nbytes() == 0
+        fill_storage(tensor)
+        if is_empty:
+            CHECKER.fill(tensor)
+
     started, reserve = threading.Thread.run, collectives.Scratch.reserve
+    fill_storage = _fsdp_param.alloc_storage
     with pytest.MonkeyPatch.context() as patch, host_memory_noted():
         patch.setattr(threading.Thread, "run", run)
         patch.setattr(connecting, "device_of", lambda _: Streams())
@@ -136,6 +144,8 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
         ):
             patch.setattr(torch.cpu, name, stand_in)
         patch.setattr(torch.accelerator, "current_stream", current_stream)
+        for module in (_fsdp_param, _fsdp_param_group):
+            patch.setattr(module, "alloc_storage", fill, raising=False)
         # A GPU's memory returns to torch's allocator.
         patch.setattr(Spares, "take", lambda _, n, dtype, __: torch.empty(n, dtype=dtype))
         patch.setattr(Spares, "give", lambda *_: None)
