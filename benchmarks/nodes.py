@@ -306,7 +306,7 @@ NOTES = [
     "Where the package torchft is installed, its local SGD over shards races, too. DeToNATION (detonation 0.5 on PyPI) does not: it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
     "Predictions above 3 %: torch's DDP over the four ranks, whose messages between hosts alternate between two durations (298 and 319 ms on the GPT at 25 Mbit/s), which no prediction contains, and at 200 Mbit/s pass faster than the measured rate, probably in the burst of the shaper; and replicated digits at 25 Mbit/s, where the first messages of a connection take longer, until TCP has found the rate (local SGD: 1384, 1223, 1170, 1182, 1206, 1183 ms; 1 % of the segments are sent again, because two ranks overflow the queue of their host). A profile takes its rate from the fastest of them.",  # noqa: E501
     "Cost of a step: no processor is idle, and ranks of replicated nodes send their gradients in one message. On the GPT one of them needs 12.2 ms of processor time per iteration, a rank of DDP 12.0 (medians in turns, beside other load); the threads of gloo take the rest.",  # noqa: E501
-    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Four ranks share two processors, and the predictions of nodes are 3 to 13 % too fast. Those of replicated nodes contain the wait for the slower rank of each node.",  # noqa: E501
+    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Four ranks share two processors, and the predictions of nodes are from 9 % too fast to 18 % too slow. Those of replicated nodes contain the wait for the slower rank of each node. Two seeds.",  # noqa: E501
 ]
 
 
