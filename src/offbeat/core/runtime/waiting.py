@@ -59,9 +59,9 @@ class Waiting:
             raise
 
     def _record(self, error: BaseException) -> None:
-        if self._failure is None and self.on_failure is not None:
+        is_first, self._failure = self._failure is None, error
+        if is_first and self.on_failure is not None:
             self.on_failure()
-        self._failure = error
 
     def mark(self) -> Mark:
         """Return a mark of the device's current time."""
