@@ -6,12 +6,15 @@
 
 The GPT with two layers and the digits network with a convolution, 4 and 8 hosts. `losses` trains
 the real models, without a lab: held-out loss of the mean of all replicas every 10 iterations.
-Methods with servers train in a rehearsal, and have no times.
+Methods with servers train in a rehearsal.
 `times` takes seconds and bytes per iteration in the lab, where a host only takes the time of
-compute. `tables` joins both: iterations until DDP's loss times seconds per iteration, and the loss
-when a rank has sent as many bytes as local SGD in half of its run (`--megabytes` for others).
+compute. `tables` joins both in results/methods.json and makes the tables of the pages: iterations
+until DDP's loss times seconds per iteration, and the loss when a rank has sent as many bytes as
+local SGD in half of its run (`--megabytes` for others). Methods with servers have no launches in
+the lab; their seconds and bytes are predicted from the profiles of the other methods' launches.
 
 Parts are kept in methods-losses.json and methods-times.json, and a second start goes on from there.
+The names of parts contain a digest of all settings, so that parts with other settings are not used.
 With `--minutes` no part begins after that time. `times` needs the lab and a quiet machine. DeMo
 steps with SGD, whose rate is that of a step by signs.
 """
@@ -20,24 +23,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import front
+import tables
 import torch
-from front_worker import EVERY, PERIOD, TASKS
+from front_row import spread
+from front_worker import EVERY, PERIOD, TASKS, TORCH
 from threads import remembered
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from offbeat import Strategy, sim
+from offbeat.core.strategy.parsing import parse
 from offbeat.profile import Link, Profile
 from offbeat.rehearsal.rehearse import rehearse
 
 HOSTS, RATES, SEEDS = (4, 8), (25, 100), 3
+NAMES = {"gpt": "The small GPT", "digits": "Digits"}
 BUDGET = f"local-sgd:period={PERIOD}"  # sends the bytes at which losses are compared
 CONTESTANTS = (
     "ddp",
@@ -67,25 +78,49 @@ JITTER = 0.1  # of compute in these rehearsals, so that not always the same work
 SIGN_RATES = {"gpt": 1e-3, "digits": 3e-4}  # learning rates of steps by signs
 
 
+def strategy_of(label: str, hosts: int) -> Strategy:
+    """Return the strategy of a label that is not one of torch's."""
+    settings = SERVED.get(label, {}).get(hosts, "")
+    return parse(":".join(filter(None, (label.partition(",")[0], settings))))
+
+
+def prefix_of(what: str, task: str, hosts: int) -> str:
+    """Return the begin of the names of all parts of a task, with a digest of all settings.
+
+    The digest changes with a default of a strategy, so that a part of other settings is not used.
+    """
+    used: list[Any] = [front.LENGTHS[task], SIGN_RATES[task], JITTER] if what == "losses" else []
+    labels = (*CONTESTANTS, *SERVED) if what == "losses" else CONTESTANTS
+    used += [one if one in TORCH else repr(strategy_of(one, hosts)) for one in labels]
+    return f"{task}, {hosts} hosts, settings {sha256(repr(used).encode()).hexdigest()[:8]}, "
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, int]]:
+    hosts = [*map(int, options.hosts.split(","))]
+    return [(task, count) for task in options.tasks.split(",") for count in hosts]
+
+
 def parts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Yield the name of each part and the function that measures it, whole rounds first."""
-    tasks: list[str] = options.tasks.split(",")
-    cases = [(task, hosts) for task in tasks for hosts in map(int, options.hosts.split(","))]
+    chosen = [(task, hosts, prefix_of(options.what, task, hosts)) for task, hosts in cases(options)]
     if options.what == "losses":
         for seed in range(options.seeds):
-            for task, hosts in cases:
+            for task, hosts, prefix in chosen:
                 sgd = {label: SIGN_RATES[task] for label in CONTESTANTS if label.startswith("demo")}
-                run = partial(losses, task, hosts, seed, sgd)
-                yield f"{task}, {hosts} hosts, seed {seed}", run
+                yield f"{prefix}seed {seed}", partial(losses, task, hosts, seed, sgd)
         return
-    keep = options.times.with_suffix(".profiles")
     for n in range(options.repetitions):
         turns = [*CONTESTANTS][:: -1 if n % 2 else 1]
-        for task, hosts in cases:
+        for task, hosts, prefix in chosen:
             for rate in rates_of(options):
                 more: dict[str, Any] = {"advised": False, "adam": task == "gpt"}
-                run = partial(front.times, task, hosts, rate, turns, keep, **more)
-                yield f"{task}, {hosts} hosts, {rate} Mbit/s, {n}", run
+                run = partial(front.times, task, hosts, rate, turns, profiles(options), **more)
+                yield f"{prefix}{rate} Mbit/s, {n}", run
+
+
+def profiles(options: argparse.Namespace) -> Path:
+    """Return the folder of the profiles that the launches of `times` have measured."""
+    return options.times.with_suffix(".profiles")
 
 
 def losses(task: str, hosts: int, seed: int, sgd: Mapping[str, float]) -> dict[str, Any]:
@@ -97,8 +132,6 @@ def losses(task: str, hosts: int, seed: int, sgd: Mapping[str, float]) -> dict[s
 def served(label: str, name: str, hosts: int, seed: int) -> list[tuple[int, float]]:
     """Return (iteration, held-out loss) of a method with servers, in a rehearsal."""
     task = TASKS[name]
-    settings = SERVED[label].get(hosts, "")
-    text = ":".join(filter(None, (label.partition(",")[0], settings)))
 
     def make_model() -> nn.Module:
         torch.manual_seed(seed)
@@ -114,7 +147,7 @@ def served(label: str, name: str, hosts: int, seed: int) -> list[tuple[int, floa
         make_model,
         make_optimizer,
         partial(task.batches, seed, hosts),
-        text,
+        strategy_of(label, hosts),
         profile,
         iterations=front.LENGTHS[name],
         loss=task.loss,
@@ -138,61 +171,144 @@ def loss_at(curve: Sequence[Sequence[float]], iteration: float) -> float:
     return before[1]
 
 
-def start(known: Mapping[str, Any], prefix: str) -> list[Any]:
-    return [value for key, value in known.items() if key.startswith(prefix)]
+class Cost(NamedTuple):
+    """Seconds per iteration of each launch, bytes that a rank sends per iteration, and their
+    origin."""
+
+    seconds: list[float]
+    sent_bytes: float
+    how: str
 
 
-def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[str]]:
-    """Yield the cells of each contestant."""
-    losses, times = (
-        json.loads(path.read_text()) if path.exists() else {}
-        for path in (options.losses, options.times)
+def measured_costs(runs: Mapping[int, list[Any]], label: str) -> dict[int, Cost]:
+    """Return the costs in the lab by rate, of all launches of a contestant."""
+    return {
+        rate: Cost(
+            [run[label]["iteration_s"] for run in found],
+            median(run[label]["sent_bytes"] for run in found),
+            "emulated",
+        )
+        for rate, found in runs.items()
+        if found
+    }
+
+
+def predicted_cost(path: Path, label: str, hosts: int) -> Cost | None:
+    """Return the cost of a method with one server, from the profile of a launch in the lab."""
+    if not path.exists():
+        return None
+    found = sim.predict(strategy_of(label, hosts), Profile.load(path), servers=1)
+    return Cost([found.iteration_s], sum(found.bytes_per_iteration.values()), "predicted")
+
+
+def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[Any]]:
+    """Yield the cells of each contestant whose losses are known."""
+    curves, launches = (
+        {key.removeprefix(prefix): part for key, part in known.items() if key.startswith(prefix)}
+        for known, prefix in (
+            (read(getattr(options, what)), prefix_of(what, task, hosts))
+            for what in ("losses", "times")
+        )
     )
-    curves = start(losses, f"{task}, {hosts} hosts, ")
-    runs = {r: start(times, f"{task}, {hosts} hosts, {r} Mbit/s, ") for r in rates_of(options)}
+    if not curves:
+        return
+    runs = {
+        rate: [part for key, part in launches.items() if key.startswith(f"{rate} Mbit/s, ")]
+        for rate in rates_of(options)
+    }
+    costs = {label: measured_costs(runs, label) for label in CONTESTANTS}
+    for label in SERVED:
+        paths = {rate: profiles(options) / f"{task}-{hosts}-{rate}.json" for rate in runs}
+        found = {rate: predicted_cost(path, label, hosts) for rate, path in paths.items()}
+        costs[label] = {rate: cost for rate, cost in found.items() if cost}
     sent = {
-        label: median(each[label]["sent_bytes"] for found in runs.values() for each in found)
-        for label in CONTESTANTS
-        if any(runs.values())
+        label: median(c.sent_bytes for c in own.values()) for label, own in costs.items() if own
     }
     length = front.LENGTHS[task]
     budget = options.megabytes * 1e6 if options.megabytes else sent.get(BUDGET, 0) * length / 2
     for label in (*CONTESTANTS, *SERVED):
-        needed = [front.reached(c[label], front.aim_of(c["ddp"], task)) for c in curves]
+        own = [part[label] for part in curves.values()]
+        aims = [front.aim_of(part["ddp"], task) for part in curves.values()]
+        needed = [front.reached(curve, aim) for curve, aim in zip(own, aims, strict=True)]
         reached = [n for n in needed if n is not None]
-        cells = [label, front.spread(reached, 0) if reached else ""]
-        cells[1] += f" (never: {len(needed) - len(reached)})" if len(reached) < len(needed) else ""
-        cells.append(front.spread([c[label][-1][1] for c in curves], 3) if curves else "")
-        of_label = sent.get(label)
-        at = [loss_at(c[label], budget / max(of_label, 1)) for c in curves] if of_label else []
-        less = bool(of_label) and of_label * length < budget
-        cells.append((f"{'<' * less}" + front.spread(at, 3)) if at else "")
-        cells.append(f"{of_label / 1e3:.1f}" if of_label else "")
-        for found in runs.values():
-            taken = [each[label]["iteration_s"] for each in found if label in each]
-            cell = front.spread([1e3 * s for s in taken], 1) if taken else ""
-            if taken and len(reached) == len(needed) > 0:
-                cell += f", **{median(taken) * median(reached):.1f} s**"
-            cells.append(cell)
-        yield cells
+        never = len(needed) - len(reached)
+        cells = [label, spread(reached, 0) if reached else None, never]
+        cells.append(spread([curve[-1][1] for curve in own], 3))
+        cells += at_equal_bytes(own, sent.get(label), budget, length)
+        for rate in runs:
+            cost = costs[label].get(rate)
+            cells.append(cost and spread([1e3 * s for s in cost.seconds], 1))
+            total_s = cost and not never and round(median(cost.seconds) * median(reached), 1)
+            cells.append("never" if cost and never else total_s)
+        yield [*cells, next((cost.how for cost in costs[label].values()), None)]
+
+
+def at_equal_bytes(
+    curves: Sequence[Any], sent_bytes: float | None, budget: float, length: int
+) -> list[Any]:
+    """Return the loss when a rank has sent `budget` bytes, and KB per iteration.
+
+    If the whole training sends fewer bytes, the loss is the last one, with the share of the bytes.
+    """
+    if sent_bytes is None:
+        return [None, None]
+    kilobytes = round(sent_bytes / 1e3, 1)
+    if not budget:
+        return [None, kilobytes]
+    loss = spread([loss_at(curve, budget / max(sent_bytes, 1)) for curve in curves], 3)
+    share = sent_bytes * length / budget
+    text = f"{tables.cell_text(loss)}, with {share:.0%} of them"
+    return [text if share < 1 else loss, kilobytes]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def rates_of(options: argparse.Namespace) -> list[int]:
     return list(map(int, options.rates.split(",")))
 
 
-def tables(options: argparse.Namespace) -> None:
-    heads = ["", "iterations to DDP's loss", "last loss", "loss at equal bytes", "KB per iteration"]
-    heads += [f"{rate} Mbit/s: ms, s to DDP's loss" for rate in rates_of(options)]
-    for task in options.tasks.split(","):
-        for hosts in map(int, options.hosts.split(",")):
-            print(f"\n**{task}, {hosts} hosts**\n")
-            print("|", " | ".join(heads), "|\n" + "|---" * len(heads) + "|")
-            for cells in rows(options, task, hosts):
-                print("|", " | ".join(cells), "|")
+def result(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result; exit if no part of `losses` has the settings of this version."""
+    columns = ["strategy", "iterations to DDP's loss", "seeds that never reach it", "last loss"]
+    columns += ["loss at equal bytes", "KB per iteration"]
+    for rate in rates_of(options):
+        columns += [f"ms at {rate} Mbit/s", f"s to DDP's loss at {rate} Mbit/s"]
+    found = [
+        {
+            "name": f"{task}-{hosts}",
+            "title": f"{NAMES[task]}, {hosts} hosts: published methods",
+            "spread": "median [least, greatest]",
+            "columns": [*columns, "seconds and bytes"],
+            "rows": made,
+        }
+        for task, hosts in cases(options)
+        if (made := [*rows(options, task, hosts)])
+    ]
+    if not found:
+        sys.exit(f"{options.losses} has no part with the settings of this version; run `losses`")
+    sent = f"{options.megabytes:g} MB" if options.megabytes else f"half of the bytes of {BUDGET}"
+    return {
+        "title": "Published methods beside DDP and DreamDDP",
+        "what": "Losses are real, of the real model on all ranks, up to "
+        f"{options.seeds} seeds; methods with servers train in a rehearsal with a jitter of "
+        f"{JITTER:.0%}. Iterations are those until DDP's held-out loss after "
+        f"{max(front.AIMS.values())} iterations. Seconds and bytes per iteration are of the lab, "
+        "with emulated compute (30 ms), or predicted from its profiles for workers beside one "
+        f"further host that serves. Losses are compared when a rank has sent {sent}.",
+        "how": ["measured", "emulated", "predicted"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": tables.machine(),
+        "command": "python benchmarks/methods.py losses; python benchmarks/methods.py times; "
+        "python benchmarks/methods.py tables",
+        "tables": found,
+        "misses": [],
+        "notes": [],
+    }
 
 
-def main() -> None:
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,9 +322,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, help="bytes of a rank at which losses compare")
     parser.add_argument("--losses", type=Path, default=Path("methods-losses.json"))
     parser.add_argument("--times", type=Path, default=Path("methods-times.json"))
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = options_of()
     if options.what == "tables":
-        tables(options)
+        tables.save("methods", result(options))
+        tables.main([])
         return
     until_s = time.monotonic() + 60 * options.minutes
     for key, run in parts(options):

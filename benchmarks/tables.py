@@ -22,7 +22,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in ("benchmarks", "claims", "scale"))
+PAGE_NAMES = ("benchmarks", "choosing", "claims", "scale")
+PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in PAGE_NAMES)
 ALL_TABLES = HERE / "tables.md"
 GENERATED = re.compile(r"(<!-- (table|list) ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 

@@ -1,6 +1,7 @@
 """Results of benchmarks: the page, the index and the scripts agree with the files."""
 
 import ast
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -115,6 +116,66 @@ def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
     parameters = [sum(b.size_bytes for b in story.profile().buckets) for story in stories.STORIES]
     sizes = [6.738e9 * 2, 124.44e6 * 4, 8.030e9 * 2, 5.289e6 * 4, 124.44e6 * 4]  # as published
     assert parameters == pytest.approx(sizes, rel=2e-3)
+
+
+def test_a_table_of_methods_has_only_parts_of_todays_settings(tmp_path) -> None:
+    """Servers have predicted seconds and bytes; a part that was made with other defaults is left
+    out."""
+    from offbeat.profile import Bucket, Link, Profile
+
+    methods = benchmark("methods")
+    labels = (*methods.CONTESTANTS, *methods.SERVED)
+
+    def part(rate: float) -> dict[str, list[tuple[int, float]]]:
+        return {label: [(i, 3 - rate * i) for i in range(10, 241, 10)] for label in labels}
+
+    options = methods.options_of(["tables", "--tasks", "gpt", "--hosts", "4", "--rates", "25"])
+    options.losses, options.times = tmp_path / "losses.json", tmp_path / "times.json"
+    begin = methods.prefix_of("losses", "gpt", 4)
+    other = "gpt, 4 hosts, settings 01234567, "
+    losses = {f"{begin}seed 0": part(0.005), f"{other}seed 1": part(0.001)}
+    options.losses.write_text(json.dumps(losses))
+    launch = {label: {"iteration_s": 0.05, "sent_bytes": 2e4} for label in methods.CONTESTANTS}
+    launch["ddp"]["sent_bytes"] = 4e5
+    begin = methods.prefix_of("times", "gpt", 4)
+    options.times.write_text(json.dumps({f"{begin}25 Mbit/s, 0": launch}))
+    profile = Profile((Bucket("a", 0.01, 0.02, 500_000),), (Link("net", 1e-3, 3e6),), 4)
+    (tmp_path / "times.profiles").mkdir()
+    profile.save(tmp_path / "times.profiles" / "gpt-4-25.json")
+
+    [table] = methods.result(options)["tables"]
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert [*rows] == [*labels]
+    ddp, local = rows["ddp"], rows[methods.BUDGET]
+    assert (ddp["iterations to DDP's loss"], float(ddp["last loss"])) == (120, 1.8)
+    assert (float(ddp["ms at 25 Mbit/s"]), ddp["s to DDP's loss at 25 Mbit/s"]) == (50, 6.0)
+    # Half of the bytes of local SGD are sent after 120 of its iterations, and after 6 of DDP.
+    assert float(local["loss at equal bytes"]) == pytest.approx(2.4)
+    assert float(ddp["loss at equal bytes"]) == pytest.approx(2.95)
+    served = rows[f"ps-diloco:period={methods.PERIOD}"]
+    assert (local["seconds and bytes"], served["seconds and bytes"]) == ("emulated", "predicted")
+    assert served["KB per iteration"] == 500_000 / methods.PERIOD / 1e3
+    compute_ms = 30.0
+    assert float(served["ms at 25 Mbit/s"]) > compute_ms
+    options.losses.write_text(json.dumps({f"{other}seed 1": part(0.001)}))
+    with pytest.raises(SystemExit, match="has no part with the settings"):
+        methods.result(options)
+
+
+def test_the_name_of_a_part_changes_with_a_default(monkeypatch) -> None:
+    from offbeat.strategies.methods.eager import Eager
+    from offbeat.strategies.outer_optimizer import OuterSGD
+
+    methods = benchmark("methods")
+    before = methods.prefix_of("losses", "gpt", 4)
+    assert before == methods.prefix_of("losses", "gpt", 4)
+    assert before != methods.prefix_of("losses", "gpt", 8)
+    places = [field.name for field in dataclasses.fields(Eager)]
+    defaults = list(Eager.__init__.__defaults__)
+    defaults[places.index("outer")] = OuterSGD(0.25, 0.0)
+    monkeypatch.setattr(Eager.__init__, "__defaults__", tuple(defaults))
+    assert methods.strategy_of("eager:period=10", 4).outer.lr == 0.25
+    assert before != methods.prefix_of("losses", "gpt", 4)
 
 
 def test_pairs_of_a_ranking_and_times_of_processes() -> None:
