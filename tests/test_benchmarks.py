@@ -4,7 +4,9 @@ import ast
 import dataclasses
 import json
 import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.scripts import ROOT, benchmark
@@ -118,12 +120,18 @@ def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
     assert parameters == pytest.approx(sizes, rel=2e-3)
 
 
-def test_a_table_of_methods_has_only_parts_of_todays_settings(tmp_path) -> None:
+@pytest.fixture
+def methods() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's PowerSGD
+        return benchmark("methods")
+
+
+def test_a_table_of_methods_has_only_parts_of_todays_settings(methods, tmp_path) -> None:
     """Servers have predicted seconds and bytes; a part that was made with other defaults is left
     out."""
     from offbeat.profile import Bucket, Link, Profile
 
-    methods = benchmark("methods")
     labels = (*methods.CONTESTANTS, *methods.SERVED)
 
     def part(rate: float) -> dict[str, list[tuple[int, float]]]:
@@ -162,16 +170,15 @@ def test_a_table_of_methods_has_only_parts_of_todays_settings(tmp_path) -> None:
         methods.result(options)
 
 
-def test_the_name_of_a_part_changes_with_a_default(monkeypatch) -> None:
+def test_the_name_of_a_part_changes_with_a_default(methods, monkeypatch) -> None:
     from offbeat.strategies.methods.eager import Eager
     from offbeat.strategies.outer_optimizer import OuterSGD
 
-    methods = benchmark("methods")
     before = methods.prefix_of("losses", "gpt", 4)
     assert before == methods.prefix_of("losses", "gpt", 4)
     assert before != methods.prefix_of("losses", "gpt", 8)
     places = [field.name for field in dataclasses.fields(Eager)]
-    defaults = list(Eager.__init__.__defaults__)
+    defaults = list(Eager.__init__.__defaults__ or ())
     defaults[places.index("outer")] = OuterSGD(0.25, 0.0)
     monkeypatch.setattr(Eager.__init__, "__defaults__", tuple(defaults))
     assert methods.strategy_of("eager:period=10", 4).outer.lr == 0.25
