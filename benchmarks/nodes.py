@@ -302,12 +302,27 @@ def overhead_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
             yield [task, plain, ours.partition(" ")[0], *ms, spread(ratios, 3)]
 
 
-NOTES = [
-    "Where the package torchft is installed, its local SGD over shards races, too. DeToNATION (detonation 0.5 on PyPI) does not: it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
-    "Predictions above 3 %: torch's DDP over the four ranks, whose messages between hosts alternate between two durations (298 and 319 ms on the GPT at 25 Mbit/s), which no prediction contains, and at 200 Mbit/s pass faster than the measured rate, probably in the burst of the shaper; and replicated digits at 25 Mbit/s, where the first messages of a connection take longer, until TCP has found the rate (local SGD: 1384, 1223, 1170, 1182, 1206, 1183 ms; 1 % of the segments are sent again, because two ranks overflow the queue of their host). A profile takes its rate from the fastest of them.",  # noqa: E501
-    "Cost of a step: no processor is idle, and ranks of replicated nodes send their gradients in one message. On the GPT one of them needs 12.2 ms of processor time per iteration, a rank of DDP 12.0 (medians in turns, beside other load); the threads of gloo take the rest.",  # noqa: E501
-    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Four ranks share two processors, and the predictions of nodes are from 9 % too fast to 18 % too slow. Those of replicated nodes contain the wait for the slower rank of each node. Two seeds.",  # noqa: E501
-]
+NOTES = (
+    "The package torchft races with its local SGD over shards. DeToNATION (detonation 0.5 on PyPI) does not race, because it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
+    "Predictions beyond 3 % have two causes. Messages of torch's DDP between hosts alternate between two durations, which no prediction contains, and at 200 Mbit/s they pass faster than the measured rate, probably in the burst of the shaper. Of replicated nodes with large messages at 25 Mbit/s the first messages of a connection take longer, until TCP has found the rate, because two ranks overflow the queue of their host; a profile takes its rate from the fastest of them.",  # noqa: E501
+    "Cost of a step: no processor is idle, and the ranks of replicated nodes send their gradients in one message. A rank needs about as much processor time per iteration as one of DDP; the threads of gloo take the rest.",  # noqa: E501
+    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Predictions of replicated nodes contain the wait for the slower rank of each node as if its ranks had independent times, although four ranks share two processors.",  # noqa: E501
+)
+
+
+def notes(parts: Mapping[str, list[list[Any]]]) -> Iterator[str]:
+    """Yield the remarks, and the errors of the predictions in the race."""
+    yield from NOTES
+    errors = [
+        100 * (row[4] / row[3][0] - 1)
+        for row in parts.get("race", ())
+        if row[0].startswith(("flat", "replicated", "sharded"))
+    ]
+    if errors:
+        yield (
+            f"Race: predictions of offbeat's contestants are between {min(errors):+.0f} and "
+            f"{max(errors):+.0f} % off."
+        )
 
 
 # ---- result ---------------------------------------------------------------------------------
@@ -353,10 +368,11 @@ ROWS = {
 
 def misses(parts: Mapping[str, list[list[Any]]]) -> Iterator[str]:
     """Yield the rows that are beyond a limit."""
-    for name, column in (("bytes", 5), ("predictions", 6)):
+    limited = (("bytes", 5, "{}, {} hosts of {}"), ("predictions", 6, "{}, {}, {}, {} Mbit/s"))
+    for name, column, label in limited:
         for row in parts.get(name, ()):
             if abs(row[column]) > LIMITS[name]:
-                yield f"{name}: {', '.join(map(str, row[:4]))}: {row[column]:+} %"
+                yield f"{name}: {label.format(*row)}: {row[column]:+} %"
     for row in parts.get("overhead", ()):
         if row[5][0] > LIMITS["overhead"]:
             yield f"overhead: {row[0]}, {row[2]}: {row[5][0]}"
@@ -364,11 +380,10 @@ def misses(parts: Mapping[str, list[list[Any]]]) -> Iterator[str]:
 
 def result(out: Path) -> dict[str, Any]:
     """Return the result of everything in a folder."""
-    parts = {}
-    for name, rows in ROWS.items():
-        path = out / f"{name}.json"
-        if path.exists():
-            parts[name] = [*rows(json.loads(path.read_text()))]
+    paths = {name: out / f"{name}.json" for name in ROWS}
+    found = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    parts = {name: [*ROWS[name](values)] for name, values in found.items()}
+    seeds = {"race": f" of {len(found['race'])} seeds"} if "race" in found else {}
     return {
         "title": "Nodes of several ranks",
         "what": "Replicas of several ranks, whole or sharded: bytes of a host by the kernel's counters, predicted and measured seconds, seconds to DDP's loss, cost of a step inside a node.",  # noqa: E501
@@ -381,14 +396,14 @@ def result(out: Path) -> dict[str, Any]:
                 "name": name,
                 "title": COLUMNS[name][0],
                 "how": [COLUMNS[name][1]],
-                "spread": "median [least, greatest]",
+                "spread": f"median [least, greatest]{seeds.get(name, '')}",
                 "columns": COLUMNS[name][2],
                 "rows": rows,
             }
             for name, rows in parts.items()
         ],
         "misses": [*misses(parts)],
-        "notes": NOTES,
+        "notes": [*notes(parts)],
     }
 
 

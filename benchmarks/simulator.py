@@ -12,7 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from offbeat.plan import Moment, Plan, local, transfer
@@ -44,6 +44,12 @@ def model(buckets: int, world_size: int = 16) -> Profile:
         update_s=1e-2,
         rank_scale=rank_scale if world_size > 16 else (),
     )
+
+
+def nodes() -> Profile:
+    """64 nodes of 8 ranks that are alike."""
+    inside = Link("inside", 2e-5, 1e9)
+    return replace(model(25, world_size=64), rank_scale=(), topology=(8,) * 64, inside=inside)
 
 
 def input_first(profile: Profile) -> Plan:
@@ -92,6 +98,8 @@ def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
     deep = model(5000)
     partial, filled = PartialSync(20).plan(deep), DreamDDP(20, solver="best").plan(deep)
     jitter = Ranks(jitter=0.1)
+    shared = nodes()
+    in_nodes = LocalSGD(50).plan(shared)
     return {
         "200 buckets unfused, 1,000 iterations, ranks alike": (
             1.0,
@@ -108,6 +116,10 @@ def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
         "50 sends per rank, 100 iterations, 64 ranks": (
             None,
             lambda: simulate(sends, sparse, iterations=100, record=0),
+        ),
+        "64 nodes of 8 ranks, 25 buckets, 50 iterations": (
+            0.1,
+            lambda: simulate(in_nodes, shared, iterations=50, record=1),
         ),
         "prediction of PartialSync(20), 5,000 buckets": (
             0.3,

@@ -4,8 +4,9 @@
     python benchmarks/tables.py paced demo    prints the tables of these results
 
 A result is a JSON file; benchmarks/README.md describes its keys. Pages of docs/ show a table
-between `<!-- table RESULT TABLE -->` and `<!-- /generated -->`, and the list of all results between
-`<!-- list results -->` and `<!-- /generated -->`. Measuring scripts write a result with `save`.
+between `<!-- table RESULT TABLE -->` and `<!-- /generated -->`, its misses and notes after
+`<!-- notes RESULT -->`, and the list of all results after `<!-- list results -->`. Scripts that
+measure write a result with `save`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ RESULTS = HERE / "results"
 PAGE_NAMES = ("benchmarks", "choosing", "claims", "scale")
 PAGES = tuple(HERE.parent / "docs" / f"{name}.md" for name in PAGE_NAMES)
 ALL_TABLES = HERE / "tables.md"
-GENERATED = re.compile(r"(<!-- (table|list) ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+GENERATED = re.compile(
+    r"(<!-- (table|list|notes) ([\w -]+) -->\n).*?(<!-- /generated -->)", re.DOTALL
+)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -83,10 +86,18 @@ def result_text(name: str) -> str:
     parts = [f"## {name}: {result['title']}\n", f"{result['what']}\n", f"`{result['command']}`\n"]
     parts += [f"{result['date']}; {result['machine']}\n"]
     parts += [table_text(result, table, selected=False) for table in result["tables"]]
-    for title, key in (("Missed", "misses"), ("Notes", "notes")):
-        if result[key]:
-            parts.append("\n".join([f"{title}:\n", *(f"- {text}" for text in result[key])]) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *remark_texts(result)])
+
+
+def remark_texts(result: dict[str, Any]) -> list[str]:
+    """Return the misses and the notes of a result as lists of Markdown."""
+    titles = {"misses": "Missed", "notes": "Notes"}
+    lists = ((title, result[key]) for key, title in titles.items())
+    return [
+        "\n".join([f"{title}:\n", *(f"- {text}" for text in texts)]) + "\n"
+        for title, texts in lists
+        if texts
+    ]
 
 
 def list_text() -> str:
@@ -106,13 +117,15 @@ def page_text(text: str) -> str:
         start, kind, words, end = found.groups()
         if kind == "list":
             return f"{start}\n{list_text()}\n{end}"
-        name, wanted = words.split()
+        name, *wanted = words.split()
         texts = list[str]()  # none if it is not measured yet
-        if name in names():
+        if name in names() and kind == "notes":
+            texts = ["\n".join(remark_texts(load(name)))]
+        elif name in names():
             result = load(name)
-            tables = (table for table in result["tables"] if table["name"] == wanted)
-            texts = [f"\n{table_text(result, table, selected=True)}\n" for table in tables]
-        return f"{start}{''.join(texts)}{end}"
+            tables = (table for table in result["tables"] if [table["name"]] == wanted)
+            texts = [table_text(result, table, selected=True) for table in tables]
+        return "".join([start, *(f"\n{text}\n" for text in texts), end])
 
     return GENERATED.sub(made, text)
 

@@ -230,6 +230,7 @@ def test_a_job_measures_both_levels(nodes: str) -> None:
     assert plan.groups == {"inside": ((0,), (1,))}
     assert len({rank["trained"].plan.digest for rank in ranks}) == 1
     assert len({rank["trained"].united for rank in ranks}) == 1
+    assert [rank["trained"].place for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert Profile.from_dict(profile.to_dict()) == profile
 
 

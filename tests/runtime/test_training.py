@@ -98,6 +98,7 @@ def check(
     tolerance = 5e-3 if loop.autocast else 1e-12 if case.dtype == torch.float64 else 1e-5
     for mine, replica in zip(ranks, world, strict=True):
         assert_same(mine, replica, f"rank {replica.rank}", tolerance)
+        assert mine.place == (replica.rank, 0)
     return ranks
 
 

@@ -47,6 +47,7 @@ def use_links() -> list[dict[str, Any]]:
         cluster = connect(specs, HOST, CPU(), 30.0, claim)
         cluster.open([vote_channel("net"), INSIDE])
         found.append(results(cluster, rank))
+        found[-1]["measuring"] = [cluster.probe_group(name).size() for name in ("net", INSIDE)]
         links = dict(cluster.links)
         cluster.open([INSIDE], {INSIDE: tuple((replica,) for replica in range(len(nodes)))})
         found[-1]["kept"] = cluster.links == links
@@ -112,6 +113,7 @@ def test_groups(i: int) -> None:
     for rank, by_topology in enumerate(found()):
         one = by_topology[i]
         assert (one["voters"], one["everyone"]) == (RANKS, RANKS)
+        assert one["measuring"] == [RANKS, RANKS], "columns and nodes send at the same time"
         assert one["kept"], "nodes and columns are the groups of every plan"
         *place, column = one["place"]
         assert place == [topology.replica_of(rank), topology.member_of(rank)]

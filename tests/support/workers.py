@@ -51,6 +51,7 @@ class Trained:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     profile: Profile | None = None
     united: str = ""  # hash of all bits after consolidate()
+    place: tuple[int, int] = (0, 0)  # replica of this rank, and its index within the node
 
 
 def rank() -> int:
@@ -130,6 +131,7 @@ def train(
                 scheduler.step()
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         spy.fill(trained)
+        trained.place = model.replica, model.member
         trained.united = average_replicas(model, slow)
     assert "grad" not in vars(torch.nn.Parameter)  # nobody listens to reads any more
     return trained

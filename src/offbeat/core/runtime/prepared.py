@@ -126,6 +126,16 @@ class Model(nn.Module):
         """Whether this process has left the job after `request_leave`. It must not train on."""
         return self._session.has_left
 
+    @property
+    def replica(self) -> int:
+        """Index of the replica that this rank trains. All ranks of a node train the same one."""
+        return self._session.replica
+
+    @property
+    def member(self) -> int:
+        """Index of this rank within its node; 0 if every rank has a replica of its own."""
+        return self._session.cluster.member
+
     def flush(self) -> None:
         """Complete updates that would otherwise run at the next forward of their bucket.
 

@@ -197,6 +197,12 @@ class Session(ABC):
         return self._cluster.control.rank
 
     @property
+    def replica(self) -> int:
+        """Index of the replica that this rank trains."""
+        cluster = self._cluster
+        return self.worker if cluster.topology.is_flat else cluster.replica
+
+    @property
     def cluster(self) -> Cluster:
         """Links and control of this process."""
         return self._cluster
