@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
 from offbeat.core.rules.changed import Course
+from offbeat.core.transport.topology import Topology
 
 ALONE = SaveGroup(None)
 
@@ -152,6 +154,8 @@ def test_of_another_time(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"schema \(2\) of .*a must be at most 1: a later version"):
         shard.read_manifest(path.parent)
     fields = json.loads(path.read_text()) | {"schema": 1}
+    path.write_text(json.dumps({n: v for n, v in fields.items() if n not in ("record", "nodes")}))
+    assert shard.read_manifest(path.parent) == shard.Manifest(**fields), "of version 0.1"
     for changed, name in ((fields | {"host": "a"}, "host"), ({"schema": 1}, "alike")):
         path.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=f"field '{name}' is missing or unknown in schema 1"):
@@ -381,20 +385,52 @@ def prepared(strategy: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Moc
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     session = Mock(saver=Saver(None), alone=False, elsewhere=None, worker=0, has_joined=False)
     session.strategy, session.cluster.where = strategy, torch.device("cpu")
+    session.cluster.topology = Topology.flat(1)
     session.run_joint_call = lambda act: (act(), "")
     model._session = optimizer._session = session
     return model, optimizer, session
 
 
-def test_shards_of_another_job_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank would load the shards of rank 0."""
-    model, optimizer, session = prepared("wfbp")
+def save_shard(folder: Path, rank: int, shape: tuple[int, int], **changed: Any) -> None:
+    """Write what a rank of a node of two ranks that shard a model saves."""
+    model, optimizer, _ = prepared("bsp")
     frozen = _freeze_all(model, optimizer, {}, {})
-    shard.write(Folder(tmp_path).shard("000001-iteration-3", 0), frozen, manifest())
-    monkeypatch.setattr(checkpoints, "is_sharded", lambda _: True)
-    with pytest.raises(ValueError, match="whose ranks hold other shards of the model"):
+    value = frozen.thaw() | {"model": {"weight": torch.full(shape, float(rank))}}
+    nodes = {"nodes": [[0, 1], [2, 3]], "sharded": True}
+    written = replace(manifest(world_size=4), worker=rank, nodes=nodes, **changed)
+    shard.write(Folder(folder).shard("000001-iteration-3", rank), freeze(value, {}), written)
+
+
+def test_shards_that_are_missing_are_named(tmp_path: Path) -> None:
+    """Rank 0 reads those of its node."""
+    model, optimizer, session = prepared("bsp")
+    save_shard(tmp_path, 0, (1, 2))
+    words = r"000001-iteration-3 must hold the shards of ranks 0, 1, .*, not without 1; copy these"
+    with pytest.raises(RuntimeError, match=words):
         offbeat.load(tmp_path, model, optimizer)
     assert not session.resume.called
+
+
+def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
+    model, optimizer, session = prepared("bsp")
+    for rank in range(2):
+        save_shard(tmp_path, rank, (3, 2))
+    words = r"the saved shards of 'weight' have shapes \(3, 2\), \(3, 2\)"
+    with pytest.raises(RuntimeError, match=words):
+        offbeat.load(tmp_path, model, optimizer)
+    assert not session.resume.called
+
+
+@pytest.mark.parametrize("nodes", [{"nodes": [[0]], "sharded": False}, {}], ids=["nodes", "none"])
+def test_exact_in_the_same_nodes_only(tmp_path: Path, nodes: dict[str, Any]) -> None:
+    model, optimizer, session = prepared("bsp")
+    session.cluster.topology = SimpleNamespace(record=lambda: nodes)
+    frozen = _freeze_all(model, optimizer, {"planned": 3}, {})
+    shard.write(Folder(tmp_path).shard("000001-iteration-3", 0), frozen, manifest())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DataLoaders of other tests
+        assert offbeat.load(tmp_path, model, optimizer).exact == (not nodes)
+    session.resume.assert_called_once_with(3, None if nodes else {"planned": 3})
 
 
 def test_the_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -470,7 +506,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         assert "extra holds something that cannot be saved" in said["extra"]
         assert "must be the folder of checkpoints" in said["one"]
         assert "extra ('sampler') must be one of what" in said["missing"]
-        assert "local-sgd(period=3), each with weights of its own" in said["strategy"]
+        assert "local-sgd(period=3), whose ranks have states of their own" in said["strategy"]
         assert "there is no plan yet in iteration 1" in said["observing"]
         assert "the model is closed" in said["closed"]
 

@@ -489,7 +489,7 @@ def replicate(strategy: str, plant: str | None = None, action: str | None = None
 def mesh() -> Any:
     from support.sharded_jobs import mesh_of
 
-    return mesh_of(2)
+    return mesh_of(SHARDED)
 
 
 def shard(strategy: str, plant: str | None = None, action: str | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ on it.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,27 +15,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from reference.training import average_gradients
+from reference.training import average_gradients, bsp, local_sgd
 from support.comparing import assert_close, assert_same
 from support.models import build_model
 from support.node_jobs import ADAM, members
 from support.sharded_jobs import (
     CASES,
     CODED,
+    KILLED,
+    PARAMETERS,
     REFUSED,
     REPLICATED,
+    RESHAPED,
     SAVED,
     SHAPED,
+    SHAPES,
     SHARDED,
     VARIANTS,
     call,
     coded_reference,
+    continue_killed,
     diverge,
     find_any,
     nodes_of,
     refuse_all,
     repair,
     reshape,
+    reshape_ours,
     send_coded,
     spoil,
     train,
@@ -43,6 +50,7 @@ from support.sharded_jobs import (
     train_variants,
     unite,
 )
+from support.workers import TIMEOUT_S
 from support.worlds import one_of, run_world, watch_world
 
 from offbeat.core.buckets.shards import MEMORY
@@ -114,6 +122,7 @@ def results_of(folder: Path) -> Results:
         "united": (unite, SHARDED),
         "saved": (train_all_saved, str(folder / "saved")),
         "reshaped": (reshape, str(folder / "reshaped")),
+        "reshaped ours": (reshape_ours, str(folder / "ours")),
         "refused": (refuse_all,),
     }
     return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
@@ -211,6 +220,42 @@ def test_torch_reads_checkpoints(results_of: Results, folder: Path) -> None:
     assert_close(alone["model"], ranks[0]["before"], "model", 0.0)
 
 
+@pytest.mark.parametrize("key", RESHAPED, ids=" - ".join)
+def test_checkpoints_continue_in_other_nodes(results_of: Results, key: tuple[str, ...]) -> None:
+    """From the same weights and optimizer state, with a plan that begins anew."""
+    strategy, saved, loaded = key
+    ranks, nodes = results_of("reshaped ours"), SHAPES[loaded]
+    expected = ranks[0][strategy, saved]
+    world = members(SHAPED, nodes)
+    for replica in world:
+        replica.model.load_state_dict(expected[0])
+        replica.optimizer.load_state_dict(copy.deepcopy(expected[1]))
+    if strategy == PARAMETERS:
+        local_sgd(world, range(3, 5), period=2)
+    else:
+        bsp(world, range(3, 5))
+    for found, replica in zip(ranks, world, strict=True):
+        error, exact, iteration, state, trained = found[key]
+        assert (exact, iteration) == (False, 3)
+        assert_close(state, expected, "loaded", 0.0)
+        assert_close(trained, replica.model.state_dict(), f"rank {replica.rank}", 1e-12)
+        if strategy == PARAMETERS:
+            assert "whose ranks have states of their own" in error
+            assert "call model.consolidate() before offbeat.save" in error
+
+
+def test_checkpoints_of_other_nodes_name_both(results_of: Results) -> None:
+    [ranks] = {
+        results[PARAMETERS, "replicated", "replicated crosswise"][0]
+        for results in results_of("reshaped ours")
+    }
+    assert (
+        "is of 4 ranks (2 nodes of 2 ranks that replicate the model) under local-sgd(period=2), "
+        "whose ranks have states of their own, and here are 4 (2 nodes of 2 ranks (0, 2; 1, 3) "
+        "that replicate the model) under local-sgd(period=2); start the job alike"
+    ) in ranks
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
     for found in results_of("refused"):
@@ -224,11 +269,25 @@ def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
         ("wfbp", SHARDED, 0),  # hosts the store
         ("local-sgd:period=2", SHARDED, 2),
         ("dreamddp:period=2", REPLICATED, 3),
+        ("wfbp", REPLICATED, 2),
     ],
 )
 def test_survivors_name_rank_and_node(strategy: str, nodes: Any, who: int) -> None:
-    outcomes = watch_world(train_until_killed, 4, strategy, nodes, who, doomed=[who])
+    require_named(strategy, nodes, who)
+
+
+def require_named(strategy: str, nodes: Any, who: int, path: str = "") -> None:
+    outcomes = watch_world(train_until_killed, 4, strategy, nodes, who, path, doomed=[who])
     for outcome in outcomes:
         if outcome.rank != who:
             assert f"Rank {who} (" in outcome.error, outcome
             assert f", node {who // 2}) " in outcome.error, outcome
+            assert outcome.seconds < TIMEOUT_S + 20, outcome
+
+
+def test_killed_jobs_continue_with_the_same_bits(tmp_path: Path) -> None:
+    paths = [str(tmp_path / strategy) for strategy, _, _ in KILLED]
+    for job, path in zip(KILLED, paths, strict=True):
+        require_named(*job, path)
+    for found in run_world(continue_killed, 4, paths):
+        assert [whole == resumed for whole, resumed in found] == [True] * len(KILLED)

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from reference.training import Replica, bsp, copy_buffers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -42,6 +42,7 @@ from support.models import (
     build_optimizer,
     build_scheduler,
     loss_of,
+    profile_of,
 )
 from support.node_jobs import (
     ADAM,
@@ -57,7 +58,7 @@ from support.node_jobs import (
     sets_average,
     stepped,
 )
-from support.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank, world_size
+from support.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -70,13 +71,12 @@ def nodes_of(replicas: int, ranks: int) -> Shards:
     return Shards(tuple(range(ranks * i, ranks * (i + 1))) for i in range(replicas))
 
 
-def mesh_of(replicas: int) -> DeviceMesh:
+def mesh_of(nodes: Sequence[Sequence[int]]) -> DeviceMesh:
     """The mesh of a job, (between, inside); joins the job before."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    shape = (replicas, world_size() // replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("between", "inside"))
+    return DeviceMesh("cpu", [*map(list, nodes)], mesh_dim_names=("between", "inside"))
 
 
 def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -109,7 +109,7 @@ def job(
 ) -> Iterator[tuple[Any, Any]]:
     """A prepared model whose replicas begin with different weights, and its optimizer. `before`
     gets the model before it is prepared."""
-    mesh = mesh_of(len(nodes))
+    mesh = mesh_of(nodes)
     net = build_model(case, seed=rank() // len(nodes[0]))
     if isinstance(nodes, Shards):
         shard(net, mesh["inside"])
@@ -318,7 +318,7 @@ def average(mesh: DeviceMesh, tensors: Any) -> None:
 
 def train_variants(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """By variant the hashes of `train_variant` with and without offbeat."""
-    mesh = mesh_of(2)
+    mesh = mesh_of(SHARDED)
     return {n: (train_variant(n, True, mesh), train_variant(n, False, mesh)) for n in names}
 
 
@@ -388,7 +388,7 @@ def repair() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
 
 def find_any() -> list[bool]:
     """Of a tensor that only the last rank of a node has filled, and of zeros."""
-    memory = Memory(shard(build_model(ADAM), mesh_of(2)["inside"]))
+    memory = Memory(shard(build_model(ADAM), mesh_of(SHARDED)["inside"]))
     return [memory.is_any(torch.full((3,), float(fill and rank() % 2))) for fill in (True, False)]
 
 
@@ -418,16 +418,18 @@ SAVED: dict[str, tuple[str, Sequence[Sequence[int]]]] = {
 }
 
 
-def train_saved(path: str, strategy: str, nodes: Sequence[Sequence[int]]) -> tuple[str, str]:
+def train_saved(
+    path: str, strategy: str, nodes: Sequence[Sequence[int]], *, saves: bool = True
+) -> tuple[str, str]:
     """Hashes of this rank's weights and optimizer state after 9 iterations: without a pause, and
-    resumed in iteration 6 from a checkpoint."""
+    resumed from a checkpoint, which is saved in iteration 6 unless there is one."""
     hashes = []
     for resumed in (False, True):
         with job(ADAM, strategy, nodes) as (model, optimizer):
             first = offbeat.load(path, model, optimizer).iteration if resumed else 0
             for t in range(first, 9):
                 User(ADAM, model, optimizer, USUAL).iterate(t)
-                if t == 5 and not resumed:
+                if t == 5 and saves and not resumed:
                     offbeat.save(path, model, optimizer).wait()
             model.flush()
             kept = [*own_parameters(model).values()]
@@ -455,7 +457,7 @@ def reshape(path: str) -> dict[str, Tensor]:
         saved = dict(zip(("model", "optimizer"), get_state_dict(net, inner), strict=True))
         dcp.save(saved, checkpoint_id=path)
         before = whole(saved["model"])
-    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("between", "inside"))
+    mesh = mesh_of(nodes_of(1, 4))
     net = shard(build_model(SHAPED, seed=9), mesh["inside"])
     inner = build_optimizer(SHAPED, net)
     found = dict(zip(("model", "optimizer"), get_state_dict(net, inner), strict=True))
@@ -466,6 +468,71 @@ def reshape(path: str) -> dict[str, Tensor]:
     with prepared(net, inner, "wfbp", **options) as (model, optimizer):
         User(SHAPED, model, optimizer, USUAL).iterate(4)
     return {"before": before, "after": after, "trained": whole(net.state_dict())}
+
+
+SHAPES: dict[str, Sequence[Sequence[int]]] = {
+    "single ranks": ((0,), (1,), (2,), (3,)),
+    "replicated": REPLICATED,
+    "replicated crosswise": ((0, 2), (1, 3)),
+    "one replicated node": ((0, 1, 2, 3),),
+    "sharded": SHARDED,
+    "sharded crosswise": Shards(((0, 2), (1, 3))),
+    "one sharded node": nodes_of(1, 4),
+}
+PARAMETERS, GRADIENTS = "local-sgd:period=2", "wfbp"
+RESHAPED = (  # strategy, nodes of the saved job, nodes of the loading job
+    (PARAMETERS, "single ranks", "replicated"),
+    (PARAMETERS, "single ranks", "one sharded node"),
+    (PARAMETERS, "replicated", "single ranks"),
+    (PARAMETERS, "replicated", "replicated crosswise"),
+    (PARAMETERS, "replicated", "one replicated node"),
+    (PARAMETERS, "replicated", "sharded"),
+    (PARAMETERS, "sharded", "single ranks"),
+    (PARAMETERS, "sharded", "replicated"),
+    (PARAMETERS, "sharded", "sharded crosswise"),
+    (PARAMETERS, "sharded", "one sharded node"),
+    (GRADIENTS, "sharded", "sharded crosswise"),
+    (GRADIENTS, "one sharded node", "replicated"),
+)
+
+
+def job_in(name: str, strategy: str) -> Any:
+    """`job` in nodes of `SHAPES`."""
+    nodes = SHAPES[name]
+    flat = {"profile": profile_of(SHAPED, 4)} if name == "single ranks" else {}
+    return job(SHAPED, strategy, nodes, **flat)
+
+
+def reshape_ours(path: str) -> dict[Any, Any]:
+    """Save after three iterations, once as it is and once after `consolidate`, and load into other
+    nodes, which train two iterations more. By (strategy, saved) the whole state of model and
+    optimizer; by `RESHAPED` the error as it is, facts of the loaded checkpoint, the whole state
+    after the load, and the weights after those iterations."""
+    found: dict[Any, Any] = {}
+    for strategy, saved in dict.fromkeys(key[:2] for key in RESHAPED):
+        with job_in(saved, strategy) as (model, optimizer):
+            for t in range(3):
+                User(SHAPED, model, optimizer, USUAL).iterate(t)
+            offbeat.save(f"{path}/{strategy}/{saved}/apart", model, optimizer).wait()
+            if strategy == PARAMETERS:
+                model.consolidate()
+                offbeat.save(f"{path}/{strategy}/{saved}/one", model, optimizer).wait()
+            found[strategy, saved] = whole([model.state_dict(), optimizer.state_dict()])
+    for key in RESHAPED:
+        strategy, saved, loaded = key
+        with job_in(loaded, strategy) as (model, optimizer):
+            where, error = f"{path}/{strategy}/{saved}/apart", ""
+            if strategy == PARAMETERS:
+                with pytest.raises(ValueError) as info:
+                    offbeat.load(where, model, optimizer)
+                where, error = f"{path}/{strategy}/{saved}/one", str(info.value)
+            facts = offbeat.load(where, model, optimizer)
+            state = whole([model.state_dict(), optimizer.state_dict()])
+            for t in range(3, 5):
+                User(SHAPED, model, optimizer, USUAL).iterate(t)
+            model.flush()
+            found[key] = error, facts.exact, facts.iteration, state, whole(model.state_dict())
+    return found
 
 
 # ---- refusals -------------------------------------------------------------------------------
@@ -609,7 +676,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 def refuse_all() -> dict[str, str]:
     """The error of each case on this rank."""
-    both = mesh_of(2)
+    both = mesh_of(SHARDED)
     MESHES.update(both=both, between=both["between"], inside=both["inside"])
     found = {}
     for name, (options, _) in REFUSED.items():
@@ -627,8 +694,25 @@ def refuse_all() -> dict[str, str]:
 # ---- deaths ---------------------------------------------------------------------------------
 
 
-def train_until_killed(strategy: str, nodes: Sequence[Sequence[int]], who: int) -> None:
-    """Rank `who` ends in iteration 2. The others raise what they have said until their end."""
+KILLED: tuple[tuple[str, Sequence[Sequence[int]], int], ...] = (
+    ("diloco:period=3", SHARDED, 3),
+    ("dreamddp:period=3", REPLICATED, 0),  # hosts the store
+)
+
+
+def continue_killed(paths: Sequence[str]) -> list[tuple[str, str]]:
+    """By jobs of `KILLED` the hashes of `train_saved`."""
+    return [
+        train_saved(path, strategy, nodes, saves=False)
+        for path, (strategy, nodes, _) in zip(paths, KILLED, strict=True)
+    ]
+
+
+def train_until_killed(
+    strategy: str, nodes: Sequence[Sequence[int]], who: int, path: str = ""
+) -> None:
+    """Rank `who` ends in iteration 2, after a save into `path`. The others raise what they have
+    said until their end."""
     said = io.StringIO()
     with job(ADAM, strategy, nodes) as (model, optimizer):
         try:
@@ -636,6 +720,8 @@ def train_until_killed(strategy: str, nodes: Sequence[Sequence[int]], who: int) 
                 if (rank(), t) == (who, 2):
                     os._exit(1)
                 User(ADAM, model, optimizer, USUAL).iterate(t)
+                if path and t == 1:
+                    offbeat.save(path, model, optimizer).wait()
         except RuntimeError as error:
             sys.last_value = error  # as in a script that does not catch it
             with contextlib.redirect_stderr(said):

@@ -14,7 +14,7 @@ after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,10 +61,17 @@ def _padded_shape(p: Any) -> list[int]:
 
 def _without_padding(flat: Tensor, p: Any) -> Tensor:
     """Return a view of a padded shard, [n], as the elements that this rank holds."""
-    shape, dim = _padded_shape(p), p.placements[0].dim
-    begin = p.device_mesh.get_local_rank() * shape[dim]
-    length = max(0, min(shape[dim], p.size(dim) - begin))
-    return flat.view(shape).narrow(dim, 0, length)
+    dim, _, length = _own_range(p)
+    return flat.view(_padded_shape(p)).narrow(dim, 0, length)
+
+
+def _own_range(p: Any) -> tuple[int, int, int]:
+    """Return the dimension along which a parameter is cut, and begin and length of what this rank
+    holds along it."""
+    dim = p.placements[0].dim
+    each = _padded_shape(p)[dim]
+    begin = min(p.device_mesh.get_local_rank() * each, p.size(dim))
+    return dim, begin, min(each, p.size(dim) - begin)
 
 
 class Shards:
@@ -334,7 +341,7 @@ def as_shards(
                 "saved job had"
             )
         weights[name] = _shard_like(shard, weights[name])
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters_by_index(optimizer)
     state = {
         index: {
             name: _shard_like(parameters[index], value)
@@ -345,6 +352,116 @@ def as_shards(
         for index, entries in found["optimizer"]["state"].items()
     }
     return {**found, "model": weights, "optimizer": {**found["optimizer"], "state": state}}
+
+
+def cut_whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return whole saved states of model and optimizer with the elements of this rank's shards
+    where the model has shards, as `as_shards` takes them.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        found: `model` and `optimizer` as the `state_dict` of a whole model and its optimizer; other
+            entries are returned unchanged.
+
+    Raises:
+        ValueError: a saved tensor does not have the shape of its parameter; names it.
+    """
+    shards = {name: t for name, t in model.state_dict().items() if is_sharded(t)}
+    if not shards:
+        return found
+    weights = {
+        name: _own_part(shards[name], value, repr(name)) if name in shards else value
+        for name, value in found["model"].items()
+    }
+    by_index = _parameters_by_index(optimizer)
+    state = {
+        index: {
+            name: _own_part(by_index[index], value, f"{name!r} of parameter {index}")
+            if isinstance(value, Tensor) and value.dim()  # not numbers of steps
+            else value
+            for name, value in entries.items()
+        }
+        for index, entries in found["optimizer"]["state"].items()
+    }
+    return {**found, "model": weights, "optimizer": {**found["optimizer"], "state": state}}
+
+
+def _own_part(p: Any, whole: Tensor, name: str) -> Tensor:
+    """Return this rank's part of a whole tensor that belongs to a parameter."""
+    if not is_sharded(p):
+        return whole
+    if whole.shape != p.shape:
+        raise ValueError(
+            f"the saved tensor {name} has shape {tuple(whole.shape)}, which must be that of the "
+            f"parameter, {tuple(p.shape)}, to be divided between the ranks of a node; load the "
+            "checkpoint where every rank holds the whole model"
+        )
+    # A view would keep the whole tensor alive in the optimizer's state.
+    return whole.narrow(*_own_range(p)).clone(memory_format=torch.contiguous_format)
+
+
+def join_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """Return whole states of model and optimizer from those that the ranks of a node have saved.
+
+    Args:
+        model: a model with the same parameters, whole or sharded.
+        optimizer: its optimizer.
+        parts: by rank of the node, `model` and `optimizer` as their `state_dict` returned them with
+            the elements of its shards. Other entries are those of the first rank.
+
+    Raises:
+        ValueError: saved tensors are not the parts of a parameter; names it.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    like, by_index = model.state_dict(), _parameters_by_index(optimizer)
+    weights = {
+        name: _joined([part["model"][name] for part in parts], like.get(name), repr(name))
+        for name in first["model"]
+    }
+    states = [part["optimizer"]["state"] for part in parts]
+    state = {
+        index: {
+            name: _joined(
+                [one[index][name] for one in states],
+                by_index.get(index),
+                f"{name!r} of parameter {index}",
+            )
+            for name in entries
+        }
+        for index, entries in states[0].items()
+    }
+    return {**first, "model": weights, "optimizer": {**first["optimizer"], "state": state}}
+
+
+def _joined(values: Sequence[Any], like: Any, name: str) -> Any:
+    """Return a tensor with the shape of a parameter from its parts, or the value of all ranks if it
+    is not divided."""
+    if not (isinstance(values[0], Tensor) and isinstance(like, Tensor) and values[0].dim()):
+        return values[0]  # numbers of steps
+    shape = like.shape
+    for dim, length in enumerate(shape):
+        others = {(*one[:dim], *one[dim + 1 :]) for one in (shape, *(v.shape for v in values))}
+        if len(others) == 1 and sum(value.size(dim) for value in values) == length:
+            return torch.cat([*values], dim)
+    if all(value.shape == shape for value in values):
+        return values[0]  # buffers
+    raise ValueError(
+        f"the saved shards of {name} have shapes {', '.join(str(tuple(v.shape)) for v in values)}, "
+        f"which must be parts of {tuple(shape)}, the shape of the parameter; build the model and "
+        "the optimizer that were saved, or start the nodes that saved them"
+    )
+
+
+def _parameters_by_index(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Return the parameters of an optimizer by their numbers in its `state_dict`."""
+    return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _shard_like(shard: Any, own: Tensor) -> Tensor:

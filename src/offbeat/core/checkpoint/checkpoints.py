@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets import random_states as randomness
-from offbeat.core.buckets.shards import as_shards, is_sharded
+from offbeat.core.buckets.shards import as_shards, cut_whole, join_shards
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.folder import NAME, Folder
 from offbeat.core.checkpoint.frozen import Frozen, freeze
 from offbeat.core.checkpoint.saving import FailedSaving, SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 from offbeat.core.console import console
+from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.launch_request import LaunchRequest
@@ -95,6 +96,7 @@ def save(
             session.strategy,
             position.alike,
             session.record,
+            session.cluster.topology.record(),
         )
         samples = session.capture_samples()
         frozen = partial(_freeze_all, model, optimizer, position.state, extra or {}, samples)
@@ -124,12 +126,13 @@ def load(
     Every rank must call it, after `prepare` and before the first iteration. Load trusted files
     only: a checkpoint is unpickled.
 
-    If strategy and number of ranks are those of the saved job, each rank continues exactly from its
-    saved state: position in the plan, optimizer state and random states included. A warning counts
-    DataLoaders that draw seeds from torch's global generator, because they do not continue exactly.
-    In a job with another strategy or number of ranks, all ranks get weights and optimizer state of
-    rank 0. This requires equal weights on all ranks of the saved job, as after
-    `model.consolidate()`, or with a strategy that averages gradients only.
+    If strategy, number of ranks and nodes are those of the saved job, each rank continues exactly
+    from its saved state: position in the plan, optimizer state and random states included. A
+    warning counts DataLoaders that draw seeds from torch's global generator, because they do not
+    continue exactly. In a job with another strategy, number of ranks, or nodes, all ranks get
+    weights and optimizer state of rank 0, or of its node where the model was sharded. This requires
+    equal weights on all replicas of the saved job, as after `model.consolidate()`, or with a
+    strategy that averages gradients only.
 
     Args:
         path: folder of the checkpoints, or directory of one checkpoint.
@@ -175,11 +178,12 @@ def _load(
     name, manifest = _choose_checkpoint(folder, session, company)
     directory = folder.shard(name, session.worker)
     exact = _same_job(manifest, session, company)
-    found = _read(directory if exact or session.worker == 0 else None, company, session.worker)
+    read = partial(shard.read, directory)
     if not exact:
-        common = ("model", "buffers", "optimizer", "extra", "samples")
-        _require_whole(model, directory)
-        found = company.share(found and {name: found.get(name) for name in common})
+        read = partial(_read_replica, folder, name, manifest, model, optimizer)
+    found = _read(read if exact or session.worker == 0 else None, company, session.worker)
+    if not exact:
+        found = cut_whole(model, optimizer, company.share(found))
     found = as_shards(model, optimizer, found)
     model.load_state_dict(found["model"])
     buffers = dict(model.named_buffers())
@@ -342,38 +346,58 @@ def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]
 
 
 def _same_job(manifest: Manifest, session: Session, company: SaveGroup) -> bool:
-    return manifest.world_size == company.size and manifest.strategy == session.strategy
-
-
-def _require_whole(model: nn.Module, path: Path) -> None:
-    """Raise ValueError if a sharded model would take the shards of rank 0 on all ranks."""
-    if any(map(is_sharded, model.parameters())):
-        raise ValueError(
-            f"the checkpoint {path} is of another job, whose ranks hold other shards of the model; "
-            "start the job alike, or call model.consolidate() and save model.state_dict() with "
-            "torch.distributed.checkpoint, which loads into any shape of nodes"
-        )
+    saved = manifest.world_size, manifest.strategy, manifest.nodes
+    return saved == (company.size, session.strategy, session.cluster.topology.record())
 
 
 def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
+        saved, own = map(_describe_nodes, (manifest.nodes, session.cluster.topology.record()))
         raise ValueError(
-            f"the checkpoint {path} is of {manifest.world_size} ranks under {manifest.strategy}, "
-            f"each with weights of its own, and here are {company.size} under {session.strategy}; "
-            "start the job alike, or call model.consolidate() before offbeat.save: any number of "
-            "ranks and any strategy can go on from that"
+            f"the checkpoint {path} is of {manifest.world_size} ranks{saved} under "
+            f"{manifest.strategy}, whose ranks have states of their own, and here are "
+            f"{company.size}{own} under {session.strategy}; start the job alike, or call "
+            "model.consolidate() before offbeat.save: any number of ranks, any nodes and any "
+            "strategy can go on from that"
         )
 
 
-def _read(directory: Path | None, company: SaveGroup, worker: int) -> Any:
-    """Return the value saved in a directory; None without a directory.
+def _describe_nodes(record: Mapping[str, Any]) -> str:
+    topology = Topology.from_record(record)
+    return "" if topology is None else f" ({topology.describe()})"
+
+
+def _read_replica(
+    folder: Folder,
+    name: str,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Return the state that another job continues from: that of rank 0, or of its node if the model
+    was sharded."""
+    topology = Topology.from_record(manifest.nodes)
+    ranks = topology.node_of(0) if topology is not None and topology.sharded else (0,)
+    manifests = {rank: folder.manifests(rank).get(name) for rank in ranks}
+    if missing := [rank for rank, one in manifests.items() if one is None]:
+        raise ValueError(
+            f"{folder.path / name} must hold the shards of ranks {', '.join(map(str, ranks))}, "
+            f"which shared a replica, not without {', '.join(map(str, missing))}; copy these "
+            "shards to the host of rank 0"
+        )
+    found = join_shards(model, optimizer, [shard.read(folder.shard(name, r)) for r in ranks])
+    return {key: found.get(key) for key in ("model", "buffers", "optimizer", "extra", "samples")}
+
+
+def _read(read: Callable[[], Any] | None, company: SaveGroup, worker: int) -> Any:
+    """Return what `read` returns; None without it.
 
     Raises:
         RuntimeError: on every rank, if a rank could not read.
     """
     found = error = None
     try:
-        found = None if directory is None else shard.read(directory)
+        found = None if read is None else read()
     except Exception as failure:
         error = f"rank {worker}: {failure}"
     failed = [words for words in company.gather(error) if words is not None]

@@ -26,7 +26,8 @@ class Manifest:
 
     A shard is complete if all files exist with these sizes. `alike` is whether all ranks have the
     same weights. If it is true, any number of ranks can continue from the checkpoint. `record` is
-    the id of the record of the run; None if it was not recorded.
+    the id of the record of the run; None if it was not recorded. `nodes` is `Topology.record()` of
+    the job; empty if every rank held a replica of its own.
     """
 
     worker: int
@@ -35,6 +36,7 @@ class Manifest:
     strategy: str
     alike: bool
     record: str | None = None
+    nodes: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -88,7 +90,7 @@ def read_manifest(directory: Path) -> Manifest:
     data = json.loads((directory / MANIFEST).read_text())
     require_schema(data.get("schema"), SCHEMA, directory)
     known = {field.name for field in fields(Manifest)}
-    if odd := (data.keys() ^ known) - {"record"}:  # version 0.1 wrote no `record`
+    if odd := (data.keys() ^ known) - {"record", "nodes"}:  # version 0.1 wrote neither
         path = directory / MANIFEST
         raise ValueError(f"{path}: field {min(odd)!r} is missing or unknown in schema {SCHEMA}")
     manifest = Manifest(**data)

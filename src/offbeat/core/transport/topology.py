@@ -56,7 +56,9 @@ class Topology:
 
     def record(self) -> dict[str, Any]:
         """Return the nodes as JSON types; nothing if every rank holds a replica of its own."""
-        return {} if self.is_flat else {"nodes": self.nodes, "sharded": self.sharded}
+        if self.is_flat:
+            return {}
+        return {"nodes": [*map(list, self.nodes)], "sharded": self.sharded}
 
     @cached_property
     def ranks(self) -> int:
@@ -155,6 +157,12 @@ class Topology:
         each = sizes[0] if self.is_even else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
         plural = "s" if self.replicas > 1 else ""
         return f"{self.replicas} node{plural} of {each} ranks"
+
+    def describe(self) -> str:
+        """Return a text that differs between any two topologies with nodes of several ranks."""
+        in_order = [rank for node in self.nodes for rank in node] == [*range(self.ranks)]
+        which = "" if in_order else f" ({_node_texts(self.nodes)})"
+        return f"{self}{which} that {'shard' if self.sharded else 'replicate'} the model"
 
 
 @dataclass(frozen=True)
