@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -396,8 +396,8 @@ def save_shard(folder: Path, rank: int, shape: tuple[int, int], **changed: Any) 
     model, optimizer, _ = prepared("bsp")
     frozen = _freeze_all(model, optimizer, {}, {})
     value = frozen.thaw() | {"model": {"weight": torch.full(shape, float(rank))}}
-    nodes = {"nodes": [[0, 1], [2, 3]], "sharded": True}
-    written = replace(manifest(world_size=4), worker=rank, nodes=nodes, **changed)
+    given = {"nodes": {"nodes": [[0, 1], [2, 3]], "sharded": True}, **changed}
+    written = replace(manifest(world_size=4), worker=rank, **given)
     shard.write(Folder(folder).shard("000001-iteration-3", rank), freeze(value, {}), written)
 
 
@@ -409,6 +409,24 @@ def test_shards_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=words):
         offbeat.load(tmp_path, model, optimizer)
     assert not session.resume.called
+
+
+@pytest.mark.parametrize("changed", [{"strategy": "local-sgd"}, {"nodes": {}}, {"world_size": 3}])
+def test_shards_of_several_jobs_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """On the hosts of ranks, and where rank 0 joins the shards of its node."""
+    model, optimizer, session = prepared("bsp")
+    save_shard(tmp_path, 0, (1, 2))
+    save_shard(tmp_path, 1, (1, 2), **changed)
+    with pytest.raises(RuntimeError, match=r"rank 0 has a shard of 4 ranks \(2 nodes of 2 ranks"):
+        offbeat.load(tmp_path, model, optimizer)
+    assert not session.resume.called
+    by_rank = [
+        {name: asdict(one) for name, one in Folder(tmp_path).manifests(rank).items()}
+        for rank in range(2)
+    ]
+    company: Any = Mock(size=4, gather=lambda _: [("", by_rank[rank]) for rank in (0, 0, 1, 0)])
+    with pytest.raises(ValueError, match=r"must be of one job .*, rank 2 of [34] ranks"):
+        checkpoints._choose_checkpoint(Folder(tmp_path), session, company)
 
 
 def test_shards_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -552,7 +570,7 @@ def test_other_worlds(tmp_path: Path) -> None:
             assert (exact, iteration) == (False, 3)
             assert extra == {"epoch": 7, "rank": 0}
             assert "is of 2 ranks under local-sgd(period=10)" in said
-            assert f"and here are {size} under {strategy}" in said
+            assert f"and here are {size} ranks under {strategy}" in said
 
 
 def test_plans_that_were_measured(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.core.buckets.shards import _joined, _own_part
+from offbeat.core.buckets.shards import _join_parts, _own_part
 
 DIVIDED = [((5, 3), 0, 2), ((3, 2), 0, 4), ((1, 4), 0, 2), ((4, 6), 1, 2), ((5,), 0, 4)]
 
@@ -23,7 +23,7 @@ def test_cut_and_joined(shape: tuple[int, ...], dim: int, ranks: int) -> None:
         assert torch.equal(found, part)
         assert found.is_contiguous()
         assert found.untyped_storage().nbytes() == 4 * part.numel(), "the whole tensor is released"
-    assert torch.equal(_joined(parts, torch.empty(shape), ""), whole)
+    assert torch.equal(_join_parts(parts, torch.empty(shape), ""), whole)
 
 
 def parameter(shape: tuple[int, ...], dim: int, rank: int, ranks: int) -> Any:
@@ -38,7 +38,7 @@ def parameter(shape: tuple[int, ...], dim: int, rank: int, ranks: int) -> Any:
 def test_what_is_not_divided() -> None:
     """Buffers, numbers of steps, and tensors of a whole model."""
     for value in (torch.ones(4), torch.tensor(3.0), 3):
-        assert _joined([value, value], torch.empty(4), "") is value
+        assert _join_parts([value, value], torch.empty(4), "") is value
         assert _own_part(torch.ones(4), value, "") is value
 
 

@@ -251,8 +251,8 @@ def test_checkpoints_of_other_nodes_name_both(results_of: Results) -> None:
     }
     assert (
         "is of 4 ranks (2 nodes of 2 ranks that replicate the model) under local-sgd(period=2), "
-        "whose ranks have states of their own, and here are 4 (2 nodes of 2 ranks (0, 2; 1, 3) "
-        "that replicate the model) under local-sgd(period=2); start the job alike"
+        "whose ranks have states of their own, and here are 4 ranks (2 nodes of 2 ranks "
+        "(0, 2; 1, 3) that replicate the model) under local-sgd(period=2); start the job alike"
     ) in ranks
 
 

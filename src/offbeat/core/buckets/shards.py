@@ -406,7 +406,7 @@ def _own_part(p: Any, whole: Tensor, name: str) -> Tensor:
 def join_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Return whole states of model and optimizer from those that the ranks of a node have saved.
+    """Return whole states of model and optimizer from the saved states of the ranks of a node.
 
     Args:
         model: a model with the same parameters, whole or sharded.
@@ -422,13 +422,13 @@ def join_shards(
         return first
     like, by_index = model.state_dict(), _parameters_by_index(optimizer)
     weights = {
-        name: _joined([part["model"][name] for part in parts], like.get(name), repr(name))
+        name: _join_parts([part["model"][name] for part in parts], like.get(name), repr(name))
         for name in first["model"]
     }
     states = [part["optimizer"]["state"] for part in parts]
     state = {
         index: {
-            name: _joined(
+            name: _join_parts(
                 [one[index][name] for one in states],
                 by_index.get(index),
                 f"{name!r} of parameter {index}",
@@ -440,7 +440,7 @@ def join_shards(
     return {**first, "model": weights, "optimizer": {**first["optimizer"], "state": state}}
 
 
-def _joined(values: Sequence[Any], like: Any, name: str) -> Any:
+def _join_parts(values: Sequence[Any], like: Any, name: str) -> Any:
     """Return a tensor with the shape of a parameter from its parts, or the value of all ranks if it
     is not divided."""
     if not (isinstance(values[0], Tensor) and isinstance(like, Tensor) and values[0].dim()):

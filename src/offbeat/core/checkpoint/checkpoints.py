@@ -320,8 +320,11 @@ def _choose_checkpoint(
     ]
     for name, manifest in everyone[0].items():
         missing = [rank for rank, by_name in enumerate(everyone) if name not in by_name]
-        if manifest.world_size == company.size and missing:
-            continue
+        if manifest.world_size == company.size:
+            if missing:
+                continue
+            ranks = {rank: by_name[name] for rank, by_name in enumerate(everyone)}
+            _require_one_job(folder.path / name, ranks)
         newest = company.gather(folder.names())[0][0]
         if newest != name:
             warnings.warn(
@@ -345,26 +348,41 @@ def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]
     )
 
 
+def _job_of(manifest: Manifest) -> tuple[int, str, Mapping[str, Any]]:
+    return manifest.world_size, manifest.strategy, manifest.nodes
+
+
+def _require_one_job(path: Path, manifests: Mapping[int, Manifest]) -> None:
+    """Raise ValueError if the shards of a checkpoint, by rank, are of different jobs."""
+    for rank, one in manifests.items():
+        if _job_of(one) != _job_of(manifests[0]):
+            raise ValueError(
+                f"{path} must be of one job on all ranks, and rank 0 has a shard of "
+                f"{_describe_job(*_job_of(manifests[0]))}, rank {rank} of "
+                f"{_describe_job(*_job_of(one))}; bring every rank's shard of one job to its host"
+            )
+
+
 def _same_job(manifest: Manifest, session: Session, company: SaveGroup) -> bool:
-    saved = manifest.world_size, manifest.strategy, manifest.nodes
-    return saved == (company.size, session.strategy, session.cluster.topology.record())
+    own = company.size, session.strategy, session.cluster.topology.record()
+    return _job_of(manifest) == own
 
 
 def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
-        saved, own = map(_describe_nodes, (manifest.nodes, session.cluster.topology.record()))
+        own = company.size, session.strategy, session.cluster.topology.record()
         raise ValueError(
-            f"the checkpoint {path} is of {manifest.world_size} ranks{saved} under "
-            f"{manifest.strategy}, whose ranks have states of their own, and here are "
-            f"{company.size}{own} under {session.strategy}; start the job alike, or call "
-            "model.consolidate() before offbeat.save: any number of ranks, any nodes and any "
+            f"the checkpoint {path} is of {_describe_job(*_job_of(manifest))}, whose ranks have "
+            f"states of their own, and here are {_describe_job(*own)}; start the job alike, or "
+            "call model.consolidate() before offbeat.save: any number of ranks, any nodes and any "
             "strategy can go on from that"
         )
 
 
-def _describe_nodes(record: Mapping[str, Any]) -> str:
-    topology = Topology.from_record(record)
-    return "" if topology is None else f" ({topology.describe()})"
+def _describe_job(ranks: int, strategy: str, nodes: Mapping[str, Any]) -> str:
+    topology = Topology.from_record(nodes)
+    shape = "" if topology is None else f" ({topology.describe()})"
+    return f"{ranks} ranks{shape} under {strategy}"
 
 
 def _read_replica(
@@ -378,15 +396,16 @@ def _read_replica(
     was sharded."""
     topology = Topology.from_record(manifest.nodes)
     ranks = topology.node_of(0) if topology is not None and topology.sharded else (0,)
-    manifests = {rank: folder.manifests(rank).get(name) for rank in ranks}
-    if missing := [rank for rank, one in manifests.items() if one is None]:
+    found = {rank: one[name] for rank in ranks if name in (one := folder.manifests(rank))}
+    if missing := [rank for rank in ranks if rank not in found]:
         raise ValueError(
             f"{folder.path / name} must hold the shards of ranks {', '.join(map(str, ranks))}, "
             f"which shared a replica, not without {', '.join(map(str, missing))}; copy these "
             "shards to the host of rank 0"
         )
-    found = join_shards(model, optimizer, [shard.read(folder.shard(name, r)) for r in ranks])
-    return {key: found.get(key) for key in ("model", "buffers", "optimizer", "extra", "samples")}
+    _require_one_job(folder.path / name, found)
+    whole = join_shards(model, optimizer, [shard.read(folder.shard(name, r)) for r in ranks])
+    return {key: whole.get(key) for key in ("model", "buffers", "optimizer", "extra", "samples")}
 
 
 def _read(read: Callable[[], Any] | None, company: SaveGroup, worker: int) -> Any:

@@ -367,10 +367,8 @@ class _Preparation:
         """Return model and optimizer of a session that has been opened."""
         if job.recorder is not None:
             job.recorder.attach(session)
-        cluster, topology = job.cluster, job.cluster.topology
-        # The name must be equal where a checkpoint continues.
-        where = "" if topology.is_flat else f" on {topology}"
-        session.strategy = f"{self.strategy}{where}"
+        cluster = job.cluster
+        session.strategy = str(self.strategy)
         note_prepared(self.model, cluster)
         cluster.served = self.strategy.needs.servers
         close_at_exit(session, cluster)
