@@ -122,7 +122,6 @@ def results_of(folder: Path) -> Results:
         "united": (unite, SHARDED),
         "saved": (train_all_saved, str(folder / "saved")),
         "reshaped": (reshape, str(folder / "reshaped")),
-        "reshaped ours": (reshape_ours, str(folder / "ours")),
         "refused": (refuse_all,),
     }
     return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
@@ -220,12 +219,16 @@ def test_torch_reads_checkpoints(results_of: Results, folder: Path) -> None:
     assert_close(alone["model"], ranks[0]["before"], "model", 0.0)
 
 
+@pytest.fixture(scope="module")
+def reshaped(folder: Path) -> list[Any]:
+    return run_world(reshape_ours, 4, str(folder / "ours"))
+
+
 @pytest.mark.parametrize("key", RESHAPED, ids=" - ".join)
-def test_checkpoints_continue_in_other_nodes(results_of: Results, key: tuple[str, ...]) -> None:
+def test_checkpoints_continue_in_other_nodes(reshaped: list[Any], key: tuple[str, ...]) -> None:
     """From the same weights and optimizer state, with a plan that begins anew."""
     strategy, saved, loaded = key
-    ranks, nodes = results_of("reshaped ours"), SHAPES[loaded]
-    expected = ranks[0][strategy, saved]
+    nodes, expected = SHAPES[loaded], reshaped[0][strategy, saved]
     world = members(SHAPED, nodes)
     for replica in world:
         replica.model.load_state_dict(expected[0])
@@ -234,7 +237,7 @@ def test_checkpoints_continue_in_other_nodes(results_of: Results, key: tuple[str
         local_sgd(world, range(3, 5), period=2)
     else:
         bsp(world, range(3, 5))
-    for found, replica in zip(ranks, world, strict=True):
+    for found, replica in zip(reshaped, world, strict=True):
         error, exact, iteration, state, trained = found[key]
         assert (exact, iteration) == (False, 3)
         assert_close(state, expected, "loaded", 0.0)
@@ -244,16 +247,13 @@ def test_checkpoints_continue_in_other_nodes(results_of: Results, key: tuple[str
             assert "call model.consolidate() before offbeat.save" in error
 
 
-def test_checkpoints_of_other_nodes_name_both(results_of: Results) -> None:
-    [ranks] = {
-        results[PARAMETERS, "replicated", "replicated crosswise"][0]
-        for results in results_of("reshaped ours")
-    }
+def test_checkpoints_of_other_nodes_name_both(reshaped: list[Any]) -> None:
+    [error] = {found[PARAMETERS, "replicated", "replicated crosswise"][0] for found in reshaped}
     assert (
         "is of 4 ranks (2 nodes of 2 ranks that replicate the model) under local-sgd(period=2), "
         "whose ranks have states of their own, and here are 4 ranks (2 nodes of 2 ranks "
         "(0, 2; 1, 3) that replicate the model) under local-sgd(period=2); start the job alike"
-    ) in ranks
+    ) in error
 
 
 @pytest.mark.parametrize("name", REFUSED)

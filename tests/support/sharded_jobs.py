@@ -488,8 +488,6 @@ RESHAPED = (  # strategy, nodes of the saved job, nodes of the loading job
     (PARAMETERS, "replicated", "one replicated node"),
     (PARAMETERS, "replicated", "sharded"),
     (PARAMETERS, "sharded", "single ranks"),
-    (PARAMETERS, "sharded", "replicated"),
-    (PARAMETERS, "sharded", "sharded crosswise"),
     (PARAMETERS, "sharded", "one sharded node"),
     (GRADIENTS, "sharded", "sharded crosswise"),
     (GRADIENTS, "one sharded node", "replicated"),
@@ -499,8 +497,8 @@ RESHAPED = (  # strategy, nodes of the saved job, nodes of the loading job
 def job_in(name: str, strategy: str) -> Any:
     """`job` in nodes of `SHAPES`."""
     nodes = SHAPES[name]
-    flat = {"profile": profile_of(SHAPED, 4)} if name == "single ranks" else {}
-    return job(SHAPED, strategy, nodes, **flat)
+    profile = profile_of(SHAPED, 4) if name == "single ranks" else profile_in(SHAPED, nodes)
+    return job(SHAPED, strategy, nodes, profile=profile)
 
 
 def reshape_ours(path: str) -> dict[Any, Any]:
