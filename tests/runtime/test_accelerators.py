@@ -376,7 +376,7 @@ def test_states_from_another_gpu_can_be_read(monkeypatch: pytest.MonkeyPatch) ->
     """A worker may join, and a rank may load, that has no GPU of the sender's number."""
     weight = torch.arange(3.0)
     data = saved_on_gpu({"x": [weight], "buffers": [], "optimizer": {}}, monkeypatch)
-    assert torch.equal(packed._load(data)["x"][0], weight)
+    assert torch.equal(packed.load(data)["x"][0], weight)
     given: list[Any] = []
     setup: Any = SimpleNamespace(
         state=SimpleNamespace(set_parameters=lambda x, _: given.extend(x)),

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from offbeat.core.checkpoint import saving, shard
 from offbeat.core.guards import replicas
-from offbeat.core.runtime import flat_session, member_session
+from offbeat.core.runtime import flat_session, member_feed, member_session
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.runtime.members import JobMember
@@ -22,6 +22,7 @@ from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.link import LinkThread, Message
 
 VOTE = 5  # iteration of a vote
+HELD = 9  # iteration before which a state for a joining process is held
 BOUNDARY = 7  # last iteration before the first boundary of plans with a period of one iteration
 
 
@@ -187,6 +188,59 @@ def _end_after_store() -> None:
     JobMember._open_store = open_store  # type: ignore[method-assign]
 
 
+def _hold_state() -> None:
+    """Send the tensors of a state for a joining process only after iteration `HELD` has begun."""
+    step, begun = MemberSession.step, threading.Event()
+
+    def step_and_note(self: MemberSession, skip_update: bool) -> None:
+        if self.iteration == HELD:
+            begun.set()
+        step(self, skip_update)
+
+    def wait(*_: Any) -> float:
+        begun.wait()
+        return 0.0
+
+    MemberSession.step = step_and_note  # type: ignore[method-assign]
+    member_feed.Pace.reserve = wait  # type: ignore[method-assign]
+
+
+def _keep_state() -> None:
+    """Send no tensor of a state for a joining process, which has connected before training goes
+    on."""
+    select, connected = member_feed.StateSenders.select, threading.Event()
+
+    def select_and_wait(self: member_feed.StateSenders, requests: Any) -> Any:
+        result = select(self, requests)
+        if self._senders:
+            connected.wait()
+        return result
+
+    def wait(*_: Any) -> float:
+        connected.set()
+        return 1e6
+
+    member_feed.StateSenders.select = select_and_wait  # type: ignore[method-assign]
+    member_feed.Pace.reserve = wait  # type: ignore[method-assign]
+
+
+def _end_in_receiving() -> None:
+    member_feed._receive_copy = _end
+
+
+def _lose_state() -> None:
+    """Lose the first connection to the sender of a state."""
+    act, calls = member_feed._receive_copy, list[int]()
+
+    def receive(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConnectionResetError("the connection of this test has failed")
+        return act(*args)
+
+    member_feed._receive_copy = receive
+
+
 class _EndingStore(dist.Store):
     """Store whose process ends when it needs a key of another one, after it has set its own."""
 
@@ -234,6 +288,10 @@ FAILURES: dict[str, Callable[[], None]] = {
     "send in union": _send_in_union,
     "hold a vote": _hold_vote,
     "lose union": _lose_union,
+    "hold state": _hold_state,
+    "keep state": _keep_state,
+    "end in receiving": _end_in_receiving,
+    "lose state": _lose_state,
     "end in save": _end_in_save,
     "end in write": _end_in_write,
     "end after store": _end_after_store,

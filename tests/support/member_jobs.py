@@ -20,6 +20,7 @@ from torch import Tensor
 import offbeat
 from offbeat import Members, Profile, Strategy
 from offbeat.core.profile.elsewhere import for_members
+from offbeat.core.runtime import member_feed
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.data import MemberSampler
 from offbeat.membership import Epoch, MembershipClient
@@ -51,6 +52,9 @@ class Scenario:
         joins: by process that joins, the iteration before which the members wait for its request.
         joins_again: iteration before which the members wait for a process that has failed to join;
             -1: none.
+        states: by iteration before which the members wait, the detail of a request to join for
+            which they wait: "state", or "lost" for a lost connection. If there are any, joining
+            processes receive the optimizer's state before members change.
         join_after: number of the epoch after whose beginning processes request to join.
         kills: by process, the iteration in which it ends; in its message, or after its step.
         kill_in_message: whether the process ends in its message.
@@ -81,6 +85,7 @@ class Scenario:
     signals: Mapping[int, int] = field(default_factory=dict)
     joins: Mapping[int, int] = field(default_factory=dict)
     joins_again: int = -1
+    states: Mapping[int, str] = field(default_factory=dict)
     join_after: int = 0
     kills: Mapping[int, int] = field(default_factory=dict)
     kill_in_message: bool = False
@@ -164,6 +169,8 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         _await(lambda: _has_epoch(address, scenario.join_after))
     model = build_model(CASE, seed=who)
     optimizer = build_optimizer(CASE, model)
+    if scenario.states:
+        member_feed.LEAST_BYTES, member_feed.LEAST_S, member_feed.FEED_SHARE = 1, 0.0, 1e9
     _fail_in_messages(scenario, who)
     if who in scenario.inject:
         member_failures.inject(scenario.inject[who])
@@ -193,6 +200,8 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
             _await(lambda: who_leaves(member))
         if t in (*scenario.joins.values(), scenario.joins_again) and who < scenario.founders:
             _await(lambda: has_joining(member, founders))
+        if t in scenario.states and who < scenario.founders:
+            _await(lambda: has_request_with(member, founders, scenario.states[t]))
         if (indices := next(batches, None)) is None:
             break
         read[t] = indices
@@ -281,6 +290,14 @@ def has_joining(member: Any, founders: set[str]) -> bool:
     state = member.watch.state
     has_joined = bool({*member.epoch.members} - founders)
     return has_joined or (state is not None and bool(state.joining))
+
+
+def has_request_with(member: Any, founders: set[str], detail: str) -> bool:
+    """Whether the watch of a member has seen a request to join with a detail, or its acceptance."""
+    state = member.watch.state
+    return bool({*member.epoch.members} - founders) or any(
+        request.details.get(detail) for request in (state.joining if state else ())
+    )
 
 
 def _has_epoch(address: str, number: int) -> bool:
@@ -392,6 +409,7 @@ def expected(
     out. The service records that iteration.
     """
     replicas: dict[int, Replica] = {}
+    states: dict[tuple[int, int], Any] = {}  # of optimizers, by process and finished iterations
     found: dict[tuple[int, int], Weights] = {}
     lasts = [*(epoch.first_iteration for epoch in epochs[1:]), scenario.iterations]
     for number, (epoch, last) in enumerate(zip(epochs, lasts, strict=True)):
@@ -400,8 +418,14 @@ def expected(
         source = replicas.get(members[0])
         for who in new:
             replicas[who] = Replica(who, scenario.ranks)
+            origin = epoch.details.get("states", {}).get(epoch.members[members.index(who)])
             if source is not None:
                 replicas[who].copy_from(source)
+                if origin is not None:
+                    earlier = states[processes[origin["member"]], origin["iteration"]]
+                    groups = replicas[who].optimizer.state_dict()["param_groups"]
+                    both = {"state": earlier, "param_groups": groups}
+                    replicas[who].optimizer.load_state_dict(both)
             else:
                 common = snapshot(replicas[who].weights)
                 velocity = {name: torch.zeros_like(w) for name, w in common.items()}
@@ -427,6 +451,11 @@ def expected(
             elif t in scenario.unions:
                 survivors = epochs[number + 1].members if t == last - 1 else epoch.members
                 average([replicas[processes[name]] for name in survivors])
+            if scenario.states:
+                states |= {
+                    (who, t + 1): copy.deepcopy(replica.optimizer.state_dict()["state"])
+                    for who, replica in replicas.items()
+                }
             found |= {
                 (process, t): snapshot(replica.weights)
                 for replica in replicas.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the protocol between the members of a job and with the service.
 
 Members with equal versions can train together, also if their versions of offbeat differ. It grows

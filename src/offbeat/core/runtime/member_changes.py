@@ -2,7 +2,8 @@
 
 At a boundary all ranks compare the version of the membership that each has seen, by one small
 message. If it is new, the first rank proposes the next epoch. All members average their replicas
-once. Then the remaining and the joining members connect to each other.
+once. Then the remaining and the joining members connect to each other. A process that needs a large
+state of an optimizer receives it before, while the members train (`member_feed`).
 
 After a failure the survivors meet at the membership service (`member_meeting`). Each reports its
 iteration and, for each link, the last message whose result it has. A message that a survivor has
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from offbeat.core.console import console
 from offbeat.core.plan import INSIDE, base_link, is_vote_channel
+from offbeat.core.runtime.member_feed import StateSenders
 from offbeat.core.runtime.member_meeting import Report, exchange_results, meet, send_average
 from offbeat.core.runtime.member_node import member_of, rank_names
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
@@ -55,6 +57,7 @@ class MemberChanges:
     Attributes:
         has_left: whether this process has left the job.
         snapshot: saves a checkpoint when members have changed at a request; None: nothing does.
+        senders: senders of the optimizer's state to joining processes.
     """
 
     def __init__(self, member: JobMember, session: MemberSession, cluster: Cluster):
@@ -72,6 +75,7 @@ class MemberChanges:
         self._united = 0  # number of averages of whole replicas
         self._begin(member.epoch)
         self._signalled = False
+        self.senders = StateSenders(member, session, cluster.timeout_s)
         self._install_handler()
 
     def _begin(self, epoch: Epoch) -> None:
@@ -174,6 +178,7 @@ class MemberChanges:
 
     def close(self) -> None:
         """Leave the job, and record that at the service."""
+        self.senders.close()
         if not self.has_left:
             thread = threading.Thread(target=self._request, args=("ended",), daemon=True)
             thread.start()
@@ -220,7 +225,7 @@ class MemberChanges:
         own = None
         if control.rank == 0:
             iteration = self._session.iteration
-            epoch = member.next_epoch(iteration, self._read_count(iteration))
+            epoch = member.next_epoch(iteration, self._read_count(iteration), self.senders)
             own = epoch.to_dict() if epoch is not None else ENDS if member.all_leave else None
         given = control.gather(own)[0]
         self._handled = newest

@@ -14,7 +14,8 @@ from offbeat.core.derive import effects
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.replicas import average_replicas, replica_tensors
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import for_members
+from offbeat.core.profile.elsewhere import for_members, network_rate_bps
+from offbeat.core.runtime import member_feed
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.member_samples import MemberSamples, Stream, require_equal_settings
@@ -177,6 +178,39 @@ class MemberSession(FlatSession):
         """All tensors of the model, detached."""
         return replica_tensors(self._model)
 
+    @property
+    def sends_state_ahead(self) -> bool:
+        """Whether joining processes receive the optimizer's state before members change. It is then
+        that of an earlier iteration, so it need not be equal on all ranks."""
+        payloads = [t.payload for t in self.plan.transfers]
+        sends_state = any(p.buffer == "state" or p.moment is not None for p in payloads)
+        if self.choice.strategy.synchronous or sends_state:
+            return False
+        size = member_feed.size_bytes(self._optimizer_state)
+        least = max(member_feed.LEAST_BYTES, member_feed.LEAST_S * self.network_bytes_per_s)
+        return size >= least
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Rate of the network between members on the first link."""
+        link = self.profile.links[0]
+        return network_rate_bps(link, max(self.profile.world_size, 2)) / 8
+
+    def copy_state(self) -> member_feed.StateCopy:
+        """Return a copy of the optimizer's state after the last iteration."""
+        self.engine.pauses.flush()
+        iteration, name = self.iteration, self._member.name
+        return member_feed.StateCopy.of(self._optimizer_state, iteration, name)
+
+    @property
+    def _optimizer_state(self) -> Mapping[Any, Any]:
+        return self.engine.optimizer.state_dict()["state"]
+
+    @property
+    def _has_sent_states(self) -> bool:
+        """Whether the processes that join in this epoch have received the optimizer's state."""
+        return "states" in self._member.epoch.details
+
     # ---- changes of the members -------------------------------------------------------------
 
     def unite(self) -> None:
@@ -228,6 +262,11 @@ class MemberSession(FlatSession):
         state = self._feed(facts["joining"])
         if self._member.settings.join_state == "fresh":
             state["state"] = {}
+        elif self._has_sent_states:
+            received = self._member.received.copy
+            assert received is not None
+            state["state"] = received.state
+        self._member.received.copy = None
         engine.optimizer.load_state_dict(state)
         self._has_joined = True
         self._set_profile(Profile.from_dict(facts["profile"]))
@@ -271,12 +310,15 @@ class MemberSession(FlatSession):
     def _feed(self, joining: Sequence[int]) -> dict[str, Any]:
         """Send parameters, buffers and the optimizer's state to joining ranks. Return the state.
 
-        All members send parameters, which are equal on them. The first one sends the rest.
+        All members send parameters, which are equal on them. The first one sends the rest. If it
+        has sent the state of its optimizer before, only settings remain, such as the learning rate.
         """
         feeding, model = Feeding(self._cluster, joining), self._model
         feeding.send((p.data for p in model.parameters()), are_equal=True)
         feeding.send((b.data for b in model.buffers()), are_equal=False)
         state = self.engine.optimizer.state_dict()
+        if self._has_sent_states:
+            state = {**state, "state": {}}
         return feeding.send_state(state, are_equal=self.choice.strategy.synchronous)
 
     def _feed_buffers(self, joining: Sequence[int]) -> None:
@@ -309,4 +351,5 @@ class MemberSession(FlatSession):
 
     def cancel(self) -> None:
         super().cancel()
+        self.changes.senders.close()
         self.changes.restore_handler()  # this process may request to join again

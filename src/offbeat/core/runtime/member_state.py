@@ -1,4 +1,4 @@
-"""State of a job for joining members: tensors, of which every member sends a part."""
+"""State of a job for joining members at a boundary, of which every member sends a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.packed import broadcast_state
@@ -64,7 +64,7 @@ class Feeding:
         rank = self.cluster.control.rank
         if rank not in (*sources, *to):
             return
-        whole, count = _Bytes(held), len(sources)
+        whole, count = Bytes(held), len(sources)
         for start in range(0, whole.size, PIECE_BYTES * count):
             run = range(start, min(whole.size, start + PIECE_BYTES * count))
             parts = [run[len(run) * i // count : len(run) * (i + 1) // count] for i in range(count)]
@@ -98,26 +98,44 @@ class Feeding:
             are_equal: whether all sources have equal states.
         """
         control, first = self.cluster.control, self.sources[0]
-        leaves, spec = tree_flatten(state)
-        is_joining = control.rank in self.joining
-        shapes = None
-        if control.rank == first:
-            like = [_shape_of(leaf) for leaf in leaves]
-            shapes = tree_unflatten(like, spec)
+        shapes = shapes_of(state) if control.rank == first else None
         with control.collective("sending the shapes of the optimizer's state"):
             shapes = broadcast_state(shapes, first, control.group)
-        if is_joining:
-            leaves, spec = tree_flatten(shapes, is_leaf=_is_shape)
-            leaves = [self._empty(leaf) if _is_shape(leaf) else leaf for leaf in leaves]
-        self.send((x for x in leaves if isinstance(x, Tensor)), are_equal=are_equal)
-        return tree_unflatten(leaves, spec) if is_joining else state
-
-    def _empty(self, shape: dict[str, Any]) -> Tensor:
-        where = "cpu" if shape["on_host"] else self.cluster.where
-        return torch.empty(shape[SHAPE], dtype=getattr(torch, shape["dtype"]), device=where)
+        if control.rank in self.joining:
+            state = create_tensors(shapes, self.cluster.where)
+        self.send(tensors_of(state), are_equal=are_equal)
+        return state
 
 
 SHAPE = "shape of a tensor"  # key of the dict that stands for it
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """Return the tensors of a state, such as that of an optimizer."""
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def shapes_of(state: Any) -> Any:
+    """Return a state with shapes in place of its tensors."""
+    return tree_map(_shape_of, state)
+
+
+def create_tensors(shapes: Any, where: torch.device) -> Any:
+    """Return a state with new tensors in place of shapes.
+
+    Args:
+        shapes: result of `shapes_of` of another rank.
+        where: device of the tensors that are not on the host of that rank.
+    """
+    leaves, spec = tree_flatten(shapes, is_leaf=_is_shape)
+    return tree_unflatten([_create(leaf, where) for leaf in leaves], spec)
+
+
+def _create(leaf: Any, where: torch.device) -> Any:
+    if not _is_shape(leaf):
+        return leaf
+    place = torch.device("cpu") if leaf["on_host"] else where
+    return torch.empty(leaf[SHAPE], dtype=getattr(torch, leaf["dtype"]), device=place)
 
 
 def _shape_of(leaf: Any) -> Any:
@@ -131,7 +149,7 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, dict) and SHAPE in value
 
 
-class _Bytes:
+class Bytes:
     """Bytes of tensors, one after the other. Tensors with gaps are copied."""
 
     def __init__(self, tensors: Sequence[Tensor]):

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import INSIDE, Plan, base_link
+from offbeat.core.runtime.member_feed import Pace, StateReceiver, StateSender, StateSenders
 from offbeat.core.runtime.member_node import (
     MemberNode,
     describe_rank,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members after a failure
 RENEW_S = 5.0  # longest time between two renewals of a request to join
+MOST_LOSSES = 5  # connections to senders of the state that may fail without an end of the wait
 
 JoinState = Literal["copy", "fresh"]
 _left_groups = WeakSet[dist.ProcessGroup]()  # default groups of jobs that this process has left
@@ -70,7 +72,8 @@ class Members:
         first: number of members with which a new job begins; by default WORLD_SIZE, or else 2, and
             2 if members are nodes of several ranks.
         least: smallest number of members with which training continues.
-        join_state: optimizer state of a member that joins a running job. "copy": that of a member;
+        join_state: optimizer state of a member that joins a running job. "copy": that of a member,
+            which sends a large one while training continues, so that it is some iterations older;
             "fresh": its own, which is usually empty. Settings such as the learning rate are those
             of a member in both cases.
     """
@@ -119,6 +122,8 @@ class JobMember:
         node: ranks of this member.
         all_leave: whether the last call of `next_epoch` has found that all members leave.
         has_joined: whether this process has joined a running job.
+        address: address of this host for the other members.
+        received: state of an optimizer that this rank has received before it joins.
     """
 
     epoch: Epoch
@@ -143,13 +148,15 @@ class JobMember:
         self.membership: Membership = (
             MembershipClient(service) if isinstance(service, str) else service
         )
-        self._address = own_address(interface, service)
+        self.address = own_address(interface, service)
         self.name: str = node.gather(new_member_name())[0]
         self.rank_name: str = rank_names({self.name: node.size})[node.rank]
-        self._presence = Presence(self._address, self.rank_name)
+        self._presence = Presence(self.address, self.rank_name)
         self._probed = 0  # number of probes of `require_present`
-        self._addresses = node.gather([self._address, self._presence.port])
+        self._addresses = node.gather([self.address, self._presence.port])
+        self.received = StateReceiver(timeout_s)
         self.links: list[str] = []  # names of the links, the same on all members
+        self._reported_s = 0.0  # monotonic time of the last report of progress to the node
         self._ended, self._ended_version, self._ended_look_s = False, -1, 0.0  # of `_has_ended`
         self.watch: MembershipWatch = MembershipWatch(self.membership, self.name)
 
@@ -195,7 +202,7 @@ class JobMember:
                 accepted this process within twice the timeout.
         """
         if self.node.rank:
-            self._follow_first(self.node.first(None, 2 * self._timeout_s))
+            self._follow_first()
             return
         entered: dict[str, Any] = {}
         try:
@@ -207,30 +214,32 @@ class JobMember:
         finally:
             self.node.first(entered, 0.0)
 
-    def _follow_first(self, entered: Mapping[str, Any]) -> None:
-        """Enter the epoch that the first rank of the node has entered, or raise its error."""
+    def _follow_first(self) -> None:
+        """Enter the epoch that the first rank of the node has entered, or raise its error. Before
+        that, this rank may receive the optimizer's state from the first one."""
         from offbeat.membership import Epoch
 
+        while "places" in (entered := self.node.first(None, 2 * self._timeout_s)):
+            if places := entered["places"]:
+                place = places[self.node.rank - 1]
+                self.node.gather(self.received.receive(place))
         if "epoch" not in entered:
             words = f"rank 0 of this node: {entered.get('error', 'interrupted')}"
             raise ValueError(words) if entered.get("is_value") else RuntimeError(words)
         self.epoch, self.has_joined = Epoch.from_dict(entered["epoch"]), entered["joined"]
 
     def _request_to_enter(self) -> None:
-        from offbeat.membership import JoinRequest
-
         # The members may handle a failure for `timeout_s` seconds before they reach a boundary.
         begun_s = time.monotonic()
-        order = int(os.environ.get("RANK" if self.node.size == 1 else "GROUP_RANK") or 0)
-        details = {"order": order, "addresses": self._addresses}
-        ranks = self.node.size
-        self.membership.request_join(JoinRequest(self.name, ranks=ranks, details=details))
+        self._request_join()
         state = self.membership.state()
         while state.epoch is None or self.name not in state.epoch.members:
             if is_running(state) and not self._has_ended(state):
                 assert state.epoch is not None
                 self._require_same_job(state.epoch)
                 self.has_joined = True
+                if self._receive_state(state.epoch):
+                    begun_s = time.monotonic()
             else:
                 self.has_joined = False
                 self._found_job(state)
@@ -241,11 +250,57 @@ class JobMember:
             state = self.membership.wait_for_change(state.version, RENEW_S / 10, self.name)
         self.epoch = state.epoch
         sizes = self._sizes
-        if set(sizes.values()) != {ranks}:
+        if set(sizes.values()) != {self.node.size}:
             raise ValueError(
                 f"members must have equally many ranks, not {', '.join(map(str, sizes.values()))}; "
                 "start as many processes on each node"
             )
+
+    def _request_join(self) -> None:
+        """Request to join, or change the request."""
+        from offbeat.membership import JoinRequest
+
+        order = int(os.environ.get("RANK" if self.node.size == 1 else "GROUP_RANK") or 0)
+        facts = {"state": {}} if self.settings.join_state == "fresh" else {}
+        details = {"order": order, "addresses": self._addresses, **self.received.facts(), **facts}
+        ranks = self.node.size
+        self.membership.request_join(JoinRequest(self.name, ranks=ranks, details=details))
+
+    def _receive_state(self, epoch: Epoch) -> bool:
+        """Receive the optimizer's state if the first rank of the job sends it to this process, and
+        change the request. Return whether the wait of this process begins again."""
+        received = self.received
+        had_state = received.copy is not None
+        place = received.find_sender(epoch, self.membership.rendezvous(epoch.number), self.name)
+        if place is None:
+            if had_state and received.copy is None:
+                self._request_join()
+            return False
+        if received.receive(place, self._report_progress) and not self._pass_to_node():
+            received.copy = None
+        self._request_join()
+        return received.losses < MOST_LOSSES
+
+    def _pass_to_node(self) -> bool:
+        """Send the received state to the other ranks of this node. Return whether all have it."""
+        copy, node = self.received.copy, self.node
+        assert copy is not None
+        senders = [
+            StateSender(copy, self.address, Pace(), self._timeout_s) for _ in range(1, node.size)
+        ]
+        try:
+            node.first({"places": [sender.place for sender in senders]}, 0.0)
+            return all(node.gather(True))
+        finally:
+            for sender in senders:
+                sender.close()
+
+    def _report_progress(self) -> None:
+        """Let the other ranks of the node wait longer for the first one."""
+        now = time.monotonic()
+        if self.node.size > 1 and now > self._reported_s + RENEW_S:
+            self._reported_s = now
+            self.node.first({"places": []}, 0.0)
 
     def _found_job(self, state: MembershipState) -> None:
         """Propose the first epoch of a job if enough members have requested to join."""
@@ -332,8 +387,8 @@ class JobMember:
     def _open_store(self, keys: Rendezvous, timeout: timedelta, *, is_first: bool) -> TCPStore:
         """Return the store of the epoch, which the first rank hosts."""
         if is_first:
-            store = TCPStore(self._address, 0, None, True, timeout, wait_for_workers=False)
-            keys.set("store", f"{self._address}:{store.port}".encode())
+            store = TCPStore(self.address, 0, None, True, timeout, wait_for_workers=False)
+            keys.set("store", f"{self.address}:{store.port}".encode())
             return store
         try:
             host, port = parse_address(keys.get("store", self._timeout_s).decode())
@@ -364,13 +419,14 @@ class JobMember:
 
     # ---- changes ----------------------------------------------------------------------------
 
-    def next_epoch(self, iteration: int, samples: int) -> Epoch | None:
+    def next_epoch(self, iteration: int, samples: int, senders: StateSenders) -> Epoch | None:
         """Return the next epoch, with all requests of members and of joining processes; None
         without requests, or if the service does not respond.
 
         Args:
             iteration: number of finished iterations.
             samples: number of samples that the job has read.
+            senders: senders of the optimizer's state to joining processes.
         """
         from offbeat.membership import MembershipError, RequestRefusedError
 
@@ -379,28 +435,33 @@ class JobMember:
             with suppress(RequestRefusedError):
                 try:
                     state = self.membership.state()
-                    members, addresses = self._requested_members(state)
+                    members, addresses, more = self._requested_members(state, senders)
                     self.all_leave = not members
                     if members == self.epoch.members or not members:
                         return None
-                    return self.propose(members, iteration, samples, addresses, {})
+                    return self.propose(members, iteration, samples, addresses, more)
                 except RequestRefusedError:
                     raise
                 except MembershipError:
                     return None
         return None
 
-    def _requested_members(self, state: MembershipState) -> tuple[tuple[str, ...], dict[str, Any]]:
+    def _requested_members(
+        self, state: MembershipState, senders: StateSenders
+    ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
+        """Return the members of the next epoch, the addresses of all processes, and details."""
         gone = {request.member for request in state.leaving}
         stay = [name for name in self.epoch.members if name not in gone]
         addresses = dict(self.epoch.details["addresses"])
         addresses |= {r.member: r.details.get("addresses") for r in state.joining}
         new = [
-            request.member
+            request
             for request in state.joining
-            if request.member not in stay and not _is_any_gone(addresses, request.member)
+            if stay and request.member not in stay and not _is_any_gone(addresses, request.member)
         ]
-        return (*stay, *(new if stay else ())), addresses
+        ready, states = senders.select(new)
+        members = (*stay, *(request.member for request in ready))
+        return members, addresses, {"states": states} if states else {}
 
     def propose(
         self,

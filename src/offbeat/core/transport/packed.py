@@ -104,32 +104,32 @@ def broadcast_state(
     on the CPU of rank `source` are on `where`.
     """
     is_source = dist.get_rank() == source
-    data = _saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     root = dist.get_group_rank(group, source)
     broadcast(size, root, group)
     if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
     broadcast(data, root, group)
-    return state if is_source else _load(data, where)
+    return state if is_source else load(data, where)
 
 
 def unreadable(state: Any) -> str | None:
     """Return why other ranks could not read a state; None if they can."""
     try:
-        _load(_saved_bytes(state))
+        load(saved_bytes(state))
     except Exception as error:
         return str(error)
     return None
 
 
-def _saved_bytes(state: Any) -> Tensor:
+def saved_bytes(state: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _load(data: Tensor, where: torch.device = CPU) -> Any:
+def load(data: Tensor, where: torch.device = CPU) -> Any:
     def place(storage: Any, sender_device: str) -> Any:
         return storage if sender_device == "cpu" or where == CPU else storage.to(device=where)
 
