@@ -116,13 +116,14 @@ class StateSender:
         copy: the copy; None when the thread has ended.
         token: token of the connection.
         has_connected: whether the other process has connected.
+        has_sent: whether all bytes have been sent.
         place: host, port and token.
         thread: thread that sends.
     """
 
     def __init__(self, copy: StateCopy, address: str, pace: Pace, timeout_s: float) -> None:
         self.copy: StateCopy | None = copy
-        self.token, self.has_connected = secrets.token_hex(16), False
+        self.token, self.has_connected, self.has_sent = secrets.token_hex(16), False, False
         self._pace, self._timeout_s = pace, timeout_s
         self._closed = threading.Event()
         self._sockets = [socket.create_server((address, 0))]
@@ -168,6 +169,7 @@ class StateSender:
                 return
             for view in whole.views(run):
                 connection.sendall(view.numpy().data)
+        self.has_sent = True
 
     def close(self) -> None:
         """Close the connection. The thread ends and releases the copy."""
@@ -224,16 +226,20 @@ class StateSenders:
             begun, sender = known
             is_found = sender.has_connected or begun == number  # keys of an epoch end with it
             is_lost = request.details.get("lost") == sender.token
-            if sender.copy is not None and is_found and not is_lost:
+            if not is_lost and (sender.has_sent or (sender.copy is not None and is_found)):
                 return
             sender.close()
         copies = [one.copy for _, one in self._senders.values()]
         copy = next((one for one in copies if one is not None), None) or self._session.copy_state()
         self._pace.bytes_per_s = FEED_SHARE * self._session.network_bytes_per_s
         sender = StateSender(copy, member.address, self._pace, self._timeout_s)
+        try:
+            keys = member.membership.rendezvous(number)
+            keys.set(_key_of(name), json.dumps(sender.place).encode())
+        except RuntimeError:  # the service does not respond
+            sender.close()
+            raise
         self._senders[name] = number, sender
-        keys = member.membership.rendezvous(number)
-        keys.set(_key_of(name), json.dumps(sender.place).encode())
         console.print(
             "members",
             f"{name} requests to join: {size_bytes(copy.state) / 1e6:.1f} MB of optimizer state "

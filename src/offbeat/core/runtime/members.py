@@ -276,8 +276,10 @@ class JobMember:
             if had_state and received.copy is None:
                 self._request_join()
             return False
-        if received.receive(place, self._report_progress) and not self._pass_to_node():
-            received.copy = None
+        if not received.receive(place, self._report_progress):
+            self.node.first({"places": []}, 0.0)
+        elif not self._pass_to_node():
+            received.copy, received.lost = None, place[2]
         self._request_join()
         return received.losses < MOST_LOSSES
 
