@@ -229,6 +229,7 @@ class StateSenders:
             if not is_lost and (sender.has_sent or (sender.copy is not None and is_found)):
                 return
             sender.close()
+            del self._senders[name]
         copies = [one.copy for _, one in self._senders.values()]
         copy = next((one for one in copies if one is not None), None) or self._session.copy_state()
         self._pace.bytes_per_s = FEED_SHARE * self._session.network_bytes_per_s
