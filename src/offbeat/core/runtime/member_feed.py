@@ -307,7 +307,7 @@ class StateReceiver:
             place: host, port and token of the sender.
             on_progress: called after each received piece.
         """
-        host, port, token = place
+        (host, port, token), self.copy = place, None
         try:
             with socket.create_connection((host, port), self._timeout_s) as connection:
                 _prove(connection, token, connects=True)
