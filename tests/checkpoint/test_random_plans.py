@@ -172,6 +172,37 @@ def test_a_dropped_iteration_is_not_saved() -> None:
             return
 
 
+def test_ranks_whose_values_are_not_finite_are_saved_with_their_messages() -> None:
+    """A message that is due later names them when it is stored, in the resumed job."""
+
+    def messages_of(worker: Worker) -> list[Any]:
+        recent = worker.engine.cursor.iterations.values()
+        return [one.messages[index] for one in recent for index in sorted(one.outstanding)]
+
+    def spoil(worker: Worker) -> Frozen:
+        for i in range(worker.task.iterations):
+            worker.iterate(i)
+        worker.engine.pauses.flush()
+        for message in messages_of(worker):
+            message.culprits = [1]
+        return worker.save()
+
+    tried = 0
+    for seed, plan in accepted():
+        task = Quadratic((3,) * plan.buckets, max(ranks_of(plan), 2), plan.prologue + 2, seed)
+        saved = lives(plan, task, spoil)
+
+        def rest(worker: Worker, saved: Any = saved) -> list[list[int]]:
+            worker.load(saved[worker.rank])
+            return [message.culprits for message in messages_of(worker)]
+
+        found = [culprits for rank in lives(plan, task, rest) for culprits in rank]
+        assert found == [[1]] * len(found)
+        tried += len(found) > 0
+        if tried == 3:
+            return
+
+
 def test_outcomes_of_votes_do_not_add_up_in_checkpoints() -> None:
     """A checkpoint has the outcomes that later iterations use, however long the job has run."""
     plan, seed = next((plan, seed) for seed, plan in accepted() if plan.votes)

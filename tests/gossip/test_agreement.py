@@ -6,11 +6,16 @@ import math
 import random
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from offbeat.gossip.agreement import MIN_EXCHANGES, PERIOD, Agreement
-from offbeat.gossip.state import AVERAGING
+from offbeat.gossip.agreement_rounds import NOTICE, AgreementRounds
+from offbeat.gossip.clock import Clock
+from offbeat.gossip.exchange import Counts
+from offbeat.gossip.state import AVERAGING, Mixing
 from offbeat.gossip.worker import Gossip
 
 RING = [(0, 1), (0, 3), (1, 2), (2, 3)]  # rate 1: half an exchange per edge and unit
@@ -44,6 +49,23 @@ def test_with_other_edges_counting_begins_anew() -> None:
     first = Agreement(RING).renew(10.0, 0, RING, 1.0)
     other = first.renew(12.0, 3, RING[:3], 1.0)
     assert other == Agreement(RING[:3], 1.0, 12.0, 12.0 + PERIOD)
+
+
+def test_an_exchange_that_both_ends_have_counted_is_one() -> None:
+    """In 400 units 800 exchanges are planned; 400 take place, so that four workers count 800."""
+    clock, changes = Clock(own_s=lambda: 0.0), list[tuple[float, Mixing]]()
+    clock.set_unit(1.0, 0.0)
+    shared: Any = SimpleNamespace(change_mixing=lambda *change: changes.append(change))
+    nothing: Any = None
+    rounds = AgreementRounds(
+        Agreement(RING, again_at=400.0), 1.0, True, clock, shared, nothing, Counts(), nothing,
+        lambda: None,
+    )  # fmt: skip
+    numbers = torch.tensor([4.0, 800.0, 4.0], dtype=torch.float64)
+    reduction: Any = SimpleNamespace(result=[numbers], note={"now_s": 400.0, "edges": None})
+    rounds._on_result(reduction)
+    assert rounds.agreed == Agreement(RING, 0.5, 400.0, 400.0 + PERIOD)
+    assert changes == [(400.0 + NOTICE, Agreement(RING, 0.5).constants(1.0, momentum=True))]
 
 
 def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:

@@ -33,7 +33,7 @@ from offbeat.gossip.joining import Place
 from offbeat.gossip.peers import Peers, _Peer
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.startup import _print_join_command
-from offbeat.gossip.state import Change
+from offbeat.gossip.state import AVERAGING, Change
 from offbeat.gossip.view import State
 from offbeat.gossip.worker import Gossip
 from offbeat.jobs.interval import combine
@@ -84,6 +84,27 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
             until(lambda: len(back.gossip.view.edges(State.UP)) == 4)
         assert together([worker.consolidate for worker in workers]) == [None] * 4
         assert torch.equal(workers[0].flat, back.flat)
+
+
+def test_what_is_in_doubt_with_the_dead_is_kept_when_another_process_takes_its_place() -> None:
+    """Its counts begin anew, so it cannot say what the dead one had."""
+    x, reverted = flats(3), list[Any]()
+    with job(nx.complete_graph(3), x, silent_s=0.3) as workers:
+        warm(workers)
+        kill(workers.pop(2))
+        until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
+        workers[0].gossip.pause()
+        exchanges = workers[0].gossip._exchanges
+        exchanges.begin(2, 7, 0.0, AVERAGING)
+        for _ in exchanges.wire.chunks:
+            exchanges.apply_chunk()
+        assert exchanges.abort(2)
+        assert exchanges.partners_in_doubt() == [2]
+        exchanges._revert = lambda *about: reverted.append(about)  # type: ignore[method-assign]
+        come(workers, torch.empty_like(x[2]), through=1, worker=2)
+        until(lambda: len(workers[0].gossip.view.edges(State.UP)) == 3)
+        assert exchanges.partners_in_doubt() == reverted == []
+        assert exchanges.next_number(2) == 1
 
 
 def test_who_joins_does_not_wait_for_the_dead() -> None:

@@ -187,12 +187,14 @@ def test_a_blocked_wait_is_taken_up_again(call: str) -> None:
     assert log.done == ["release 0", "receive 0", "local 0"]
 
 
-@pytest.mark.parametrize("walked", [False, True])
-def test_a_dropped_iteration_keeps_its_number(walked: bool) -> None:
+@pytest.mark.parametrize("before", ["nothing", "flushed", "walked"])
+def test_a_dropped_iteration_keeps_its_number(before: str) -> None:
     cursor, log = at_next_forward()
     iterate(cursor, log)
+    if before == "flushed":
+        cursor.flush()
     cursor.begin(log.create)
-    if walked:
+    if before == "walked":
         cursor.walk(0)
     cursor.drop()
     assert (cursor.state, cursor.planned) == (State.IDLE, 1)

@@ -392,6 +392,25 @@ def test_failure_is_visible_in_its_generation_only(ranks: tuple[Store, list[Hear
     assert heartbeats[3].detector.suspects(waited_s=0.0) == []
 
 
+@pytest.mark.parametrize(
+    ("generation", "previous", "activity"),
+    [
+        (1, None, heartbeat.IN_SCRIPT),
+        (2, [1, [4, LEFT, "has left", []]], "in forward"),
+        (3, [2, [4, LEFT, "has left", []]], "has left"),
+        (3, None, "in forward"),
+        (4, [3, [4, LEFT, "has left", []]], "in forward"),  # that of neither is of generation 2
+    ],
+)
+def test_status_of_a_sender_in_the_generation_of_its_reader(
+    generation: int, previous: list[Any] | None, activity: str
+) -> None:
+    reader = Heartbeat(Store(), 0, 2)
+    reader._generation = 2
+    status = [5, RUNNING, "in forward", []]
+    assert reader._select_status(generation, status, previous)[2] == activity
+
+
 def test_status_of_an_earlier_generation_is_ignored(
     ranks: tuple[Store, list[Heartbeat]],
 ) -> None:

@@ -282,6 +282,39 @@ def test_reason_of_a_failed_rank_arrives_within_one_interval(clock: Clock) -> No
         assert one.detector.describe_suspect(2) == "failed with KeyError: 'x'"
 
 
+def test_a_heartbeat_from_before_a_report_is_no_sign_of_life(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector has read a round whose digest is not written yet. Then rank 2 publishes its
+    last heartbeat, which is new in the next round, and rank 1 begins to wait."""
+
+    class DelayedStore(CountedStore):
+        """Writes the summaries of a round at the beginning of the next one."""
+
+        def __init__(self, values: dict[str, bytes]) -> None:
+            super().__init__(values)
+            self.delayed: dict[str, str | bytes] = {}
+
+        def set(self, key: str, value: str | bytes) -> None:
+            if key in (heartbeat.DIGEST, heartbeat.TABLE):
+                self.delayed[key] = value
+            else:
+                super().set(key, value)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            for key, value in self.delayed.items():
+                super().set(key, value)
+            return super().multi_get(keys)
+
+    stores, ranks = make_ranks(3)
+    clock.run(ranks, 2.0)
+    ranks[0]._store = DelayedStore(stores[0].values)
+    exchange([ranks[0], ranks[2]])
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: clock.run(ranks[:1], seconds))
+    ranks[1].wait_for_failed_peers()
+    assert ranks[1].detector.failed_peers() == [2]
+
+
 def test_table_is_read_for_a_new_version_only(clock: Clock) -> None:
     stores, ranks = make_ranks(3)
     clock.run(ranks, 3.0)

@@ -290,10 +290,9 @@ def test_the_link_sends_a_message_that_others_precede_or_follow() -> None:
     with patient_link(issued) as link:
         first, second, third = enqueue(link, 3)
         for message in (second, first, third):  # none of them is the only one
-            link.release(
-                message, (torch.full((2,), float(message.order)),), is_awaited=message is second
-            )
-        assert second.send_here is None
+            numbers = torch.full((2,), float(message.order))
+            link.release(message, (numbers,), is_awaited=message is not third)
+        assert first.send_here is second.send_here is None
         assert third.wait(LONG_S)
     assert [number for number, _ in issued] == [0, 1, 2]
     assert threading.get_ident() not in {thread for _, thread in issued}

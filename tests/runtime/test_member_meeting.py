@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from offbeat.core.runtime.member_meeting import Report, agreed_details, meet
+from offbeat.core.runtime import member_meeting
+from offbeat.core.runtime.member_meeting import (
+    Report,
+    agreed_details,
+    exchange_results,
+    find_landed,
+    meet,
+)
 from offbeat.core.runtime.member_node import node_of_process, rank_names, topology_of
 from offbeat.core.runtime.repeated_averages import INSIDE_NODE
 from offbeat.membership import Epoch, JoinRequest, LocalMembership
@@ -70,6 +80,32 @@ def test_an_average_of_replicas_lands_on_all() -> None:
     }
     details = agreed_details(reports)
     assert (details["united"], details["ununited"]) == (["a", "c"], ["b"])
+
+
+def test_a_result_is_sent_to_each_survivor_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, sent = ["a", "b", "c"], [torch.arange(3.0), torch.ones(2)]
+    reports = {"a": report(results={"net": 3}), "b": report(results={"net": 4}), "c": report()}
+    landed, own = find_landed(reports), threading.local()
+    mail = {(source, target): Queue[Any]() for source in range(3) for target in range(3)}
+
+    def send(tensor: torch.Tensor, target: int) -> None:
+        mail[own.rank, target].put(tensor.clone())
+
+    def receive(tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(mail[source, own.rank].get(timeout=20.0))
+
+    def exchange(rank: int) -> tuple[int, list[list[float]]]:
+        own.rank, member = rank, SimpleNamespace(rank_name=names[rank], rank_names=names)
+        results: Any = {"net": (4, sent)} if rank == 1 else {"net": (3, [])} if rank == 0 else {}
+        exchange_results(member, landed, results, lambda *_: [torch.zeros(3), torch.zeros(2)])  # type: ignore[arg-type]
+        order, tensors = results["net"]
+        return order, [tensor.tolist() for tensor in tensors]
+
+    monkeypatch.setattr(member_meeting, "dist", SimpleNamespace(send=send, recv=receive))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(exchange, range(3)))
+    assert found == [(4, [[0.0, 1.0, 2.0], [1.0, 1.0]])] * 3
+    assert all(box.empty() for box in mail.values())
 
 
 def test_a_joined_member_is_awaited_if_the_epoch_has_begun() -> None:

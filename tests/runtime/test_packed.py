@@ -126,6 +126,13 @@ def test_equal_values_are_sent_once() -> None:
     assert sum(group.bytes for group in groups) < 8 * 7 * 256 + 7 * 10_100
 
 
+def test_large_values_that_differ_in_their_last_byte_are_distinct() -> None:
+    """Of equal size, so that only the digests of the first exchange differ."""
+    values = ["x" * 1000 + str(rank % 2) for rank in range(3)]
+    found, _ = on_ranks(3, lambda group: packed.gather(values[group.rank()], group))
+    assert found == [values] * 3
+
+
 def test_joined_values_of_all_ranks() -> None:
     values = [("a", 0.1), None, ("a", 0.1), {"b": [1]}]
     data = packed.join([pack(value) for value in values])

@@ -1,21 +1,29 @@
-"""Parts of the session of plans: its count of iterations, boundaries, no_sync and bounded waits."""
+"""Parts of sessions: counts of iterations, boundaries, positions, no_sync and bounded waits."""
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from offbeat.core.runtime import waiting
 from offbeat.core.runtime.flat_session import FlatSession
+from offbeat.core.runtime.hooks import ALL
+from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
+from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
+from offbeat.core.transport.topology import Topology
 from offbeat.plan import Moment, Plan, transfer
 
 
@@ -47,6 +55,44 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
     )
     SessionGuards.note_plan(guards, observes=observes)
     assert guards._shares_optimizer is allowed
+
+
+def test_all_ranks_expect_the_backward_passes_of_the_rank_with_the_most() -> None:
+    hooks = SimpleNamespace(added_passes=2, held=ALL)
+    control = SimpleNamespace(gather=lambda own: [own, 4, 1])
+    runner: Any = SimpleNamespace(
+        engine=SimpleNamespace(hooks=hooks, control=control), _run_jointly=lambda act: act()
+    )
+    PlanRunner._expect_passes(runner)
+    assert hooks.held == 3
+
+
+@pytest.mark.parametrize(
+    ("buffer", "late", "united", "alike"),
+    [
+        ("grad", False, False, True),
+        ("grad", True, False, False),  # gradients that are not applied are state of their own
+        ("param", False, False, False),
+        ("param", False, True, True),
+    ],
+)
+def test_positions_that_a_job_of_any_size_can_continue_from(
+    buffer: str, late: bool, united: bool, alike: bool
+) -> None:
+    rule = transfer(
+        buffer, range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
+    )
+    run = SimpleNamespace(windows=SimpleNamespace(late=late))
+    session: Any = SimpleNamespace(
+        _cluster=Mock(),
+        observing=False,
+        iteration=9,
+        engine=SimpleNamespace(iteration=4, run=run),
+        runner=SimpleNamespace(capture=lambda: {"plan": "x"}),
+        plan=Plan("some", 1, (rule,)),
+        _united=4 if united else 3,
+    )
+    assert FlatSession.capture_position(session) == Position(9, alike, {"plan": "x"})
 
 
 @pytest.mark.parametrize(("period", "step"), [(3, 3), (1, MEMBER_ITERATIONS)])
@@ -96,6 +142,44 @@ def test_written_buffers_are_compared_in_the_first_iteration_and_then_periodical
 
 
 @pytest.mark.parametrize(
+    ("spoilt", "left_out", "are_all"),
+    [({1}, {0}, False), ({0, 1}, {0}, False), ({1, 2}, {0, 1}, True)],
+)
+def test_a_node_with_one_spoilt_rank_is_left_out_of_an_average_of_replicas(
+    spoilt: set[int], left_out: set[int], are_all: bool
+) -> None:
+    checked: list[tuple[list[int], bool]] = []
+    finite = SimpleNamespace(
+        active=True, check_replicas=lambda ranks, *, are_all: checked.append((ranks, are_all))
+    )
+    control = SimpleNamespace(gather=lambda _: [rank not in spoilt for rank in range(4)])
+    guards: Any = SimpleNamespace(
+        _finite=finite,
+        _cluster=SimpleNamespace(control=control, topology=Topology(((0, 1), (2, 3)))),
+        _model=torch.nn.Linear(1, 1),
+    )
+    assert SessionGuards.nonfinite_replicas(guards) == left_out
+    assert checked == [(sorted(spoilt), are_all)]
+
+
+def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() -> None:
+    """Failure reports name it."""
+    published: list[int] = []
+    control = SimpleNamespace(set_iteration=published.append)
+    session: Any = SimpleNamespace(
+        _cluster=SimpleNamespace(require_open=lambda: None, device=CPU(), control=control),
+        _done=Iteration(4, Timestamps(), []),
+        _update=lambda _: None,
+        _new_iteration=lambda number: Iteration(number, Timestamps(), []),
+        _log=None,
+        _recorder=None,
+        _listener=None,
+    )
+    LoopSession.step(session, False)
+    assert published == [session._done.number] == [5]
+
+
+@pytest.mark.parametrize(
     ("needs_abort", "timeout_s", "words"),
     [
         (True, 60.0, "will not arrive: another rank has failed or given up"),
@@ -135,20 +219,35 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         waits.require_alive()
 
 
+@pytest.mark.parametrize(
+    ("needs_abort", "words"),
+    [
+        (True, "rank 1: grad of bucket w .* will not arrive: another rank has failed or given up"),
+        (False, "rank 1: grad of bucket w .* may not arrive: the store of the ranks is lost"),
+    ],
+)
 def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, needs_abort: bool, words: str
 ) -> None:
+    """After another rank has reported a failure, and after the loss of the store."""
     monkeypatch.setattr(waiting, "LOOK_EVERY_S", 0.0)
     rule = transfer(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
     message: Any = SimpleNamespace(
-        transfer=rule, iteration=7, done=False, settled=False, wait=lambda _: False, send_here=None
+        transfer=rule, iteration=7, done=False, settled=False, send_here=None
     )
-    control: Any = SimpleNamespace(rank=1, needs_abort=True, waiting=lambda _: nullcontext())
+    looks = iter(range(3))
+    message.wait = lambda _: next(looks) is None
+    control: Any = SimpleNamespace(
+        rank=1, needs_abort=needs_abort, has_lost_store=True, waiting=lambda _: nullcontext()
+    )
     waits = Waiting(CPU(), control, 60.0)
     waits.recover = Mock(side_effect=ConnectionError("no member responds"))
+    flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
     with pytest.raises(ConnectionError, match="no member responds"):
-        waits.wait(message, SimpleNamespace(buckets=[SimpleNamespace(name="w")]))  # type: ignore[arg-type]
+        waits.wait(message, flat)
+    [failure] = waits.recover.call_args.args
+    assert re.match(words, str(failure))
     with pytest.raises(RuntimeError, match="this worker has failed"):
         waits.require_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from reference.training import bsp, replicas
 from support.comparing import assert_close
 from support.models import Case
+from support.server_jobs import job, until
 from support.server_workers import Worked, refused, sparsely, work
 from support.worlds import run_world, watch_world
 
 from offbeat import BSP, PSBSP, SSP
+from offbeat.core.transport.device import CPU
 from offbeat.server.serving import _free_model
 from offbeat.server.session import SSPSession
 
@@ -72,6 +75,49 @@ def test_gradients_of_several_iterations_are_pushed_as_their_average() -> None:
     assert outgoing[torch.float32].tolist() == [2.0, 3.0]
     assert pushes == [([{"lr": 0.5}], [2])]
     assert (session._collected, session._waiting) == (0, 0)
+
+
+def test_a_clock_without_gradients_waits_for_the_push_before() -> None:
+    order: list[str] = []
+    client = SimpleNamespace(
+        settle=lambda: order.append("settle"), push=lambda _, *, skip: order.append(f"skip={skip}")
+    )
+    session: Any = SimpleNamespace(_collected=0, _waiting=1, _client=client)
+    SSPSession._push(session)
+    assert order == ["settle", "skip=True"]
+
+
+def test_no_worker_pushes_before_all_have_the_united_parameters() -> None:
+    """Rank 1 pulls when rank 0 waits for it, or has trained on."""
+    with job(5, 1, 2, rule="push") as j:
+        clients, sessions = [j.client(0), j.client(1)], []
+        for client in clients:
+            session: Any = SSPSession.__new__(SSPSession)
+            session._cluster = SimpleNamespace(require_open=lambda: None, device=CPU())
+            session._model, session._client = torch.nn.Module(), client
+            session._held = [torch.full((5,), 7.0, dtype=torch.float64)]
+            session._incoming = client.layout.views(client.incoming)
+            session._low = session._waiting = 0
+            sessions.append(session)
+        has_trained, pull = threading.Event(), sessions[1]._pull_newest
+
+        def pull_late(need: int) -> None:
+            until(lambda: clients[0]._averages == 2 or has_trained.is_set())
+            pull(need)
+
+        def train_on() -> None:
+            sessions[0].consolidate(False)
+            j.push(clients[0], 1.0)
+            has_trained.set()
+
+        sessions[1]._pull_newest = pull_late
+        first = threading.Thread(target=train_on)
+        first.start()
+        sessions[1].consolidate(False)
+        first.join()
+        for session, client in zip(sessions, clients, strict=True):
+            assert session._held[0].tolist() == [0.0] * 5
+            client.close()
 
 
 def test_a_server_frees_the_memory_of_its_model() -> None:
