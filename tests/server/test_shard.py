@@ -135,11 +135,12 @@ def test_push_applies_each_at_once_with_a_share_of_the_rate(make: Any) -> None:
     torch.testing.assert_close(held(stores), theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_settings_travel_with_the_push_and_the_lowest_rank_decides() -> None:
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 1, 2)])
+def test_settings_travel_with_the_push_and_the_lowest_rank_decides(order: tuple[int, ...]) -> None:
     stores, optimizer = made("clock", sgd, servers=1)
     before = held(stores).clone()
     ones = [torch.ones(s, dtype=torch.float64) for s in SHAPES]
-    for rank in reversed(range(WORKERS)):
+    for rank in order:
         settings = [
             {**group, "lr": 1.0 if rank == 0 else 9.0, "weight_decay": 0.0, "momentum": 0.0}
             for group in settings_of(optimizer)
