@@ -1,12 +1,18 @@
 """A profile on other clusters: the formulas of a ring, and what stays."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 
 from offbeat.cli import main
-from offbeat.core.profile.elsewhere import PAYLOAD, extrapolate
+from offbeat.core.profile.elsewhere import (
+    PAYLOAD,
+    extrapolate,
+    for_members,
+    with_slower_replicas,
+)
 from offbeat.experiments.advice.other_networks import with_nodes
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
@@ -68,6 +74,56 @@ def test_there_and_back_is_the_same():
     back = extrapolate(extrapolate(PROFILE, hosts=32), hosts=4).links[0]
     for name in ("latency_s", "bytes_per_s", "cpu_s_per_byte"):
         assert getattr(back, name) == pytest.approx(getattr(LINK, name))
+
+
+def test_members_keep_their_compute_times_by_name():
+    """Members leave and join in random order; a new one computes as long as the mean before."""
+    draw = random.Random(0)
+    for _ in range(50):
+        count, profile = draw.randrange(2, 6), PROFILE
+        scale = [draw.choice((0.5, 1.0, 2.0)) for _ in range(count)]
+        jitters = [draw.choice((0.0, 0.1)) for _ in range(count)]
+        profile = replace(extrapolate(PROFILE, hosts=count), rank_scale=(), rank_jitter=())
+        profile = with_slower_replicas(profile, scale)
+        profile = replace(profile, jitter=sum(jitters) / count, rank_jitter=tuple(jitters))
+        names = [*range(count)]
+        right = {name: (scale[name], jitters[name]) for name in names}
+        for name in range(count, count + 6):
+            stay = draw.sample(names, draw.randrange(1, len(names) + 1))
+            now = [*stay, name] if draw.random() < 0.7 else stay
+            before, names = names, now
+            known = [right[one] for one in before]
+            means = tuple(sum(column) / len(before) for column in zip(*known, strict=True))
+            right = {one: right.get(one, means) for one in names}
+            earlier = [before.index(one) if one in before else None for one in names]
+            profile = for_members(profile, len(names), earlier)
+            assert profile.world_size == len(names)
+            own_s = PROFILE.forward_s + PROFILE.backward_s + PROFILE.update_s
+            times = [
+                one * (profile.forward_s + profile.backward_s + profile.update_s) / own_s
+                for one in profile.scale_of_ranks
+            ]
+            assert times == pytest.approx([right[one][0] for one in names])
+            assert profile.jitters == pytest.approx([right[one][1] for one in names])
+            assert sum(profile.scale_of_ranks) / len(names) == pytest.approx(1)
+
+
+def test_the_slow_member_stays_slow_when_another_one_leaves():
+    profile = for_members(PROFILE, 3, [0, 2, 3])
+    assert profile.rank_scale == pytest.approx((0.75, 0.75, 1.5))
+    assert profile.forward_s == pytest.approx(PROFILE.forward_s * 4 / 3)
+    assert profile.rank_jitter == (0.0, 0.0, 0.4)
+    alike = for_members(profile, 2, [0, 1])
+    assert (alike.rank_scale, alike.rank_jitter, alike.jitter) == ((), (), 0.0)
+    assert alike.backward_s == pytest.approx(PROFILE.backward_s)
+    link = extrapolate(PROFILE, hosts=2).links[0]
+    assert alike.links[0].latency_s == pytest.approx(link.latency_s)
+
+
+def test_equal_members_change_no_time():
+    equal = replace(PROFILE, rank_scale=(), rank_jitter=())
+    assert for_members(equal, 3, [0, 2, None]) == extrapolate(equal, hosts=3)
+    assert for_members(PROFILE, 4, [0, 1, 2, 3]) is PROFILE
 
 
 def test_a_jitter_is_all_ranks():

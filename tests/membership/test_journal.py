@@ -28,7 +28,7 @@ def commands() -> list[dict[str, Any]]:
         {"op": "propose", "epoch": Epoch(0, ("a", "b"), details={"x": "ü"}).to_dict()},
         {"op": "set", "epoch": 0, "key": "k", "value": B, "token": "t1"},
         {"op": "add", "epoch": 0, "key": "n", "amount": 3, "token": "t2"},
-        {"op": "join", "request": JoinRequest("c", 2.0).to_dict()},
+        {"op": "join", "request": JoinRequest("c", 2).to_dict()},
         {"op": "join", "request": JoinRequest("d").to_dict()},
         {"op": "leave", "request": {"member": "b", "reason": "r"}},
         {"op": "death", "report": {"member": "a", "reporter": "b"}},

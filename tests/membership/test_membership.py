@@ -79,7 +79,7 @@ def test_threads_that_propose_at_once_get_one_epoch(membership: Membership) -> N
 
 def test_an_epoch_fulfils_requests_and_reports(membership: Membership) -> None:
     begin(membership, "a", "b", "c")
-    join = JoinRequest("d", 1.5, 4, {"host": "h"})
+    join = JoinRequest("d", 4, {"host": "h"})
     membership.request_join(join)
     membership.request_join(JoinRequest("e"))
     leave, dead = LeaveRequest("b", "maintenance"), DeathReport("c", "a", "no heartbeat")
@@ -320,12 +320,6 @@ def test_an_epoch_has_valid_values(values: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rank_scale": 0}, r"rank_scale \(0\) must be above 0"),
-        ({"rank_scale": float("nan")}, "rank_scale"),
-        ({"rank_scale": float("inf")}, "rank_scale"),
-        ({"rank_scale": 10**400}, "rank_scale"),
-        ({"rank_scale": "1"}, "rank_scale must be a number"),
-        ({"rank_scale": True}, "rank_scale"),
         ({"ranks": 0}, r"ranks \(0\) must be at least 1"),
     ],
 )

@@ -145,6 +145,22 @@ def test_a_joined_member_is_awaited_if_the_epoch_has_begun() -> None:
     assert {*looks} == {"c"}
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 40])
+def test_a_member_that_reports_too_late_must_join_again(epochs: int) -> None:
+    """Its process was stopped. The service keeps the keys of 2 epochs, and 16 epochs."""
+    membership = LocalMembership()
+    before = membership.propose(Epoch(0, ("a", "b")))
+    for number in range(1, 1 + epochs):
+        membership.propose(Epoch(number, ("a",)))
+    member: Any = SimpleNamespace(
+        name="b", rank_name="b", rank_names=["a", "b"], epoch=before, membership=membership,
+        describe_rank=lambda name: f"rank 1 (member {name})", lost_ranks=lambda _: [],
+    )  # fmt: skip
+    words = r"continue without rank 1 \(member b\), whose report came too late; start it again"
+    with pytest.raises(RuntimeError, match=words):
+        meet(member, {"a", "b"}, report(), lambda _: 0, 60.0)
+
+
 def test_ranks_of_members() -> None:
     sizes = {"a": 2, "b": 1, "c": 3}
     assert rank_names(sizes) == ["a/0", "a/1", "b", "c/0", "c/1", "c/2"]

@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from offbeat.core.runtime import member_presence, members
 from offbeat.core.runtime.member_node import MemberNode
 from offbeat.core.runtime.member_presence import PROBES, Presence, find_gone, is_gone, probe
 from offbeat.core.runtime.members import JobMember, Members
+from offbeat.core.transport import control
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.rendezvous import run_checked, run_limited
 from offbeat.membership import Epoch, LocalMembership
@@ -131,6 +133,22 @@ def test_a_process_group_is_created_while_ranks_are_checked() -> None:
     with share_devices(None, refuse):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "gloo"
+
+
+@pytest.mark.parametrize("name", ["minimum", "is_same", "largest"])
+def test_a_comparison_of_ranks_ends_when_one_is_gone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The connection to that rank remains open, so the comparison itself does not end."""
+    ends = threading.Event()
+    monkeypatch.setattr(control, "all_gather", lambda *_: ends.wait(10))
+    own: Any = object.__new__(control.Control)
+    own.timeout_s, own.group, own._heartbeat, own._protocol = 60.0, None, None, "of this test"
+    own._require_members = refuse
+    compare, value = getattr(own, name), 1 if name == "largest" else [1]
+    with pytest.raises(RuntimeError, match="of this test is gone"):
+        compare(value)
+    ends.set()
 
 
 def test_a_request_without_a_check_runs_in_this_thread() -> None:

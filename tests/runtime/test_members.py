@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from support.member_jobs import (
@@ -22,6 +23,8 @@ from support.member_jobs import (
     train_twice,
     with_states,
 )
+from support.member_stopping import STOPPED, STOPS_AT
+from support.member_stopping import train as train_stopping
 from support.worlds import free_port, run_world, watch_world
 
 from offbeat import BSP, P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
@@ -114,8 +117,10 @@ def test_a_message_that_one_member_has_received_lands_on_all() -> None:
     assert epochs[1].details["landed"]["net"]["missing"]
 
 
-def test_a_process_joins_with_the_state_of_a_member() -> None:
-    scenario = Scenario(LocalSGD(period=3), 12, first=2, joins={2: 4})
+@pytest.mark.parametrize("state", ["copy", "fresh"])
+def test_a_process_joins_with_the_state_of_a_member(state: str) -> None:
+    """Its momentum is that of a member, or empty."""
+    scenario = Scenario(LocalSGD(period=3), 12, first=2, joins={2: 4}, state=state)
     epochs = check(scenario, every(3))
     assert [len(e.members) for e in epochs] == [2, 3]
 
@@ -217,6 +222,38 @@ def test_local_steps_of_a_joined_member_survive_a_failure() -> None:
     epochs = check(scenario, every(3))
     assert [len(e.members) for e in epochs] == [2, 3, 2]
     assert not epochs[2].details["united"]
+
+
+def test_a_stopped_member_joins_again(tmp_path: Path) -> None:
+    """It is stopped in the message of iteration 5, and continues when the others have left it out
+    after the timeout. Its error states what to do, and its process is started again."""
+    scenario = Scenario(LocalSGD(period=3), 15, joins={3: 10}, join_after=1, folder=str(tmp_path))
+    with membership_service() as address:
+        ended = watch_world(train_stopping, scenario.processes, address, scenario, timeout_s=110)
+        epochs = epochs_of(address)
+    stopped = ended[STOPPED]
+    assert stopped.kind == "RuntimeError", stopped
+    words = (
+        f"The other members continue without rank {STOPPED} (member {epochs[0].members[STOPPED]})"
+    )
+    assert f"{words}, whose report came too late; start it again" in stopped.error
+    assert not any(one.kind for one in ended if one is not stopped), ended
+    assert [len(epoch.members) for epoch in epochs] == [3, 2, 3]
+    assert epochs[1].first_iteration == STOPS_AT + 1
+    compare(scenario, every(3), [one.result for one in ended], epochs)
+
+
+def test_a_job_with_fewer_members_than_least_ends_with_their_names() -> None:
+    scenario = Scenario(LocalSGD(period=2), 8, first=2, kills={1: 3}, least=2)
+    with membership_service() as address:
+        survivor, _ = watch_world(
+            train_member, 2, address, scenario, timeout_s=110, doomed=[*scenario.kills]
+        )
+        [epoch] = epochs_of(address)
+    assert survivor.kind == "RuntimeError", survivor
+    words = " ".join(survivor.error.split())
+    assert "least (2) in Members must be at most the number of members that are left (1)" in words
+    assert f"after the failure of member {epoch.members[1]}; start the job again from" in words
 
 
 # ---- a second failure while the first one is handled ----------------------------------------

@@ -60,6 +60,7 @@ class Scenario:
         kill_in_message: whether the process ends in its message.
         deaf: by process, the iteration whose message it sends but fails to receive.
         state: `join_state` of joining processes.
+        least: smallest number of members with which the job continues after a failure.
         samples: number of samples that the members read once; 0: no sampler.
         lost_at: iteration whose samples have been read when the members that remain notice that the
             store of the first member is lost; -1: none.
@@ -91,6 +92,7 @@ class Scenario:
     kill_in_message: bool = False
     deaf: Mapping[int, int] = field(default_factory=dict)
     state: Any = "copy"
+    least: int = 1
     samples: int = 0
     lost_at: int = -1
     ranks: int = 1
@@ -182,7 +184,9 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         timeout_s=scenario.timeout_s,
         on_nonfinite="skip" if scenario.spoils else "raise",
         nodes=scenario.ranks if scenario.ranks > 1 else None,
-        members=Members(address, first=scenario.first, join_state=scenario.state),
+        members=Members(
+            address, first=scenario.first, least=scenario.least, join_state=scenario.state
+        ),
     )
     member = model._session.changes._member
     founders = set(member.epoch.members)
@@ -347,10 +351,11 @@ class Replica:
         self.buffers: dict[str, Weights] = {}
         self.steps = 0
 
-    def copy_from(self, other: Replica) -> None:
-        """Begin with the state of a member."""
+    def copy_from(self, other: Replica, state: str) -> None:
+        """Begin with the state of a member, but with an empty optimizer state if it is "fresh"."""
         self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        if state == "copy":
+            self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
         self.buffers = snapshot(other.buffers)
 
     @property
@@ -420,7 +425,7 @@ def expected(
             replicas[who] = Replica(who, scenario.ranks)
             origin = epoch.details.get("states", {}).get(epoch.members[members.index(who)])
             if source is not None:
-                replicas[who].copy_from(source)
+                replicas[who].copy_from(source, scenario.state)
                 if origin is not None:
                     earlier = states[processes[origin["member"]], origin["iteration"]]
                     groups = replicas[who].optimizer.state_dict()["param_groups"]

@@ -19,7 +19,6 @@ MOST_NAME_CHARACTERS = 64
 MOST_REASON_CHARACTERS = 200
 MOST_DETAILS_BYTES = 64 << 10
 MOST_COUNT = 1 << 62
-MOST_SCALE = 1e9
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _DIGEST = re.compile(r"[A-Za-z0-9._:+/=-]{0,128}")
 
@@ -110,25 +109,16 @@ class JoinRequest(Record):
 
     Attributes:
         member: name of the new member.
-        rank_scale: measured compute time of its ranks, relative to the job's profile.
         ranks: number of its ranks.
         details: other values for the members, at most 64 KiB of JSON.
     """
 
     member: str
-    rank_scale: float = 1.0
     ranks: int = 1
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         require_name("member", self.member)
-        scale = self.rank_scale
-        if isinstance(scale, bool) or not isinstance(scale, int | float):
-            raise RequestRefusedError("rank_scale must be a number")
-        if not 0 < scale <= MOST_SCALE:
-            raise RequestRefusedError(
-                f"rank_scale ({str(scale)[:20]}) must be above 0 and at most {MOST_SCALE:g}"
-            )
         require_count("ranks", self.ranks)
         if self.ranks < 1:
             raise RequestRefusedError(f"ranks ({self.ranks}) must be at least 1")

@@ -64,7 +64,9 @@ def extrapolate(
     )
 
 
-def for_members(profile: Profile, members: int) -> Profile:
+def for_members(
+    profile: Profile, members: int, earlier: Sequence[int | None] | None = None
+) -> Profile:
     """Return the profile of a job after a change of its members.
 
     The profile of one member keeps the costs of messages of two, which it does not send.
@@ -72,11 +74,26 @@ def for_members(profile: Profile, members: int) -> Profile:
     Args:
         profile: profile of at least two replicas, or a result of this function.
         members: number of replicas.
+        earlier: for each replica its index in `profile`; None if it was not measured, so that it
+            computes as long as the mean of the measured ones. By default properties of single
+            replicas are repeated in turn.
     """
-    if profile.world_size == 1:
-        profile = repeated_ranks(profile, 2)
-    several = extrapolate(profile, hosts=max(members, 2))
-    return several if members > 1 else repeated_ranks(several, 1)
+    several = repeated_ranks(profile, 2) if profile.world_size == 1 else profile
+    several = extrapolate(several, hosts=max(members, 2))
+    found = several if members > 1 else repeated_ranks(several, 1)
+    if earlier is None:
+        earlier = [i % profile.world_size for i in range(members)]
+    if [*earlier] == [*range(profile.world_size)]:
+        return found
+    if profile.rank_jitter:
+        jitters = [profile.jitter if i is None else profile.rank_jitter[i] for i in earlier]
+        alike = len({*jitters}) == 1
+        jitter = fmean(jitters)
+        found = replace(found, jitter=jitter, rank_jitter=() if alike else tuple(jitters))
+    if not profile.rank_scale:
+        return found
+    scale = [1.0 if i is None else profile.rank_scale[i] for i in earlier]
+    return with_slower_replicas(replace(found, rank_scale=()), scale)
 
 
 def repeated_ranks(profile: Profile, ranks: int) -> Profile:

@@ -28,7 +28,13 @@ from torch import Tensor
 from offbeat.core.console import console
 from offbeat.core.plan import INSIDE, base_link, is_vote_channel
 from offbeat.core.runtime.member_feed import StateSenders
-from offbeat.core.runtime.member_meeting import Report, exchange_results, meet, send_average
+from offbeat.core.runtime.member_meeting import (
+    Report,
+    exchange_results,
+    following_epoch,
+    meet,
+    send_average,
+)
 from offbeat.core.runtime.member_node import member_of, rank_names
 from offbeat.core.runtime.member_samples import MemberSamples, Stream
 from offbeat.core.runtime.members import JobMember
@@ -432,7 +438,7 @@ class MemberChanges:
         """
         member = self._member
         while True:
-            following = member.membership.epoch(member.epoch.number + 1)
+            following = following_epoch(member)
             if following is None or "landed" in following.details:
                 break
             if member.name not in following.members:

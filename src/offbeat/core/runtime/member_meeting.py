@@ -73,13 +73,43 @@ def meet(
     # Imported here, because jobs without changing members do not need the module.
     from offbeat.membership import EpochReplacedError
 
+    try:
+        return _meet(member, begun, report, read_count, timeout_s)
+    except EpochReplacedError:  # at least two epochs have been written meanwhile
+        raise _lateness(member) from None
+
+
+def following_epoch(member: JobMember) -> Epoch | None:
+    """Return the epoch after that of this member; None if it is not written.
+
+    Raises:
+        RuntimeError: the service no longer keeps it, because the others have written many.
+    """
+    from offbeat.membership import RequestRefusedError
+
+    try:
+        return member.membership.epoch(member.epoch.number + 1)
+    except RequestRefusedError:
+        raise _lateness(member) from None
+
+
+def _meet(
+    member: JobMember,
+    begun: Collection[str],
+    report: Report,
+    read_count: Callable[[int], int],
+    timeout_s: float,
+) -> Epoch:
+    """Return the next epoch, see `meet`. Raise EpochReplacedError if its keys are not kept."""
+    from offbeat.membership import EpochReplacedError
+
     before = member.epoch
     keys, names = member.membership.rendezvous(before.number), member.rank_names
     keys.set(_key_of(member.rank_name), json.dumps(asdict(report)).encode())
     begun_s = time.monotonic()
     others = [name for name in names if name != member.rank_name]
     awaited, awaits_all = [name for name in others if member_of(name) in begun], False
-    while (epoch := member.membership.epoch(before.number + 1)) is None:
+    while (epoch := following_epoch(member)) is None:
         there = _present(keys, names)
         awaited = [name for name in awaited if name not in there]
         _require_whole(member, awaited)
@@ -106,11 +136,16 @@ def meet(
         own = [name for name in names if member_of(name) == member.name]
         absent = [name for name in own if name not in _present(keys, own)]
         _require_whole(member, absent, has_ended=True)
-        raise RuntimeError(
-            f"The other members continue without {member.describe_rank(member.rank_name)}, whose "
-            "report came too late; start it again to join the job"
-        )
+        raise _lateness(member)
     return epoch
+
+
+def _lateness(member: JobMember) -> RuntimeError:
+    """Return the error of a member without which the others continue."""
+    return RuntimeError(
+        f"The other members continue without {member.describe_rank(member.rank_name)}, whose "
+        "report came too late; start it again to join the job"
+    )
 
 
 def _is_awaited(member: JobMember, rank_name: str, share: float) -> bool:
@@ -160,8 +195,8 @@ def _require_enough(member: JobMember, alive: Sequence[str]) -> None:
     if len(alive) < least:
         lost = [name for name in member.epoch.members if name not in alive]
         raise RuntimeError(
-            f"{len(alive)} members are left after the failure of "
-            f"{', '.join(map(describe_rank, lost))}, and least in Members is {least}; start the "
+            f"least ({least}) in Members must be at most the number of members that are left "
+            f"({len(alive)}) after the failure of {', '.join(map(describe_rank, lost))}; start the "
             "job again from its last checkpoint"
         )
 

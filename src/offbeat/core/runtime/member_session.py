@@ -51,6 +51,7 @@ class MemberSession(FlatSession):
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
         self._joined: Mapping[int, Mapping[str, Any]] = {}  # by rank, in the newest epoch
         self._has_joined = False  # whether this process has joined a running job
+        self._replicas = [*job.member.epoch.members]  # members to which the profile refers
 
     def begin(self) -> None:
         if self._job.joining is None:
@@ -301,11 +302,15 @@ class MemberSession(FlatSession):
 
     def _set_profile(self, profile: Profile) -> None:
         """Set the profile for the present members, computed from that of rank 0: changes that have
-        failed may have left ranks with profiles for other members."""
-        control = self._cluster.control
-        common = control.gather(profile.to_dict() if control.rank == 0 else None)[0]
-        replicas = self._cluster.topology.replicas
-        self.choice.profile = for_members(Profile.from_dict(common), replicas)
+        failed may have left ranks with profiles for other members.
+
+        Compute times of members that remain are kept by name. Those of new members are not known.
+        """
+        control, names = self._cluster.control, self._member.epoch.members
+        known, before = control.share_first([profile.to_dict(), self._replicas])
+        earlier = [before.index(name) if name in before else None for name in names]
+        self.choice.profile = for_members(Profile.from_dict(known), len(names), earlier)
+        self._replicas = [*names]
 
     def _feed(self, joining: Sequence[int]) -> dict[str, Any]:
         """Send parameters, buffers and the optimizer's state to joining ranks. Return the state.

@@ -71,7 +71,8 @@ class Members:
         service: address of the membership service, as in "10.0.0.1:29600".
         first: number of members with which a new job begins; by default WORLD_SIZE, or else 2, and
             2 if members are nodes of several ranks.
-        least: smallest number of members with which training continues.
+        least: smallest number of members with which training continues after a failure. Requests
+            to leave are granted with fewer, too.
         join_state: optimizer state of a member that joins a running job. "copy": that of a member,
             which sends a large one while training continues, so that it is some iterations older;
             "fresh": its own, which is usually empty. Settings such as the learning rate are those

@@ -202,6 +202,8 @@ class PlanRunner:
         if self.convergence is not None:
             engine.set_noise_meter(self.convergence.meter)
         self._guards.compare_ranks(plan)
+        if cluster.control.has_members:  # after a failure, survivors repeat messages of one plan
+            cluster.control.largest(0)  # no rank trains before all have this plan
 
     def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
         self.engine.adopt(plan, planned, continues=continues)
@@ -249,7 +251,7 @@ class PlanRunner:
             self._start(plan, tried)
             resume_at(engine, tried)
         else:
-            self._adopt(plan)
+            self._run_jointly(partial(self._adopt, plan))
         self._set_held_passes(usage)
 
     def _expect_passes(self) -> None:
@@ -273,7 +275,7 @@ class PlanRunner:
             return
         plan = self._choice.suitable_plan(self.plan, ScriptUsage(backwards=2))
         if plan is not self.plan:
-            self._change(plan)
+            self._run_jointly(partial(self._change, plan))
 
     def _apply_finding(self, finding: Finding) -> None:
         """Change to the fallback strategy if the loss is not finite, rises or stalls. Plan again if

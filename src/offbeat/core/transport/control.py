@@ -259,7 +259,7 @@ class Control:
             return all(everyone[rank] == everyone[own[0]] for own in groups for rank in own)
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         with self.collective("comparing values"):
-            rows = all_gather(own, self.group)
+            rows = self.run_checked(lambda: all_gather(own, self.group))
         return bool((rows == own).all())
 
     def minimum(self, values: Sequence[float]) -> list[float]:
@@ -271,7 +271,7 @@ class Control:
         """
         own = torch.tensor(values, dtype=torch.float64, device="cpu")
         with self.collective("comparing measured times"):
-            return all_gather(own, self.group).amin(0).tolist()
+            return self.run_checked(lambda: all_gather(own, self.group)).amin(0).tolist()
 
     def largest(self, number: int) -> int:
         """Return the largest number of all ranks, by one small exchange.
