@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support.member_drifting import (
     CHANGE_AT,
@@ -53,20 +55,21 @@ def require_equations(
 
 
 @pytest.mark.parametrize("place", ["exchange", "change"])
-def test_measured_times_continue_when_members_fail_and_join(place: str) -> None:
-    """Messages take a quarter of the time in the profile. Process 1 ends when the job is to be
+def test_measured_times_continue_when_members_fail_and_join(place: str, tmp_path: Path) -> None:
+    """Messages take four times as long as in the profile. Process 1 ends when the job is to be
     planned again. Process 2 is twice as slow as the others, and has another rank afterwards. The
     process that joins is three times as slow, which is not known before it has trained."""
     scenario = DriftingScenario(
         DreamDDP(period=3, fill=False, split=False), 36, joins={3: 19}, join_after=1,
-        scales=(1.0, 1.0, 2.0, 3.0), message_times=0.25, ends_in={1: place},
+        scales=(1.0, 1.0, 2.0, 3.0), message_times=4.0, ends_in={1: place},
+        folder=str(tmp_path),
     )  # fmt: skip
     found, epochs = run(scenario)
     firsts = [(len(epoch.members), epoch.first_iteration) for epoch in epochs]
     assert firsts == [(3, 0), (2, CHANGE_AT), (3, 21)]
     plans, profiles, known = found[0].plans, found[0].profiles, scenario.profile
     require_equations(scenario, found, epochs, by_plans(scenario, plans, [f for _, f in firsts]))
-    fast, measured_at = with_slower_links(known, 0.25), 18 if place == "exchange" else CHANGE_AT
+    fast, measured_at = with_slower_links(known, 4.0), 18 if place == "exchange" else CHANGE_AT
     for t, members, times in (
         (8, [0, 1, 2], [1, 1, 2]), (9, [0, 2], [1, 2]), (18, [0, 2], [1, 2]),
         (21, [0, 2, None], [1, 2, 1.5]), (35, [0, 2, None], [1, 2, 3]),

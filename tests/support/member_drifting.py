@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +20,15 @@ from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.replanning import BoundaryMeter
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.link import Message
-from support.member_jobs import Average, Outcome, Replica, Scenario, average, train_member
+from support import member_jobs
+from support.member_jobs import (
+    Average,
+    Outcome,
+    Replica,
+    Scenario,
+    average,
+    train_member,
+)
 
 BOUNDARY = 3  # least number of iterations between two boundaries
 CHANGE_AT = 9  # first iteration after the third boundary
@@ -35,6 +44,8 @@ class DriftingScenario(Scenario):
         message_times: time of each message relative to the profile.
         ends_in: process that ends when the plan changes, and the place: third "exchange" of
             measured times, or first "change" of the plan.
+        folder: folder of this job, if processes join: they request to join after the first process
+            has trained up to the iteration before which it waits for them.
         loses_change: process to which the last message of the agreement about another plan seems
             lost, although all other processes adopt this plan; -1: none.
         writes_gradients: whether the script writes gradients before the step, so that another plan
@@ -69,7 +80,9 @@ def train(address: str, scenario: DriftingScenario) -> DriftingOutcome:
     _feed_times(scenario, who)
     _fail(scenario, who)
     plans, profiles = dict[int, Plan](), dict[int, Profile]()
-    step = MemberSession.step
+    step, gate = MemberSession.step, Path(scenario.folder) / "joins"
+    if who in scenario.joins:
+        member_jobs._await(gate.exists)
 
     def record_and_step(self: MemberSession, *args: Any, **kwargs: Any) -> None:
         plans[self.iteration] = self.plan
@@ -78,6 +91,8 @@ def train(address: str, scenario: DriftingScenario) -> DriftingOutcome:
             if p.grad is not None:
                 p.grad.mul_(1.0)
         step(self, *args, **kwargs)
+        if self.iteration == scenario.joins.get(scenario.first):
+            gate.touch()
 
     MemberSession.step = record_and_step  # type: ignore[method-assign]
     return DriftingOutcome(train_member(address, scenario), plans, profiles)
