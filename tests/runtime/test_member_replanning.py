@@ -86,8 +86,9 @@ def test_measured_times_continue_when_members_fail_and_join(place: str, tmp_path
 
 
 def test_all_ranks_repeat_the_averages_of_one_plan() -> None:
-    """Process 2 fails when the others have agreed on another order of the messages. No process may
-    send messages in this order until all have adopted it, because the survivors repeat them."""
+    """Process 2 fails when the others have agreed on another order of the messages. The survivors
+    repeat messages, so no process may train in this order before all have adopted it. The members
+    compare their requests in between, because a plan begins with a boundary."""
     scenario = DriftingScenario(
         P3(slice_elements=8), 15, scales=(1.0, 1.0, 1.0), message_times=0.5, loses_change=2
     )

@@ -16,6 +16,7 @@ from offbeat import Plan, Profile
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime import replanning
 from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.replanning import BoundaryMeter
 from offbeat.core.transport.control import Control
@@ -117,7 +118,14 @@ def _feed_times(scenario: DriftingScenario, who: int) -> None:
 
 def _fail(scenario: DriftingScenario, who: int) -> None:
     """Let this process fail at the change of the plan."""
-    place = scenario.ends_in.get(who)
+    place, before = scenario.ends_in.get(who), MemberChanges.before_iteration
+
+    def begin_unaware(self: MemberChanges) -> None:
+        if self.are_agreed or self._session.iteration != CHANGE_AT:
+            before(self)
+
+    if who != scenario.loses_change >= 0:  # notices the failure only in a wait
+        MemberChanges.before_iteration = begin_unaware  # type: ignore[method-assign]
     if place == "exchange":
         _replace_call(BoundaryMeter, "exchange", 3, lambda _: os._exit(9))
     if place == "change" or scenario.loses_change == who:

@@ -202,8 +202,6 @@ class PlanRunner:
         if self.convergence is not None:
             engine.set_noise_meter(self.convergence.meter)
         self._guards.compare_ranks(plan)
-        if cluster.control.has_members:  # after a failure, survivors repeat messages of one plan
-            cluster.control.largest(0)  # no rank trains before all have this plan
 
     def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
         self.engine.adopt(plan, planned, continues=continues)
