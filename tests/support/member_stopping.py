@@ -55,8 +55,8 @@ def _shorten_waits() -> None:
         finally:
             self._timeout_s = usual_s
 
-    def meet_others(*args: Any) -> Any:
-        return meet(*args[:-1], MEETING_S)
+    def meet_others(member: Any, begun: Any, report: Any, read_count: Any, _: float) -> Any:
+        return meet(member, begun, report, read_count, MEETING_S)
 
     Waiting.wait = wait_for_message  # type: ignore[method-assign]
     member_changes.meet = meet_others

@@ -304,7 +304,7 @@ class MemberSession(FlatSession):
         """Set the profile for the present members, computed from that of rank 0: changes that have
         failed may have left ranks with profiles for other members.
 
-        Compute times of members that remain are kept by name. Those of new members are not known.
+        Compute times of remaining members are kept by name. New members have not been measured.
         """
         control, names = self._cluster.control, self._member.epoch.members
         known, before = control.share_first([profile.to_dict(), self._replicas])
