@@ -182,7 +182,7 @@ def test_pictures_are_those_of_the_code():
 
 def test_every_marker_is_one():
     """Misspelled markers would stay empty."""
-    known = {*FILL.VIEWS, "table", "list", "/generated", *REASONS}
+    known = {*FILL.VIEWS, "table", "notes", "list", "/generated", *REASONS}
     for page in pages():
         text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for words in re.findall(r"^<!-- (\S+(?: run)?)", text, re.MULTILINE):
