@@ -1,6 +1,7 @@
 """Jobs whose members are killed, join and leave: correctness, hours under disturbances, and cost.
 
     python benchmarks/members.py kills --out runs/members [--runs 60] [--minutes 15] [--per-node 2]
+        [--seed 1] [--place update]
     python benchmarks/members.py joins --out runs/members [--runs 20] [--minutes 5]
     python benchmarks/members.py chaos --out runs/members [--minutes 30]
     python benchmarks/members.py cost --out runs/members [--repetitions 5]
@@ -8,20 +9,21 @@
 
 `kills`: three processes on the loopback train a model of float64; one is killed with SIGKILL in
 forward, in backward, in a message, at a boundary, while another member leaves or a process joins,
-alone or together with the membership service, or only the service is killed. The service starts
-again with its journal 1 s later. Wanted: all survivors end within the limit and read all samples;
-after the kill each has its next iteration within `timeout_s` + 3 s; all weights of all iterations
-equal `members_equations.py` with the messages that the service has recorded as landed. `joins`: a
-process joins; its weights must be those of a member bit for bit, and the members have equal bits
-after the next average of each bucket. With `--per-node 2` the members of both are nodes of two
-ranks; a rank of one is killed, and the other one must end with an error that names it. `chaos`:
-hosts of the lab whose processes are killed and start again, cuts and changing rates, then the same
-job undisturbed. `cost`: longest time without an iteration of the other members when one leaves,
-dies or joins, by size of the model, and the same with torchft if it is installed.
+with `--place update` in an update, alone or together with the membership service, or only the
+service is killed. The service starts again with its journal 1 s later. Wanted: all survivors end
+within the limit and read all samples; after the kill each has its next iteration within `timeout_s`
++ 3 s; all weights of all iterations equal `members_equations.py` with the messages that the service
+has recorded as landed. `joins`: a process joins; its weights must be those of a member bit for bit,
+and the members have equal bits after the next average of each bucket. With `--per-node 2` the
+members of both are nodes of two ranks; a rank of one is killed, and the other one must end with an
+error that names it. `chaos`: hosts of the lab whose processes are killed and start again, cuts and
+changing rates, then the same job undisturbed. `cost`: longest time without an iteration of the
+other members when one leaves, dies or joins, by size of the model, and the same with torchft if it
+is installed.
 
 A finished case is a line of a file in `--out` and is not repeated. `tables` writes
-`results/members.json` from these files, with the lines of `notes.txt` as notes. `kills` and `joins`
-need no quiet machine, the others do.
+`results/members.json` from these files and those of other seeds and places in folders of `--out`,
+with the lines of `notes.txt` as notes. `kills` and `joins` need no quiet machine, the others do.
 """
 
 from __future__ import annotations
@@ -443,12 +445,19 @@ def _content(transfer: Transfer, flat: Flat) -> bytes:
 # ---- kills and joins --------------------------------------------------------------------------
 
 
-def kill_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
-    """Return the cases of `kills`, each with all random draws."""
+def kill_cases(runs: int, seed: int, per_node: int, at: str | None = None) -> list[dict[str, Any]]:
+    """Return the cases of `kills`, each with all random draws.
+
+    Args:
+        runs: number of cases.
+        seed: seed of the draws.
+        per_node: number of ranks of each member.
+        at: place of all kills; None for all places in turn.
+    """
     draw, found = random.Random(seed), list[dict[str, Any]]()
     strategies = [*CASES]
     for n in range(runs):
-        place = PLACES[(n // len(strategies) + n) % len(PLACES)]
+        place = at or PLACES[(n // len(strategies) + n) % len(PLACES)]
         case: dict[str, Any] = {
             "number": n,
             "seed": seed,
@@ -462,7 +471,7 @@ def kill_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
             "delay_s": draw.choice([0.0, draw.uniform(0, 0.002)]),
             "service": place == "service" or draw.random() < 0.2,
         }
-        if place == "message":
+        if place in ("message", "update"):
             case["skip"] = draw.randrange(6)
         elif place == "leave":
             case |= {"leaver": draw.randrange(FIRST), "leave_at": case["iteration"]}
@@ -811,13 +820,16 @@ def tables(options: argparse.Namespace) -> None:
     """Write results/members.json from the files of `--out`."""
     found: list[dict[str, Any]] = []
     misses, kills = list[str](), list[dict[str, Any]]()
+    folders = [options.out, *sorted(path for path in options.out.iterdir() if path.is_dir())]
     for name, per_node in itertools.product(("kills", "joins"), PER_NODE):
-        if lines := read(file_of(options.out, name, per_node)):
+        files = [file_of(folder, name, per_node) for folder in folders]
+        if lines := [line for file in files for line in read(file)]:
             found.append(_case_table(name, lines, per_node))
             kills += lines if name == "kills" else []
             misses += [
-                f"{name}, case {line['case']['number']} ({line['case']['strategy']}, "
-                f"{line['case'].get('place') or 'join'}): {line['verdict']}."
+                f"{name}, case {line['case']['number']} of seed {line['case']['seed']} "
+                f"({line['case']['strategy']}, {line['case'].get('place') or 'join'}): "
+                f"{line['verdict']}."
                 for line in lines
                 if line["verdict"] != "right"
             ]
@@ -848,22 +860,27 @@ def _case_table(name: str, lines: Sequence[dict[str, Any]], per_node: int) -> di
     gaps = sorted(line["gap_s"] for line in whole if line["case"].get("victim") is not None)
     rows: list[list[Any]] = [["cases in which everything is right", f"{right} of {len(lines)}"]]
     if name == "kills":
-        for place in dict.fromkeys(PLACES):
-            here = [line for line in lines if line["case"]["place"] == place]
-            good = sum(line["verdict"] == "right" for line in here)
-            rows.append([f"killed: {KILLED[place]}", f"{good} of {len(here)}"])
-        both = [line["case"]["place"] for line in lines if line["case"]["service"]]
-        rows.append(["of these, together with the service", len(both) - both.count("service")])
-        first = [line for line in lines if line["case"]["victim"] == 0]
+        of_ranks = [line for line in lines if line["case"]["place"] != "service"]
+        rows.append(_right_row("kills of a rank", of_ranks))
+        for place, text in KILLED.items():
+            here = [line for line in of_ranks if line["case"]["place"] == place]
+            if here:
+                rows.append(_right_row(f"of these, {text}", here))
+        both = [line for line in of_ranks if line["case"]["service"]]
+        rows.append(["of these, together with the service", len(both)])
+        first = [line for line in of_ranks if line["case"]["victim"] == 0]
         rows.append(["of these, rank 0", len(first)])
+        alone = [line for line in lines if line["case"]["place"] == "service"]
+        rows.append(_right_row("kills of the service alone", alone))
     else:
         bits = sum(line["joined bits"] is True for line in whole)
         rows.append(["weights of the joining process are a member's, bit for bit", bits])
-        alike = sum(line["average bits"] is True for line in whole)
-        rows.append(["equal bits after the next average of each bucket", alike])
+        compared = [line["average bits"] for line in whole if line["average bits"] is not None]
+        text = f"{sum(compared)} of {len(compared)} whose weights are recorded after averages"
+        rows.append(["equal bits after the next average of each bucket", text])
     largest = max((line["difference"] for line in whole), default=0.0)
-    compared = sum(line["compared"] for line in whole)
-    rows.append(["states of a process compared with the equations", compared])
+    states = sum(line["compared"] for line in whole)
+    rows.append(["states of a process compared with the equations", states])
     rows.append(["largest difference of a weight", f"{largest:.1e}"])
     rows.append(["samples read twice", sum(line["twice"] for line in whole)])
     rows.append(["samples left unread, most", max((line["unread"] for line in whole), default=0)])
@@ -883,18 +900,25 @@ def _case_table(name: str, lines: Sequence[dict[str, Any]], per_node: int) -> di
     }
 
 
+def _right_row(text: str, lines: Sequence[dict[str, Any]]) -> list[Any]:
+    """Return a row with the number of cases in which everything is right."""
+    return [text, f"{sum(line['verdict'] == 'right' for line in lines)} of {len(lines)}"]
+
+
 COMMANDS = (
-    *("kills", "joins", "kills --per-node 2", "joins --per-node 2", "chaos", "cost", "tables"),
+    *("kills", "kills --seed 1", "kills --seed 3 --place update", "joins"),
+    *("kills --per-node 2", "kills --per-node 2 --seed 2", "joins --per-node 2"),
+    *("chaos", "cost", "tables"),
 )
 RANKS = {1: "members of one rank", 2: "nodes of two ranks"}
 KILLED = {
     "forward": "in forward",
     "backward": "in backward",
     "message": "in a message",
+    "update": "in an update",
     "boundary": "at a boundary",
     "leave": "while a member leaves",
     "join": "while a process joins",
-    "service": "only the service",
 }
 
 
@@ -905,6 +929,14 @@ def _notes(kills: Sequence[dict[str, Any]]) -> Iterator[str]:
         places = Counter((line["case"]["strategy"]) for line in kills)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(places.items()))
         yield f"Kills by strategy: {counts}."
+        places = Counter(f"seed {line['case']['seed']}: {RANKS[per_node_of(line['case'])]}"
+                         for line in kills)  # fmt: skip
+        yield f"Kills by seed: {', '.join(f'{text} {n}' for text, n in sorted(places.items()))}."
+    yield (
+        "Between nodes, DreamDDP, PartialSync and DiLoCo update from the average, and no record "
+        "has the weights between the average and the update. Their weights after the update are "
+        "compared with the equations."
+    )
     yield "Kills and joins ran beside other programs, which makes their times longer."
 
 
@@ -990,6 +1022,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of one case")
+    parser.add_argument("--place", choices=[*KILLED, "service"], help="place of all kills")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--sizes", type=float, nargs="*", help="bytes of the models of cost")
     parser.add_argument(
@@ -999,10 +1032,15 @@ def main() -> None:
     if options.per_node != 1 and options.what not in ("kills", "joins"):
         parser.error(f"--per-node ({options.per_node}) must be 1 beside kills and joins")
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.what in ("kills", "joins"):
-        cases, runs = (kill_cases, 64) if options.what == "kills" else (join_cases, 24)
-        drawn = cases(options.runs or runs, options.seed, options.per_node)
+    if options.place is not None and options.what != "kills":
+        parser.error(f"--place ({options.place}) must be left out beside kills")
+    if options.what == "kills":
+        drawn = kill_cases(options.runs or 64, options.seed, options.per_node, options.place)
         run_cases(options.what, drawn, options)
+    elif options.what == "joins":
+        run_cases(
+            options.what, join_cases(options.runs or 24, options.seed, options.per_node), options
+        )
     elif options.what == "keep":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         keep(options.out)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from report.test_page import text_of
 from support.made_jobs import make_job
-from support.member_jobs import Scenario, membership_service, train_recorded_member
+from support.member_jobs import SECRET, Scenario, membership_service, train_recorded_member
 from support.worlds import watch_world
 
 from offbeat import WFBP, LocalSGD, cli
@@ -154,7 +154,7 @@ def test_records_of_members_that_fail_join_and_leave(tmp_path: Path) -> None:
         )
     for one in ended:
         assert one.rank == 0 or not one.kind, one.error + one.traceback
-    [run] = tmp_path.iterdir()
+    [run] = (tmp_path / "runs").iterdir()
     record = load([run])
     assert sorted(record.ranks) == [0, 1, 2, 3]
     assert record.world_size == 4
@@ -179,3 +179,9 @@ def test_records_of_members_that_fail_join_and_leave(tmp_path: Path) -> None:
     assert shown.state == "ended"
     assert [count for _, count in shown.members] == [3, 2, 3, 2]
     assert json.loads((run / ALIVE_FILE).read_text())["writer"] == 1
+    assert cli.main(["report", str(run)]) == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"report.html", "log3", "debug3"} <= {path.name for path in files}
+    assert "members" in (tmp_path / "log1").read_text()
+    for path in files:
+        assert SECRET.encode() not in path.read_bytes(), path

@@ -19,7 +19,11 @@ def require(text: str, state: JoinState = "copy") -> None:
     require_supported_plan(strategy.plan(PROFILE), strategy, settings)
 
 
-ACCEPTED = ["wfbp", "bsp", "local-sgd:period=3", "dreamddp:period=2", "selsync:max_period=3"]
+ACCEPTED = [
+    "wfbp", "bsp", "p3", "local-sgd:period=3", "dreamddp:period=2", "selsync:max_period=3",
+    "fedavg", "des-loc:period=2", "dreamddp:period=2:due=forward", "diloco:period=4:delay=1",
+    "dreamddp:period=3:due=delayed:state=local", "diloco:period=4:delay=1:alpha=0.5",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ACCEPTED)
@@ -35,6 +39,7 @@ def test_averages_that_may_be_skipped(text: str) -> None:
         ("wfbp", "fresh", "keeps optimizer states equal"),
         ("dreamddp:period=2:wire=int8", "copy", "encodes messages"),
         ("noloco:period=2", "copy", "sends between single members"),
+        ("eager:period=2", "copy", "completes an average with values that each rank keeps"),
         ("dear", "copy", "divides averages into halves"),
         ("selsync", "copy", "averages some parameters only after a vote; set max_period"),
     ],

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.late_averages import weights_at_forward
 from support.member_jobs import (
     BATCH_SIZE,
     Average,
@@ -21,14 +22,28 @@ from support.member_jobs import (
     membership_service,
     train_member,
     train_twice,
+    with_moments,
     with_states,
 )
 from support.member_stopping import STOPPED, STOPS_AT
 from support.member_stopping import train as train_stopping
 from support.worlds import free_port, run_world, watch_world
 
-from offbeat import BSP, P3, WFBP, DiLoCo, DreamDDP, LocalSGD, SelSync, Strategy
+from offbeat import (
+    ASCWFBP,
+    BSP,
+    P3,
+    WFBP,
+    DiLoCo,
+    DreamDDP,
+    FedAvg,
+    LocalSGD,
+    SelSync,
+    Strategy,
+    USByte,
+)
 from offbeat.membership import Epoch
+from offbeat.strategies import create
 
 NEAR = 1e-12
 
@@ -60,14 +75,21 @@ def compare(
     scenario: Scenario, average_at: Average, outcomes: list[Outcome | None], epochs: list[Epoch]
 ) -> list[Epoch]:
     """Compare the weights of a scenario with the equations. Return the epochs."""
+    right = expected(scenario, epochs, numbers_of(scenario, outcomes, epochs), average_at)
+    assert largest_difference(outcomes, right) < NEAR
+    return epochs
+
+
+def numbers_of(
+    scenario: Scenario, outcomes: list[Outcome | None], epochs: list[Epoch]
+) -> dict[str, int]:
+    """Return the numbers of the members by their names in the job."""
     ranks = scenario.ranks
     names = {one.name: who // ranks for who, one in enumerate(outcomes) if one is not None}
     names |= {name: who for who, name in enumerate(epochs[0].members)}  # also of killed ones
     for name in (name for epoch in epochs for name in epoch.members):
         names.setdefault(name, max(scenario.joins, default=0) // ranks)  # requested to join twice
-    right = expected(scenario, epochs, names, average_at)
-    assert largest_difference(outcomes, right) < NEAR
-    return epochs
+    return names
 
 
 def test_a_member_leaves_at_a_boundary() -> None:
@@ -131,13 +153,19 @@ def test_a_process_joins_with_the_state_of_a_member(state: str) -> None:
         DreamDDP(period=3, fill=False, split=False),
         DiLoCo(period=3),
         SelSync(delta=1e9, max_period=4),
+        FedAvg(local_steps=3),
+        create("des-loc", {"period": 3, "first": 2}),
     ],
-    ids=["dreamddp", "diloco", "selsync"],
+    ids=["dreamddp", "diloco", "selsync", "fedavg", "des-loc"],
 )
 def test_members_fail_join_and_leave_under_other_strategies(strategy: Strategy) -> None:
     scenario = Scenario(strategy, 21, kills={1: 5}, joins={3: 11}, join_after=1, leaves={0: 16})
-    average_at = after_votes(4) if isinstance(strategy, SelSync) else by_plan(scenario)
-    epochs = check(scenario, average_at)
+    averages = {
+        "selsync": after_votes(4),
+        "fedavg": every(3),
+        "des-loc": with_moments(period=3, first=2),
+    }
+    epochs = check(scenario, averages.get(strategy.name) or by_plan(scenario))
     assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
 
 
@@ -183,21 +211,29 @@ def test_a_failure_that_is_noticed_between_iterations_loses_no_samples(strategy:
 @pytest.mark.parametrize(
     "strategy",
     [
-        DreamDDP(period=2, average="before_update", due="forward"),
+        DreamDDP(period=3, due="forward", fill=False, split=False),
+        DreamDDP(period=2, average="before_update", due="forward", fill=False, split=False),
+        DreamDDP(period=3, due="delayed", delay=2),
         DiLoCo(period=4, delay=1),
     ],
-    ids=["forward", "delayed"],
+    ids=["forward", "before the update", "delayed", "delayed with an outer step"],
 )
-def test_averages_that_are_due_later_are_complete_before_a_change(strategy: Strategy) -> None:
-    """All replicas have the same bits after the average before a requested change."""
-    scenario = Scenario(strategy, 24, kills={1: 5}, joins={3: 9}, join_after=1, leaves={0: 16})
+def test_averages_that_are_due_later_land_or_are_skipped(strategy: Strategy) -> None:
+    """Process 1 dies in a message that the survivors await in a later forward. All replicas have
+    the same bits after the average before a requested change."""
+    scenario = Scenario(
+        strategy, 24, kills={1: 5}, kill_in_message=True, joins={3: 9}, join_after=1,
+        leaves={0: 16}, at_forward=True,
+    )  # fmt: skip
     outcomes, epochs = run(scenario)
     assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
+    right = weights_at_forward(scenario, epochs, numbers_of(scenario, outcomes, epochs))
+    assert largest_difference(outcomes, right) < NEAR
     for epoch, after in pairwise(epochs):
         if "landed" in after.details:
             continue
         members = [o for o in outcomes if o is not None and o.name in epoch.members]
-        first, *others = (o.weights[after.first_iteration - 1] for o in members)
+        first, *others = (o.weights[after.first_iteration] for o in members)
         for weights in others:
             assert all(first[name].equal(weights[name]) for name in first)
 
@@ -209,7 +245,7 @@ def test_averaged_optimizer_states_continue() -> None:
     check(scenario, with_states(every(2)))
 
 
-@pytest.mark.parametrize("strategy", [WFBP(), P3()], ids=["wfbp", "p3"])
+@pytest.mark.parametrize("strategy", [WFBP(), P3(), ASCWFBP(), USByte()], ids=lambda s: s.name)
 def test_gradients_are_averaged_over_the_members_of_each_iteration(strategy: Strategy) -> None:
     """After a failure the survivors average the gradients of that iteration among themselves."""
     scenario = Scenario(strategy, 40, kills={1: 5}, joins={3: 17}, join_after=1, leaves={0: 25})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import socket
@@ -11,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import offbeat
 from offbeat import Members, Profile, Strategy
@@ -77,6 +80,8 @@ class Scenario:
         survivors_later: number of epochs after that of a failure, whose members average the
             gradients of its last iteration.
         timeout_s: timeout of waits for other members, in seconds.
+        at_forward: whether the recorded weights are those with which iterations compute, and in
+            place of an iteration after the last one, those at the end.
     """
 
     strategy: Strategy
@@ -107,6 +112,7 @@ class Scenario:
     measures: bool = False
     survivors_later: int = 1
     timeout_s: float = TIMEOUT_S
+    at_forward: bool = False
 
     @property
     def founders(self) -> int:
@@ -191,6 +197,8 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
     member = model._session.changes._member
     founders = set(member.epoch.members)
     history: dict[int, Weights] = {}
+    if scenario.at_forward:
+        record_forwards(model, history)
     start, savings = snapshot(dict(model.module.named_parameters())), list[Any]()
     batches, read = iter(repeat([0])), dict[int, list[int]]()
     if scenario.samples:
@@ -220,14 +228,29 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
             model.consolidate()
         if t in scenario.saves:
             savings.append(offbeat.save(scenario.folder, model, optimizer))
-        history[t] = snapshot(dict(model.module.named_parameters()))
+        if not scenario.at_forward:
+            history[t] = snapshot(dict(model.module.named_parameters()))
         if scenario.kills.get(who) == t and not scenario.kill_in_message:
             os._exit(9)
         if model.has_left:
             break
+    if scenario.at_forward:
+        history[offbeat.iteration(model)] = snapshot(dict(model.named_parameters()))
     has_left, saved = model.has_left, [saved_text(saving) for saving in savings]
     model.close()
     return Outcome(member.name, history, has_left, read, start, saved)
+
+
+def record_forwards(model: Any, history: dict[int, Weights]) -> None:
+    """Record the weights of each module when its forward ends. Reading them between two iterations
+    would complete averages that the next forward awaits."""
+
+    def record(name: str, module: nn.Module, *_: Any) -> None:
+        own = {f"{name}.{key}": p for key, p in module.named_parameters(recurse=False)}
+        history.setdefault(offbeat.iteration(model), {}).update(snapshot(own))
+
+    for name, module in model.module.named_children():
+        module.register_forward_hook(partial(record, name))
 
 
 def train_twice(address: str, scenario: Scenario) -> list[Weights]:
@@ -278,9 +301,16 @@ def enter_environment(scenario: Scenario) -> int:
 
 
 def train_recorded_member(folder: str, address: str, scenario: Scenario) -> Outcome:
-    """Train as one process of a scenario with a record."""
-    os.environ |= {"OFFBEAT_RECORD": folder, "OFFBEAT_LOG": "json"}
-    return train_member(address, scenario)
+    """Train as one process of a scenario with a record and a log, which also holds the arguments of
+    the process and the reports of its link to the service."""
+    who = os.environ["RANK"]
+    os.environ |= {"OFFBEAT_RECORD": f"{folder}/runs", "OFFBEAT_LOG": "json"}
+    logging.basicConfig(level=logging.DEBUG, filename=f"{folder}/debug{who}")
+    with Path(folder, f"log{who}").open("w") as log:
+        print(Path("/proc/self/cmdline").read_text(), flush=True, file=log)
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        return train_member(address, scenario)
 
 
 def who_leaves(member: Any) -> bool:
@@ -418,24 +448,15 @@ def expected(
     found: dict[tuple[int, int], Weights] = {}
     lasts = [*(epoch.first_iteration for epoch in epochs[1:]), scenario.iterations]
     for number, (epoch, last) in enumerate(zip(epochs, lasts, strict=True)):
-        members = [processes[name] for name in epoch.members]
-        new = [who for who in members if who not in replicas]
-        source = replicas.get(members[0])
-        for who in new:
-            replicas[who] = Replica(who, scenario.ranks)
-            origin = epoch.details.get("states", {}).get(epoch.members[members.index(who)])
-            if source is not None:
-                replicas[who].copy_from(source, scenario.state)
-                if origin is not None:
-                    earlier = states[processes[origin["member"]], origin["iteration"]]
-                    groups = replicas[who].optimizer.state_dict()["param_groups"]
-                    both = {"state": earlier, "param_groups": groups}
-                    replicas[who].optimizer.load_state_dict(both)
-            else:
-                common = snapshot(replicas[who].weights)
-                velocity = {name: torch.zeros_like(w) for name, w in common.items()}
-                replicas[who].buffers = {"common": common, "velocity": velocity}
-        replicas = {who: replicas[who] for who in members}
+        known, members = {*replicas}, [processes[name] for name in epoch.members]
+        replicas = begin_epoch(scenario, replicas, members)
+        for name, who in zip(epoch.members, members, strict=True):
+            origin = epoch.details.get("states", {}).get(name)
+            if known and who not in known and origin is not None:
+                earlier = states[processes[origin["member"]], origin["iteration"]]
+                groups = replicas[who].optimizer.state_dict()["param_groups"]
+                both = {"state": earlier, "param_groups": groups}
+                replicas[who].optimizer.load_state_dict(both)
         after = epochs[number + 1].details if number + 1 < len(epochs) else {"lost_from": last}
         for t in range(epoch.first_iteration, last):
             if getattr(scenario.strategy, "synchronous", False):
@@ -469,6 +490,24 @@ def expected(
     return found
 
 
+def begin_epoch(
+    scenario: Scenario, replicas: Mapping[int, Replica], members: Sequence[int]
+) -> dict[int, Replica]:
+    """Return the replicas of an epoch. A new one begins with the state of the first member."""
+    found, source = dict[int, Replica](), replicas.get(members[0])
+    for who in members:
+        if (one := replicas.get(who)) is None:
+            one = Replica(who, scenario.ranks)
+            if source is not None:
+                one.copy_from(source, scenario.state)
+            else:
+                common = snapshot(one.weights)
+                velocity = {name: torch.zeros_like(w) for name, w in common.items()}
+                one.buffers = {"common": common, "velocity": velocity}
+        found[who] = one
+    return found
+
+
 def every(period: int) -> Average:
     """Averages of local SGD."""
 
@@ -491,13 +530,31 @@ def with_states(average_at: Average) -> Average:
             for name in was
         )
         if moved:
-            states = [[*replica.optimizer.state.values()] for replica in replicas]
-            for same in zip(*states, strict=True):
-                mean = torch.stack([state["momentum_buffer"] for state in same]).mean(0)
-                for state in same:
-                    state["momentum_buffer"].copy_(mean)
+            average_momentum(replicas)
 
     return average_both
+
+
+def average_momentum(replicas: Sequence[Replica]) -> None:
+    """Set momentum of all replicas to its mean."""
+    states = [[*replica.optimizer.state.values()] for replica in replicas]
+    for same in zip(*states, strict=True):
+        mean = torch.stack([state["momentum_buffer"] for state in same]).mean(0)
+        for state in same:
+            state["momentum_buffer"].copy_(mean)
+
+
+def with_moments(period: int, first: int) -> Average:
+    """Averages of DES-LOC: of weights every `period` iterations, and of the momentum of every
+    `first`-th of these iterations."""
+
+    def average_at(t: int, replicas: Sequence[Replica]) -> None:
+        if (t + 1) % period == 0:
+            average(replicas)
+        if (t + 1) % (period * first) == 0:
+            average_momentum(replicas)
+
+    return average_at
 
 
 def after_votes(period: int) -> Average:
@@ -524,21 +581,21 @@ def by_plan(scenario: Scenario) -> Average:
         for apply in plan.applies:
             if apply.rule == "outer" and plan.phase(t) in apply.phases:
                 for replica in replicas:
-                    names = [n for b in apply.buckets for n in tensors[b]]
-                    outer_step(replica, names, dict(apply.args))
+                    for name in (n for b in apply.buckets for n in tensors[b]):
+                        weight = replica.weights[name]
+                        weight.copy_(outer_step(replica, name, weight, dict(apply.args)))
 
     return average_at
 
 
-def outer_step(replica: Replica, names: Sequence[str], args: Mapping[str, Any]) -> None:
-    """Step of SGD with Nesterov's momentum from the common weights (DiLoCo, Algorithm 1)."""
+def outer_step(replica: Replica, name: str, mean: Tensor, args: Mapping[str, Any]) -> Tensor:
+    """Return the weights after a step of SGD with Nesterov's momentum from the common weights
+    towards their mean (DiLoCo, Algorithm 1)."""
     common, velocity = replica.buffers["common"], replica.buffers["velocity"]
-    for name in names:
-        weight = replica.weights[name]
-        gradient = common[name] - weight
-        velocity[name] = args["momentum"] * velocity[name] + gradient
-        common[name] = common[name] - args["rate"] * (gradient + args["momentum"] * velocity[name])
-        weight.copy_(common[name])
+    gradient = common[name] - mean
+    velocity[name] = args["momentum"] * velocity[name] + gradient
+    common[name] = common[name] - args["rate"] * (gradient + args["momentum"] * velocity[name])
+    return common[name]
 
 
 def largest_difference(

@@ -21,6 +21,7 @@ RUN = [
     ("a2cid2", "a rank is killed"),
     ("dear", "rank 0 is killed"),
     ("dear", "members fail, join, leave"),
+    ("dreamddp, due=forward", "members fail, join, leave"),
 ]
 
 

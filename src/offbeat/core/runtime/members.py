@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.derive import effects
 from offbeat.core.plan import INSIDE, Plan, base_link
+from offbeat.core.plan.types import moment_of
 from offbeat.core.runtime.member_feed import Pace, StateReceiver, StateSender, StateSenders
 from offbeat.core.runtime.member_node import (
     MemberNode,
@@ -563,7 +564,7 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
     """Raise ValueError if a plan cannot run while members change.
 
     Each average of parameters must leave them as they are if a member fails, and all buckets must
-    be averaged without a vote at some time.
+    be averaged without a vote at some time. Averages on the way can be dropped.
     """
     problem = None
     between = [t for t in plan.transfers if base_link(t.link) != INSIDE]
@@ -580,6 +581,8 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
         problem = "has weights for each rank"
     elif any(t.ranks is not None for t in plan.transfers):
         problem = "sends between single members"
+    elif _completes_late(plan):
+        problem = "completes an average with values that each rank keeps until a later period"
     elif any(t.verb != "all_reduce" for t in plan.transfers):
         problem = "divides averages into halves"
     else:
@@ -592,3 +595,11 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
             f"strategy ({strategy}) must be one whose averages may be skipped where members "
             f"change, but its plan {problem}"
         )
+
+
+def _completes_late(plan: Plan) -> bool:
+    """Return whether averages arrive in a later iteration in buffers that are not dropped when
+    members change."""
+    own = {buffer.name for buffer in plan.buffers if moment_of(buffer.name) is None}
+    late = {t.target for t in plan.transfers if t.before.lag}
+    return not late & own <= {*effects.delayed_buffers(plan)}
