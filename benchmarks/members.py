@@ -990,21 +990,24 @@ def _chaos_table(out: Path) -> dict[str, Any]:
     common = min(max(line["samples"] for line in lines) for lines in both.values())
     for name, lines in both.items():
         near = sorted(lines, key=lambda line: abs(line["samples"] - common))[:NEAREST]
-        loss = statistics.fmean(line["validation"] for line in near)
-        rows.append([f"validation loss, {name}, after {common:,} samples", f"{loss:.4f}"])
+        loss = statistics.fmean(line["loss"] for line in near)
+        least = min(lines, key=lambda line: line["validation"])
+        rows.append([f"training loss, {name}, after {common:,} samples", f"{loss:.3f}"])
+        rows.append([f"least validation loss, {name}", f"{least['validation']:.3f}"])
+        rows.append([f"samples until the least, {name}", f"{least['samples']:,}"])
     rows += [[name, value] for name, value in sorted(counts.items()) if name != "problem"]
     lives = {p: read(p) for p in (out / "disturbed").glob("sizes*")}
     longest = sorted(lives.values(), key=lambda one: one[-1]["t"] - one[0]["t"] if one else 0)
     for lines in longest[-2:]:
         minutes = (lines[-1]["t"] - lines[0]["t"]) / 60
-        tenth = max(1, len(lines) // 10)
+        middle = max(1, len(lines) // 2)
         for name, scale in (("rss", 1e6), ("descriptors", 1), ("threads", 1)):
             early, late = (
                 max(line[name] for line in part) / scale
-                for part in (lines[tenth : 3 * tenth], lines[-2 * tenth :])
+                for part in (lines[:middle], lines[middle:])
             )
             unit = " MB" if name == "rss" else ""
-            rows.append([f"{name}, process of {minutes:.0f} minutes: early, late",
+            rows.append([f"most {name}, process of {minutes:.0f} minutes: first half, second",
                          f"{early:.0f}{unit}, {late:.0f}{unit}"])  # fmt: skip
     return {
         "name": "chaos",
