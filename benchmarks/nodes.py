@@ -306,7 +306,7 @@ NOTES = (
     "The package torchft races with its local SGD over shards. DeToNATION (detonation 0.5 on PyPI) does not race, because it needs FSDP1, which refuses models on CPUs.",  # noqa: E501
     "Predictions beyond 3 % have two causes. Messages of torch's DDP between hosts alternate between two durations, which no prediction contains, and at 200 Mbit/s they pass faster than the measured rate, probably in the burst of the shaper. Of replicated nodes with large messages at 25 Mbit/s the first messages of a connection take longer, until TCP has found the rate, because two ranks overflow the queue of their host; a profile takes its rate from the fastest of them.",  # noqa: E501
     "Cost of a step: no processor is idle, and the ranks of replicated nodes send their gradients in one message. A rank needs about as much processor time per iteration as one of DDP; the threads of gloo take the rest.",  # noqa: E501
-    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Predictions of replicated nodes contain the wait for the slower rank of each node as if its ranks had independent times, although four ranks share two processors; without the wait they are still up to 15 % too long, because the compute times of the profile vary as much between the seeds.",  # noqa: E501
+    "Race: FSDP's messages of HSDP block backward on CPUs, so its prediction hides none. Predictions of replicated nodes contain the wait for the slower rank of each node as if its ranks had independent times, although four ranks share two processors; without the wait they are from 24 % too short to 15 % too long, because the compute times of the profile vary as much between the seeds.",  # noqa: E501
 )
 
 
