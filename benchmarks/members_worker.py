@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,13 @@ class Victim:
         """Let this process die in a method of offbeat, if that is the place."""
         if not self._is_armed:
             return
-        import torch
-
         from offbeat.core.runtime.member_changes import MemberChanges
         from offbeat.core.runtime.member_session import MemberSession
         from offbeat.core.runtime.members import JobMember
         from offbeat.core.transport.link import LinkThread
 
         places: dict[str, list[tuple[Any, str]]] = {
-            "update": [(torch.optim.sgd, "sgd")],
+            "update": [(import_module("torch.optim.sgd"), "sgd")],
             "message": [(LinkThread, "_send")],
             "boundary": [(MemberChanges, "_handle_requests")],
             "leave": [(MemberSession, "unite")],
