@@ -24,7 +24,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import offbeat
 from offbeat.core.checkpoint import checkpoints, shard
-from offbeat.core.checkpoint.checkpoints import _extra_state, _freeze_all, _load_extra
+from offbeat.core.checkpoint.checkpoints import (
+    _choose_checkpoint,
+    _extra_state,
+    _freeze_all,
+    _load_extra,
+)
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
@@ -329,6 +334,24 @@ def test_what_rank_0_cannot_give_is_an_error_on_the_others() -> None:
     company._control, company.size = Mock(rank=1, gather=lambda mine: ["a Path", mine]), 2
     with pytest.raises(RuntimeError, match=r"rank 0 cannot give the others .*: a Path"):
         company.share(None)
+
+
+def test_a_checkpoint_that_another_rank_lacks_is_not_loaded(tmp_path: Path) -> None:
+    """Rank 1 has been killed before it has renamed its shard of the newest one."""
+    folder, names = Folder(tmp_path), ["000001-iteration-2", "000002-iteration-3"]
+    for name in names:
+        shard.write(folder.shard(name, 0), freeze(1, {}), manifest(world_size=2))
+
+    def gather(mine: Any) -> list[Any]:
+        if isinstance(mine, list):
+            return [mine, mine]
+        refusal, found = mine
+        return [mine, (refusal, {names[0]: found[names[0]]})]
+
+    session: Any = SimpleNamespace(worker=0, strategy="bsp")
+    with pytest.warns(UserWarning, match="000002-iteration-3 is not complete on every rank"):
+        chosen, _ = _choose_checkpoint(folder, session, Mock(size=2, gather=gather))
+    assert chosen == names[0]
 
 
 def test_load_waits_for_what_is_being_saved(tmp_path: Path) -> None:

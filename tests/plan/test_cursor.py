@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from plan.test_random_plans import accepted, iterations_of
 from support import quadratic
+from support.memory import MemoryControl
 from support.quadratic import Quadratic, model_of
 from support.random_plans import random_plan, ranks_of
 
@@ -20,7 +21,7 @@ from offbeat.core.plan.program import Program
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Interpreter
-from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, local
+from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, Vote, local
 
 SAVED, DRAINED = 60, 30  # plans
 TOLERANCE = 1e-12
@@ -108,6 +109,27 @@ def test_a_flush_is_done_once() -> None:
     assert log.done[3:] == ["release 1"]
     cursor.flush()
     assert log.done[4:] == ["receive 1", "local 1"]
+
+
+def test_a_flush_decides_a_vote_before_the_rule_that_needs_its_outcome() -> None:
+    class Voting(Log):
+        def cast_votes(self, iteration: Progress, votes: Any) -> None:
+            self.done.append(f"ask {iteration.planned}")
+
+        def decide(self, iteration: Progress, vote: Any) -> None:
+            self.done.append(f"decide {iteration.planned}")
+
+    due, run = Moment("forward", 0, lag=1), range(1)
+    vote = Vote("odd", "any", Moment("grad", 0), due, Phases([0]))
+    update = Apply("local", run, due, Phases([0]), when="odd")
+    program = Program(Plan("voting", 1, (), (update,), votes=(vote,)))
+    log = Voting(program)
+    cursor: Cursor[Progress] = Cursor(program, log)
+    iterate(cursor, log)
+    cursor.flush()
+    assert log.done == ["ask 0", "decide 0", "local 0"]
+    iterate(cursor, log)
+    assert log.done[3:] == ["ask 1"]
 
 
 def test_a_rule_that_reads_weights_does_not_flush_again() -> None:
@@ -347,6 +369,7 @@ def test_a_change_requested_within_an_iteration_happens_at_its_end(
     first, other = synchronous("ready"), synchronous("end of backward")
     task = Quadratic((3, 5), 2, 6, 0)
     seen: list[tuple[int, State, str]] = []
+    published: list[int] = []
 
     class Changing(Engine):
         def on_bucket_ready(self, b: int) -> None:
@@ -357,7 +380,9 @@ def test_a_change_requested_within_an_iteration_happens_at_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(quadratic, "Engine", Changing)
+        patch.setattr(MemoryControl, "set_iteration", lambda _, number: published.append(number))
         found = np.array(quadratic.ran(first, task))
     assert np.abs(found - trained(first, task)).max() < TOLERANCE
     plans = {i: {plan for at, _, plan in seen if at == i} for i in range(6)}
     assert plans == {i: {(first if i <= 2 else other).strategy} for i in range(6)}
+    assert sorted(published) == sorted([*range(1, 7)] * 2)  # for failure reports

@@ -11,6 +11,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.rules import RULES
 from offbeat.core.runtime import waiting
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.hooks import ALL
@@ -21,10 +25,11 @@ from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.session_guards import SessionGuards
+from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.topology import Topology
-from offbeat.plan import Moment, Plan, transfer
+from offbeat.plan import Apply, Moment, Phases, Plan, transfer
 
 
 def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> None:
@@ -152,7 +157,9 @@ def test_a_node_with_one_spoilt_rank_is_left_out_of_an_average_of_replicas(
     finite = SimpleNamespace(
         active=True, check_replicas=lambda ranks, *, are_all: checked.append((ranks, are_all))
     )
-    control = SimpleNamespace(gather=lambda _: [rank not in spoilt for rank in range(4)])
+    control = SimpleNamespace(
+        world_size=4, gather=lambda _: [rank not in spoilt for rank in range(4)]
+    )
     guards: Any = SimpleNamespace(
         _finite=finite,
         _cluster=SimpleNamespace(control=control, topology=Topology(((0, 1), (2, 3)))),
@@ -160,6 +167,46 @@ def test_a_node_with_one_spoilt_rank_is_left_out_of_an_average_of_replicas(
     )
     assert SessionGuards.nonfinite_replicas(guards) == left_out
     assert checked == [(sorted(spoilt), are_all)]
+
+
+def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    applied: list[tuple[str, int]] = []
+    monkeypatch.setitem(
+        RULES, "copy", lambda _, rule: applied.append((rule.arg("source"), rule.buckets.start))
+    )
+    sent = transfer(
+        "param", range(1), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
+    )
+    actions: Any = TensorActions.__new__(TensorActions)
+    actions.lost, actions.repeats, actions.messages = [], lambda _: False, Mock()
+    actions.votes, actions.context = Mock(), Mock()
+    actions._flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    message = SimpleNamespace(transfer=sent)
+    iteration: Any = SimpleNamespace(messages=[message], planned=4)
+    assert not actions.release(iteration, 0)
+    actions.messages.pass_over.assert_called_once_with(message)
+    for source, bucket in (("param", 0), ("param", 1), ("anchor", 0)):
+        args = (("source", source), ("target", "other"))
+        run = range(bucket, bucket + 1)
+        actions.apply(iteration, Apply("copy", run, Moment("end"), Phases([0]), args=args))
+    assert applied == [("param", 1), ("anchor", 0)]
+
+
+def test_the_present_members_count_where_a_gradient_is_absent_on_most_of_them() -> None:
+    """One of four has used it. The job began with one member."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    flat = Flat(model, [BucketSpec("weight", ("weight",))])
+    session = Mock()
+    session.engine.gradients = gradients = Gradients(flat, 1)
+    session._cluster.control.world_size = 4
+    MemberSession.begin_epoch(session, [])
+    gradients._absentees[0] = {0: [0]}
+    gradients._absence_counts = lambda *_: {0: [0.75]}  # type: ignore[method-assign]
+    gradients.added_iterations = lambda *_: 1  # type: ignore[method-assign]
+    gradients.show(range(1), 0)
+    assert model.weight.grad is not None
 
 
 def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() -> None:
