@@ -18,20 +18,32 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from reference.training import copy_buffers
 from support import failing, workers
 from support.comparing import assert_same
-from support.models import Case, Loop, batch, build_model, build_optimizer, loss_of, profile_of
+from support.models import (
+    USUAL,
+    Case,
+    Loop,
+    batch,
+    build_model,
+    build_optimizer,
+    loss_of,
+    profile_of,
+)
 from support.node_jobs import (
     ADAM,
+    CODED,
+    CODES,
+    MANY,
     NORMED,
     PAIRS,
     STRATEGIES,
+    TIED,
     UNEVEN,
+    WIDE,
     T,
     members,
     profile_in,
@@ -42,56 +54,84 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offbeat
 from offbeat import ADPSGD, WFBP, Cyclic, FedAvg, LocalSGD, PartialSync, SelSync, Strategy
-from offbeat.core.codecs import codec, way
 from offbeat.core.measuring.sending import busy_throughout
 from offbeat.core.transport.link import Message, MessageLink
 from offbeat.plan import INSIDE
 from offbeat.profile import Profile
 
 
-def train(case: Case, name: str, nodes: Sequence[Sequence[int]]) -> tuple[Trained, Any, str]:
-    strategy, _ = STRATEGIES[name]
+def train(
+    case: Case, name: str, nodes: Sequence[Sequence[int]], loop: Loop = USUAL
+) -> tuple[Trained, Any, str]:
+    strategy, _ = EQUATIONS[name]
+    profile = profile_in(case, nodes)
     trained = workers.train(
-        case, strategy, T, profile=profile_in(case, nodes), nodes=nodes, compare_every=2
+        case, strategy, T, loop=loop, profile=profile, nodes=nodes, compare_every=2
     )
     model = {n: t for n, t in trained.model.items() if "running" not in n and "num_" not in n}
     return trained, trained.plan, workers.bits_of(model.values(), "".join(model))
 
 
-Call = tuple[Case, str, Sequence[Sequence[int]]]
+Call = tuple[Any, ...]  # what `train` gets
+EQUATIONS = STRATEGIES | CODES
 # One of each kind of average: of gradients, as halves, and merged; of parameters in slices, later,
 # with state, at once, after gradients, as an outer step, and after a vote. Numbers of ranks are the
 # weights of an average, whichever strategy asks for it.
 KINDS = (
     *("wfbp", "halves", "deft", "dreamddp", "dreamddp delayed", "partial", "local sgd"),
-    *("post-local sgd", "diloco", "selsync"),
+    *("post-local sgd", "diloco", "fedavg", "selsync"),
 )
+# Those that average gradients send rank 0's running statistics, others average those of all ranks.
+STATISTICS = ("wfbp", "dreamddp", "local sgd", "diloco", "selsync")
+CLIPPED = Loop(clip=0.05)
 EVEN: tuple[Call, ...] = (
     *((ADAM, name, PAIRS) for name in STRATEGIES),
-    (NORMED, "wfbp", PAIRS),  # rank 0's running statistics count
+    *((CODED, name, PAIRS) for name in CODES),
+    *((NORMED, name, PAIRS) for name in STATISTICS),
+    *((TIED, name, PAIRS) for name in ("wfbp", "partial")),
+    *((ADAM, name, PAIRS, CLIPPED) for name in ("deft", "dreamddp", "local sgd")),
+    (ADAM, "dreamddp", PAIRS, Loop(clip=0.05, micro=2, sync=True)),
 )
+ODD: tuple[Call, ...] = (
+    *((ADAM, name, UNEVEN) for name in KINDS),
+    *((CODED, name, UNEVEN) for name in CODES),
+    *((NORMED, name, UNEVEN) for name in ("partial", "local sgd")),
+)
+METHODS = ("wfbp", "deft", "dreamddp", "local sgd", "diloco", "fedavg", "selsync")
+SIX: tuple[Call, ...] = tuple((ADAM, name, nodes) for nodes in (WIDE, MANY) for name in METHODS)
 
 
 def check(calls: tuple[Call, ...], i: int) -> None:
-    case, name, nodes = calls[i]
-    world = members(case, nodes)
+    case, name, nodes, *loop = calls[i]
+    world = members(case, nodes, *loop)
     ranks = one_of(train, len(world), calls, i)
-    STRATEGIES[name][1](world, ranks[0][1], nodes)
-    copy_buffers(world)  # in the last forward, too
+    EQUATIONS[name][1](world, ranks[0][1], nodes)
     for (trained, _, _), replica in zip(ranks, world, strict=True):
         assert_same(trained, replica, f"rank {replica.rank}")
     for node in nodes:
         assert len({ranks[rank][2] for rank in node}) == 1, f"bits of {node} differ"
 
 
-@pytest.mark.parametrize("i", range(len(EVEN)), ids=[f"{call[1]}-{call[0]}" for call in EVEN])
+def names_of(calls: tuple[Call, ...]) -> list[str]:
+    return [
+        f"{name}-{case}-{len(nodes)}{' clipped' if loop else ''}"
+        for case, name, nodes, *loop in calls
+    ]
+
+
+@pytest.mark.parametrize("i", range(len(EVEN)), ids=names_of(EVEN))
 def test_two_nodes_of_two_ranks(i: int) -> None:
     check(EVEN, i)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_nodes_of_two_and_three_ranks(name: str) -> None:
-    check(tuple((ADAM, one, UNEVEN) for one in KINDS), KINDS.index(name))
+@pytest.mark.parametrize("i", range(len(ODD)), ids=names_of(ODD))
+def test_nodes_of_two_and_three_ranks(i: int) -> None:
+    check(ODD, i)
+
+
+@pytest.mark.parametrize("i", range(len(SIX)), ids=names_of(SIX))
+def test_two_nodes_of_three_ranks_and_three_of_two(i: int) -> None:
+    check(SIX, i)
 
 
 # ---- what is refused, on every rank ---------------------------------------------------------
@@ -275,7 +315,7 @@ def test_a_rank_that_fails_inside_a_node_is_named(how: str) -> None:
         assert "1" in DOWN.findall(outcome.error), outcome.error
 
 
-# ---- guards and codecs ----------------------------------------------------------------------
+# ---- guards ---------------------------------------------------------------------------------
 
 
 def diverge(inside: bool) -> str:
@@ -349,60 +389,3 @@ def test_values_that_are_not_finite(kind: type[Strategy], wire: str) -> None:
     assert all(finite for _, (finite, _) in left_out)
     warned = [text for _, (_, texts) in left_out for text in texts]
     assert any("rank 2 left out of the gradient" in text for text in warned) == (kind is WFBP)
-
-
-def send_coded(nodes: Sequence[Sequence[int]]) -> list[Any]:
-    """Average encoded gradients of three iterations, with error feedback."""
-    trained = workers.train(
-        Case("mlp", "sgd"), WFBP(fusion="none", wire="int8"), range(3),
-        profile=profile_in(Case("mlp", "sgd"), nodes), nodes=nodes,
-    )  # fmt: skip
-    return [{name: t.numpy() for name, t in trained.model.items()}, trained.bytes_sent["net"]]
-
-
-def coded_reference(nodes: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Each rank of a node encodes its shard of the node's average."""
-    case, used = Case("mlp", "sgd"), codec("int8", {})
-    world = members(case, nodes)
-    profile, owners = profile_in(case, nodes), min(map(len, nodes))
-    total = sum(map(len, nodes))
-    errors: dict[tuple[int, int, int], Any] = {}
-    for t in range(3):
-        for replica in world:
-            replica.gradients(t)
-        for b, bucket in enumerate(profile.buckets):
-            names = [name for name in bucket.tensors if world[0].tensors[name].requires_grad]
-            flats = [
-                np.concatenate([world[node[0]].tensors[n].grad.numpy().ravel() for n in names])
-                for node in nodes
-            ]
-            size, mean = len(flats[0]), np.empty(len(flats[0]))
-            each = -(-size // owners)
-            for k in range(owners):
-                shard = slice(min(size, k * each), min(size, (k + 1) * each))
-                given = [
-                    flat[shard] * (len(node) * len(nodes) / total) + errors.get((b, k, m), 0.0)
-                    for m, (flat, node) in enumerate(zip(flats, nodes, strict=True))
-                ]
-                mean[shard], lost = used.average(given, way("int8", {}))
-                errors |= {(b, k, m): error for m, error in enumerate(lost)}
-            for replica in world:
-                at = 0
-                for n in names:
-                    p = replica.tensors[n]
-                    p.grad = torch.from_numpy(mean[at : at + p.numel()]).view_as(p).clone()
-                    at += p.numel()
-        for replica in world:
-            replica.step()
-    return {name: t.detach().numpy() for name, t in world[0].model.state_dict().items()}
-
-
-@pytest.mark.parametrize("nodes", [PAIRS, UNEVEN], ids=str)
-def test_each_rank_encodes_its_shard(nodes: Sequence[Sequence[int]]) -> None:
-    ranks = run_world(send_coded, sum(map(len, nodes)), nodes)
-    expected = coded_reference(nodes)
-    for model, _ in ranks:
-        for name, array in expected.items():
-            np.testing.assert_allclose(model[name], array, rtol=0, atol=1e-6, err_msg=name)
-    for name in expected:
-        assert len({model[name].tobytes() for model, _ in ranks}) == 1

@@ -59,6 +59,8 @@ class Listener:
         self.end()
         self._note("ends")
 
+    def on_held_backward_end(self) -> None: ...
+
     def on_output_gradient(self) -> None: ...
 
 

@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from reference.training import average_gradients, bsp, local_sgd
 from support.comparing import assert_close, assert_same
 from support.models import build_model
-from support.node_jobs import ADAM, members
+from support.node_jobs import ADAM, CODED, members
 from support.sharded_jobs import (
     CASES,
-    CODED,
     KILLED,
     PARAMETERS,
     REFUSED,
@@ -33,7 +32,6 @@ from support.sharded_jobs import (
     SHARDED,
     VARIANTS,
     call,
-    coded_reference,
     continue_killed,
     diverge,
     find_any,
@@ -42,7 +40,6 @@ from support.sharded_jobs import (
     repair,
     reshape,
     reshape_ours,
-    send_coded,
     spoil,
     train,
     train_all_saved,
@@ -55,20 +52,25 @@ from support.worlds import one_of, run_world, watch_world
 
 from offbeat.core.buckets.shards import MEMORY
 
-WIDE = ("wfbp", "slices", "diloco", "selsync")
-MANY = ("deft", "slices by priority", "dreamddp", "partial")
+METHODS = ("wfbp", "deft", "local sgd", "diloco", "fedavg", "selsync")
 STAGED = (
     *("dreamddp", "slices", "fragments due at forward", "partial", "dreamddp delayed"),
     *("selsync", "wfbp tied", "deft"),
 )
 
 
-def check(
-    name: str, names: tuple[str, ...], replicas: int, ranks: int, memory: str = MEMORY
-) -> None:
-    nodes = nodes_of(replicas, ranks)
-    calls = tuple((one, nodes, memory) for one in names)
-    results = one_of(train, replicas * ranks, calls, names.index(name))
+Call = tuple[str, Any, str]
+USUALLY: tuple[Call, ...] = tuple((name, SHARDED, MEMORY) for name in CASES)
+UNKNOWN: tuple[Call, ...] = tuple((name, SHARDED, "_name_of_another_version") for name in STAGED)
+SIX: tuple[Call, ...] = (
+    *((name, nodes_of(2, 3), MEMORY) for name in (*METHODS, "slices")),
+    *((name, nodes_of(3, 2), MEMORY) for name in (*METHODS, "dreamddp")),
+)
+
+
+def check(calls: tuple[Call, ...], i: int) -> None:
+    name, nodes, memory = calls[i]
+    results = one_of(train, sum(map(len, nodes)), calls, i)
     _, equations, case, loop = CASES[name]
     world = members(case, nodes, loop)
     equations(world, results[0][0].plan, nodes)
@@ -78,25 +80,20 @@ def check(
         assert_same(trained, replica, f"rank {replica.rank}")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_nodes_of_two_ranks(name: str) -> None:
-    check(name, tuple(CASES), 2, 2)
+@pytest.mark.parametrize("i", range(len(USUALLY)), ids=CASES)
+def test_two_nodes_of_two_ranks(i: int) -> None:
+    check(USUALLY, i)
 
 
-@pytest.mark.parametrize("name", STAGED)
-def test_shards_in_memory_of_an_unknown_name(name: str) -> None:
+@pytest.mark.parametrize("i", range(len(UNKNOWN)), ids=STAGED)
+def test_shards_in_memory_of_an_unknown_name(i: int) -> None:
     """They are copied before and after each use."""
-    check(name, STAGED, 2, 2, "_name_of_another_version")
+    check(UNKNOWN, i)
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_two_nodes_of_three_ranks(name: str) -> None:
-    check(name, WIDE, 2, 3)
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_three_nodes_of_two_ranks(name: str) -> None:
-    check(name, MANY, 3, 2)
+@pytest.mark.parametrize("i", range(len(SIX)), ids=[f"{one[0]}-{len(one[1])}" for one in SIX])
+def test_two_nodes_of_three_ranks_and_three_of_two(i: int) -> None:
+    check(SIX, i)
 
 
 # ---- what takes turns in one world ----------------------------------------------------------
@@ -114,7 +111,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results_of(folder: Path) -> Results:
     """A function of a name: what each rank of two nodes of two has found."""
     calls = {
-        "codes": (send_coded, SHARDED),
         "options": (train_variants, tuple(VARIANTS)),
         **{f"skipped {name}": (spoil, "skip", *how, SHARDED) for name, how in SPOILT.items()},
         "repaired": (repair,),
@@ -125,12 +121,6 @@ def results_of(folder: Path) -> Results:
         "refused": (refuse_all,),
     }
     return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
-
-
-def test_each_rank_encodes_its_shards(results_of: Results) -> None:
-    expected = coded_reference(SHARDED)
-    for model in results_of("codes"):
-        assert_close(model, expected, "model", 1e-6)
 
 
 def test_options_of_fsdp(results_of: Results) -> None:

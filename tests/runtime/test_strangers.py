@@ -92,11 +92,10 @@ def test_saving_on_one_rank_alone(tmp_path: Path) -> None:
     assert "rank 1" in said
 
 
-class DistributedDataParallel(nn.Sequential):
-    """Known by its name."""
-
-
-def test_a_wrapped_model_is_refused() -> None:
-    model = nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="must not be wrapped in DistributedDataParallel"):
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "DeepSpeedEngine"])
+def test_a_wrapped_model_is_refused(name: str) -> None:
+    """Wrappers are known by the names of their classes."""
+    wrapper = type(f"Own{name}", (type(name, (nn.Sequential,), {}),), {})
+    model = nn.Sequential(wrapper(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=f"must not be wrapped in {name}"):
         offbeat.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

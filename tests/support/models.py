@@ -35,8 +35,9 @@ class Loop:
     """What a user's loop does beside the usual.
 
     `clear`: how gradients are cleared (by the optimizer, the model, set to None, or never);
-    `micro`: batches per step; `clip`: largest norm; `scale`: of a GradScaler; `overflow` and
-    `idle`: (rank, iteration) in which a loss is infinite, or there is no backward at all;
+    `micro`: batches per step, all but the last in `no_sync()` unless `sync`; `clip`: largest norm;
+    `scale`: of a GradScaler; `overflow` and `idle`: (rank, iteration) in which a loss is infinite,
+    or there is no backward at all;
     `dropped` and `twice`: iterations in which a step is left out, and gradients are cleared or
     added to. `skipped`: (rank, iteration) that ends with `skip_step()`, in place of backward too if
     `early`. `hook`: largest norm, in a hook before the step. Clipping, scaling and what `alters`
@@ -45,6 +46,7 @@ class Loop:
 
     clear: str = "optimizer"
     micro: int = 1
+    sync: bool = False
     closure: bool = False
     evaluate: bool = False
     autocast: bool = False

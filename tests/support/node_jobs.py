@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from reference.training import (
     Clipping,
@@ -18,11 +19,11 @@ from reference.training import (
     Piece,
     Replica,
     average_gradients,
-    bsp,
     delayed_sync,
     federated,
     local_sgd,
     merged,
+    on_time,
     partial_sync,
     replicas,
     selective,
@@ -43,6 +44,7 @@ from offbeat import (
     SelSync,
     Strategy,
 )
+from offbeat.core.codecs import codec
 from offbeat.core.rules.select import draw_samples
 from offbeat.profile import Link, Profile
 from offbeat.strategies.equations import Changes, closing
@@ -50,7 +52,9 @@ from support.comparing import sets_of
 from support.models import USUAL, Case, Loop, build_model, profile_of
 
 PAIRS, UNEVEN = ((0, 1), (2, 3)), ((0, 1), (2, 3, 4))
+WIDE, MANY = ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5))
 ADAM, NORMED = Case("mlp", "adamw", "step"), Case("conv", "nesterov")
+TIED, CODED = Case("tied", "nesterov"), Case("mlp", "sgd")
 
 
 @dataclass
@@ -80,22 +84,20 @@ class Shards(tuple[tuple[int, ...], ...]):
 
 
 def profile_in(case: Case, nodes: Sequence[Sequence[int]]) -> Profile:
-    flat = profile_of(case, len(nodes))
+    flat, parameters = profile_of(case, len(nodes)), dict(build_model(case).named_parameters())
+    # A tied weight belongs to its first module.
+    own = tuple(bucket for bucket in flat.buckets if parameters.keys() & {*bucket.tensors})
+    sizes = tuple(map(len, nodes))
     if isinstance(nodes, Shards):
-        ranks, parameters = len(nodes[0]), dict(build_model(case).named_parameters())
+        ranks = len(nodes[0])
         stored = {n: p.element_size() * padded(p, ranks) for n, p in parameters.items()}
         buckets = tuple(
             replace(bucket, size_bytes=sum(stored.get(n, 0) for n in bucket.tensors))
-            for bucket in flat.buckets
-            if stored.keys() & {*bucket.tensors}  # a tied weight belongs to its first module
+            for bucket in own
         )
-        return replace(flat, buckets=buckets, topology=tuple(map(len, nodes)), sharded=True)
-    total = sum(bucket.size_bytes for bucket in flat.buckets)
-    return replace(
-        flat,
-        topology=tuple(map(len, nodes)),
-        inside=Link("inside", 0.01, total / (0.1 * len(flat.buckets))),
-    )
+        return replace(flat, buckets=buckets, topology=sizes, sharded=True)
+    inside = Link("inside", 0.01, sum(b.size_bytes for b in own) / (0.1 * len(own)))
+    return replace(flat, buckets=own, topology=sizes, inside=inside)
 
 
 def padded(tensor: Tensor, ranks: int) -> int:
@@ -139,7 +141,7 @@ T = range(7)  # two periods of all but one, and a part of the third
 
 
 def gradients_everywhere(world: list[Replica], *_: Any) -> None:
-    bsp(world, T, broadcast_buffers=True)
+    on_time(world, T)
 
 
 def sets_average(**settings: Any) -> Equations:
@@ -228,9 +230,111 @@ DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
         DiLoCo(period=3, fragments=1),
         lambda world, *_: local_sgd(world, T, period=3, outer=stepped()),
     ),
+    "fragments": (
+        DiLoCo(period=4, fragments=2, average="before_update"),
+        sets_average(outer=stepped()),
+    ),
     "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
     "selsync": (SelSync(delta=0.15), selected(0)),
     "selsync late": (SelSync(delta=0.15, vote_lag=1), selected(1)),
 }
 DRAWN = {"fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn)}
 STRATEGIES = DIFFERENT | DRAWN
+
+
+def coded(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:
+    """Gradients before the step, or parameters before or after it, in messages of codes."""
+    messages = Messages(world, nodes)
+    for r, t in enumerate(T):
+        for replica in world:
+            replica.gradients(t)
+        active = [one for one in plan.transfers if one.wire and plan.phase(r) in one.phases]
+        late = any(one.after.point == "step" for one in active)
+        for act in (step_all, messages.send) if late else (messages.send, step_all):
+            act(world, active)
+        for replica in world:
+            replica.end()
+
+
+def step_all(world: list[Replica], _: Any) -> None:
+    for replica in world:
+        replica.step()
+
+
+class Messages:
+    """Each rank that owns a part of a message encodes it with its error: of its node's gradients,
+    or of the change of parameters since their last average."""
+
+    def __init__(self, world: list[Replica], nodes: Sequence[Sequence[int]]) -> None:
+        self._nodes, self._profile = nodes, profile_in(world[0].case, nodes)
+        self._anchor = {n: t.detach().clone() for n, t in world[0].tensors.items()}
+        self._errors: dict[Any, Any] = {}
+        self._memories: dict[Any, dict[str, Any]] = {}
+
+    def send(self, world: list[Replica], transfers: Sequence[Any]) -> None:
+        for one in transfers:
+            names = [n for b in one.payload.buckets for n in self._profile.buckets[b].tensors]
+            moved = [n for n in names if world[0].tensors[n].requires_grad]
+            self._average(world, one, moved)
+
+    def _average(self, world: list[Replica], one: Any, names: Sequence[str]) -> None:
+        is_gradient, args = one.payload.buffer == "grad", dict(one.wire.args)
+        used, like = codec(one.wire.name, args), [self._anchor[n] for n in names]
+
+        def value(replica: Replica, name: str) -> Tensor:
+            p: Any = replica.tensors[name]
+            return (p.grad if is_gradient else p.detach() - self._anchor[name]).reshape(-1)
+
+        flats = [
+            torch.cat([value(world[node[0]], n) for n in names]).numpy()
+            * (len(node) * len(self._nodes) / len(world))
+            for node in self._nodes
+        ]
+        mean = np.empty(len(flats[0]))
+        for k, places in enumerate(owned(like, self._nodes)):
+            keys = [(one.payload.buckets, k, m) for m in range(len(flats))]
+            given = [
+                np.where(places < 0, 0.0, flat[places]) + self._errors.get(key, 0.0)
+                for key, flat in zip(keys, flats, strict=True)
+            ]
+            memories = [self._memories.setdefault(key, {}) for key in keys]
+            found, lost = used.average(given, args["via"], memories=memories)
+            self._errors |= zip(keys, lost, strict=True)
+            mean[places[places >= 0]] = found[places >= 0]
+        parts = torch.from_numpy(mean).split([t.numel() for t in like])
+        for n, anchor, part in zip(names, like, parts, strict=True):
+            if not is_gradient:
+                anchor += part.view_as(anchor)
+            for replica in world:
+                p = replica.tensors[n]
+                if is_gradient:
+                    p.grad = part.view_as(p).clone()
+                else:
+                    p.detach().copy_(anchor)
+
+
+def owned(tensors: Sequence[Tensor], nodes: Sequence[Sequence[int]]) -> list[Any]:
+    """By owner, which elements of tensors laid end to end it encodes; -1 for padding."""
+    owners = min(map(len, nodes))
+    if not isinstance(nodes, Shards):
+        places = np.arange(sum(t.numel() for t in tensors))
+        each = -(-len(places) // owners)
+        return [places[k * each : (k + 1) * each] for k in range(owners)]
+    found, begin = [list[Any]() for _ in range(owners)], 0
+    for t in tensors:
+        each = padded(t, owners)
+        for k, runs in enumerate(found):
+            run = np.arange(k * each, (k + 1) * each)
+            runs.append(np.where(run < t.numel(), begin + run, -1))
+        begin += t.numel()
+    return [np.concatenate(runs) for runs in found]
+
+
+CODES: dict[str, tuple[Strategy, Equations]] = {
+    "int8 of gradients": (WFBP(fusion="none", wire="int8"), coded),
+    "int8 of parameters": (LocalSGD(period=1, wire="int8"), coded),
+    "int4 of layers": (
+        DreamDDP(period=2, wire="int4", average="before_update", fill=False, split=False),
+        coded,
+    ),
+}

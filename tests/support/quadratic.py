@@ -53,6 +53,27 @@ class Quadratic:
         )
 
 
+@dataclass(frozen=True)
+class Nodes(Quadratic):
+    """Each of the ranks is a node: its cost is the mean of those of its members."""
+
+    members: int = 2
+
+    @cached_property
+    def by_member(self) -> Quadratic:
+        """The same task with a rank for each member."""
+        ranks = self.ranks * self.members
+        return Quadratic(self.sizes, ranks, self.iterations, self.seed, self.decay)
+
+    @cached_property
+    def numbers(self) -> tuple[Array, Array, Array]:
+        start, a, c = self.by_member.numbers
+        a = a.reshape(self.ranks, self.members, 1, -1)
+        c = c.reshape(self.ranks, self.members, self.iterations, -1)
+        mean = a.mean(1)
+        return start, mean[:, 0], (a * c).mean(1) / mean
+
+
 class Net(nn.Module):
     """Buckets one after the other: the last one is nearest the input."""
 
@@ -123,7 +144,12 @@ def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
 
 
 def train(
-    plan: Plan, task: Quadratic, rank: int, links: dict[str, LinkThread], control: Control
+    plan: Plan,
+    task: Quadratic,
+    rank: int,
+    links: dict[str, LinkThread],
+    control: Control,
+    replica: int | None = None,
 ) -> list[Array]:
     """The weights that one rank's forwards have seen."""
     start, a, c = task.numbers
@@ -132,7 +158,7 @@ def train(
     optimizer = torch.optim.SGD(
         net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=task.decay
     )
-    engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S)  # type: ignore[arg-type]
+    engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S, replica)  # type: ignore[arg-type]
     engine.adopt(plan)
     engine.begin()
     sizes, found = list(task.sizes), []

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from reference.training import Replica, bsp, copy_buffers
+from reference.training import Replica, average_parameters, bsp, copy_buffers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
@@ -32,7 +32,6 @@ from offbeat import DDP, WFBP, ByteScheduler, DiLoCo, DreamDDP, Members, Partial
 from offbeat.core.buckets import shards
 from offbeat.core.buckets.shards import Shards as Memory
 from offbeat.core.buckets.shards import local_of, own_parameters
-from offbeat.core.codecs import codec, way
 from support.models import (
     USUAL,
     Case,
@@ -46,16 +45,18 @@ from support.models import (
 )
 from support.node_jobs import (
     ADAM,
+    CODED,
+    CODES,
     NORMED,
     STRATEGIES,
+    TIED,
     Equations,
     Shards,
     T,
     gradients_everywhere,
-    members,
-    padded,
     profile_in,
     sets_average,
+    sets_in,
     stepped,
 )
 from support.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank
@@ -123,12 +124,14 @@ def job(
 
 # ---- the equations --------------------------------------------------------------------------
 
-TIED = Case("tied", "nesterov")
+
+def columns_of(world: list[Replica], nodes: Any) -> list[list[Replica]]:
+    return [[world[rank] for rank in ranks] for ranks in zip(*nodes, strict=True)]
 
 
 def gradients_in_columns(world: list[Replica], _: Any, nodes: Any) -> None:
     """As DDP; before a forward each rank takes the buffers of its place in the first node."""
-    columns = [[world[rank] for rank in ranks] for ranks in zip(*nodes, strict=True)]
+    columns = columns_of(world, nodes)
     for t in T:
         for column in columns:
             copy_buffers(column)
@@ -137,15 +140,35 @@ def gradients_in_columns(world: list[Replica], _: Any, nodes: Any) -> None:
         copy_buffers(column)
 
 
+def parameters_in_columns(world: list[Replica], plan: Any, nodes: Any) -> None:
+    """Sets are averaged before the step, or after it. Ranks of one place average their buffers;
+    their parameters are those of their nodes."""
+    columns, sets = columns_of(world, nodes), sets_in(world[0].case, nodes, plan)
+    late = plan.transfers[0].after.point == "step"
+    for r, t in enumerate(T):
+        for replica in world:
+            replica.gradients(t)
+            if late:
+                replica.step()
+        for column in columns:
+            for piece in sets[r % len(sets)]:
+                average_parameters(column, piece)
+        for replica in world:
+            if not late:
+                replica.step()
+            replica.end()
+
+
 # They send what another case sends: all buckets at once, whole layers, or after a vote. How a
 # strategy uses an average is tested with whole replicas.
-SENT_BY_OTHERS = ("bsp", "dreamddp whole layers", "post-local sgd", "fedavg", "selsync late")
+SENT_BY_OTHERS = ("bsp", "dreamddp whole layers", "post-local sgd", "fragments", "selsync late")
 CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
     **{
         name: (*given, ADAM, USUAL)
         for name, given in STRATEGIES.items()
         if name not in SENT_BY_OTHERS
     },
+    **{name: (*given, CODED, USUAL) for name, given in CODES.items()},
     "ddp": (DDP(), gradients_everywhere, ADAM, USUAL),
     "priorities": (ByteScheduler(), gradients_everywhere, ADAM, USUAL),
     "slices by priority": (
@@ -162,6 +185,13 @@ CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
         DiLoCo(period=4, fragments=2, due="forward"), sets_average(outer=stepped()), ADAM, USUAL,
     ),
     "sets tied": (PartialSync(period=2), sets_average(), TIED, USUAL),
+    "sets with statistics": (PartialSync(period=2), parameters_in_columns, NORMED, USUAL),
+    "local sgd with statistics": (
+        offbeat.LocalSGD(period=3), parameters_in_columns, NORMED, USUAL,
+    ),
+    "local sgd clipped": (
+        offbeat.LocalSGD(period=3), STRATEGIES["local sgd"][1], ADAM, Loop(clip=0.05),
+    ),
 }  # fmt: skip
 
 
@@ -197,80 +227,38 @@ def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[T
     return trained, are_staged
 
 
-# ---- codecs ---------------------------------------------------------------------------------
-
-CODED = Case("mlp", "sgd")
-
-
-def send_coded(nodes: Shards) -> dict[str, Tensor]:
-    """Average encoded gradients of three iterations, with error feedback."""
-    with job(CODED, WFBP(fusion="none", wire="int8"), nodes) as (model, optimizer):
-        for t in range(3):
-            User(CODED, model, optimizer, USUAL).iterate(t)
-        return whole(model.state_dict())
-
-
-def coded_reference(nodes: Shards) -> dict[str, Tensor]:
-    """Every rank encodes its own shards with padding; blocks begin at shards."""
-    world, used = members(CODED, nodes), codec("int8", {})
-    errors: dict[tuple[int, int, int], Any] = {}
-    for t in range(3):
-        for replica in world:
-            replica.gradients(t)
-        for b, bucket in enumerate(profile_in(CODED, nodes).buckets):
-            for k in range(len(nodes[0])):
-                given = []
-                for m, node in enumerate(nodes):
-                    own = [
-                        _cut(world[node[0]].tensors[n].grad, k, len(node)) for n in bucket.tensors
-                    ]
-                    given.append(np.concatenate(own) + errors.get((b, k, m), 0.0))
-                mean, lost = used.average(given, way("int8", {}))
-                errors |= {(b, k, m): error for m, error in enumerate(lost)}
-                for replica in world:
-                    at = 0
-                    for n in bucket.tensors:
-                        p = replica.tensors[n]
-                        size = padded(p, len(nodes[0]))
-                        kept = p.grad.view(-1)[k * size : (k + 1) * size]
-                        kept.copy_(torch.from_numpy(mean[at : at + kept.numel()]))
-                        at += size
-        for replica in world:
-            replica.step()
-    return dict(world[0].model.state_dict())
-
-
-def _cut(gradient: Any, rank: int, ranks: int) -> Any:
-    """A rank's shard of a gradient, with zeros as padding."""
-    size = padded(gradient, ranks)
-    own = gradient.reshape(-1)[rank * size : (rank + 1) * size].numpy()
-    return np.pad(own, (0, size - len(own)))
-
-
 # ---- options of FSDP ------------------------------------------------------------------------
 
 SINGLE = Case("mlp", "adamw", dtype=torch.float32)
+MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "mixed precision": MIXED,
+    "mixed precision under wfbp": MIXED,
     "whole after forward": {"reshard_after_forward": False},
+    # One node, because torch creates groups of pairs on a mesh of all ranks only.
+    "in pairs after forward": {"reshard_after_forward": 2},
     "accumulation": {},
     "evaluation": {"reshard_after_forward": False},
     "activation checkpoints": {},
     "running statistics": {},
     "measured": {},
     "compiled blocks": {},
+    "compiled blocks under wfbp": {},
 }
 
 
 def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
-    """Hash of this rank's shards and buffers after local SGD of period 3, by offbeat or by
-    all-reduces of this function."""
-    case, nodes = NORMED if name == "running statistics" else SINGLE, nodes_of(2, 2)
+    """Hash of this rank's shards and buffers after local SGD of period 3, or after averages of
+    gradients, by offbeat or by all-reduces of this function."""
+    options = VARIANTS[name]
+    name, _, gradients = name.partition(" under ")
+    case = NORMED if name == "running statistics" else SINGLE
+    nodes = nodes_of(*mesh.shape)
     net = build_model(case)
     if name == "compiled blocks":
         for layer in net.children():
             layer.compile(backend="aot_eager")
-    shard(net, mesh["inside"], **VARIANTS[name])
+    shard(net, mesh["inside"], **options)
     optimizer: Any = build_optimizer(case, net)
     model: Any = net
     if name == "evaluation":  # leaves whole parameters in the modules
@@ -278,12 +266,12 @@ def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
             net(batch(case, rank(), 99)[0])
     observed = 2 if name == "measured" else 0
     if averaged_by_us:
-        options: dict[str, Any] = {"profile": profile_in(case, nodes)}
+        given: dict[str, Any] = {"profile": profile_in(case, nodes)}
         if observed:
-            options = {"observe": observed, "min_bucket_bytes": 1}
-        strategy = offbeat.LocalSGD(period=3)
-        options |= {"mesh": mesh["between"], "timeout_s": TIMEOUT_S}
-        model, optimizer = offbeat.prepare(net, optimizer, strategy, **options)
+            given = {"observe": observed, "min_bucket_bytes": 1}
+        strategy = WFBP() if gradients else offbeat.LocalSGD(period=3)
+        given |= {"mesh": mesh["between"], "timeout_s": TIMEOUT_S}
+        model, optimizer = offbeat.prepare(net, optimizer, strategy, **given)
     for t in range(observed + 5):
         optimizer.zero_grad()
         for part in range(2 if name == "accumulation" else 1):
@@ -293,10 +281,10 @@ def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
             if name == "activation checkpoints":
                 call = partial(checkpoint, model, use_reentrant=False)
             nn.functional.mse_loss(call(x), y).backward()
-        if not averaged_by_us and t < observed:
+        if not averaged_by_us and (gradients or t < observed):
             average(mesh, (p.grad for p in net.parameters() if p.grad is not None))
         optimizer.step()
-        if not averaged_by_us and t >= observed and (t - observed) % 3 == 2:
+        if not (averaged_by_us or gradients) and t >= observed and (t - observed) % 3 == 2:
             floats = (b for b in net.buffers() if b.is_floating_point())
             average(mesh, (*(p for p in net.parameters() if p.requires_grad), *floats))
         if name == "evaluation":
@@ -318,8 +306,11 @@ def average(mesh: DeviceMesh, tensors: Any) -> None:
 
 def train_variants(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """By variant the hashes of `train_variant` with and without offbeat."""
-    mesh = mesh_of(SHARDED)
-    return {n: (train_variant(n, True, mesh), train_variant(n, False, mesh)) for n in names}
+    one, two, found = mesh_of(nodes_of(1, 4)), mesh_of(SHARDED), {}
+    for name in names:
+        mesh = one if name.startswith("in pairs") else two
+        found[name] = train_variant(name, True, mesh), train_variant(name, False, mesh)
+    return found
 
 
 # ---- guards ---------------------------------------------------------------------------------
@@ -568,6 +559,35 @@ def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+class Packed(Tensor):
+    """As tensors in fp8, it holds another tensor, and states what FSDP gathers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Packed:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda t: t.held, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self) -> None:
+        raise AssertionError
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
+
+
+def _packed(mesh: DeviceMesh) -> nn.Module:
+    net = build_model(ADAM)
+    layer: Any = net[1]  # type: ignore[index]
+    layer.weight = nn.Parameter(Packed(layer.weight.detach()))
+    return shard(net, mesh)
+
+
 def _uneven() -> dict[str, Any]:
     parts = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [3])]
     return {"model": _fully(parts[rank() // 3]), "mesh": None, "nodes": [[0, 1, 2], [3]]}
@@ -634,6 +654,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "shards on the host": (
         lambda: {"model": _fully(MESHES["inside"], offload_policy=CPUOffloadPolicy(False))},
         "is offloaded to the CPU (offload_policy)",
+    ),
+    "weights that are gathered in another format": (
+        lambda: {"model": _packed(MESHES["inside"])},
+        "parameter '1.weight' (Packed) must be a plain tensor, not one that FSDP gathers in "
+        "another format (fp8); leave the conversion out",
     ),
     "updates in backward": (
         lambda: {"strategy": "dreamddp:average=after_update"},

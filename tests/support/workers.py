@@ -201,7 +201,7 @@ class User:
         x, y = batch(self.case, rank(), t)
         n = self.loop.micro
         for part in range(n - 1):
-            with self.model.no_sync():
+            with contextlib.nullcontext() if self.loop.sync else self.model.no_sync():
                 (self.loss(x[part::n], y[part::n], t) / n).backward()
         loss = self.loss(x[n - 1 :: n], y[n - 1 :: n], t) / n
         loss.backward()

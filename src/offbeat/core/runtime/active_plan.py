@@ -265,6 +265,11 @@ class ActivePlan:
         return sends_only_gradients(self.plan) and not self.windows.late
 
     @cached_property
+    def averages_inside(self) -> bool:
+        """Whether the plan averages gradients inside nodes of several ranks."""
+        return any(base_link(t.link) == INSIDE for t in self.plan.transfers)
+
+    @cached_property
     def has_delayed_averages(self) -> bool:
         """Whether the plan averages snapshots of parameters while training continues."""
         return bool(effects.delayed_applies(self.plan))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id as current_graph_task_id
 
 from offbeat.core.buckets.autograd_gradients import AutogradGradients, ShardGradients
 from offbeat.core.buckets.flat import Flat
@@ -196,7 +197,9 @@ class Engine:
             return ReadHook(self.gradients.parameters, self.watched.record_read)
         if self.run.updates.on_arrival or self.plan.source is not None:
             return ReadHook(self.gradients.parameters, self.run.updates.refuse_read)
-        return ReadHook([], self.run.updates.refuse_read)
+        # Otherwise the gradients that code can read are final, unless a node still averages them.
+        inside = self.gradients.parameters if self.run.averages_inside else []
+        return ReadHook(inside, self._complete_held_passes)
 
     def _watch_weights(self) -> None:
         """If updates run after the step, complete them before user code reads weights through the
@@ -482,6 +485,20 @@ class Engine:
         self.control.set_activity(IN_SCRIPT)
         self._looks.open()
 
+    def on_held_backward_end(self) -> None:
+        """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
+        if self.run.averages_inside:
+            self._looks.open()
+
+    def _complete_held_passes(self) -> None:
+        """Average gradients inside nodes before code between backward and step reads them, although
+        the number of backward passes is unknown or has been larger before."""
+        in_script = get_ident() == self._thread and current_graph_task_id() < 0
+        if in_script and not self.awaits_step:
+            self._looks.close()
+            self._require_no_change()
+            self.on_backward_end()
+
     def _continue_accumulation(self) -> None:
         """Reset the hooks for another backward pass that adds to gradients of which none was
         sent."""
@@ -507,8 +524,9 @@ class Engine:
 
     def _require_no_change(self) -> None:
         """Raise ValueError if gradients were changed after backward passes that only accumulate and
-        the plan applies other gradients, or sums over several ranks."""
-        hooks, handed = self.hooks, self.run.windows.late or self.plan.source is not None
+        the plan applies other gradients, or sums or averages over several ranks."""
+        hooks, run = self.hooks, self.run
+        handed = run.windows.late or run.averages_inside or self.plan.source is not None
         if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "

@@ -34,6 +34,9 @@ class BackwardListener(Protocol):
     def on_backward_end(self) -> None:
         """Handle the end of a backward pass. `backward()` has not returned yet."""
 
+    def on_held_backward_end(self) -> None:
+        """Handle the end of a backward pass that only accumulates: another one may follow."""
+
     def on_output_gradient(self) -> None:
         """Handle the gradient of a tensor that a forward has returned."""
 
@@ -206,6 +209,7 @@ class BackwardHooks(BackwardPasses):
         self._left -= 1
         self._queued = False
         self.version = self._gradients.flat.grad_version()
+        self._listener.on_held_backward_end()
 
     def finish(self) -> None:
         """Report the remaining buckets as ready: their missing gradients will not come."""

@@ -22,7 +22,10 @@ from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 
-WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+WRAPPERS = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"),
+    "DeepSpeedEngine",  # also of ZeRO, and the base of DeepSpeed's engine of pipelines
+}
 SAME_MODEL = "build it from the same configuration everywhere"
 
 # Clusters by model, weak: sessions refer to the model, so a strong reference would keep both alive.
@@ -123,7 +126,7 @@ def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def _require_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError if the model contains a wrapper of DDP, DataParallel or FSDP.
+    """Raise ValueError if the model contains a wrapper of DDP, DataParallel, FSDP or DeepSpeed.
 
     The check compares class names, because most of these modules take long to import.
     """
