@@ -40,6 +40,7 @@ from offbeat.strategies import DDP
 HOSTS = 2
 ALONE = "local-sgd:period=10000"  # no averages: what the processors can do
 LATER = "dreamddp:due=delayed:delay=6:"  # a message may take as long as six iterations
+HALF = f"{LATER}gain=0.5:"  # corrects half of each difference
 ARGS = {"topk": {"fraction": 0.01}}
 
 
@@ -49,7 +50,7 @@ def contestants(periods: list[str], wires: list[str]) -> Iterator[str]:
     yield from TORCH
     for period in periods:
         for wire in wires:
-            for name in ("local-sgd:", "dreamddp:", "dreamddp:due=delayed:", LATER):
+            for name in ("local-sgd:", "dreamddp:", "dreamddp:due=delayed:", LATER, HALF):
                 yield f"{name}period={period}:wire={wire}"
 
 

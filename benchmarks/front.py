@@ -59,7 +59,9 @@ def contestants() -> Iterator[str]:
         yield f"dreamddp:period={PERIOD}:due=delayed{wire}"
         yield f"diloco:period={PERIOD}{wire}"
         yield f"diloco:period={PERIOD}:fragments=3:delay=2:alpha=0.5{wire}"
-    yield "dreamddp:period=2:due=delayed:wire=int4"  # with few bytes averages may come often
+    # With few bytes, averages may be frequent.
+    yield "dreamddp:period=2:due=delayed:wire=int4"
+    yield "dreamddp:period=2:due=delayed:gain=0.5:wire=int4"
 
 
 def buckets_of(task: str) -> tuple[Bucket, ...]:

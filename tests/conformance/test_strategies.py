@@ -91,6 +91,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"period": 2, "due": "forward", "average": "before_update", "state": "reset"},
         {"period": 3, "due": "delayed", "delay": 2},
         {"period": 2, "due": "delayed", "average": "before_update"},
+        {"period": 3, "due": "delayed", "delay": 2, "gain": 0.5},
         {"period": 2, "clip": 0.3},
         {"period": 2, "due": "forward", "clip": 0.3},
         {"period": 2, "due": "delayed", "clip": 0.3},
@@ -127,12 +128,20 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"samples": (1.0, 3.0), "local_steps": (1, 3), "state": "averaged"},
     ],
 }
+KINDS = ("bsp", "dear", "deft", "dreamddp", "fedavg", "local-sgd", "selsync")
 ALONE = ("cyclic",)  # its ranks have different parameters: runtime/test_cyclic.py
 STRATEGIES_UNDER_TEST: list[Strategy] = [
     create(name, settings)
     for name in STRATEGIES
     if name not in ALONE
     for settings in [{}, *SETTINGS.get(name, [])]
+]
+# One default of each kind, and published methods with averages in every test.
+OF_THREE_RANKS = [
+    s
+    for s in STRATEGIES_UNDER_TEST
+    if (s.name in KINDS and s == create(s.name))
+    or (type(s).__module__.startswith("offbeat.strategies.methods.") and s != create(s.name))
 ]
 ON_TIME = [name for name, cls in STRATEGIES.items() if cls.synchronous]
 PLANNED = [s for s in STRATEGIES_UNDER_TEST if s.name != "ddp"]  # torch runs DDP, not our engine
@@ -168,10 +177,8 @@ def cases_of(strategy: Strategy, world_size: int) -> tuple[Case, ...]:
 
 
 def worlds(strategies: list[Strategy]) -> pytest.MarkDecorator:
-    """Every setting in a world of two, some strategies' defaults in a world of three too."""
-    kinds = ("bsp", "dear", "deft", "dreamddp", "fedavg", "local-sgd", "selsync")
-    threes = [s for s in strategies if s == create(s.name) and s.name in kinds]
-    pairs = [(s, 2) for s in strategies] + [(s, 3) for s in threes]
+    """Every setting in a world of two, some of them in a world of three too."""
+    pairs = [(s, 2) for s in strategies] + [(s, 3) for s in strategies if s in OF_THREE_RANKS]
     return pytest.mark.parametrize(("strategy", "world_size"), pairs, ids=str)
 
 
@@ -212,7 +219,8 @@ def layer_sets(world: list[Replica], iterations: range, strategy: Any) -> None:
         if plan.prologue:  # the sets of its cycle begin behind it
             cycle = sets[plan.prologue :]
             how["sets"] = [cycle[(h - plan.prologue) % plan.period] for h in range(plan.period)]
-        delayed_sync(world, iterations, delay=strategy.delay, **how)
+        gain = getattr(strategy, "gain", 1.0)
+        delayed_sync(world, iterations, delay=strategy.delay, gain=gain, **how)
     else:
         partial_sync(world, iterations, state=getattr(strategy, "state", "local"), **how)
 
@@ -311,9 +319,10 @@ def test_plan_says_what_the_equations_say(strategy: Strategy) -> None:
 
 @cache
 def trained(strategy: Strategy, world_size: int) -> list[list[Trained]]:
-    """Per rank and case what it has after training; in a world of two beside its siblings."""
-    family = [s for s in STRATEGIES_UNDER_TEST if s.name == strategy.name]
-    family = family if world_size == 2 else [strategy]
+    """Per rank and case what it has after training; in a world of two beside its siblings, in a
+    world of three beside all others."""
+    siblings = [s for s in STRATEGIES_UNDER_TEST if s.name == strategy.name]
+    family = siblings if world_size == 2 else OF_THREE_RANKS
     calls = tuple((s, cases_of(s, world_size), ITERATIONS) for s in family)
     return one_of(train_cases, world_size, calls, family.index(strategy))
 
@@ -486,10 +495,11 @@ def test_order_equals_the_simulators(strategy: Strategy, world_size: int) -> Non
             record=ITERATIONS,
             votes=decided(strategy, case, world_size),
         )
-        spans = [s for s in trace.spans if s.lane != COMPUTE and s.rank == 0]
-        simulated = [(s.iteration, s.lane, s.name) for s in sorted(spans, key=lambda s: s.start_s)]
-        for rank in trained(strategy, world_size):
-            for link in {span.lane for span in spans}:
+        sent = sorted((s for s in trace.spans if s.lane != COMPUTE), key=lambda s: s.start_s)
+        for number, rank in enumerate(trained(strategy, world_size)):
+            row = min(number, len(trace.ends_s) - 1)  # a single row is that of every rank
+            simulated = [(s.iteration, s.lane, s.name) for s in sent if s.rank == row]
+            for link in {span.lane for span in sent}:
                 on_link = [message for message in rank[i].messages if message[1] == link]
                 assert on_link == [s for s in simulated if s[1] == link], str(case)
 

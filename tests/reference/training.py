@@ -223,10 +223,11 @@ def delayed_sync(
     average: str,
     clip: Clipping | None = None,
     outer: Outer | None = None,
+    gain: float = 1.0,
 ) -> None:
     """In iteration r snapshots s_l^k of the pieces in sets[r mod H] are taken, after the local step
-    or before it; after the step of iteration r + delay, w_l^k += mean_k(s_l^k) - s_l^k. With an
-    outer optimizer what lands is its step on the mean."""
+    or before it; after the step of iteration r + delay, w_l^k += gain (mean_k(s_l^k) - s_l^k). With
+    an outer optimizer what lands is its step on the mean."""
     taken: list[Kept] = []
     if outer is not None:
         outer.start(world)
@@ -242,7 +243,7 @@ def delayed_sync(
             taken.append(kept(world, names_of(world)))
         for piece in sets[(r - delay) % len(sets)] if r >= delay else []:
             if outer is None:
-                shift(world, piece.names, taken[r - delay])
+                shift(world, piece.names, taken[r - delay], gain)
             else:
                 outer.land(world, piece.names, taken[r - delay])
         for replica in world:
@@ -637,12 +638,12 @@ def kept(world: list[Replica], names: Names) -> Kept:
     return {n: [_tensor(replica, n).detach().clone() for replica in world] for n in names}
 
 
-def shift(world: list[Replica], names: Names, taken: Kept) -> None:
-    """w_k += mean_k(s_k) - s_k of what was taken."""
+def shift(world: list[Replica], names: Names, taken: Kept, gain: float = 1.0) -> None:
+    """w_k += gain (mean_k(s_k) - s_k) of what was taken."""
     for name in names:
         mean = _mean(taken[name])
         for replica, own in zip(world, taken[name], strict=True):
-            _tensor(replica, name).detach().add_(mean - own)
+            _tensor(replica, name).detach().add_(gain * (mean - own))
 
 
 def treat_state(

@@ -110,7 +110,8 @@ def model_of(task: Quadratic) -> InterpretedModel:
         return a[rank, here] * (weights - c[rank, iteration, here])
 
     def optimizer(worker: Worker, buckets: range, weights: Array, gradients: Array) -> None:
-        momentum = worker.view("state", worker.span(buckets))
+        [state] = worker.moments or ["state"]  # the plan may move the momentum by its number
+        momentum = worker.view(state, worker.span(buckets))
         momentum[...] = MOMENTUM * momentum + (gradients + task.decay * weights)
         weights -= RATE * momentum
 

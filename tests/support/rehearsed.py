@@ -203,7 +203,7 @@ def rehearse(
 
 def quadratic_profile(ranks: int) -> Profile:
     buckets = tuple(
-        Bucket(f"b{b}", 0.01, 0.02, 8 * size, tensors=(f"layers.{b}.w",))
+        Bucket(f"b{b}", 0.01, 0.02, 8 * size, state_bytes=8 * size, tensors=(f"layers.{b}.w",))
         for b, size in enumerate(SIZES)
     )
     return Profile(buckets, (Link("net", 0.01, 2e3),), ranks, update_s=0.004)
