@@ -74,9 +74,12 @@ def table(rate: str, runs: list[dict[str, Any]], chosen: list[str]) -> None:
     print("| strategy | steps/s | of alone | predicted | KB sent per step | loss | held-out loss |")
     print("|---|---|---|---|---|---|---|")
     for label in chosen:
-        rows = [run[label] for run in runs]
+        rows = [run[label] for run in runs if label in run]
+        if not rows:
+            continue  # a contestant of later launches
         cells = [label, spread([1 / row["iteration_s"] for row in rows], 1)]
-        shares = [run[ALONE]["iteration_s"] / run[label]["iteration_s"] for run in runs]
+        pairs = [(run[ALONE], run[label]) for run in runs if label in run]
+        shares = [alone["iteration_s"] / row["iteration_s"] for alone, row in pairs]
         cells.append(spread(shares, 2))
         off = [row["predicted_s"] / row["iteration_s"] - 1 for row in rows if "predicted_s" in row]
         cells.append(f"{median(off):+.1%}" if off else "")

@@ -14,8 +14,8 @@ on each machine.
 `measure` runs the cells in their order, which is random, so that the cells of any prefix are a fair
 sample of all. A cell is one profile, its prediction and `--launches` launches. A launch that its
 record marks as disturbed (other programs on the processors, or hosts behind their pace) is repeated
-once; both are kept. A further start continues: complete cells and launches are kept, and cells that
-have failed are left out. With `--minutes N` it stops N minutes after its start, within a launch if
+once; both are kept. A further start continues: complete cells and launches are kept, cells that
+have failed are left out, and a larger number of launches adds the missing ones. With `--minutes N` it stops N minutes after its start, within a launch if
 need be; that launch is repeated by the next start. At the end it prints the table of errors.
 
     python benchmarks/predictions.py measure --minutes 15
@@ -442,7 +442,8 @@ def main() -> None:
         if name == "measure":
             more.add_argument("--cells", default="", help="numbers, such as 1-20; default: all")
             more.add_argument("--steps", type=int, default=STEPS)
-            more.add_argument("--launches", type=int, default=1, help="launches of each cell")
+            text = "launches of each cell; a later start with more of them adds the others"
+            more.add_argument("--launches", type=int, default=LAUNCHES, help=text)
             more.add_argument("--minutes", type=float, help="stop after this time")
     options = parser.parse_args()
     if options.command == "draw":

@@ -5,6 +5,7 @@
     python benchmarks/rehearsal.py ranking [--models gpt,digits] [--rate 25] [--steps 200]
                                            [--seeds 0,1,2] [--keep FOLDER] [--minutes M]
                                            [--json FILE]
+    python benchmarks/rehearsal.py tables [--speed FILE] [--ranking FILE]
 
 `speed`: the small GPT of `tasks.py`, one strategy per process and `--processes` at the same time:
 seconds of each rehearsal, simulated seconds per iteration, and the loss at the end. The profile is
@@ -15,6 +16,9 @@ also states the time of 500 iterations, computed from the seconds of its later i
 and rehearsed from the profile of that run, with the same seeds. A pair of strategies agrees if the
 same one is sooner. Needs the lab and a quiet machine. `--minutes` ends the command after this time;
 the same command with the same `--keep` continues it, and keeps complete launches and curves.
+
+Both write what they find to rehearsal-speed.json and rehearsal-ranking.json, or to `--json`.
+`tables` writes results/rehearsal.json from the files that exist, and makes the tables of the pages.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from itertools import combinations
 from multiprocessing import get_context
@@ -34,6 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import tables
 import torch
 from targets import measured
 from tasks import GPT, Batch
@@ -83,6 +89,7 @@ SCRIPTS = {
 }
 HOSTS = 4
 LEAST_AGREEMENT = 0.9  # of the pairs of a model
+PARTS = ("speed", "ranking")
 
 
 # ---- speed ----------------------------------------------------------------------------------
@@ -290,11 +297,110 @@ def rank_models(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+# ---- tables ---------------------------------------------------------------------------------
+
+
+def result(speed: Mapping[str, Any], rankings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result.
+
+    Args:
+        speed: what `speed` has found; empty if it was not measured.
+        rankings: what `ranking` has found, by model; empty if it was not measured.
+    """
+    found = [*speed_tables(speed), *ranking_tables(rankings)]
+    misses = [
+        f"{model}: {one['agreed']} of {one['compared']} pairs agree (goal {LEAST_AGREEMENT:.0%})"
+        for model, one in rankings.items()
+        if one["agreed"] < LEAST_AGREEMENT * one["compared"]
+    ]
+    return {
+        "title": "Rehearsals: seconds, and ranking beside measured runs",
+        "what": "All replicas train in one process per strategy, under the sessions of a real job. "
+        f"The ranking is by seconds to a loss on {HOSTS} emulated hosts, whose profile the "
+        "rehearsal has, with the same seeds.",
+        "how": ["measured", "emulated", "simulated"],
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": tables.machine(),
+        "command": "python benchmarks/rehearsal.py speed; python benchmarks/rehearsal.py ranking; "
+        "python benchmarks/rehearsal.py tables",
+        "tables": found,
+        "misses": misses,
+        "notes": [],
+    }
+
+
+def speed_tables(speed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the table of `speed`; nothing if it was not measured."""
+    if not speed:
+        return
+    title = (
+        f"{speed['replicas']} replicas of the small GPT, {speed['iterations']} iterations: "
+        f"{speed['minutes']:.1f} minutes with {speed['processes']} processes"
+    )
+    for iterations, minutes in speed.get("computed_minutes", {}).items():
+        title += f"; {minutes:.1f} minutes for {iterations} iterations, computed"
+    places = {"seconds": 1, "later_iteration_s": 3, "simulated_iteration_s": 4, "loss": 3}
+    yield {
+        "name": "speed",
+        "title": title,
+        "how": ["measured", "simulated"],
+        "columns": [
+            *("strategy", "s of the rehearsal", "s per iteration of it"),
+            *("simulated s per iteration of the job", "training loss"),
+        ],
+        "rows": [
+            [name, *(round(row[key], digits) for key, digits in places.items())]
+            for name, row in speed["strategies"].items()
+        ],
+    }
+
+
+def ranking_tables(rankings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the agreement of each model, and the seconds of its strategies."""
+    if not rankings:
+        return
+    yield {
+        "name": "agreement",
+        "title": "Pairs of strategies of which the same one is sooner, measured and rehearsed",
+        "how": ["emulated", "simulated"],
+        "columns": ["model", "training loss", "pairs that agree", "pairs", "median error, %"],
+        "rows": [
+            [
+                model,
+                round(one["target"], 3),
+                one["agreed"],
+                one["compared"],
+                one["median_error"] and round(100 * one["median_error"], 1),
+            ]
+            for model, one in rankings.items()
+        ],
+    }
+    yield {
+        "name": "ranking",
+        "title": "Seconds to the loss, measured and rehearsed",
+        "how": ["emulated", "simulated"],
+        "columns": ["model", "strategy", "measured, s", "rehearsed, s"],
+        "rows": [
+            [model, name, *(_cell(one[what][name]) for what in ("measured_s", "rehearsed_s"))]
+            for model, one in rankings.items()
+            for name in one["measured_s"]
+        ],
+    }
+
+
+def _cell(seconds: float | None) -> float | str:
+    return "never" if seconds is None else round(seconds, 2)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("speed", "ranking"))
+    parser.add_argument("part", choices=(*PARTS, "tables"))
     parser.add_argument("--replicas", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     parser.add_argument("--processes", type=int, default=2)
@@ -306,15 +412,24 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("runs", "ranking"))
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--json", type=Path, default=None)
+    for part in PARTS:
+        parser.add_argument(f"--{part}", type=Path, default=Path(f"rehearsal-{part}.json"))
     options = parser.parse_args()
+    if options.part == "tables":
+        speed, rankings = _read(options.speed), _read(options.ranking)
+        if not (speed or rankings):
+            sys.exit(f"{options.speed} and {options.ranking} do not exist; measure a part first")
+        tables.save("rehearsal", result(speed, rankings))
+        tables.main([])
+        return
     if options.part == "speed":
         options.rate = options.rate or 100.0
-        result = rehearsed_speed(options)
+        found = rehearsed_speed(options)
     else:
         options.rate = options.rate or 25.0
-        result = rank_models(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
+        found = rank_models(options)
+    path = options.json or getattr(options, options.part)
+    path.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -694,6 +694,27 @@ def test_an_interrupted_comparison_is_resumed(here, capsys):
     assert {row.seeds for row in rows} == {(3, 5)}
 
 
+def test_a_resumed_comparison_may_have_further_repetitions(here, capsys):
+    """One launch becomes three; the first one stays. Fewer or other seeds are another run."""
+    command = ["1" if word == "2" else word for word in RESUMABLE[:-2]]  # of one host
+    command[-1] = "ddp,bsp"
+    assert cli.main([*command, "--repeat", "1", "--out", "out", "train.py"]) == 0
+    before = [(here / "out" / name / "rep0" / "rank0.json").stat() for name in ("ddp", "bsp")]
+    (here / "order.txt").unlink()
+    capsys.readouterr()
+    assert cli.main([*command, "--repeat", "3", "--resume", "out", "train.py"]) == 0
+    assert "ddp, repetition 1 of 3: kept, as it is complete" in capsys.readouterr().out
+    order = [line.split()[:2] for line in (here / "order.txt").read_text().splitlines()]
+    assert order == [["ddp", "1"], ["bsp", "1"], ["ddp", "2"], ["bsp", "2"]]
+    after = [(here / "out" / name / "rep0" / "rank0.json").stat() for name in ("ddp", "bsp")]
+    assert [one.st_mtime_ns for one in after] == [one.st_mtime_ns for one in before]
+    rows = report.summarize(report.load(here / "out"))
+    assert [(row.repetitions, row.seeds) for row in rows] == [(3, (0, 1, 2))] * 2
+    for wrong in (["--repeat", "2"], ["--seeds", "1,2,0"], ["--seeds", "0,2,1,3"]):
+        assert cli.main([*command, *wrong, "--resume", "out", "train.py"]) == 2
+        assert "seeds (" in capsys.readouterr().err
+
+
 OTHER_COMMANDS = (
     (["--args", "ddp=-x 1"], "contestants ("),
     (["--rate", "5mbit"], "cluster ("),

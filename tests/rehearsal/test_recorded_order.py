@@ -34,6 +34,7 @@ JOBS = (
     Recorded("ad-psgd:topology=ring"),
     Recorded("ssp:s=2", servers=1, consolidates=True),
     Recorded("ssp:apply=push:accumulate=2", servers=2),
+    Recorded("ps-bsp", servers=1),
     Recorded("ps-diloco:period=2:quorum=2:grace_s=0.001", servers=1),
     Recorded("ps-diloco:period=2:rule=heloco", servers=1),
 )

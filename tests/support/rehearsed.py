@@ -67,6 +67,7 @@ def profile_of(ranks: int) -> Profile:
             0.01,
             0.02,
             sum(parameters[n].nbytes for n in own),
+            state_bytes=2 * sum(parameters[n].nbytes for n in own),  # of AdamW
             tensors=(*own, *(statistics if "norm.weight" in own else ())),
         )
         for own in names

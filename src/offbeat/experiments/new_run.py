@@ -59,8 +59,14 @@ def read_record(run_dir: Path, kind: str = "comparison") -> dict[str, Any]:
 
 
 def require_same(record: dict[str, Any], before: dict[str, Any], run_dir: Path) -> None:
-    """Raise ValueError unless two runs have the same settings."""
+    """Raise ValueError unless two runs have the same settings.
+
+    The resumed run may have further repetitions, whose seeds follow those of the interrupted run.
+    """
     now, was = map(_settings_in, (json.loads(json.dumps(record)), before))
+    seeds = was.get("seeds", [])
+    if now["seeds"][: len(seeds)] == seeds:
+        was |= {"seeds": now["seeds"], "repetitions": now["repetitions"]}
     for name in now:
         if name in was and now[name] != was[name]:
             raise ValueError(
