@@ -15,8 +15,9 @@ on each machine.
 sample of all. A cell is one profile, its prediction and `--launches` launches. A launch that its
 record marks as disturbed (other programs on the processors, or hosts behind their pace) is repeated
 once; both are kept. A further start continues: complete cells and launches are kept, cells that
-have failed are left out, and a larger number of launches adds the missing ones. With `--minutes N` it stops N minutes after its start, within a launch if
-need be; that launch is repeated by the next start. At the end it prints the table of errors.
+have failed are left out, and a larger number of launches adds the missing ones. With `--minutes N`
+it stops N minutes after its start, within a launch if need be; that launch is repeated by the next
+start. At the end it prints the table of errors.
 
     python benchmarks/predictions.py measure --minutes 15
 

@@ -93,6 +93,24 @@ def test_clock_is_the_simulators(name):
     assert curve.prediction.iteration_s == expected.iteration_s
 
 
+STEADY = 4  # periods after which the timeline of each plan repeats
+
+
+@pytest.mark.parametrize("name", [*(FREQUENT.get(name, name) for name in STRATEGIES), *MORE])
+def test_the_last_period_takes_the_predicted_time(name):
+    """Without jitter: the mean of the last period of the rehearsal, whose clock is a simulation of
+    all its iterations, beside the steady state that `predict` finds by itself."""
+    strategy, profile = parse(name), quadratic_profile(K)
+    plan = strategy.plan(profile)
+    count = plan.prologue + STEADY * plan.period + T
+    count -= (count - plan.prologue) % plan.period
+    curve, _ = rehearse_quadratic(name, iterations=count)
+    votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
+    last = plan.period if not votes else count - plan.prologue
+    expected = predict(strategy, profile, votes=votes or None, skip=count - last)
+    assert np.diff(curve.ends_s)[-last:].mean() == pytest.approx(expected.iteration_s, rel=1e-9)
+
+
 def test_votes_are_those_of_the_interpreter():
     curve, _ = rehearse_quadratic("selsync:delta=.2")
     task = Quadratic(SIZES, K, T)
@@ -136,3 +154,55 @@ def test_forked_processes_equal_this_one():
     here, forked = found
     for label, losses in here.items():
         np.testing.assert_allclose(forked[label], losses, rtol=0, atol=1e-12)
+
+
+def test_a_sample_trains_some_replicas_in_the_time_of_all():
+    """Losses are those of a job of the trained replicas, times those of the whole job."""
+    _, curve = rehearsed.rehearse("local-sgd:period=2", more_ranks=6, sample=3)
+    few, small = rehearsed.rehearse("local-sgd:period=2", more_ranks=3)
+    _, whole = rehearsed.rehearse("local-sgd:period=2", more_ranks=6)
+    assert (curve.trained, curve.ranks, len(few)) == (3, 6, 3)
+    assert curve.losses == small.losses != whole.losses
+    assert curve.ends_s == whole.ends_s != small.ends_s
+    assert "6 ranks, 3 of them trained" in str(curve)
+
+
+def test_held_out_losses_are_of_the_average_of_all_replicas():
+    """Replicas that never average: the average is taken without changing them. What `evaluate`
+    draws is not missing in training."""
+    seen: list[torch.Tensor] = []
+
+    def evaluate(model: torch.nn.Module) -> float:
+        seen.append(rehearsed.flat(model))
+        return torch.rand(1).item() + len(seen)
+
+    name = "local-sgd:period=100"
+    models, curve = rehearsed.rehearse(name, ranks=3, evaluate=evaluate, evaluate_every=3)
+    _, without = rehearsed.rehearse(name, ranks=3)
+    assert curve.losses == without.losses
+    assert [iteration for iteration, _ in curve.held_out] == [2, 5]
+    assert [int(value) for _, value in curve.held_out] == [1, 2]
+    models, curve = rehearsed.rehearse(
+        name, ranks=3, iterations=6, evaluate=evaluate, evaluate_every=6
+    )
+    replicas = torch.stack([rehearsed.flat(model) for model in models[:3]])
+    assert (replicas[0] - replicas[1]).abs().max() > 1e-3
+    numbers = [t.dtype.is_floating_point for t in models[0].state_dict().values()]
+    assert not all(numbers)
+    torch.testing.assert_close(seen[-1], replicas.mean(dim=0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_progress_counts_the_iterations_of_each_strategy(processes):
+    counted: dict[str, list[int]] = {}
+    offbeat.rehearse(
+        rehearsed.make_model,
+        rehearsed.make_optimizer,
+        rehearsed.batches,
+        ["bsp", "local-sgd:period=2"],
+        rehearsed.profile_of(2),
+        iterations=3,
+        processes=processes,
+        progress=lambda strategy, count: counted.setdefault(strategy, []).append(count),
+    )
+    assert counted == {"bsp": [1, 2, 3], "local-sgd(period=2)": [1, 2, 3]}

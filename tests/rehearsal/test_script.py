@@ -14,7 +14,7 @@ from support import rehearsed
 from offbeat.cli import main
 from offbeat.core.strategy.registry import create
 from offbeat.experiments.comparison import Contestant
-from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
+from offbeat.rehearsal.command import ScriptRehearsal, _Children, rehearse_script
 from offbeat.sim import Ranks
 
 HELPER = """
@@ -105,6 +105,44 @@ def test_a_script_as_it_is(folder, monkeypatch, capsys):
     assert (repetition / "curve.json").stat().st_mtime_ns == written
     assert main([*again, "--iterations", "3", *script]) == 2
     assert "iterations (3) must be that of" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("forked_rehearsals")
+def test_several_processes_and_a_rehearsal_that_was_interrupted(folder, monkeypatch, capsys):
+    """`--processes 2` leaves the curves of one process. After Ctrl-C in the second strategy the
+    first one is kept, and the second one is rehearsed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    script, names = [str(folder / "train.py"), "5"], ["wfbp", "local-sgd:period=2"]
+    assert main([*command(folder, "both", ",".join(names), "--processes", "2"), *script]) == 0
+
+    def curves(out: str) -> list[Path]:
+        return [folder / out / n.replace(":", "-") / "rep0" / "curve.json" for n in names]
+
+    for name, path in zip(names, curves("both"), strict=True):
+        _, expected = rehearsed.rehearse(name, more_ranks=3, seed=5)
+        losses = json.loads(path.read_text())["losses"]
+        np.testing.assert_allclose(losses, expected.losses, rtol=0, atol=1e-12)
+
+    def interrupt(self, contestant, *_):
+        if contestant.label != "wfbp":
+            raise KeyboardInterrupt
+        return rehearse(self, contestant, *_)
+
+    rehearse = _Children._rehearse
+    with monkeypatch.context() as patched:
+        patched.setattr(_Children, "_rehearse", interrupt)
+        assert main([*command(folder, "cut", ",".join(names)), *script]) == 130
+    assert [path.exists() for path in curves("cut")] == [True, False]
+    written = curves("cut")[0].stat().st_mtime_ns
+    capsys.readouterr()
+    again = command(folder, "cut", ",".join(names), "--processes", "2", resume=True)
+    assert main([*again, *script]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "wfbp, rep0: kept, as it is complete" in out
+    assert "local-sgd-period=2, rep0: kept" not in out
+    assert curves("cut")[0].stat().st_mtime_ns == written
+    texts = [[path.read_text() for path in curves(out)] for out in ("both", "cut")]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.usefixtures("forked_rehearsals")

@@ -214,11 +214,13 @@ def rehearse_quadratic(
     strategy: str,
     *,
     before: Callable[[Any, int, int], None] = lambda *_: None,
+    iterations: int = T,
     **more: Any,
 ) -> tuple[offbeat.RehearsedCurve, list[list[np.ndarray]]]:
     """The curve, and the weights that each forward of each replica has seen.
 
-    `before` is called with model, rank and iteration before each forward.
+    `before` is called with model, rank and iteration before each forward. After T iterations the
+    numbers of the task repeat.
     """
     task = Quadratic(SIZES, K, T)
     start, a, c = task.numbers
@@ -254,7 +256,7 @@ def rehearse_quadratic(
         batches,
         strategy,
         quadratic_profile(K),
-        iterations=T,
+        iterations=iterations,
         loss=loss,
         **more,
     )
