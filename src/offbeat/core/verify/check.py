@@ -26,6 +26,7 @@ from offbeat.core.plan.types import Plan, Vote
 from offbeat.core.profile import Profile
 from offbeat.core.rules import VOTES, Context, VoteRule
 from offbeat.core.verify.interpreter import Interpreter
+from offbeat.core.verify.pairs import FewRanks, on_few_ranks
 from offbeat.core.verify.shape import faults
 from offbeat.core.verify.worker import Array, ConflictError, InterpretedModel
 
@@ -35,6 +36,7 @@ SHARE = 1e-4  # factor on blend shares: its cube is far below TOLERANCE
 SHRINKS = 0.1  # largest ratio of the differences between replicas, two periods later
 YES, NO, MIXED = 0, 1, 2  # outcome of all votes
 MIXED_PERIODS = 10  # periods to execute with mixed votes
+MOST_EXECUTED = 8  # ranks of a plan of pairs up to which all are executed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,19 @@ def raise_if_wrong(plan: Plan, profile: Profile | None = None) -> None:
 
 
 def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem]:
-    """Yield the problems found by executing a shortened form of the plan."""
-    short = shorten_phases(_speed_up_blends(plan))
-    originals = dict(zip(_all_rules(short), _all_rules(plan), strict=True))
+    """Yield the problems found by executing a shortened form of the plan.
+
+    A plan of pairs of more than `MOST_EXECUTED` ranks is executed on few ranks.
+    """
+    whole, ranks = plan, _worker_count(plan, profile)
+    few = on_few_ranks(plan, ranks) if ranks > MOST_EXECUTED else None
+    if few is not None:
+        yield from _mixing_problems(few, plan, ranks)
+        whole, ranks = few.plan, few.ranks
+    short = shorten_phases(_speed_up_blends(whole))
+    originals: dict[Rule, Rule] = dict(zip(_all_rules(short), _all_rules(whole), strict=True))
+    if few is not None:
+        originals = {rule: few.originals.get(one, one) for rule, one in originals.items()}
     sizes = slices_of(plan)
     for b, size in enumerate(sizes):
         if size > MAX_SLICES:
@@ -104,7 +116,7 @@ def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem
                 plan,
             )
             return
-    run = _Execution(short, sizes, _worker_count(plan, profile))
+    run = _Execution(short, sizes, ranks)
     try:
         with _pause_gc():
             problems = list(_weight_problems(run, plan))
@@ -112,6 +124,23 @@ def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem
     except ConflictError as conflict:
         rules = tuple(originals.get(rule, rule) for rule in conflict.rules)
         yield Problem(str(conflict), plan, rules)
+
+
+def _mixing_problems(few: FewRanks, plan: Plan, ranks: int) -> Iterator[Problem]:
+    """Yield a problem if pairs leave differences between replicas, as `_approach` of all ranks
+    would find."""
+    known: dict[frozenset[int], bool] = {frozenset(): True}  # without exchanges: found on few ranks
+    for bucket, phases in enumerate(few.covered):
+        if phases not in known:
+            known[phases] = few.remaining_share(ranks, bucket, 2) <= SHRINKS
+        if not known[phases]:
+            yield Problem(
+                f"bucket {bucket} is exchanged by pairs that leave more than {SHRINKS:.0%} of the "
+                f"differences between {ranks} ranks after two periods, so its replicas drift "
+                "apart; pair the ranks anew in more iterations",
+                plan,
+            )
+            return
 
 
 @contextmanager

@@ -138,11 +138,14 @@ class NoLoCo(Strategy):
             settings |= {"rate": float(self.lr), "their_slow": THEIR_SLOW}
             sent |= {SLOW: THEIR_SLOW}
         applies = [local(len(everything), STEP, range(self.rounds * self.period))]
-        for rank in range(ranks) if ranks > 1 else ():
-            alone = self._phases(done for done, pairs in enumerate(rounds) if (rank,) in pairs)
-            for source, target in sent.items() if alone else ():
-                args = (("source", source), ("target", target))
-                applies.append(Apply("copy", everything, END, alone, ranks=(rank,), args=args))
+        alone: dict[int, list[int]] = {}
+        for done, pairs in enumerate(rounds if ranks > 1 else ()):
+            for rank in (pair[0] for pair in pairs if len(pair) == 1):
+                alone.setdefault(rank, []).append(done)
+        for rank, those in sorted(alone.items()):
+            for source, target in sent.items():
+                args, phases = (("source", source), ("target", target)), self._phases(those)
+                applies.append(Apply("copy", everything, END, phases, ranks=(rank,), args=args))
         args = tuple(settings.items())
         applies.append(Apply(step_in_pair.__name__, everything, END, last, args=args))
         buffers = [Buffer(SLOW, start="param"), Buffer(VELOCITY), *map(Buffer, sent.values())]
@@ -252,14 +255,17 @@ def rounds_to_all(rounds: Sequence[Sequence[Pair]], ranks: int) -> int:
         rounds: pairs of each round, which repeat.
         ranks: number of ranks.
     """
-    most = 1
+    most, everyone = 1, (1 << ranks) - 1
     for first in range(len(rounds)):
-        known, done = [{rank} for rank in range(ranks)], 0
-        while any(len(sources) < ranks for sources in known) and done < ranks * ranks:
+        known, done = [1 << rank for rank in range(ranks)], 0  # sources as bits
+        before = list[int]()
+        while any(sources != everyone for sources in known) and done < ranks * ranks:
+            if done % len(rounds) == 0:
+                if known == before:
+                    return ranks * ranks
+                before = list(known)
             for pair in rounds[(first + done) % len(rounds)]:
-                together = set[int]().union(*(known[rank] for rank in pair))
-                for rank in pair:
-                    known[rank] = together
+                known[pair[0]] = known[pair[-1]] = known[pair[0]] | known[pair[-1]]
             done += 1
         most = max(most, done)
     return most
