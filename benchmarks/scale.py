@@ -37,7 +37,7 @@ import numpy as np
 import tables
 
 from offbeat.core.strategy.parsing import parse
-from offbeat.plan import check
+from offbeat.plan import INSIDE, check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict_plan
 
@@ -49,24 +49,28 @@ STRATEGIES = {
     "dreamddp:period=8": 8192,
     "diloco:period=50": 8192,
     "deft": 8192,
-    "noloco:period=50": 64,
+    "noloco:period=50": 1024,
 }  # with the largest number of ranks that is tried
+NODE = 8  # ranks of each replica of plans with nodes
+WITH_NODES = ("wfbp", "dreamddp:period=8", "diloco:period=50")
 BUCKETS, BUCKET_BYTES = 24, 4 << 20
 GRAPHS = {"ring": 8192, "exponential": 8192, "torus": 1024}
 # Offsets in `struct tcp_info` of linux/tcp.h: acknowledged and received bytes, segments with data.
 TCP_INFO_BYTES, BYTES, SEGMENTS_SENT = 160, 120, 156
 
 
-def profile_of(ranks: int, *, unlike: bool = False) -> Profile:
-    """Return a profile of equal buckets on a link of 10 Gbit/s."""
-    rate = 1.25e9 * ranks / (2 * (ranks - 1))
+def profile_of(replicas: int, *, node: int = 1, unlike: bool = False) -> Profile:
+    """Return a profile of equal buckets on a link of 10 Gbit/s, with `node` ranks per replica."""
+    rate = 1.25e9 * replicas / (2 * (replicas - 1))
     return Profile(
         tuple(Bucket(f"h.{i}", 2e-3, 4e-3, BUCKET_BYTES) for i in range(BUCKETS)),
-        (Link("net", 3e-4 * (ranks - 1), rate),),
-        ranks,
+        (Link("net", 3e-4 * (replicas - 1), rate),),
+        replicas,
         update_s=5e-3,
-        rank_scale=tuple(1 + 0.2 * rank / ranks for rank in range(ranks)) if unlike else (),
+        rank_scale=tuple(1 + 0.2 * k / replicas for k in range(replicas)) if unlike else (),
         jitter=0.05 if unlike else 0.0,
+        topology=(node,) * replicas if node > 1 else (),
+        inside=Link(INSIDE, 1e-5, 2.5e10) if node > 1 else None,
     )
 
 
@@ -85,11 +89,11 @@ def cost_of(act: Callable[[], Any]) -> tuple[float, float]:
     return seconds, peak / 1e6
 
 
-def planning(text: str, ranks: int) -> dict[str, float]:
+def planning(text: str, replicas: int, node: int = 1) -> dict[str, float]:
     """Return the costs of the plan of a strategy and of its simulation, for equal hosts and not."""
     strategy, costs = parse(text), dict[str, float]()
     for name, unlike in (("equal", False), ("unlike", True)):
-        profile = profile_of(ranks, unlike=unlike)
+        profile = profile_of(replicas, node=node, unlike=unlike)
         plan = strategy.plan(profile)
         if name == "equal":
             costs["plan_s"], costs["plan_mb"] = cost_of(partial(strategy.plan, profile))
@@ -160,6 +164,8 @@ def model_parts(ranks: Sequence[int]) -> Iterator[tuple[str, Callable[[], Any]]]
         for text, most in STRATEGIES.items():
             if count <= most:
                 yield f"{text}|{count}", partial(planning, text, count)
+        for text in WITH_NODES if count > RANKS[0] * NODE else ():
+            yield f"{text}|{count // NODE} x {NODE}", partial(planning, text, count // NODE, NODE)
         for name, most in GRAPHS.items():
             if count <= most:
                 yield f"graph {name}|{count}", partial(graph, name, count)
@@ -322,6 +328,8 @@ MEASURED = (
     ("KB that a rank receives from the store", "store_received", 1e-3),
     ("requests of a rank to the store", "store_requests", 1.0),
     ("MB that the store sends", "all store_received", 1e-6),
+    ("MB of memory of a rank, with torch", "mb", 1.0),
+    ("ms of an exchange of one number between all ranks, on two cores", "gather_s", 1e3),
 )
 
 
@@ -351,12 +359,18 @@ def prepare_table(known: Mapping[str, Any], label: str, title: str) -> dict[str,
 def planning_table(known: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
     rows = []
     for text in STRATEGIES:
-        for count in ranks:
-            found = known.get(f"{text}|{count}")
+        nodes = [(f"{count // NODE} x {NODE}", f"{count // NODE:,} x {NODE}") for count in ranks]
+        for part, shown in (*((str(count), f"{count:,}") for count in ranks), *nodes):
+            found = known.get(f"{text}|{part}")
             if found is not None:
                 keys = ("plan_s", "plan_mb", "check_s", "equal_s", "unlike_s", "unlike_mb")
-                rows.append([f"{text}, {count:,}", *(digits(found[key]) for key in keys)])
-    columns = ["strategy, ranks", "plan, s", "plan, MB", "check of the plan, s"]
+                rows.append([f"{text}, {shown}", *(digits(found[key]) for key in keys)])
+    columns = [
+        "strategy, ranks, or replicas x ranks of each",
+        "plan, s",
+        "plan, MB",
+        "check of the plan, s",
+    ]
     columns += ["simulation of equal hosts, s", "of unlike hosts with jitter, s", "its MB"]
     title = "Processor seconds and peak memory of a plan, its check, and its simulation"
     return {"name": "planning", "title": title, "columns": columns, "rows": rows}
