@@ -23,7 +23,7 @@ def profile_of(ranks: int) -> Profile:
 
 
 def plan_of(ranks: int, **settings: Any) -> Plan:
-    return create("noloco", {"period": 2, "rounds": 5, **settings}).plan(profile_of(ranks))
+    return create("noloco", {"period": 2, "rounds": 8, **settings}).plan(profile_of(ranks))
 
 
 def change(plan: Plan, rules: str, number: int, **fields: Any) -> Plan:

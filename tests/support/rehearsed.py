@@ -23,10 +23,11 @@ SIZES, K, T = (5, 3, 7, 4, 6), 3, 9  # of the quadratic
 
 
 class SmallNet(nn.Module):
-    """Dropout, running statistics, and a layer that only some batches use."""
+    """Dropout, running statistics, and a layer that only some batches use, or all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, uses_all: bool = False) -> None:
         super().__init__()
+        self.uses_all = uses_all
         # A bias before a normalization has a gradient of rounding noise, which Adam enlarges.
         self.first, self.norm = nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6)
         self.branch, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
@@ -34,13 +35,14 @@ class SmallNet(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = self.drop(torch.tanh(self.norm(self.first(x))))
-        if x[0, 0] > 0:
+        if self.uses_all or x[0, 0] > 0:
             h = h + self.branch(h)
         return nn.functional.cross_entropy(self.head(h), y)
 
 
-def make_model() -> nn.Module:
-    return SmallNet().double()
+def make_model(strategy: str = "") -> nn.Module:
+    """The model for a strategy: torch's DDP raises if a layer has no gradient."""
+    return SmallNet(uses_all=strategy == "ddp").double()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,7 +85,7 @@ def train_here(strategies: Sequence[str], seed: int) -> dict[str, tuple[list[flo
         random.seed(seed + rank)
         np.random.seed(seed + rank)
         torch.manual_seed(seed + rank)
-        module = make_model()
+        module = make_model(name)
         optimizer = make_optimizer(module)
         model, optimizer = offbeat.prepare(module, optimizer, name, profile=profile)
         losses = []
@@ -182,7 +184,7 @@ def rehearse(
     models: list[nn.Module] = []
 
     def make() -> nn.Module:
-        models.append(make_model())
+        models.append(make_model(strategy))
         return models[-1]
 
     found = offbeat.rehearse(

@@ -33,7 +33,7 @@ from offbeat.core.verify.worker import Array, ConflictError, InterpretedModel
 MAX_SLICES = 4096  # largest number of elements of one bucket (see `slices_of`)
 TOLERANCE = 1e-9
 SHARE = 1e-4  # factor on blend shares: its cube is far below TOLERANCE
-SHRINKS = 0.1  # largest ratio of the differences between replicas, two periods later
+SHRINKS = 0.1  # largest ratio of the differences between replicas, `patience` periods later
 YES, NO, MIXED = 0, 1, 2  # outcome of all votes
 MIXED_PERIODS = 10  # periods to execute with mixed votes
 MOST_EXECUTED = 8  # ranks of a plan of pairs up to which all are executed
@@ -116,7 +116,7 @@ def _execution_problems(plan: Plan, profile: Profile | None) -> Iterator[Problem
                 plan,
             )
             return
-    run = _Execution(short, sizes, ranks)
+    run = _Execution(short, sizes, ranks, 2 if few is None else few.periods)
     try:
         with _pause_gc():
             problems = list(_weight_problems(run, plan))
@@ -179,12 +179,14 @@ class _Execution:
     """Execution of a plan on synthetic gradients.
 
     Gradients are random for the first `active` iterations, which contain every phase. They are zero
-    in the following iterations, until the weights no longer change.
+    in the following iterations, until the weights no longer change. Differences between replicas
+    must shrink within `patience` periods.
     """
 
     plan: Plan
     sizes: Sequence[int]
     ranks: int
+    patience: int = 2
 
     def __post_init__(self) -> None:
         plan, rng = self.plan, np.random.default_rng(0)
@@ -284,7 +286,7 @@ def _replica_problems(run: _Execution, plan: Plan) -> Iterator[Problem]:
     if _replica_fault(run, plan, run.final_weights()) is None:
         return
     # A plan with messages in flight for more than one period needs more periods.
-    ends = run.final_weights(periods=3)
+    ends = run.final_weights(periods=1 + run.patience)
     fault = _replica_fault(run, plan, ends)
     if fault is not None and not _approach(run.final_weights(), ends, run, plan):
         yield Problem(fault, plan)

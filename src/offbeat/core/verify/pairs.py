@@ -21,6 +21,7 @@ from offbeat.core.plan.types import Apply, Plan, Transfer
 
 Pair = tuple[int, int]
 MOST_MESSAGES = 1 << 20  # of all pairs in a period; a plan with more of them executes every rank
+ROUNDS = 32  # that make few ranks nearly equal: differences halve in about one or two of them
 NUMBERS = 8  # random numbers of each rank, whose differences pairs reduce
 # Pairs of each round: of four ranks, and of five, of which one is alone.
 EVEN: Sequence[Sequence[Pair]] = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
@@ -47,6 +48,12 @@ class FewRanks:
     originals: Mapping[Transfer | Apply, Transfer | Apply]
     pairs: Mapping[int, Sequence[Pair]]
     covered: Sequence[frozenset[int]]
+
+    @property
+    def periods(self) -> int:
+        """Return the periods in which few ranks become nearly equal, however few rounds a period
+        has. Whether two periods suffice for all ranks is a question of the pairs."""
+        return max(2, -(-ROUNDS // len(self.pairs)))
 
     def remaining_share(self, ranks: int, bucket: int, periods: int) -> float:
         """Return the share of the largest difference between ranks that remains after some periods
