@@ -82,8 +82,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [9, 10])
-@pytest.mark.parametrize("settings", [{}, {"gamma": 0.4}], ids=str)
+@pytest.mark.parametrize(("ranks", "settings"), [(9, {"gamma": 0.4}), (10, {})], ids=str)
 @pytest.mark.parametrize("name", CHANGES)
 def test_few_ranks_decide_as_all(name, settings, ranks, monkeypatch):
     plan = CHANGES[name](plan_of(ranks, **settings))
@@ -99,14 +98,13 @@ def test_few_ranks_decide_as_all(name, settings, ranks, monkeypatch):
         assert found[0].plan is plan
 
 
-def test_most_changes_are_errors(monkeypatch):
+def test_most_changes_are_errors():
     """So that equal decisions are no accident."""
-    monkeypatch.setattr(module, "MOST_EXECUTED", EVERY)
     wrong = [name for name, act in CHANGES.items() if check(act(plan_of(9)), profile_of(9))]
     assert len(wrong) >= len(CHANGES) // 2
 
 
-@pytest.mark.parametrize("ranks", [64, 65, 1024])
+@pytest.mark.parametrize("ranks", [64, 65, 512])
 def test_ranks_that_are_executed_do_not_grow(ranks, monkeypatch):
     executed = []
 

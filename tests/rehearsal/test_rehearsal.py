@@ -77,7 +77,11 @@ def test_equals_real_processes_with_the_same_seeds():
             np.testing.assert_allclose(
                 curve.run.logs[rank].losses, losses, rtol=0, atol=1e-12, err_msg=name
             )
-            torch.testing.assert_close(rehearsed.flat(model), tensors, rtol=0, atol=1e-12, msg=name)
+            names = [n for n, t in model.state_dict().items() for _ in range(t.numel())]
+            # torch's DDP copies the statistics of rank 0 at the next forward, a plan at the end.
+            ours = [name != "ddp" or rank == 0 or "running" not in n for n in names]
+            found, wanted = rehearsed.flat(model)[ours], tensors[ours]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3", "selsync:delta=.2"])

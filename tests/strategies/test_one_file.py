@@ -165,7 +165,7 @@ def train(pipe, rank, port):
     torch.set_num_threads(1)
     module = make_model()
     model, optimizer = offbeat.prepare(
-        module, optimizer_of(module), f"{NAME}:period=3", profile=profile, links=["lo"],
+        module, optimizer_of(module), f"{NAME}:period=3", profile=profile,
         min_bucket_bytes=1, timeout_s=60.0,
     )
     for batch in batches(rank):
@@ -201,6 +201,7 @@ context, pipes = get_context("fork"), []
 for rank in range(RANKS):
     here, there = context.Pipe()
     context.Process(target=train, args=(there, rank, port), daemon=True).start()
+    there.close()
     pipes.append(here)
 assert all(pipe.poll(60) for pipe in pipes)
 expected = equations()
