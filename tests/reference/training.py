@@ -526,7 +526,7 @@ def as_planned(
             if apply.rule in ("delta", "blend"):
                 landing = [n for b in apply.buckets for n in tensors[b] if n in taken]
                 if outer is None:
-                    shift(world, landing, taken)
+                    shift(world, landing, taken, 1 - apply.arg("kept", 0.0))
                 else:
                     outer.land(world, landing, taken)
         if outer is not None and any(a.arg("target") == "common" for a in now):

@@ -141,8 +141,11 @@ def test_several_processes_and_a_rehearsal_that_was_interrupted(folder, monkeypa
     assert "wfbp, rep0: kept, as it is complete" in out
     assert "local-sgd-period=2, rep0: kept" not in out
     assert curves("cut")[0].stat().st_mtime_ns == written
-    texts = [[path.read_text() for path in curves(out)] for out in ("both", "cut")]
-    assert texts[0] == texts[1]
+    for one, other in zip(curves("both"), curves("cut"), strict=True):
+        first, second = json.loads(one.read_text()), json.loads(other.read_text())
+        # The number of threads of a process changes sums by rounding.
+        np.testing.assert_allclose(first["losses"], second["losses"], rtol=0, atol=1e-12)
+        assert first["ends_s"] == second["ends_s"]
 
 
 @pytest.mark.usefixtures("forked_rehearsals")
