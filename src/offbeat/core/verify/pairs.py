@@ -1,9 +1,9 @@
 """Plans of pairs of ranks on few ranks, so that their check does not execute every rank.
 
 In such a plan each rank exchanges with at most one other rank in an iteration, and all pairs of an
-iteration have equal rules. What a rank then computes depends on its partner only by the numbers
-that arrive, so a few ranks with the same rules in each phase find the same errors of rules and
-messages. Whether the pairs connect all ranks is computed from the pairs alone.
+iteration have equal rules. The numbers that arrive are the only effect of a partner on a rank, so a
+few ranks with the same rules in each phase find the same errors of rules and messages. Whether the
+pairs connect all ranks is computed from the pairs alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.core.derive import effects
+from offbeat.core.derive.fit import Rule
 from offbeat.core.plan.phases import Phases
 from offbeat.core.plan.types import Apply, Plan, Transfer
 
@@ -45,7 +46,7 @@ class FewRanks:
 
     plan: Plan
     ranks: int
-    originals: Mapping[Transfer | Apply, Transfer | Apply]
+    originals: Mapping[Rule, Rule]
     pairs: Mapping[int, Sequence[Pair]]
     covered: Sequence[frozenset[int]]
 
@@ -117,9 +118,9 @@ def on_few_ranks(plan: Plan, ranks: int) -> FewRanks | None:
                 applies[rank, own].append(phase)
     first_of = _first_rules(plan)
     order = {kind: place for place, kind in enumerate(first_of)}
-    originals: dict[Transfer | Apply, Transfer | Apply] = {}
+    originals: dict[Rule, Rule] = {}
 
-    def made(found: Mapping[Any, list[int]], ranks_of: Any) -> list[Any]:
+    def make_rules(found: Mapping[Any, list[int]], ranks_of: Any) -> list[Any]:
         rules = []
         for (who, kind), phases in sorted(
             found.items(), key=lambda one: (one[0][0], order[one[0][1]])
@@ -130,8 +131,8 @@ def on_few_ranks(plan: Plan, ranks: int) -> FewRanks | None:
 
     small = replace(
         plan,
-        transfers=_in_place(plan.transfers, made(exchanges, lambda pair: pair)),
-        applies=_in_place(plan.applies, made(applies, lambda rank: (rank,))),
+        transfers=_in_place(plan.transfers, make_rules(exchanges, lambda pair: pair)),
+        applies=_in_place(plan.applies, make_rules(applies, lambda rank: (rank,))),
     )
     covered = [
         frozenset(
