@@ -24,7 +24,7 @@ from offbeat.core.measuring import links as measuring_links
 from offbeat.core.measuring import observe as observe_module
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.contention import COUNT, RUNS, _rate, load_bytes
-from offbeat.core.measuring.jitter import are_alike
+from offbeat.core.measuring.jitter import are_alike, scale_of_replicas
 from offbeat.core.measuring.links import (
     BUDGET_MODELS,
     BUDGET_S,
@@ -50,6 +50,7 @@ from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import Ring
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec
+from offbeat.core.transport.topology import Topology
 from offbeat.profile import Bucket, Link, Profile
 
 HOST = torch.device("cpu")
@@ -349,6 +350,32 @@ def test_like_ranks_seldom_seem_to_differ_and_slow_ones_always_do() -> None:
         assert seem_alike([1.25] + [1.0] * (ranks - 1)) < 0.02
     assert are_alike([0.995, 1.005], [0.0, 0.0], 5)
     assert not are_alike([0.98, 1.02], [0.0, 0.0], 5)
+
+
+def test_a_node_is_as_slow_as_its_slowest_rank() -> None:
+    assert scale_of_replicas([0.5, 1.5, 1.25, 0.75], ((0, 3), (1, 2))) == (0.75, 1.5)
+
+
+@pytest.mark.parametrize(("nodes", "group"), [(((0, 1), (2, 3)), "all"), (((0,), (1,)), None)])
+def test_a_vote_is_measured_as_it_is_cast(
+    nodes: Any, group: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between all ranks, also where messages pass between nodes; without nodes these are equal."""
+    votes, groups = list[Any](), list[Any]()
+
+    def note(*given: Any) -> tuple[tuple[()], None]:
+        votes.append(given[-1])
+        return (), None
+
+    monkeypatch.setattr(measuring_links, "_measure_links", note)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **how: groups.append(how["group"]))
+    topology, control = Topology(nodes), SimpleNamespace(world_size=1)
+    cluster: Any = SimpleNamespace(topology=topology, everyone="all", specs=(), control=control)
+    measure_cluster(cluster, SimpleNamespace())  # type: ignore[arg-type]
+    for vote in votes:
+        if vote is not None:
+            vote(torch.zeros(1))
+    assert (len(votes), groups) == (1, [group] * (group is not None))
 
 
 class Compiled(nn.Module):

@@ -104,6 +104,19 @@ def test_places_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    "topology", [Topology.flat(4), PAIRS, UNEVEN, Topology(((0, 2), (1, 3)))], ids=str
+)
+def test_bytes_of_a_ring_of_all_ranks_between_nodes(topology: Topology) -> None:
+    """Each rank sends `2 (N - 1) / N` of a message to the next one, inside its node or not."""
+    ranks, replicas = topology.ranks, topology.replicas
+    for rank in range(ranks):
+        crosses = topology.replica_of(rank) != topology.replica_of((rank + 1) % ranks)
+        sent = 2 * (ranks - 1) / ranks if crosses else 0.0
+        given = topology.ring_share(rank) * 2 * (replicas - 1) / replicas
+        assert given == pytest.approx(sent)
+
+
+@pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"nodes": 3}, r"nodes \(3\) must divide the number of ranks \(4\)"),

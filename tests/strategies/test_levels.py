@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat import Profile, Strategy
+from offbeat import WFBP, Profile, SelSync, Strategy
 from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.measuring.sending import busy_throughout
 from offbeat.core.profile.elsewhere import extrapolate, with_replica_per_rank
@@ -15,7 +15,7 @@ from offbeat.core.sim import event_engine, fast_engine
 from offbeat.core.sim.ranks import Ranks
 from offbeat.core.sim.simulation import make_job
 from offbeat.core.strategy.parsing import parse
-from offbeat.plan import INSIDE, Plan, check
+from offbeat.plan import INSIDE, Apply, Moment, Phases, Plan, check
 from offbeat.profile import Bucket, Contention, Link
 from offbeat.sim import predict, simulate
 from offbeat.strategies.levels import variant_of
@@ -151,6 +151,51 @@ class Early(type(parse("dreamddp"))):  # type: ignore[misc]
 def test_a_strategy_without_such_a_variant_is_refused() -> None:
     with pytest.raises(ValueError, match="uses gradients in backward, where they are not yet"):
         Early(period=3).plan(profile_of())
+
+
+class ByVote(SelSync):
+    """Votes on gradients in backward, as if every rank had a replica of its own."""
+
+    def schedule(self, profile: Profile) -> Plan:
+        return super().schedule(profile.of_replicas())
+
+
+def test_a_vote_on_gradients_that_are_not_averaged_yet_is_refused() -> None:
+    with pytest.raises(ValueError, match="uses gradients in backward, where they are not yet"):
+        ByVote(aggregate="gradients").plan(profile_of())
+
+
+class ClippingEarly(WFBP):
+    """Clips the gradients of each rank before they are averaged."""
+
+    def schedule(self, profile: Profile) -> Plan:
+        plan = super().schedule(profile)
+        args = (("buffer", "grad"), ("norm", 1.0))
+        clip = Apply("clip", range(4), Moment("grad", 3), Phases((0,)), args=args)
+        return replace(plan, applies=(clip, *plan.applies))
+
+
+def test_a_rule_on_gradients_that_are_not_averaged_yet_is_refused() -> None:
+    with pytest.raises(ValueError, match="uses gradients in backward, where they are not yet"):
+        ClippingEarly().plan(profile_of())
+
+
+class Sometimes(SelSync):
+    """Averages gradients between replicas only after a vote of the iteration before."""
+
+    def schedule(self, profile: Profile) -> Plan:
+        plan = super().schedule(profile)
+        moments = {"after": Moment("grad", 3), "before": Moment("step")}
+        sent = (
+            replace(t, payload=replace(t.payload, buffer="grad"), **moments) for t in plan.transfers
+        )
+        return replace(plan, transfers=tuple(sent))
+
+
+def test_gradients_are_averaged_inside_where_a_vote_may_leave_them_out() -> None:
+    plan = Sometimes(vote_lag=1).plan(profile_of())
+    assert [t.when for t in plan.transfers if t.link != INSIDE] == ["sync"]
+    assert sorted(inside_of(plan)) == [(b, 0) for b in range(4)]
 
 
 SHARDED = replace(profile_of(), inside=None, sharded=True)

@@ -64,3 +64,13 @@ def are_alike(scale: Sequence[float], spreads: Sequence[float], iterations: int)
     error = math.sqrt(fmean(s * s for s in spreads) / max(1, iterations) * (1 - 1 / ranks))
     beyond = NormalDist().inv_cdf((1 + (1 - BY_CHANCE) ** (1 / ranks)) / 2)
     return max(abs(s - 1) for s in scale) <= beyond * error
+
+
+def scale_of_replicas(scale: Sequence[float], nodes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Return the scale of each replica: that of its slowest rank, for which its other ranks wait.
+
+    Args:
+        scale: compute time of each rank relative to the mean.
+        nodes: ranks of each replica.
+    """
+    return tuple(max(scale[rank] for rank in node) for node in nodes)

@@ -18,7 +18,7 @@ from offbeat.core.buckets.layout import BucketSpec, group_parameters
 from offbeat.core.buckets.shards import reshard
 from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.forward_memory import ForwardMemory
-from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of
+from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of, scale_of_replicas
 from offbeat.core.measuring.links import at_observed_rate
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
@@ -258,9 +258,7 @@ class Observer:
             world_size=topology.replicas,
             update_s=float(mean[-2]),
             other_s=float(mean[-1]),
-            rank_scale=()
-            if alike
-            else tuple(max(float(scale[rank]) for rank in node) for node in topology.nodes),
+            rank_scale=() if alike else scale_of_replicas(scale.tolist(), topology.nodes),
             step_s=fmean(steps_s),
             jitter=jitter,
             rank_jitter=rank_jitter
