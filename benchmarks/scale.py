@@ -49,7 +49,7 @@ STRATEGIES = {
     "dreamddp:period=8": 8192,
     "diloco:period=50": 8192,
     "deft": 8192,
-    "noloco:period=50": 1024,
+    "noloco:period=50": 64,
 }  # with the largest number of ranks that is tried
 NODE = 8  # ranks of each replica of plans with nodes
 WITH_NODES = ("wfbp", "dreamddp:period=8", "diloco:period=50")
