@@ -364,13 +364,16 @@ def _require_one_job(path: Path, manifests: Mapping[int, Manifest]) -> None:
 
 
 def _same_job(manifest: Manifest, session: Session, company: SaveGroup) -> bool:
-    own = company.size, session.strategy, session.cluster.topology.record()
-    return _job_of(manifest) == own
+    return _job_of(manifest) == _own_job(session, company)
+
+
+def _own_job(session: Session, company: SaveGroup) -> tuple[int, str, Mapping[str, Any]]:
+    return company.size, session.strategy, session.cluster.topology.record()
 
 
 def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
-        own = company.size, session.strategy, session.cluster.topology.record()
+        own = _own_job(session, company)
         raise ValueError(
             f"the checkpoint {path} is of {_describe_job(*_job_of(manifest))}, whose ranks have "
             f"states of their own, and here are {_describe_job(*own)}; start the job alike, or "

@@ -160,7 +160,7 @@ class StateSender:
 
     def _send(self, connection: socket.socket, copy: StateCopy) -> None:
         """Send the shapes, then the bytes of the tensors."""
-        head = packed.saved_bytes({"origin": copy.origin, "state": shapes_of(copy.state)})
+        head = packed.serialize({"origin": copy.origin, "state": shapes_of(copy.state)})
         connection.sendall(head.numel().to_bytes(SIZE_BYTES, "little") + head.numpy().tobytes())
         whole, step = Bytes(tensors_of(copy.state)), self._pace.piece_bytes
         for start in range(0, whole.size, step):

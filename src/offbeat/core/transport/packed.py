@@ -104,7 +104,7 @@ def broadcast_state(
     on the CPU of rank `source` are on `where`.
     """
     is_source = dist.get_rank() == source
-    data = saved_bytes(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = serialize(state) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     size = torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
     root = dist.get_group_rank(group, source)
     broadcast(size, root, group)
@@ -117,13 +117,13 @@ def broadcast_state(
 def unreadable(state: Any) -> str | None:
     """Return why other ranks could not read a state; None if they can."""
     try:
-        load(saved_bytes(state))
+        load(serialize(state))
     except Exception as error:
         return str(error)
     return None
 
 
-def saved_bytes(state: Any) -> Tensor:
+def serialize(state: Any) -> Tensor:
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -27,7 +27,11 @@ NUMBERS = 8  # random numbers of each rank, whose differences pairs reduce
 # Pairs of each round: of four ranks, and of five, of which one is alone.
 EVEN: Sequence[Sequence[Pair]] = (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)))
 ODD: Sequence[Sequence[Pair]] = (
-    *(((1, 4), (2, 3)), ((0, 2), (3, 4)), ((0, 4), (1, 3)), ((0, 1), (2, 4)), ((0, 3), (1, 2))),
+    ((1, 4), (2, 3)),
+    ((0, 2), (3, 4)),
+    ((0, 4), (1, 3)),
+    ((0, 1), (2, 4)),
+    ((0, 3), (1, 2)),
 )
 
 
