@@ -1,8 +1,8 @@
 """Jobs whose members are killed, join and leave: correctness, hours under disturbances, and cost.
 
     python benchmarks/members.py kills --out runs/members [--runs 60] [--minutes 15] [--per-node 2]
-        [--seed 1] [--place update]
-    python benchmarks/members.py joins --out runs/members [--runs 20] [--minutes 5]
+        [--seed 1] [--place update] [--codecs]
+    python benchmarks/members.py joins --out runs/members [--runs 20] [--minutes 5] [--codecs]
     python benchmarks/members.py chaos --out runs/members [--minutes 30]
     python benchmarks/members.py cost --out runs/members [--repetitions 5]
     python benchmarks/members.py tables --out runs/members
@@ -14,7 +14,8 @@ service is killed. The service starts again with its journal 1 s later. Wanted: 
 within the limit and read all samples; after the kill each has its next iteration within `timeout_s`
 + 3 s; all weights of all iterations equal `members_equations.py` with the messages that the service
 has recorded as landed. `joins`: a process joins; its weights must be those of a member bit for bit,
-and the members have equal bits after the next average of each bucket. With `--per-node 2` the
+and the members have equal bits after the next average of each bucket. With `--codecs` the averages
+of three of the strategies are encoded, and the others are left out. With `--per-node 2` the
 members of both are nodes of two ranks; a rank of one is killed, and the other one must end with an
 error that names it. `chaos`: hosts of the lab whose processes are killed and start again, cuts and
 changing rates, then the same job undisturbed. `cost`: longest time without an iteration of the
@@ -95,6 +96,11 @@ CASES: dict[str, dict[str, Any]] = {
     "wfbp": {},
     "p3": {"slice_elements": 40},
     "bytescheduler": {"partition_elements": 40},
+}
+CODED: dict[str, dict[str, Any]] = {
+    "local-sgd": {"wire": "int4"},
+    "diloco": {"wire": "sign"},
+    "selsync": {"wire": "powersgd:1"},
 }
 PLACES = ("forward", "backward", "message", "message", "boundary", "leave", "join", "service")
 COST_BYTES = (1e6, 1e7, 1e8)
@@ -445,7 +451,14 @@ def _content(transfer: Transfer, flat: Flat) -> bytes:
 # ---- kills and joins --------------------------------------------------------------------------
 
 
-def kill_cases(runs: int, seed: int, per_node: int, at: str | None = None) -> list[dict[str, Any]]:
+def settings_of(*, codecs: bool) -> dict[str, dict[str, Any]]:
+    """Return the settings of the strategies by their names."""
+    return {name: CASES[name] | more for name, more in CODED.items()} if codecs else CASES
+
+
+def kill_cases(
+    runs: int, seed: int, per_node: int, at: str | None = None, *, codecs: bool = False
+) -> list[dict[str, Any]]:
     """Return the cases of `kills`, each with all random draws.
 
     Args:
@@ -453,9 +466,11 @@ def kill_cases(runs: int, seed: int, per_node: int, at: str | None = None) -> li
         seed: seed of the draws.
         per_node: number of ranks of each member.
         at: place of all kills; None for all places in turn.
+        codecs: whether averages are encoded.
     """
     draw, found = random.Random(seed), list[dict[str, Any]]()
-    strategies = [*CASES]
+    settings = settings_of(codecs=codecs)
+    strategies = [*settings]
     for n in range(runs):
         place = at or PLACES[(n // len(strategies) + n) % len(PLACES)]
         case: dict[str, Any] = {
@@ -480,21 +495,24 @@ def kill_cases(runs: int, seed: int, per_node: int, at: str | None = None) -> li
             case |= {"join_at": case["iteration"], "victim": draw.randrange((FIRST + 1) * per_node)}
             case["delay_s"] = draw.choice([0.0, draw.uniform(0, 0.05)])
             case["skip"] = draw.randrange(2)
-        case["settings"] = CASES[case["strategy"]]
+        case["settings"] = settings[case["strategy"]]
         found.append(case)
     return found
 
 
-def join_cases(runs: int, seed: int, per_node: int) -> list[dict[str, Any]]:
+def join_cases(
+    runs: int, seed: int, per_node: int, *, codecs: bool = False
+) -> list[dict[str, Any]]:
     """Return the cases of `joins`."""
-    draw, strategies = random.Random(seed), [*CASES]
+    draw, settings = random.Random(seed), settings_of(codecs=codecs)
+    strategies = [*settings]
     return [
         {
             "number": n,
             "seed": seed,
             "per_node": per_node,
             "strategy": strategies[n % len(strategies)],
-            "settings": CASES[strategies[n % len(strategies)]],
+            "settings": settings[strategies[n % len(strategies)]],
             "place": None,
             "join_at": draw.randrange(2, 16),
             "service": False,
@@ -925,6 +943,10 @@ KILLED = {
 def _notes(kills: Sequence[dict[str, Any]]) -> Iterator[str]:
     texts = [f"{name} {settings or ''}".strip() for name, settings in CASES.items()]
     yield f"Strategies: {', '.join(texts)}; three members, `timeout_s={TIMEOUT_S:g}`."
+    coded = [line for line in kills if "wire" in line["case"]["settings"]]
+    if coded:
+        texts = [f"{name} {more['wire']}" for name, more in CODED.items()]
+        yield f"{len(coded)} of the kills are of jobs with codecs: {', '.join(texts)}."
     if kills:
         places = Counter((line["case"]["strategy"]) for line in kills)
         counts = ", ".join(f"{name} {count}" for name, count in sorted(places.items()))
@@ -1031,6 +1053,7 @@ def main() -> None:
     parser.add_argument(
         "--per-node", type=int, default=1, choices=PER_NODE, help="ranks of a member"
     )
+    parser.add_argument("--codecs", action="store_true", help="kills and joins with codecs")
     options = parser.parse_args()
     if options.per_node != 1 and options.what not in ("kills", "joins"):
         parser.error(f"--per-node ({options.per_node}) must be 1 beside kills and joins")
@@ -1038,12 +1061,11 @@ def main() -> None:
     if options.place is not None and options.what != "kills":
         parser.error(f"--place ({options.place}) must be left out beside kills")
     if options.what == "kills":
-        drawn = kill_cases(options.runs or 64, options.seed, options.per_node, options.place)
-        run_cases(options.what, drawn, options)
+        how = options.runs or 64, options.seed, options.per_node, options.place
+        run_cases(options.what, kill_cases(*how, codecs=options.codecs), options)
     elif options.what == "joins":
-        run_cases(
-            options.what, join_cases(options.runs or 24, options.seed, options.per_node), options
-        )
+        how = options.runs or 24, options.seed, options.per_node
+        run_cases(options.what, join_cases(*how, codecs=options.codecs), options)
     elif options.what == "keep":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         keep(options.out)

@@ -2,15 +2,16 @@
 
 `Reference` trains all replicas of a job in one place: forward, backward and SGD with momentum are
 written out, and so are averages and DiLoCo's outer step. Of offbeat it uses the plan, which states
-the content and the order of the messages, and the record of the membership service: members and
-first iteration of each epoch, and the number of the last message of each link that has landed.
+the content and the order of the messages, the codecs in NumPy, and the record of the membership
+service: members and first iteration of each epoch, and for each link the number of the last message
+that has landed, and the ranks that have received it from others.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat import Strategy
+from offbeat.core.codecs import codec, way
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.profile.elsewhere import for_members
@@ -84,28 +86,35 @@ def gradients(weights: Flat, x: Vector, y: Vector) -> Flat:
     return found
 
 
+def zeros() -> Flat:
+    """Return zeros in the shape of the weights."""
+    return [np.zeros_like(w) for w in initial_weights()]
+
+
 @dataclass
 class Replica:
-    """Weights and states of one member. `common` and `outer` are those of DiLoCo."""
+    """Weights and states of one member. `common` and `outer` are those of DiLoCo, `errors` those of
+    a codec."""
 
     weights: Flat
     momentum: Flat
     common: Flat
     outer: Flat
+    errors: Flat
     gradient: Flat = field(default_factory=list)
     steps: int = 0
 
     @classmethod
     def first(cls) -> Replica:
-        zeros = [np.zeros_like(w) for w in initial_weights()]
-        return cls(initial_weights(), zeros, initial_weights(), [z.copy() for z in zeros])
+        momentum, outer, errors = (zeros() for _ in range(3))
+        return cls(initial_weights(), momentum, initial_weights(), outer, errors)
 
     @classmethod
     def joining(cls, other: Replica) -> Replica:
         """Return a replica that begins with the state of a member."""
         groups = other.weights, other.momentum, other.common, other.outer
         weights, momentum, common, outer = ([v.copy() for v in group] for group in groups)
-        return cls(weights, momentum, common, outer)
+        return cls(weights, momentum, common, outer, zeros())
 
     def step(self) -> None:
         for w, v, g in zip(self.weights, self.momentum, self.gradient, strict=True):
@@ -170,6 +179,7 @@ class Reference:
         self._x, self._y = data(size)
         self._profile = profile(len(epochs[0].members), per_node)
         self._replicas: dict[int, Replica] = {}
+        self._anchors = initial_weights()
         self.weights: dict[tuple[int, int], Flat] = {}
         self.is_ambiguous = False  # whether no record states if an average has taken place
         for number in range(len(epochs)):
@@ -194,16 +204,23 @@ class Reference:
             survivors = [who for who in members if who in self._numbers(failure)]
         plan = self._strategy.plan(for_members(self._profile, len(members)))
         program, counts = Program(plan), Counter[str]()
+        self._memories = defaultdict[Any, dict[str, Any]](dict)
+        if all(transfer.wire is None for transfer in plan.transfers):  # of a single member
+            for replica in own.values():
+                replica.errors = zeros()
         for t in range(epoch.first_iteration, last):
             # Gradients of a member are those of all its ranks.
             every = program.transfers(t - epoch.first_iteration)
             transfers = [one for one in every if base_link(one.link) != INSIDE]
-            has_landed = list[bool]()
+            has_landed, absent = list[bool](), dict[str, Collection[str]]()
             for transfer in transfers:
                 order = counts[transfer.link]
                 counts[transfer.link] += 1
-                newest = {"order": order} if landed is None else landed.get(transfer.link)
+                newest = {"order": math.inf} if landed is None else landed.get(transfer.link)
                 has_landed.append(newest is not None and order <= newest["order"])
+                if newest is not None and order == newest["order"]:
+                    absent[transfer.id] = newest["missing"]
+            self._absent = absent
             batches = {who: self._batches_of(who, t) for who in own}
             present = {who: replica for who, replica in own.items() if all(batches[who])}
             for who, replica in present.items():
@@ -227,6 +244,7 @@ class Reference:
                 self._average_weights(messages, plan, t - epoch.first_iteration)
             if t == last - 1 and after is not None and self._unites(number):
                 average([replica.weights for replica in own.values()])
+                self._anchors = [w.copy() for w in own[members[0]].weights]
             for who, replica in present.items():
                 self.weights[who, t] = [w.copy() for w in replica.weights]
 
@@ -262,7 +280,10 @@ class Reference:
             if not has_landed:
                 lost |= {*transfer.payload.buckets}
             elif transfer.when is None or votes_yes:
-                average([replica.weights for replica in own.values()], transfer)
+                if transfer.wire is None:
+                    average([replica.weights for replica in own.values()], transfer)
+                else:
+                    self._average_codes(transfer, planned)
                 averaged |= {*transfer.payload.buckets}
         for apply in plan.applies:
             if apply.rule == "outer" and plan.phase(planned) in apply.phases:
@@ -272,6 +293,41 @@ class Reference:
                 for bucket in averaged & {*apply.buckets}:
                     for replica in own.values():
                         replica.outer_step(bucket, rate, momentum)
+                        self._anchors[bucket] = replica.weights[bucket].copy()
+
+    def _average_codes(self, transfer: Transfer, planned: int) -> None:
+        """Set the content of a message to the anchor plus the mean of the decoded changes; each
+        rank of a member encodes a shard of the change and of the errors. Errors are zero on ranks
+        that have received the message from another one."""
+        wire, payload, own = transfer.wire, transfer.payload, self._replicas
+        assert wire is not None
+        used, via = codec(wire.name, dict(wire.args)), way(wire.name, dict(wire.args))
+        whole = slice(payload.buckets.start, payload.buckets.stop)
+        joined = {who: np.concatenate(one.weights[whole]) for who, one in own.items()}
+        errors = {who: np.concatenate(one.errors[whole]) for who, one in own.items()}
+        anchor = np.concatenate(self._anchors[whole])
+        part = payload.slice_of(anchor.size)
+        size = part.stop - part.start
+        each = -(-size // self._per_node)
+        absent = set[tuple[int, int]]()
+        for name in self._absent.get(transfer.id, ()):
+            member, _, rank = name.partition("/")
+            absent.add((self._number_of[member], int(rank or 0)))
+        for rank in range(self._per_node):
+            first, stop = (part.start + min(size, n * each) for n in (rank, rank + 1))
+            cut = slice(first, stop)
+            given = [joined[who][cut] - anchor[cut] + errors[who][cut] for who in own]
+            memories = [self._memories[transfer.id, place, rank] for place in range(len(own))]
+            mean, lost = used.average(given, via, planned, memories)
+            anchor[cut] += mean
+            for who, error in zip(own, lost, strict=True):
+                errors[who][cut] = 0.0 if (who, rank) in absent else error
+        for who, replica in own.items():
+            joined[who][part] = anchor[part]
+            parts = len(payload.buckets)
+            replica.weights[whole] = [w.copy() for w in np.split(joined[who], parts)]
+            replica.errors[whole] = [e.copy() for e in np.split(errors[who], parts)]
+        self._anchors[whole] = [a.copy() for a in np.split(anchor, len(payload.buckets))]
 
     def _unites(self, number: int) -> bool:
         """Return whether the average before a requested change has taken place."""

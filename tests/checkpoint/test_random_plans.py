@@ -7,11 +7,13 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support.memory import MemoryControl, World, memory_links, run_ranks
 from support.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
 from support.random_plans import random_plan, ranks_of
 
+from offbeat import DreamDDP
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.checkpoint.frozen import Frozen, freeze
@@ -21,12 +23,15 @@ from offbeat.core.runtime.position import capture, restore
 from offbeat.core.transport.device import CPU
 from offbeat.core.verify.check import check
 from offbeat.plan import Plan, vote_channel
+from offbeat.profile import Bucket, Link, Profile
 
 PLANS = 50  # accepted ones
 
 
 class Worker:
     """One rank's engine on a model of which everything is known."""
+
+    has_members = False
 
     def __init__(self, plan: Plan, task: Quadratic, rank: int, links: Any, control: Any):
         start, self.a, self.c = task.numbers
@@ -39,6 +44,7 @@ class Worker:
         self.engine = Engine(
             self.net, Flat(self.net, specs), self.optimizer, links, CPU(), control, TIMEOUT_S
         )
+        self.engine.staged = self.engine.has_members = self.has_members
         self.engine.adopt(plan)
         self.engine.begin()
 
@@ -139,6 +145,21 @@ def test_resumed_at_any_iteration() -> None:
         kept += any(name != "grad" for p in positions for name in p["buffers"])
     assert under_way > 5, "too few plans had messages under way"
     assert kept > 5, "too few plans had buffers of their own"
+
+
+@pytest.mark.parametrize("at", range(4, 10))
+def test_errors_of_averages_under_way_are_saved(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where members change, errors are stored with the results of their messages."""
+    monkeypatch.setattr(Worker, "has_members", True)
+    buckets = tuple(Bucket(f"b{b}", 0.01, 0.02, 8 * n) for b, n in enumerate((40, 70)))
+    profile = Profile(buckets, (Link("net", 1e-3, 1e5),), 2)
+    plan = DreamDDP(period=4, due="delayed", delay=3, wire="int4", solver="optimal").plan(profile)
+    task = Quadratic((40, 70), 2, 12)
+    expected = np.array(ran(plan, task))
+    saved, resumed, positions = in_two(plan, task, at)
+    assert np.array_equal(saved, expected)
+    assert np.array_equal(resumed, expected[:, at:])
+    assert any(i["messages"] for p in positions for i in p["iterations"])
 
 
 def test_a_dropped_iteration_is_not_saved() -> None:

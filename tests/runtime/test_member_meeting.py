@@ -83,28 +83,31 @@ def test_an_average_of_replicas_lands_on_all() -> None:
 
 
 def test_a_result_is_sent_to_each_survivor_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, sent = ["a", "b", "c"], [torch.arange(3.0), torch.ones(2)]
+    names, sent = ["a", "b", "c"], [torch.arange(3.0), torch.ones(2), torch.empty(0)]
     reports = {"a": report(results={"net": 3}), "b": report(results={"net": 4}), "c": report()}
     landed, own = find_landed(reports), threading.local()
     mail = {(source, target): Queue[Any]() for source in range(3) for target in range(3)}
 
     def send(tensor: torch.Tensor, target: int) -> None:
+        assert tensor.numel()
         mail[own.rank, target].put(tensor.clone())
 
     def receive(tensor: torch.Tensor, source: int) -> None:
         tensor.copy_(mail[source, own.rank].get(timeout=20.0))
 
-    def exchange(rank: int) -> tuple[int, list[list[float]]]:
+    def exchange(rank: int) -> tuple[int, list[list[float]], set[str]]:
         own.rank, member = rank, SimpleNamespace(rank_name=names[rank], rank_names=names)
         results: Any = {"net": (4, sent)} if rank == 1 else {"net": (3, [])} if rank == 0 else {}
-        exchange_results(member, landed, results, lambda *_: [torch.zeros(3), torch.zeros(2)])  # type: ignore[arg-type]
+        like = [torch.zeros_like(tensor) for tensor in sent]
+        received = exchange_results(member, landed, results, lambda *_: like)  # type: ignore[arg-type]
         order, tensors = results["net"]
-        return order, [tensor.tolist() for tensor in tensors]
+        return order, [tensor.tolist() for tensor in tensors], received
 
     monkeypatch.setattr(member_meeting, "dist", SimpleNamespace(send=send, recv=receive))
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(exchange, range(3)))
-    assert found == [(4, [[0.0, 1.0, 2.0], [1.0, 1.0]])] * 3
+    result = 4, [[0.0, 1.0, 2.0], [1.0, 1.0], []]
+    assert found == [(*result, {"net"}), (*result, set()), (*result, {"net"})]
     assert all(box.empty() for box in mail.values())
 
 

@@ -23,6 +23,9 @@ ACCEPTED = [
     "wfbp", "bsp", "p3", "local-sgd:period=3", "dreamddp:period=2", "selsync:max_period=3",
     "fedavg", "des-loc:period=2", "dreamddp:period=2:due=forward", "diloco:period=4:delay=1",
     "dreamddp:period=3:due=delayed:state=local", "diloco:period=4:delay=1:alpha=0.5",
+    "dreamddp:period=2:wire=int8", "dreamddp:period=3:due=delayed:gain=0.5:wire=int4",
+    "diloco:wire=sign", "selsync:max_period=3:wire=powersgd:1", "sparseloco:period=2",
+    "fedavg:wire=int8",
 ]  # fmt: skip
 
 
@@ -37,7 +40,8 @@ def test_averages_that_may_be_skipped(text: str) -> None:
         ("cyclic", "copy", "applies gradients of several iterations together"),
         ("selsync:aggregate=gradients", "copy", "averages gradients in some iterations only"),
         ("wfbp", "fresh", "keeps optimizer states equal"),
-        ("dreamddp:period=2:wire=int8", "copy", "encodes messages"),
+        ("wfbp:wire=int8", "copy", "encodes gradients, of which the survivors of a failure"),
+        ("demo", "copy", "encodes gradients, of which the survivors of a failure"),
         ("noloco:period=2", "copy", "sends between single members"),
         ("eager:period=2", "copy", "completes an average with values that each rank keeps"),
         ("dear", "copy", "divides averages into halves"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -60,8 +62,10 @@ class Scenario:
             processes receive the optimizer's state before members change.
         join_after: number of the epoch after whose beginning processes request to join.
         kills: by process, the iteration in which it ends; in its message, or after its step.
-        kill_in_message: whether the process ends in its message.
+        kill_in_message: whether the process ends in its first message from that iteration on.
         deaf: by process, the iteration whose message it sends but fails to receive.
+        loses: by process, further messages that it fails to receive, one after the other: the first
+            one from an iteration on with a bucket, as (iteration, bucket).
         state: `join_state` of joining processes.
         least: smallest number of members with which the job continues after a failure.
         samples: number of samples that the members read once; 0: no sampler.
@@ -96,6 +100,7 @@ class Scenario:
     kills: Mapping[int, int] = field(default_factory=dict)
     kill_in_message: bool = False
     deaf: Mapping[int, int] = field(default_factory=dict)
+    loses: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     state: Any = "copy"
     least: int = 1
     samples: int = 0
@@ -134,7 +139,8 @@ class Scenario:
 @dataclass
 class Outcome:
     """What a process has after training: weights and samples of each iteration, its name in the
-    job, the weights with which it has begun, and the texts of its checkpoints."""
+    job, the weights with which it has begun, the texts of its checkpoints, and by iteration digests
+    of the anchors with which it begins."""
 
     name: str
     weights: dict[int, Weights]
@@ -142,6 +148,7 @@ class Outcome:
     samples: dict[int, list[int]] = field(default_factory=dict)
     start: Weights = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
+    anchors: dict[int, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -200,7 +207,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
     if scenario.at_forward:
         record_forwards(model, history)
     start, savings = snapshot(dict(model.module.named_parameters())), list[Any]()
-    batches, read = iter(repeat([0])), dict[int, list[int]]()
+    batches, read, anchors = iter(repeat([0])), dict[int, list[int]](), dict[int, str]()
     if scenario.samples:
         batches = iter(MemberSampler(scenario.samples, BATCH_SIZE, model))
     while (t := offbeat.iteration(model)) < scenario.iterations:
@@ -217,6 +224,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         if (indices := next(batches, None)) is None:
             break
         read[t] = indices
+        anchors[t] = digest_anchors(model)
         if t == scenario.lost_at and who not in scenario.kills:
             _await(lambda: model._session._cluster.control.has_lost_store)
         if scenario.spoils.get(who) == t:
@@ -238,7 +246,17 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         history[offbeat.iteration(model)] = snapshot(dict(model.named_parameters()))
     has_left, saved = model.has_left, [saved_text(saving) for saving in savings]
     model.close()
-    return Outcome(member.name, history, has_left, read, start, saved)
+    return Outcome(member.name, history, has_left, read, start, saved, anchors)
+
+
+def digest_anchors(model: Any) -> str:
+    """Return a digest of the anchors of the codecs of this rank."""
+    engine, digest = model._session.engine, hashlib.sha256()
+    wires = [t.wire for t in engine.plan.transfers if t.wire is not None]
+    for name in sorted({wire.anchor for wire in wires if wire.anchor is not None}):
+        for tensor in engine.flat.parameters_of(name, range(len(engine.flat.buckets))):
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def record_forwards(model: Any, history: dict[int, Weights]) -> None:
@@ -350,16 +368,23 @@ def _await(condition: Callable[[], bool]) -> None:
 
 def _fail_in_messages(scenario: Scenario, who: int) -> None:
     """Let this process end in a message, or fail to receive one."""
-    send = LinkThread._send
+    send, loses = LinkThread._send, [*scenario.loses.get(who, ())]
 
     def send_or_fail(link: LinkThread, message: Message) -> None:
-        if scenario.kill_in_message and scenario.kills.get(who) == message.iteration:
+        if scenario.kill_in_message and message.iteration >= scenario.kills.get(who, math.inf):
             os._exit(9)
         send(link, message)
-        if scenario.deaf.get(who) == message.iteration:
+        is_lost = scenario.deaf.get(who) == message.iteration
+        payload = message.transfer.payload
+        if loses and payload.buffer in ("param", "average"):
+            iteration, bucket = loses[0]
+            if message.iteration >= iteration and bucket in payload.buckets:
+                del loses[0]
+                is_lost = True
+        if is_lost:
             raise RuntimeError("the connection of this test has failed")
 
-    if who in scenario.kills or who in scenario.deaf:
+    if who in (*scenario.kills, *scenario.deaf, *scenario.loses):
         LinkThread._send = send_or_fail  # type: ignore[method-assign]
 
 

@@ -129,14 +129,18 @@ def interpreted(plan: Plan, task: Quadratic, seed: int | None = None) -> list[li
     return found
 
 
-def ran(plan: Plan, task: Quadratic) -> list[list[Array]]:
-    """The same in the runtime, with threads and links of memory."""
+def ran(plan: Plan, task: Quadratic, *, has_members: bool = False) -> list[list[Array]]:
+    """The same in the runtime, with threads and links of memory; as in a job whose members may
+    change, if it `has_members`."""
     names = [*plan.links, *([vote_channel("net")] if plan.votes else [])]
 
     def life(world: World, rank: int) -> list[Array]:
         links = memory_links(world, rank, dict.fromkeys(["net", *names]), plan.groups)
         try:
-            return train(plan, task, rank, links, MemoryControl(world, rank))  # type: ignore[arg-type]
+            for link in links.values():
+                link.keeps_last = has_members
+            control = MemoryControl(world, rank)
+            return train(plan, task, rank, links, control, has_members=has_members)  # type: ignore[arg-type]
         finally:
             for link in links.values():
                 link.close()
@@ -151,6 +155,8 @@ def train(
     links: dict[str, LinkThread],
     control: Control,
     replica: int | None = None,
+    *,
+    has_members: bool = False,
 ) -> list[Array]:
     """The weights that one rank's forwards have seen."""
     start, a, c = task.numbers
@@ -160,6 +166,7 @@ def train(
         net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=task.decay
     )
     engine = Engine(net, flat, optimizer, links, CPU(), control, TIMEOUT_S, replica)  # type: ignore[arg-type]
+    engine.staged = engine.has_members = has_members
     engine.adopt(plan)
     engine.begin()
     sizes, found = list(task.sizes), []

@@ -30,6 +30,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dreamddp": ("dreamddp", {"period": 3}),
     "dreamddp, due=forward": ("dreamddp", {"period": 3, "due": "forward"}),
     "dreamddp, due=delayed": ("dreamddp", {"period": 3, "due": "delayed"}),
+    "dreamddp, wire=int4": ("dreamddp", {"period": 3, "wire": "int4"}),
     "fedavg": ("fedavg", {"local_steps": 2}),
     "local-sgd": ("local-sgd", {"period": 2}),
     "partial-sync": ("partial-sync", {"period": 2}),

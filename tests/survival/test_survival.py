@@ -22,6 +22,7 @@ RUN = [
     ("dear", "rank 0 is killed"),
     ("dear", "members fail, join, leave"),
     ("dreamddp, due=forward", "members fail, join, leave"),
+    ("sparseloco", "members fail, join, leave"),
 ]
 
 

@@ -247,7 +247,7 @@ class JobMonitor:
             third.append(count_text(self.decisions, "decision"))
         if self._folder is not None:
             third.append(f"offbeat report {self._folder}")
-        signal = [text] if how in ("signal", "left") else []
+        signal = [text] if how == "signal" else []  # a member that leaves prints its text itself
         return [*signal, first, second, *(["; ".join(third)] if third else [])]
 
     # ---- files ------------------------------------------------------------------------------

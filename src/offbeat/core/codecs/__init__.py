@@ -14,6 +14,7 @@ from offbeat.core.codecs.sparsification import RandomK, TopK
 from offbeat.core.plan import Transfer
 from offbeat.core.rules.vocabulary import SETTINGS, Setting
 
+MEMORY_PREFIX = "wire of "  # of the names under which ranks store the state of codecs
 WIRES: dict[str, type[Codec]] = {}
 """Codec class by the name of a plan's wire."""
 
@@ -58,4 +59,4 @@ def way(name: str, args: dict[str, Any]) -> str:
 
 def memory_of(t: Transfer) -> str:
     """Return the name under which a rank stores the codec state of a transfer."""
-    return f"wire of {t.id}"
+    return f"{MEMORY_PREFIX}{t.id}"

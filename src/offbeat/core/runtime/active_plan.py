@@ -102,6 +102,7 @@ class ActivePlan:
             self.context.memory,
             engine.module_buffers,
             staged=engine.staged,
+            defers_errors=engine.has_members,
         )
         channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
         votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
@@ -153,13 +154,14 @@ class ActivePlan:
         named = (m for m in self._awaited_messages() if m.transfer.link == link)
         return next(message for message in named if message.order == order)
 
-    def settle(self, outcome: Callable[[Message], Sequence[Tensor] | None]) -> None:
+    def settle(self, outcome: Callable[[Message], tuple[Sequence[Tensor] | None, bool]]) -> None:
         """Set the outcome of all messages that this rank still awaits, after a failure. No further
         message of the plan is sent.
 
         Args:
-            outcome: returns the result of a message; None if it is skipped, or repeated among the
-                survivors if the plan averages gradients.
+            outcome: returns the result of a message, and whether another rank has sent it. The
+                result is None if the message is skipped, or repeated among the survivors if the
+                plan averages gradients.
         """
         end = self._engine.device.mark()
         if self.actions.lost is None:
@@ -169,7 +171,8 @@ class ActivePlan:
             if message.settled:  # after an earlier failure of the same epoch
                 continue
             repeats = self._repeats(message.transfer)
-            message.settle(end, outcome(message), repeats=repeats)
+            tensors, is_foreign = outcome(message)
+            message.settle(end, tensors, repeats=repeats, is_foreign=is_foreign)
             if message.passed:
                 self.actions.lost.append(message.transfer)
 
@@ -283,8 +286,20 @@ class ActivePlan:
             for t in self.plan.transfers
         )
 
+    def begin_epoch(self, *, are_united: bool) -> None:
+        """Restart buffers and memory that depend on the members of the job, which have changed.
+
+        Args:
+            are_united: whether all ranks have the same parameters.
+        """
+        if self.reloaded:
+            self._restart_buffers()
+        self.messages.coding.begin_epoch(are_united=are_united)
+
     def discard_delayed_averages(self) -> None:
         """Restart the buffers of averages that have not been applied."""
+        if self._engine.has_members:  # as if their messages had been skipped
+            self.messages.coding.forget_memory()
         for name in effects.delayed_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 

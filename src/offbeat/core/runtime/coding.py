@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.codecs import codec, memory_of, way
+from offbeat.core.codecs import MEMORY_PREFIX, codec, memory_of, way
 from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
@@ -34,15 +34,25 @@ class Coding:
 
     The anchor of a send holds the receiver's values. The link's thread subtracts it from the values
     before encoding and adds the decoded message to it.
+
+    Where members of the job may change, they agree after a failure that a message counts as
+    skipped, and some of them may have received it. So its error is stored with its result.
+
+    Args:
+        plan: the plan.
+        flat: storage of the model.
+        memory: values that rules and codecs keep.
+        defers_errors: whether errors are stored with the results; otherwise when messages arrive.
     """
 
-    def __init__(self, plan: Plan, flat: Flat, memory: dict[str, Any]) -> None:
-        self._flat, self._memory = flat, memory
+    def __init__(
+        self, plan: Plan, flat: Flat, memory: dict[str, Any], *, defers_errors: bool = False
+    ) -> None:
+        self._flat, self._memory, self._defers_errors = flat, memory, defers_errors
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
         self._tracked = any(t.sends_delta for t in plan.transfers)
-        self._names = {memory_of(t) for t in plan.transfers if t.wire is not None}
         self._stale = self._united = False
         self._spares = Spares()
 
@@ -60,6 +70,25 @@ class Coding:
         """Mark all buffers as valid after they were loaded from a checkpoint."""
         self._stale = self._united = False
 
+    def begin_epoch(self, *, are_united: bool) -> None:
+        """Restart what depends on the members of the job, which have changed: the memory of codecs,
+        and anchors if all ranks have the same parameters. Otherwise anchors are equal on all ranks,
+        and continue. Errors continue.
+
+        Args:
+            are_united: whether all ranks have the same parameters.
+        """
+        self.forget_memory()
+        self._united = self._united or are_united
+        self.restart_if_outdated()
+
+    def forget_memory(self) -> None:
+        """Restart the memory of codecs, and compare the anchors of all ranks in the next
+        message."""
+        for name in [name for name in self._memory if name.startswith(MEMORY_PREFIX)]:
+            del self._memory[name]
+        self._memory.pop(ORIGIN, None)
+
     @property
     def is_outdated(self) -> bool:
         """Whether anchors hold weights that were replaced."""
@@ -72,6 +101,8 @@ class Coding:
             return
         stale = self._stale
         self.mark_restored()
+        if stale:
+            self.forget_memory()
         self._memory.pop(ORIGIN, None)
         (params,) = self._flat.contents("param")
         for name in self._anchors:
@@ -79,8 +110,6 @@ class Coding:
         for name in self._errors if stale else ():
             for tensor in self._flat.contents(name)[0]:
                 tensor.data.zero_()
-        for name in self._names if stale else ():
-            self._memory.pop(name, None)
 
     def encode_message(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
         """Return a message of the current contents of the storage.
@@ -107,7 +136,9 @@ class Coding:
         errors = self._views(t, t.wire.error) if t.wire.error is not None else None
         there = anchors if t.sends_delta else None
         how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
-        return CodedMessage(t, parts, errors, how, there, spares=self._spares)
+        return CodedMessage(
+            t, parts, errors, how, there, spares=self._spares, defers_errors=self._defers_errors
+        )
 
     def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
         """Return a message without contents that receives another rank's message."""
@@ -149,6 +180,27 @@ class Coding:
                     target.copy_(anchor)
             _for_each_piece(plain, behind, lambda x, target: target.copy_(x))
 
+    def store_errors(self, t: Transfer, errors: Sequence[Tensor], *, is_foreign: bool) -> None:
+        """Store the errors of a message together with its result.
+
+        Args:
+            t: transfer of the message.
+            errors: its errors that are not stored yet; none if its values were not finite.
+            is_foreign: whether another rank has sent the result, because this rank has not received
+                the message. Its error is unknown then, and becomes zero.
+        """
+        assert t.wire is not None
+        if t.wire.error is None or not (errors or is_foreign):
+            return
+        views = self._views(t, t.wire.error)
+        if is_foreign:
+            for stored in (x for pieces, _ in views for x in pieces):
+                stored.zero_()
+            return
+        for error, (pieces, _) in zip(errors, views, strict=True):
+            _for_each_piece(error, pieces, _store_error)
+            self._spares.give(error)
+
     def bytes_of(self, t: Transfer, ranks: int) -> int:
         """Return the bytes of a message between `ranks` ranks."""
         assert t.wire is not None
@@ -188,6 +240,8 @@ class CodedMessage:
         there: for a send, views of the anchor with the receiver's values; otherwise None.
         gives: whether this rank is the sender.
         spares: pool of spare tensors.
+        defers_errors: whether errors are returned, to be stored later; otherwise they are stored
+            when the message has arrived.
     """
 
     transfer: Transfer
@@ -197,10 +251,16 @@ class CodedMessage:
     there: Views | None = None
     gives: bool = True
     spares: Spares = field(default_factory=Spares)
+    defers_errors: bool = False
+
+    @property
+    def shapes(self) -> list[Tensor]:
+        """Tensors with the shapes of the arriving tensors."""
+        return [x for part in self.parts for x in (part.numbers, part.plain)]
 
     def __call__(
         self, act: Collectives, *, leaves_out: bool
-    ) -> tuple[Sequence[Tensor], Sequence[int], int]:
+    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         """Send the message.
 
         Errors are stored only after the whole message has arrived.
@@ -210,7 +270,8 @@ class CodedMessage:
             leaves_out: whether ranks with non-finite values are left out of the average.
 
         Returns:
-            The arrived tensors, the ranks whose values were not finite, and the bytes sent.
+            The arrived tensors, the ranks whose values were not finite, the bytes sent, and the
+            errors if they are to be stored later.
         """
         if act.levels is not None:
             return self._send_shards(act, act.levels, leaves_out)
@@ -234,24 +295,27 @@ class CodedMessage:
         own = act.rank in bad if leaves_out else bool(bad)
         if self.transfer.ranks is None and act.members:
             bad = [act.members[rank] for rank in bad]
-        arrived: list[Tensor] = []
+        arrived, deferred = list[Tensor](), list[Tensor]()
         for i, part in enumerate(self.parts):
             assert part.mean is not None
             if self.errors is not None and not own:
-                _for_each_piece(part.numbers, self.errors[i][0], lambda x, error: error.copy_(x))
+                if self.defers_errors:
+                    deferred.append(part.numbers)
+                else:
+                    _for_each_piece(part.numbers, self.errors[i][0], _store_error)
             if self.there is not None and not own:
                 _for_each_piece(part.mean, self.there[i][0], lambda x, there: there.add_(x))
             arrived += [part.mean, part.plain]
-        for x in taken:
+        for x in taken if not deferred else ():
             self.spares.give(x)
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
             bad = []  # an earlier check reports non-finite parameters, as without a codec
-        return arrived, sorted(set(bad)), sent
+        return arrived, sorted(set(bad)), sent, deferred
 
     def _send_shards(
         self, act: Collectives, levels: Levels, leaves_out: bool
-    ) -> tuple[Sequence[Tensor], Sequence[int], int]:
+    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         """Average over nodes of several ranks: each rank encodes its shard of its node's average.
 
         A rank with values that are not finite fills them with NaN, so that all shards of its node
@@ -289,12 +353,22 @@ class CodedMessage:
         lost = not all_finite(arrived)
         if lost and not leaves_out:
             bad = find_bad() or [*range(levels.ranks)]
+        deferred: list[Tensor] = []
         if self.errors is not None and not (own_bad or lost):
+            if self.defers_errors:
+                deferred = [torch.zeros_like(whole) for whole in taken]
             for numbers, shard, i in kept:
-                _for_each_piece(numbers, self.errors[i][0], lambda x, error: error.copy_(x), shard)
+                if self.defers_errors:
+                    deferred[i][shard] = numbers
+                else:
+                    _for_each_piece(numbers, self.errors[i][0], _store_error, shard)
         for x in taken:
             self.spares.give(x)
-        return arrived, bad, sent
+        return arrived, bad, sent, deferred
+
+
+def _store_error(x: Tensor, stored: Tensor) -> None:
+    stored.copy_(x)
 
 
 def _settings(wire: Wire) -> Settings:

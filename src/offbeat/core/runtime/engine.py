@@ -72,6 +72,7 @@ class Engine:
         self.control, self.device = control, device
         # Whether all messages are copies: the members of the job may change, or shards are staged.
         self.staged = False
+        self.has_members = False  # whether the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.waiting = Waiting(device, control, timeout_s)
         self.compute, self.iteration = ComputeObserver(), 0

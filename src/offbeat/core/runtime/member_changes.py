@@ -90,6 +90,7 @@ class MemberChanges:
         self._unions, self._united_at = 0, -1  # averages of whole replicas; iteration of the last
         # By link: number and result of the last message that has landed, after a failure.
         self._results: dict[str, tuple[int, Sequence[Tensor]]] = {}
+        self._received = set[str]()  # links of those results that other ranks have sent
         # Number and samples of an epoch that has failed on this rank after all ranks had planned.
         self._prepared: tuple[int, Any] | None = None
         self._repeated.restart()
@@ -306,7 +307,8 @@ class MemberChanges:
             self._cluster.reopen()
             names = enumerate(self._member.rank_names)
             joining = [rank for rank, name in names if member_of(name) in self._joining]
-            self._session.begin_epoch(joining)
+            are_united = self._united_at == self._session.iteration
+            self._session.begin_epoch(joining, are_united=are_united)
         except RuntimeError as error:
             if not self._cluster.control.blames_peers(error):
                 raise
@@ -342,6 +344,7 @@ class MemberChanges:
         if self._begins_at is None:
             first, since_s = self._member.epoch.first_iteration, self._engine.waiting.since_s
             self._results, self._change = {}, _Change(first, since_s)
+            self._received = set()
             earlier = self._session.iteration - self._engine.iteration
             for name, link in self._cluster.links.items():
                 last = link.detach()
@@ -380,7 +383,7 @@ class MemberChanges:
             except RuntimeError as error:
                 raise RuntimeError(f"{failure}. {error}") from error
             if epoch is None:
-                self._engine.run.settle(lambda _: None)  # nothing waits any more
+                self._engine.run.settle(lambda _: (None, False))  # nothing waits any more
                 self._repeated.is_alone = True  # its groups have ended
                 self._leave()
                 return
@@ -393,7 +396,7 @@ class MemberChanges:
                 self._connect(epoch)
                 landed = epoch.details["landed"]
                 results = self._results | self._repeated.results
-                exchange_results(self._member, landed, results, self._awaited_tensors)
+                received = exchange_results(self._member, landed, results, self._awaited_tensors)
                 tensors = self._united_tensors() if epoch.details["ununited"] else ()
                 if send_average(self._member, epoch.details, tensors):
                     self._note_union()
@@ -402,6 +405,7 @@ class MemberChanges:
                 continue
             break
         self._results = results
+        self._received |= received
         self._repeated.results |= {n: results[n] for n in results if n in self._repeated.awaited}
         self._engine.run.settle(self._outcome)
         # Iterations of processes before this one count, too.
@@ -457,14 +461,18 @@ class MemberChanges:
         timeout_s = self._cluster.timeout_s
         return meet(member, self._begun, report, self._read_count, timeout_s)
 
-    def _outcome(self, message: Message) -> Sequence[Tensor] | None:
-        """Return the result of a message, or None if it counts as skipped."""
-        landed = self._results.get(message.transfer.link)
+    def _outcome(self, message: Message) -> tuple[Sequence[Tensor] | None, bool]:
+        """Return the result of a message, or None if it counts as skipped; and whether another rank
+        has sent it."""
+        link = message.transfer.link
+        landed = self._results.get(link)
         if landed is None or message.order > landed[0]:
             self._change.skipped += 1
-            return None
+            return None, False
         self._change.landed += 1
-        return landed[1] if message.order == landed[0] else message.tensors
+        if message.order < landed[0]:
+            return message.tensors, False
+        return landed[1], link in self._received
 
     # ---- SIGTERM ----------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ def exchange_results(
     landed: Mapping[str, Any],
     results: dict[str, tuple[int, Sequence[Tensor]]],
     shapes_of: Callable[[str, int], Sequence[Tensor]],
-) -> None:
+) -> set[str]:
     """Send the results of landed messages to the ranks that have not received them.
 
     Args:
@@ -285,19 +285,26 @@ def exchange_results(
         landed: result of `find_landed`.
         results: by link, number and result of the last message that this rank has. Results are
             added.
-        shapes_of: returns the tensors of a message that this rank awaits, by link and number.
+        shapes_of: returns tensors with the shapes of the result that this rank awaits, by link and
+            number.
+
+    Returns:
+        The links of the results that this rank has received from another one.
     """
-    ranks = member.rank_names
+    ranks, links = member.rank_names, set[str]()
     for _, entry in sorted(landed.items()):
         link, order, holder = entry["link"], entry["order"], entry["holder"]
         for receiver in entry["missing"]:
             if member.rank_name == holder:
                 for tensor in results[link][1]:
-                    dist.send(tensor.detach().cpu().contiguous(), ranks.index(receiver))
+                    if tensor.numel():
+                        dist.send(tensor.detach().cpu().contiguous(), ranks.index(receiver))
             elif member.rank_name == receiver:
                 like = shapes_of(link, order)
                 received = [receive(tensor, ranks.index(holder)) for tensor in like]
                 results[link] = order, received
+                links.add(link)
+    return links
 
 
 def send_average(member: JobMember, details: Mapping[str, Any], tensors: Sequence[Tensor]) -> bool:
@@ -327,5 +334,6 @@ def send_average(member: JobMember, details: Mapping[str, Any], tensors: Sequenc
 def receive(like: Tensor, source: int) -> Tensor:
     """Return a tensor from another rank, on the device of `like`."""
     received = torch.empty_like(like, device="cpu", memory_format=torch.contiguous_format)
-    dist.recv(received, source)
+    if received.numel():
+        dist.recv(received, source)
     return received.to(like.device)

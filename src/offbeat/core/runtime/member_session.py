@@ -45,7 +45,7 @@ class MemberSession(FlatSession):
         super().__init__(strategy, job, flat)
         assert job.member is not None
         self._member = job.member
-        self.engine.staged = True
+        self.engine.staged = self.engine.has_members = True
         self.changes = MemberChanges(job.member, self, job.cluster)
         self.samples: MemberSamples | None = None
         self._stream_state: tuple[Any, Any] | None = None  # of the job that this rank has joined
@@ -226,17 +226,20 @@ class MemberSession(FlatSession):
             average_replicas(self._model, self._cluster, staged=True, excluded=excluded)
         self._united = self.engine.iteration
 
-    def begin_epoch(self, joining: Sequence[int]) -> None:
+    def begin_epoch(self, joining: Sequence[int], *, are_united: bool = False) -> None:
         """Plan for the present members and run the plan. Keep the optimizers' states, buffers that
-        are equal on all ranks, and values of rules.
+        are equal on all ranks, errors of codecs, and values of rules.
 
         Args:
             joining: ranks that have joined and need the state.
+            are_united: whether all members have the same parameters, which they have averaged after
+                the last iteration.
         """
         control = self._cluster.control
         self.saver = None  # it has a process group of the earlier members
         self._guards.forget_weights()
         self.engine.pauses.drain()
+        self.engine.run.begin_epoch(are_united=are_united)
         self._joined = {}
         if joining:
             facts = {**self._joining_facts(), "joining": [*joining]}

@@ -575,8 +575,11 @@ def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) ->
         problem = "averages gradients in some iterations only"
     elif True in gradients and settings.join_state != "copy":
         problem = "keeps optimizer states equal; give join_state='copy' in Members"
-    elif any(t.wire is not None for t in plan.transfers):
-        problem = "encodes messages, whose errors depend on all earlier ones; use wire=None"
+    elif True in gradients and any(t.wire is not None for t in plan.transfers):
+        problem = (
+            "encodes gradients, of which the survivors of a failure would repeat messages without "
+            "their errors; use wire='none', or a strategy that averages parameters"
+        )
     elif any(any(effects.per_rank_settings(apply)) for apply in plan.applies):
         problem = "has weights for each rank"
     elif any(t.ranks is not None for t in plan.transfers):

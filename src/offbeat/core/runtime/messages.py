@@ -41,12 +41,15 @@ class Messages:
         module_buffers: ModuleBuffers,
         *,
         staged: bool = False,
+        defers_errors: bool = False,
     ):
         self.is_staged = staged
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
         self._module_buffers = module_buffers
-        self.coding = Coding(program.plan, flat, memory)
+        self.coding = Coding(program.plan, flat, memory, defers_errors=defers_errors)
+        self._keeps_results = defers_errors  # the links keep them, to send them after a failure
+        self.drops = False  # whether encoded averages that are completed are dropped
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer: its link and views, if they are the same in every iteration, and whether the
         # training thread waits for the message next.
@@ -110,9 +113,8 @@ class Messages:
                     self._sent.append(message)
                 else:
                     self._copies[id(message)] = copy
-                self._links[t.link].release(
-                    message, (), self.coding.encode_message(t, copy, planned)
-                )
+                coded = self.coding.encode_message(t, copy, planned)
+                self._links[t.link].release(message, coded.shapes, coded)
                 return
             key = (id(t), copy)
             if key not in self._views:
@@ -254,9 +256,12 @@ class Messages:
             targets = self._flat.message_tensors(t.payload, copy, into=buffer)
             for target, result in zip(targets, message.tensors, strict=True):
                 target.copy_(result)
-        else:
+        elif not (self.drops and self._keeps_results):
             self.coding.store_result(t, copy, buffer, message.tensors)
-            if not message.culprits:  # a guard still reads tensors with culprits
+            self.coding.store_errors(t, message.errors, is_foreign=message.is_foreign)
+            message.errors = ()
+            # A guard still reads tensors with culprits.
+            if not (message.culprits or self._keeps_results):
                 self.coding.give_back(message.tensors)
 
     def _repeat(self, message: Message) -> None:

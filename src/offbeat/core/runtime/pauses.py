@@ -25,15 +25,20 @@ class Pauses:
             cursor.flush()
             self._engine.reports.deliver()
 
-    def pause(self) -> None:
+    def pause(self, *, drops: bool = False) -> None:
         """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
-        cannot be dropped."""
+        cannot be dropped.
+
+        Args:
+            drops: where members may change, leave errors and anchors of averages that later
+                forwards await as if these averages were skipped.
+        """
         self._engine.abandon_unless_stepped()
         if self._engine.cursor.now is not None:
             self._engine.run.require_unsent(self._engine.cursor.now)
-        self._drop()
+        self._drop(drops=drops)
 
-    def _drop(self) -> None:
+    def _drop(self, *, drops: bool = False) -> None:
         """Drop the current iteration, which will not end, and complete all messages of earlier
         iterations."""
         cursor = self._engine.cursor
@@ -41,7 +46,13 @@ class Pauses:
             cursor.drop()
             self._engine.begin()
         self._engine.weight_looks.close()
-        cursor.pause()
+        messages = self._engine.run.messages
+        cursor.flush()
+        messages.drops = drops
+        try:
+            cursor.pause()
+        finally:
+            messages.drops = False
         self._engine.reports.deliver()
 
     def settle(self) -> None:
@@ -79,8 +90,8 @@ class Pauses:
 
         Averages in flight would make replicas differ again.
         """
-        self.pause()
         run = self._engine.run
+        self.pause(drops=run.has_delayed_averages)
         if run.windows.late:
             run.drain(self._engine.iteration)
             self._restart_plan()

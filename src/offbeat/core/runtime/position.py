@@ -112,6 +112,8 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
             engine.waiting.wait(message, run.flat)
         messages[index] = {
             "tensors": () if message.transfer.in_place else tuple(message.tensors),
+            "errors": tuple(message.errors),
+            "is_foreign": message.is_foreign,
             "age": run.messages.staged_age(message),
             "culprits": list(message.culprits),
         }
@@ -143,6 +145,8 @@ def _restore_iteration(
         tensors = _on_device(list(state["tensors"]), where)
         message = run.messages.arrived_message(transfer, number, tensors, state["age"])
         message.culprits = state["culprits"]
+        message.errors = _on_device(list(state.get("errors", ())), where)
+        message.is_foreign = state.get("is_foreign", False)
         restored.append(message)
     listed = saved["settings"]
     return Iteration(

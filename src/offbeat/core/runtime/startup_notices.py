@@ -75,12 +75,14 @@ def _shared_gpu_notice(hosts: Sequence[str], gpus: Sequence[Gpu | None]) -> str 
 def _describe_nodes(topology: Topology, strategy: Strategy) -> str:
     """Return what the ranks of a node share."""
     between = f"{strategy.name} averages between the {topology.replicas} nodes"
+    if topology.replicas == 1:
+        between = "there is no other node to average with"
     if topology.sharded:
         return f"each node holds the model in shards, whose gradients FSDP averages, and {between}"
     if topology.replicas == 1:
         return (
             "every rank holds the whole model; gradients are averaged inside the node in every "
-            "iteration, and there is no other node to average with"
+            f"iteration, and {between}"
         )
     return (
         "every rank holds the whole model; the ranks of a node average their gradients in every "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
+from offbeat.core.codecs.average import OriginError
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.cluster import CLOSED
@@ -77,12 +78,14 @@ class Waiting:
         if message.error is not None and not message.settled:
             passed_s = _seconds_since_release(message)
             after = "" if passed_s is None else f", {passed_s:.1f} s after its release"
-            self._fail(message, flat, f"failed{after}: {message.error}")
+            # All ranks find that their anchors differ, which another epoch would not change.
+            recovers = not isinstance(message.error, OriginError)
+            self._fail(message, flat, f"failed{after}: {message.error}", recovers=recovers)
         if message.passed or message.repeats:
             return
         self._device.follow(message.end)
         if message.coded is not None:  # the thread of the link has allocated the decoded tensors
-            self._device.keep(message.tensors)
+            self._device.keep([*message.tensors, *message.errors])
 
     def _await(self, message: Message, flat: Flat) -> None:
         self.since_s = begun_s = time.monotonic()
@@ -111,8 +114,8 @@ class Waiting:
             return "may not arrive: the store of the ranks is lost"
         return None
 
-    def _fail(self, message: Message, flat: Flat, what: str) -> None:
-        if self.recover is not None:
+    def _fail(self, message: Message, flat: Flat, what: str, *, recovers: bool = True) -> None:
+        if self.recover is not None and recovers:
             described = f"rank {self._control.rank}: {_describe_message(message, flat)} {what}"
             try:
                 self.recover(RuntimeError(described))

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from offbeat.core.transport.device import Device, Mark
 
 Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
-Coded = Callable[..., "tuple[Sequence[Tensor], Sequence[int], int]"]
+Coded = Callable[..., "tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]"]
 """Encodes, sends and decodes a message.
 
-Returns the received tensors, the ranks with values that were not finite, and the bytes sent.
+Returns the received tensors, the ranks with values that were not finite, the bytes sent, and the
+encoding errors that are still to be stored.
 """
 THREAD_PREFIX = "offbeat-link-"
 
@@ -39,6 +40,7 @@ class Message:
     iteration: int
     order: int
     tensors: Sequence[Tensor] = ()
+    errors: Sequence[Tensor] = ()  # encoding errors, to be stored with the result
     coded: Coded | None = None  # sends encoded tensors in place of the collective
     sent_bytes: int = 0  # bytes that the link's own group has sent
     passed: bool = False  # whether the message is skipped
@@ -50,6 +52,7 @@ class Message:
     culprits: Sequence[int] = ()  # ranks whose values were not finite
     settled: bool = False  # whether the members of the job have agreed on its outcome
     repeats: bool = False  # whether the members average it among themselves when it is due
+    is_foreign: bool = False  # whether another member has sent its result after a failure
     # Sends the message on the thread that waits for it; None if the link's own thread sends it.
     send_here: Callable[[Look], None] | None = None
     look: Look | None = None  # called while that thread waits for other ranks
@@ -77,7 +80,14 @@ class Message:
             error.__traceback__ = None
             error = error.__cause__ or error.__context__
 
-    def settle(self, end: Mark, tensors: Sequence[Tensor] | None, *, repeats: bool = False) -> None:
+    def settle(
+        self,
+        end: Mark,
+        tensors: Sequence[Tensor] | None,
+        *,
+        repeats: bool = False,
+        is_foreign: bool = False,
+    ) -> None:
         """Set the outcome on which the members of the job have agreed after a failure.
 
         The thread of the link may still be blocked in the message, and may write its own tensors.
@@ -86,7 +96,9 @@ class Message:
             end: mark of the device's current time.
             tensors: result of the message; None if it has none yet.
             repeats: whether a message without a result is repeated; otherwise it is skipped.
+            is_foreign: whether another member has sent the result.
         """
+        self.is_foreign = is_foreign
         self.settled, self.error, self.repeats = True, None, repeats and tensors is None
         self.start = self.end = None if tensors is None else end
         if tensors is None:
@@ -194,7 +206,9 @@ class MessageLink:
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
         if message.coded is not None:
-            message.tensors, culprits, sent = message.coded(act, leaves_out=self.leaves_out)
+            message.tensors, culprits, sent, message.errors = message.coded(
+                act, leaves_out=self.leaves_out
+            )
             if self.guard is not None:
                 message.culprits = culprits
             between = act if act.levels is None else act.levels.column
