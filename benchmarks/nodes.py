@@ -3,6 +3,7 @@
     python benchmarks/nodes.py bytes                    kernel counters against the computed bytes
     python benchmarks/nodes.py predictions [--minutes 60]
     python benchmarks/nodes.py race [--minutes 60] [--seeds 3]
+    python benchmarks/nodes.py zero3 [--minutes 60] [--seeds 3]
     python benchmarks/nodes.py overhead [--minutes 10]
     python benchmarks/nodes.py tables                   writes results/nodes.json from what there is
 
@@ -11,8 +12,9 @@ for 2 and 3 hosts of 1 to 3 ranks. `predictions`: `offbeat compare` on 2 hosts o
 and 200 Mbit/s, a GPT and the digits network, replicated and sharded, on hosts with a pace of their
 own. `race`: a GPT on 2 hosts of 2 ranks at 100 Mbit/s; losses, messages and compute are real, ranks
 share the processors. Loss: mean over ranks and the last 20 iterations; the aim is DDP's after 150
-iterations. HSDP is predicted by the equations of advice. `overhead`: one host of 2 ranks, without
-averages between nodes, beside plain FSDP2 and DDP in turns.
+iterations. HSDP is predicted by the equations of advice. `zero3`: the same GPT under ZeRO-3 and
+HSDP on 2 and 4 hosts of one rank at 25 and 100 Mbit/s, beside the equations of advice. `overhead`:
+one host of 2 ranks, without averages between nodes, beside plain FSDP2 and DDP in turns.
 
 The package torchft races with its own local SGD if it is installed (`pip install torchft`).
 DeToNATION does not: its `prepare_detonation` needs CUDA, as FSDP1 refuses a model on the CPU.
@@ -39,8 +41,11 @@ from predictions import machine
 
 from offbeat import sim
 from offbeat.core.strategy.parsing import parse
-from offbeat.experiments.advice.sharded import hsdp
+from offbeat.experiments.advice.methods import full_shards, hybrid_shards
+from offbeat.experiments.advice.place import place_of
+from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.lab import Cluster, Lab, launch
+from offbeat.plan import Payload
 from offbeat.profile import Profile
 from offbeat.strategies import DDP
 
@@ -72,6 +77,8 @@ RACED = (
 TORCHFT = f"torchft local-sgd:period={PERIOD}"  # races where the package is installed
 RATE, RATES, MODELS = 100, (25, 100, 200), ("gpt", "digits")
 AIM, LENGTH, MEAN = 150, 240, 20  # iterations: of DDP until the aim, of each, of a mean loss
+DIVIDED = ("ddp", "hsdp", "zero-3")  # on hosts of one rank
+DIVIDED_HOSTS, DIVIDED_RATES, DIVIDED_LENGTH = (2, 4), (25, 100), 40
 PREDICTED = {
     "replicated": ("ddp", "wfbp", "local-sgd:period=5", "dreamddp:period=5"),
     "sharded": ("wfbp", "local-sgd:period=5", "dreamddp:period=5", "dreamddp:period=5:wire=int4"),
@@ -280,6 +287,71 @@ def race_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
         ]
 
 
+# ---- ZeRO-3 ---------------------------------------------------------------------------------
+
+
+def divide(keep: Keep, seeds: int) -> None:
+    for seed in range(seeds):
+        for hosts in DIVIDED_HOSTS:
+            for rate in DIVIDED_RATES:
+                job = {
+                    "what": "race",
+                    "task": "gpt",
+                    "seed": seed,
+                    "contestants": dict.fromkeys(DIVIDED, DIVIDED_LENGTH),
+                    "profiles": ["flat", "sharded"],
+                }
+                key = f"{hosts} hosts, {rate} Mbit/s, seed {seed}"
+                keep.run(key, launched, cluster_of(hosts, 1, rate), job)
+
+
+def unhidden_seconds(label: str, profile: Profile) -> float:
+    """Seconds of torch's sharded methods on CPUs, where each message blocks compute.
+
+    gloo's reduce-scatter sends a whole all-reduce.
+    """
+    if label == "hsdp":
+        return hsdp(profile, 1).unhidden_s
+    link = profile.default_link.name
+    payloads = [Payload("grad", range(b, b + 1)) for b in range(len(profile.buckets))]
+    more_s = (
+        profile.message_s(one, link) - profile.message_s(one, link, "reduce_scatter")
+        for one in payloads
+    )
+    return zero3(profile).unhidden_s + sum(more_s)
+
+
+def divided_rows(found: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the rows of `zero3`, each of all seeds of a method, a number of hosts and a rate."""
+    for case in dict.fromkeys(key.rpartition(", ")[0] for key in found):
+        runs = [run for key, run in found.items() if key.rpartition(", ")[0] == case]
+        hosts, rate = (int(part.split()[0]) for part in case.split(", "))
+        for label in DIVIDED:
+            kind = "flat" if label == "ddp" else "sharded"
+            profiles = [Profile.from_dict(run["profiles"][kind]).of_replicas() for run in runs]
+            measured = spread([1e3 * run[label]["iteration_s"] for run in runs], 1)
+            advised = None
+            if label == "ddp":
+                ms = median(1e3 * sim.predict(DDP(), one).iteration_s for one in profiles)
+            else:
+                made = full_shards if label == "zero-3" else hybrid_shards
+                methods = [made(place_of(one, None, None)) for one in profiles]
+                advised = [
+                    round(1e3 * median(getattr(one, name) for one in methods), 1)
+                    for name in ("iteration_s", "low_s", "high_s")
+                ]
+                ms = median(1e3 * unhidden_seconds(label, one) for one in profiles)
+            passes = 2 if label == "zero-3" else 1
+            sent = median(run[label]["between"] for run in runs)
+            size = profiles[0].payload_bytes("grad", range(len(profiles[0].buckets)))
+            yield [
+                *(label, hosts, rate, measured, advised, round(ms, 1)),
+                round(100 * (ms / measured[0] - 1), 1),
+                round(passes * 2 * (hosts - 1) / hosts, 3),
+                round(sent / size, 3),
+            ]
+
+
 def spread(values: list[float], digits: int) -> list[float]:
     return [round(x, digits) for x in (median(values), min(values), max(values))]
 
@@ -313,6 +385,13 @@ NOTES = (
 def notes(parts: Mapping[str, list[list[Any]]]) -> Iterator[str]:
     """Yield the remarks, and the errors of the predictions in the race."""
     yield from NOTES
+    if "zero3" in parts:
+        yield (
+            "Sharded methods on hosts of one rank: brackets of advice are its range, from all "
+            "messages hidden to none. On CPUs FSDP hides none, and gloo's reduce-scatter sends a "
+            "whole all-reduce, which the column without hiding contains. Compute is that of FSDP "
+            "on one rank."
+        )
     errors = [
         100 * (row[4] / row[3][0] - 1)
         for row in parts.get("race", ())
@@ -352,6 +431,14 @@ COLUMNS: dict[str, tuple[str, str, list[str]]] = {
             *("predicted ms", "KB of a host per iteration", "last loss"),
         ],
     ),
+    "zero3": (
+        "Sharded methods of torch on hosts of one rank, ms per iteration, and bytes of a host",
+        "measured",
+        [
+            *("method", "hosts", "Mbit/s", "measured", "advice", "without hiding", "error, %"),
+            *("models sent, computed", "models sent, counted"),
+        ],
+    ),
     "overhead": (
         "A step inside a node without averages between nodes, ms, in turns with torch's own",
         "measured",
@@ -362,6 +449,7 @@ ROWS = {
     "bytes": byte_rows,
     "predictions": prediction_rows,
     "race": race_rows,
+    "zero3": divided_rows,
     "overhead": overhead_rows,
 }
 
@@ -423,6 +511,8 @@ def main() -> None:
         predict(keep)
     elif options.what == "race":
         race(keep, options.seeds)
+    elif options.what == "zero3":
+        divide(keep, options.seeds)
     elif options.what == "overhead":
         overhead(keep)
     else:

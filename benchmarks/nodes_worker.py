@@ -1,9 +1,9 @@
 """One rank of `nodes.py`: its contestants, one after another in one process.
 
 A contestant is "ddp", "fsdp" (shards inside nodes, no averages between them), "hsdp" (torch's own
-averages of gradients between nodes), or a kind of nodes and a strategy: "flat wfbp" (a replica per
-rank), "replicated wfbp", "sharded dreamddp:period=10", "torchft local-sgd:period=10" (shards inside
-nodes, averaged by the package torchft).
+averages of gradients between nodes), "zero-3" (shards over all ranks), or a kind of nodes and a
+strategy: "flat wfbp" (a replica per rank), "replicated wfbp", "sharded dreamddp:period=10",
+"torchft local-sgd:period=10" (shards inside nodes, averaged by the package torchft).
 
     offbeat compare --per-node 2 benchmarks/nodes_worker.py --model gpt --sharded
 """
@@ -37,7 +37,7 @@ from offbeat.core.runtime.prepared import Model
 from offbeat.core.strategy.parsing import parse
 from offbeat.profile import Profile
 
-TORCH = ("ddp", "fsdp", "hsdp")
+TORCH = ("ddp", "fsdp", "hsdp", "zero-3")
 PACKAGE = "torchft"
 OBSERVED = 12
 WARM = 10  # iterations before time is taken
@@ -74,6 +74,8 @@ class Contestant:
         **options: Any,
     ) -> None:
         kind, _, text = label.partition(" ")
+        if kind == "zero-3":
+            shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
         if kind in ("fsdp", "hsdp", "sharded", PACKAGE):
             mesh = mesh_of()
             shard(model, mesh if kind == "hsdp" else mesh["inside"])
@@ -329,6 +331,7 @@ def work(job: dict[str, Any]) -> None:
     elif job["what"] == "race":
         task, folder = task_of(job["task"]), Path(job["folder"])
         kinds = {label.partition(" ")[0] for label in job["contestants"]} - {*TORCH, PACKAGE}
+        kinds |= {*job.get("profiles", ())}
         profiles = {
             kind: measure_profile(kind, task, folder / f"{kind}.json") for kind in sorted(kinds)
         }

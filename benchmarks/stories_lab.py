@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ from offbeat.experiments.report import load, summarize
 from offbeat.experiments.report.summary import Row
 from offbeat.lab import Cluster
 from offbeat.profile import Profile
-from offbeat.strategies import Strategy
 
 HERE = Path(__file__).parent
 RESULT = "stories_lab"
@@ -107,8 +106,10 @@ def profile_of(story: SmallStory, folder: Path) -> Profile:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         outcome = measure_profile(story.setup(), path)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
         if not outcome.measured:
-            sys.exit(f"{story.name}: {'; '.join(outcome.failures) or 'interrupted'}")
+            sys.exit(f"{story.name}: {'; '.join(outcome.failures)}")
     return Profile.load(path)
 
 
@@ -118,17 +119,18 @@ def verdict_of(story: SmallStory, profile: Profile) -> Verdict:
     return decide(place, Work.of(), max_staleness=story.max_staleness, shares=())
 
 
-def contestants_of(verdict: Verdict, seconds: float) -> dict[str, Contestant]:
-    """Return DDP and the advised strategy by label, each with its number of iterations."""
-    chosen: dict[str, Strategy] = {BASELINE: create(BASELINE)}
-    chosen[text_of(verdict.advice.chosen.strategy)] = verdict.advice.chosen.strategy
-    found = {}
-    for label, strategy in chosen.items():
-        row = verdict.row(label)
-        assert row is not None, label
-        steps = ("--steps", str(steps_of(row.method, seconds)))
-        found[label] = Contestant(label.replace(":", "-"), strategy, steps)
-    return found
+def methods_of(verdict: Verdict) -> list[Method]:
+    """Return DDP and the advised strategy."""
+    labels = dict.fromkeys((BASELINE, text_of(verdict.advice.chosen.strategy)))
+    rows = [verdict.row(label) for label in labels]
+    return [row.method for row in rows if row is not None]
+
+
+def contestant_of(method: Method, seconds: float) -> Contestant:
+    """Return a contestant with the iterations of a launch that computes for some seconds."""
+    strategy = method.strategy or create(BASELINE)  # one machine runs any
+    steps = ("--steps", str(steps_of(method, seconds)))
+    return Contestant(text_of(strategy).replace(":", "-"), strategy, steps)
 
 
 def steps_of(method: Method, seconds: float) -> int:
@@ -149,8 +151,10 @@ def run(
     contestants = tuple(chosen.values())
     comparison = Comparison(setup, contestants, launches, profile=profile, repeat_disturbed=True)
     outcome = compare(comparison, folder, resume=(folder / "run.json").exists())
-    if outcome.failures or outcome.interrupted:
-        sys.exit("; ".join(outcome.failures) or "interrupted; the next start continues")
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if outcome.failures:
+        sys.exit("; ".join(outcome.failures))
     rows = {row.label: row for row in summarize(load(folder))}
     return {label: rows[one.label] for label, one in chosen.items()}
 
@@ -189,18 +193,23 @@ class Measured:
         return text_of(self.verdict.advice.chosen.strategy)
 
 
-def measure(story: SmallStory, folder: Path, launches: int, seconds: float) -> Measured:
-    """Return a question with its measured methods."""
+def measure(
+    story: SmallStory,
+    folder: Path,
+    launches: int,
+    seconds: float,
+    choose: Callable[[Verdict], Sequence[Method]] = methods_of,
+) -> Measured:
+    """Return a question with its measured methods: one machine, and the chosen ones."""
     profile = profile_of(story, folder)
     verdict = verdict_of(story, profile)
-    chosen = contestants_of(verdict, seconds)
+    chosen = {method.label: contestant_of(method, seconds) for method in choose(verdict)}
     rows = run(story.setup(), chosen, launches, folder / "all", folder / "profile.json")
     alone = verdict.row(ALONE)
     assert alone is not None
-    steps = ("--steps", str(steps_of(alone.method, seconds / 2)))
     verdict.place.one_machine.save(folder / "one.json")
     one = Setup(story.script(), Cluster.simple(1), timeout_s=LAUNCH_S)
-    chosen = {ALONE: Contestant(BASELINE, create(BASELINE), steps)}
+    chosen = {ALONE: contestant_of(alone.method, seconds / 2)}
     rows |= run(one, chosen, launches, folder / "one", folder / "one.json")
     return Measured(story, profile, verdict, rows)
 
@@ -327,7 +336,7 @@ def result(found: Sequence[Measured], launches: int) -> dict[str, Any]:
             "Loss of packets is left out of the two sites, and messages take fewer times the "
             "compute than in the questions: DDP would take hours.",
             "Two machines with ZeRO-3 cannot be emulated; its bytes and times are those of "
-            "`stories`.",
+            "`stories`. Result `nodes` has ZeRO-3 on emulated hosts of one rank.",
         ],
     }
 
@@ -344,7 +353,10 @@ def main() -> None:
     for name in options.stories.split(","):
         story = next(story for story in SMALL if story.name == name)
         begin_s = time.time()
-        one = measure(story, options.out / name, options.launches, options.seconds)
+        try:
+            one = measure(story, options.out / name, options.launches, options.seconds)
+        except KeyboardInterrupt:
+            sys.exit("interrupted; the next start continues")
         found.append(one)
         made = result([one], options.launches)
         print(*(tables.table_text(made, table, selected=False) for table in made["tables"]))

@@ -24,7 +24,7 @@ from offbeat.experiments.advice.other_networks import Network, on_networks, with
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.verdict import decide, predict_methods
-from offbeat.experiments.advice.verdict_text import rate, span
+from offbeat.experiments.advice.verdict_text import rate, span, verdict_text
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.progress import Progress
 from offbeat.jobs.verdict_file import KeptVerdict
@@ -717,6 +717,20 @@ def test_loss_limits_rates_until_there_are_more_connections():
     assert needs.more_connections(place_of(profile_of(ranks=1), 3, 2e8)) is None
     helps = decide(lossy, Work.of(), max_staleness=1, shares=()).helps
     assert f"{count} connections per link" in [one.text for one in helps]
+
+
+@pytest.mark.parametrize(("delay_ms", "noted"), [(10, False), (50, True)])
+def test_a_window_that_linux_does_not_allow_is_noted(delay_ms, noted):
+    """1 Gbit/s have 2.5 MB and 12.5 MB under way in a round trip."""
+    text = f'hosts = 3\nrate = "1gbit"\nlatency = "{delay_ms}ms"'
+    place = place_on_cluster(profile_of(ranks=1), Cluster.from_toml(text))
+    assert place.networks[0].window_bytes == pytest.approx(1e9 / 8 * 2 * delay_ms / 1e3)
+    assert place.with_connections(5).networks[0].window_bytes == pytest.approx(
+        place.networks[0].window_bytes / 5
+    )
+    found = decide(place, Work.of(), max_staleness=1, shares=())
+    words = verdict_text(found, notes=(), command=None, width=80, verbose=False).split()
+    assert ("are 12.5 MB under way on a connection" in " ".join(words)) is noted
 
 
 def test_slower_links_take_longer_in_every_method():

@@ -173,6 +173,7 @@ class _Children:
         self._rehearsal, self._outcome, self._progress = rehearsal, outcome, progress
         self._folders: list[Path] = []  # of the repetitions to rehearse
         self._running: list[subprocess.Popen[bytes]] = []
+        self._is_stopped = False
 
     def run(self) -> None:
         """Run all processes; several at the same time."""
@@ -193,6 +194,7 @@ class _Children:
                 for work in [pool.submit(self._rehearse, *one) for one in missing]:
                     work.result()
             except KeyboardInterrupt:
+                self._is_stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
                     process.terminate()
@@ -238,6 +240,8 @@ class _Children:
             command = [sys.executable, "-m", CHILD, str(folder / JOB)]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environ())
             self._running.append(process)
+            if self._is_stopped:  # it has begun meanwhile
+                process.terminate()
             code = process.wait()
             self._running.remove(process)
         what = f"{contestant.label}, seed {seed}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import nan
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
 from threading import Thread
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +36,7 @@ from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Replica
 
 SMOOTH = 10  # iterations of which a loss is the mean
+START_S = 60.0  # seconds within which a forked process must compute
 
 Progress = Callable[[str, int], None]
 """Called with a strategy and its number of finished iterations."""
@@ -203,6 +207,7 @@ def rehearse(
     Raises:
         ValueError: an argument is invalid, the profile does not match the model, a strategy cannot
             train the model, or strategy, ranks or iterations are not those of `order`.
+        RuntimeError: one of several processes does not start to compute, or ends without a result.
 
     The random streams of the caller stay as they are.
     """
@@ -431,6 +436,7 @@ def curve_of(
 # ---- processes ------------------------------------------------------------------------------
 
 _inherited: Any = None  # work of a forked process: functions of the caller cannot be pickled
+_STARTED = -1, 0  # report of a process that computes; other reports hold a strategy's number
 
 
 def run_all(
@@ -444,8 +450,11 @@ def run_all(
     Args:
         work: function of (strategy, report of its iterations).
         strategies: strategies to rehearse.
-        processes: number of processes; 1: this process.
+        processes: number of processes, at most that of strategies; 1: this process.
         progress: called with a strategy and its number of finished iterations.
+
+    Raises:
+        RuntimeError: a process does not start to compute, or ends without a result.
     """
     report = progress or (lambda *_: None)
     if processes == 1:
@@ -455,37 +464,105 @@ def run_all(
             f"processes ({processes}) must be 1 where this process uses a GPU, which a forked "
             "process cannot use; call rehearse before the first use of the GPU"
         )
-    global _inherited
+    names = [str(strategy) for strategy in strategies]
     context = get_context("fork")
-    reports = context.SimpleQueue()
-    _inherited = work, strategies, reports
+    receiver, sender = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(processes, context, _start_process, (work, strategies, sender))
+    curves = pool.map(_run_inherited, range(len(strategies)))  # forks before threads begin
+    forked = tuple(pool._processes.values())
+    listener = _Listener(receiver, sender, forked, lambda number, done: report(names[number], done))
     try:
-        with _listening(reports, report), ProcessPoolExecutor(processes, context) as pool:
-            return list(pool.map(_run_inherited, range(len(strategies))))
-    finally:
-        _inherited = None
+        with listener, pool:
+            return list(curves)
+    except BrokenProcessPool as error:
+        reason = "has ended without a result, as when memory is exhausted"
+        if listener.is_late:
+            reason = (
+                f"has not computed within {START_S:g} s, as if a thread of this process held a "
+                "lock during the fork"
+            )
+        raise RuntimeError(
+            f"processes ({processes}): one of them {reason}; use processes=1, or call rehearse in "
+            "a process without other threads"
+        ) from error
+
+
+def _start_process(*inherited: Any) -> None:
+    """Keep the work in a forked process, and report as soon as a new thread of it computes.
+
+    A fork copies locks in their state, but not the threads that would release them.
+    """
+    global _inherited
+    _inherited = inherited
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+    thread = Thread(target=_compute)
+    thread.start()
+    thread.join()
+    inherited[-1].send(_STARTED)
+
+
+def _compute() -> None:
+    """Compute as a replica does."""
+    x = torch.ones(8, 8, requires_grad=True)
+    (x @ x).sum().backward()
 
 
 def _run_inherited(index: int) -> RehearsedCurve:
     work, strategies, reports = _inherited
-    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-    strategy = strategies[index]
-    curve = work(strategy, lambda done: reports.put((str(strategy), done)))
+    curve = work(strategies[index], lambda done: reports.send((index, done)))
     return replace(curve, prediction=None)  # a prediction holds functions
 
 
-@contextmanager
-def _listening(reports: Any, report: Progress) -> Iterator[None]:
-    """Pass on the reports of other processes while the body runs."""
+class _Listener:
+    """Thread that passes on the reports of forked processes while the body runs.
 
-    def listen() -> None:
-        while (one := reports.get()) is not None:
-            report(*one)
+    The ends of the pipe have no lock, which a killed process would keep: the system writes so few
+    bytes at once. The pipe is read until the body ends, because a full one would stop processes. An
+    error of `report` is raised at the end.
 
-    thread = Thread(target=listen, name="offbeat-rehearsal-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        reports.put(None)
-        thread.join()
+    Attributes:
+        is_late: whether a process did not compute in time and all were killed.
+    """
+
+    def __init__(
+        self,
+        receiver: Connection,
+        sender: Connection,
+        processes: Sequence[BaseProcess],
+        report: Callable[[int, int], None],
+    ) -> None:
+        self._receiver, self._sender = receiver, sender
+        self._processes, self._report = processes, report
+        self._thread = Thread(target=self._listen, name="offbeat-rehearsal-progress", daemon=True)
+        self._error: BaseException | None = None
+        self.is_late = False
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._sender.send(None)
+        self._thread.join()
+        self._sender.close()
+        self._receiver.close()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def _listen(self) -> None:
+        until_s, missing = time.monotonic() + START_S, len(self._processes)
+        while True:
+            if missing > 0 and not self._receiver.poll(max(0.0, until_s - time.monotonic())):
+                self.is_late, missing = True, 0
+                for process in self._processes:
+                    process.kill()
+            one = self._receiver.recv()
+            if one is None:
+                return
+            if one == _STARTED:
+                missing -= 1
+            elif self._error is None:
+                try:
+                    self._report(*one)
+                except BaseException as error:
+                    self._error = error

@@ -51,6 +51,11 @@ class Network:
         one_bps = math.sqrt(1.5 / self.loss) * SEGMENT_BITS / (2 * self.delay_s)
         return min(self.rate_bps, self.connections * one_bps)
 
+    @property
+    def window_bytes(self) -> float:
+        """Return the bytes that a connection has under way if it reaches `tcp_rate_bps`."""
+        return self.tcp_rate_bps / 8 * 2 * self.delay_s / self.connections
+
 
 def on_networks(profile: Profile, ranks: int, networks: Sequence[Network]) -> Profile:
     """Return the profile of a model on networks that were not measured.

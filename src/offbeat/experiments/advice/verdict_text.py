@@ -24,6 +24,7 @@ UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 UNIT_FROM = 3.0  # the fastest method takes at least this many of the unit of the table
 SHORT = {"days": "d", "hours": "h", "minutes": "min", "seconds": "s"}
 SHOWN_SHARE = 0.9  # share of computing time in the table
+WINDOW_BYTES = 4e6  # under way on a TCP connection, by the largest default buffer of Linux
 LARGE_CHANGE = 0.01  # relative change of time from which a change of the machines is worth a word
 
 
@@ -297,6 +298,14 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
     link = place.profile.default_link
     if link.connections > 1:
         yield f"link {link.name!r} has {link.connections} connections between two machines"
+    for network in place.networks:
+        if network.window_bytes > WINDOW_BYTES:
+            yield (
+                f"{rate(network.tcp_rate_bps)} with this delay are {size(network.window_bytes)} "
+                f"under way on a connection of link {network.name!r}. Linux allows about "
+                f"{size(WINDOW_BYTES)} by default, so messages may take longer than estimated. "
+                "Raise net.ipv4.tcp_wmem and net.ipv4.tcp_rmem, or use several connections"
+            )
     if verbose:
         for reason, names in excluded_strategies().items():
             yield f"{', '.join(names)}: never advised; {reason}"

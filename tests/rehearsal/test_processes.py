@@ -1,0 +1,94 @@
+"""Rehearsals in several processes end: whatever the processes or the progress do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import rehearsed
+
+from offbeat.core.strategy.parsing import parse
+from offbeat.experiments.comparison import Contestant
+from offbeat.experiments.progress import Progress
+from offbeat.rehearsal import rehearse
+from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, _Children
+from offbeat.rehearsal.rehearse import RehearsedCurve, run_all
+
+STRATEGIES = [parse("bsp"), parse("wfbp")]
+REPORTS = 10_000  # more than a pipe holds
+
+
+def curve_after(reports: int) -> Callable[..., RehearsedCurve]:
+    """Work that reports its iterations."""
+
+    def work(strategy: Any, report: Callable[[int], None]) -> RehearsedCurve:
+        for done in range(1, reports + 1):
+            report(done)
+        return RehearsedCurve(str(strategy), 1, 1, (1.0,), (1.0,))
+
+    return work
+
+
+def test_an_error_of_the_progress_neither_stops_the_processes_nor_is_lost():
+    counted = []
+
+    def fail(name: str, done: int) -> None:
+        counted.append((name, done))
+        raise LookupError("of the progress")
+
+    with pytest.raises(LookupError, match="of the progress"):
+        run_all(curve_after(REPORTS), STRATEGIES, 2, fail)
+    assert len(counted) == 1
+
+
+def test_reports_of_all_processes_arrive_in_order():
+    counted: dict[str, list[int]] = {}
+
+    def count(name: str, done: int) -> None:
+        counted.setdefault(name, []).append(done)
+
+    curves = run_all(curve_after(REPORTS), STRATEGIES, 2, count)
+    assert [curve.strategy for curve in curves] == ["bsp", "wfbp"]
+    assert counted == {name: [*range(1, REPORTS + 1)] for name in ("bsp", "wfbp")}
+
+
+def test_a_process_that_is_killed():
+    def work(_: Any, report: Callable[[int], None]) -> RehearsedCurve:
+        report(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(RuntimeError, match=r"processes \(2\): one of them has ended without a res"):
+        run_all(work, STRATEGIES, 2, None)
+
+
+def test_a_process_that_never_starts_to_compute(monkeypatch):
+    """As when a lock was held during the fork, by a thread that the process does not have."""
+    monkeypatch.setattr(rehearse, "START_S", 0.2)
+    monkeypatch.setattr(rehearse, "_compute", threading.Event().wait)
+    with pytest.raises(RuntimeError, match=r"one of them has not computed within 0\.2 s"):
+        run_all(curve_after(1), STRATEGIES, 2, None)
+
+
+def test_a_script_that_begins_during_an_interrupt_is_terminated(tmp_path, monkeypatch):
+    """Ctrl-C finds no process yet, where one is just being started."""
+    (tmp_path / "train.py").write_text("")
+    contestant = Contestant("bsp", parse("bsp"))
+    script = (str(tmp_path / "train.py"),)
+    rehearsal = ScriptRehearsal(script, (contestant,), rehearsed.profile_of(2))
+    children = _Children(rehearsal, RehearsalOutcome(tmp_path), Progress())
+    ended = []
+
+    def start(*_: Any, **__: Any) -> Any:
+        children._is_stopped = True
+        return SimpleNamespace(terminate=lambda: ended.append(True), wait=lambda: -signal.SIGTERM)
+
+    monkeypatch.setattr("offbeat.rehearsal.command.subprocess", SimpleNamespace(Popen=start))
+    children._rehearse(contestant, Path(tmp_path, "bsp", "rep0"), 0)
+    assert ended == [True]
