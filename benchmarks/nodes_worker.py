@@ -89,9 +89,11 @@ class Contestant:
             self.package = average_with_torchft(model, self.optimizer, parse(text))
         if kind in (*TORCH, PACKAGE):
             return
-        if kind == "flat":
+        if kind == "flat" or os.environ["LOCAL_WORLD_SIZE"] == "1":
             between, *_ = json.loads(os.environ["OFFBEAT_LINKS"])
-            options |= {"nodes": 1, "links": [f"net={between['interface']}"]}
+            options["links"] = [f"net={between['interface']}"]
+        if kind == "flat":
+            options["nodes"] = 1
         if kind == "replicated":
             options["nodes"] = "auto"
         self.used, self.optimizer = offbeat.prepare(model, self.optimizer, parse(text), **options)
