@@ -131,6 +131,16 @@ def test_failed_rank_and_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert "50 % between iterations" in text
 
 
+def test_a_loss_of_zero_has_no_sign(tmp_path: Path) -> None:
+    """The cross-entropy of a certain prediction is -0.0."""
+    job = make_job(tmp_path / "run", 2, intervals=4)
+    data = json.loads((job / ALIVE_FILE).read_text())
+    data["ranks"][0]["interval"]["loss"] = [8, -0.0, -0.0, 0]
+    data["ranks"][0]["interval"]["t"] += 1
+    (job / ALIVE_FILE).write_text(json.dumps(data))
+    assert "mean loss 0" in drawn(job, 80)
+
+
 def test_line_without_a_terminal(tmp_path: Path) -> None:
     assert "rank 2 delays the others" in line(
         view(JobFollower(make_job(tmp_path / "a", 4, slow=2)))

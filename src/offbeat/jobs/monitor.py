@@ -21,7 +21,7 @@ from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_predic
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
 from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
 from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
-from offbeat.jobs.words import count_text, duration, percent, seconds, size
+from offbeat.jobs.words import count_text, duration, loss_text, percent, seconds, size
 from offbeat.jobs.words import error as deviation
 
 RANKS_SHORTEST_S, RANKS_AGE_SHARE = 60.0, 100  # rank 0 keeps the sums of all ranks this often
@@ -215,7 +215,7 @@ class JobMonitor:
         parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")
         loss = own.loss.mean if own.loss is not None and own.loss.n else None
         if loss is not None:
-            parts.append(f"mean loss {loss:.4g}")
+            parts.append(f"mean loss {loss_text(loss)}")
         numbers = {"iterations": own.stop, "n": own.n, "s": own.mean_s, "predicted_s": predicted_s}
         console.print("progress", ", ".join(parts), **numbers, wait_s=own.wait_s / own.n, loss=loss)
 
@@ -240,7 +240,7 @@ class JobMonitor:
             second += f"; {BASELINE}: {duration(whole_s)} (predicted)"
         third = []
         if total.loss is not None and total.loss.n:
-            third.append(f"loss {total.loss.last:.4g} at the end")
+            third.append(f"loss {loss_text(total.loss.last)} at the end")
         if self.notices.total():
             third.append(count_text(self.notices.total(), "notice"))
         if self.decisions:

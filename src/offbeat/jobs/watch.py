@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
-from offbeat.jobs.words import NONE, local_time, one_line, percent, seconds, size
+from offbeat.jobs.words import NONE, local_time, loss_text, one_line, percent, seconds, size
 from offbeat.jobs.words import error as relative_error
 
 WIDE = 72  # characters of a line from which less important facts are shown
@@ -204,7 +204,7 @@ def _pace(shown: JobView) -> list[Text]:
     if shown.script_share is not None and shown.script_share >= SCRIPT_SHARE:
         parts.append(Text(f"{percent(shown.script_share)} between iterations"))
     if shown.loss is not None:
-        parts.append(Text(f"mean loss {shown.loss:.4g}"))
+        parts.append(Text(f"mean loss {loss_text(shown.loss)}"))
     if shown.nonfinite_losses:
         parts.append(Text(f"{shown.nonfinite_losses:,} losses not finite", "bold red"))
     return parts

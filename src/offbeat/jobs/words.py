@@ -53,6 +53,11 @@ def error(value: float | None) -> str:
     return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
+def loss_text(value: float) -> str:
+    """Return a loss with at most four significant digits: '1.001', '0.805'; '0' also for -0."""
+    return f"{value + 0.0:.4g}"
+
+
 def duration(value: float) -> str:
     """Return a duration in its two largest units: '3 d 2 h', '4 min 10 s' or '1.92 s'."""
     if value < 60:

@@ -33,7 +33,7 @@ from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM
 from offbeat.experiments.report.headline import REHEARSED, REPLAYED
 from offbeat.experiments.script import require_runnable, script_name
-from offbeat.jobs.words import count_text
+from offbeat.jobs.words import count_text, loss_text
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
 from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.rehearse import (
@@ -256,7 +256,7 @@ class _Children:
         self._progress.print_line(
             f"{what}: {len(curve.losses):,} iterations in {curve.ends_s[-1]:.4g} s "
             f"({'recorded' if curve.replayed else 'simulated'}), "
-            f"loss {curve.losses[-1]:.4g}; the rehearsal took {took_s:.0f} s"
+            f"loss {loss_text(curve.losses[-1])}; the rehearsal took {took_s:.0f} s"
         )
 
     def _add_curve(self, contestant: Contestant, folder: Path) -> RehearsedCurve:

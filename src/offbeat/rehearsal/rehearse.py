@@ -30,6 +30,7 @@ from offbeat.core.sim import Prediction, Ranks
 from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.headline import REHEARSED, REPLAYED
+from offbeat.jobs.words import loss_text
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.job import Run, train_replicas
 from offbeat.rehearsal.recorded_order import RecordedOrder
@@ -137,7 +138,7 @@ class RehearsedCurve:
     def __str__(self) -> str:
         of = "" if self.trained == self.ranks else f", {self.trained} of them trained"
         return (
-            f"{self.strategy} on {self.ranks} ranks{of}: loss {self.losses[-1]:.4g} after "
+            f"{self.strategy} on {self.ranks} ranks{of}: loss {loss_text(self.losses[-1])} after "
             f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s "
             f"({REPLAYED if self.replayed else REHEARSED})"
         )
