@@ -226,6 +226,17 @@ def test_a_message_that_arrives_after_the_link_is_detached_is_not_the_last() -> 
         assert link.detach() is messages[0]
 
 
+def test_a_link_keeps_the_last_message_until_the_next_one_has_arrived() -> None:
+    with link_of(lambda _: None) as link:
+        first, second = enqueue(link, 2)
+        assert not link.keeps(first)
+        link.keeps_last = True
+        for message, kept in ((first, [True, True]), (second, [False, True])):
+            release(link, message)
+            assert message.wait(LONG_S)
+            assert [link.keeps(first), link.keeps(second)] == kept
+
+
 def test_suspects_of_all_tensors_of_a_message_are_kept() -> None:
     link = LinkThread("net", only({"all_reduce": lambda _: None}), CPU())
     suspects = iter([[0], [], [2]])

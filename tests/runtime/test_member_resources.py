@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.member_jobs import CASE, Scenario, enter_environment, membership_service
 from support.models import batch, build_model, build_optimizer, loss_of
 from support.worlds import run_world
+from torch import Tensor
 
 import offbeat
 from offbeat import LocalSGD, Members
@@ -125,6 +126,31 @@ def survive_requests(address: str) -> dict[int, Counts]:
         if not has_left:
             return found
         dist.destroy_process_group()
+
+
+def count_copies(address: str) -> tuple[int, int]:
+    """Return how many copies of parameters this rank has sent, and how many were allocated."""
+    who, sent = enter_environment(SCENARIO), list[Tensor]()
+    release = LinkThread.release
+
+    def note(link: LinkThread, message: Message, tensors: Any, *rest: Any, **more: Any) -> None:
+        if message.transfer.payload.buffer == "param":
+            sent.extend(tensors)  # referenced, so that no address occurs twice by chance
+        release(link, message, tensors, *rest, **more)
+
+    LinkThread.release = note  # type: ignore[method-assign]
+    model, optimizer = prepare(address, who)
+    for _ in range(16):
+        step(model, optimizer)
+    model.close()
+    return len(sent), len({tensor.data_ptr() for tensor in sent})
+
+
+def test_averages_of_members_use_the_memory_of_earlier_ones() -> None:
+    with membership_service() as address:
+        for sent, allocated in run_world(count_copies, 2, address):
+            assert sent >= 8
+            assert allocated <= sent / 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

@@ -14,6 +14,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.codecs.spares import Spares
 from offbeat.core.plan import BUFFERS, INSIDE, Transfer, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.coding import Coding
@@ -59,6 +60,8 @@ class Messages:
         self.sends_here = False
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
+        self._spares = Spares()
+        self._retired: list[Message] = []  # their results are stored, and their links keep them
         self._sent: list[
             Message
         ] = []  # encoded messages to a single rank; sending them changes errors and anchors
@@ -126,9 +129,11 @@ class Messages:
                 self._release_views(message)
                 return
             if not in_place:
-                if t.verb != "send":
-                    self._copies[id(message)] = copy
-                given = [x.clone() for x in given]
+                if t.verb == "send":
+                    given = [x.clone() for x in given]
+                else:
+                    self._copies[id(message)], message.is_spare = copy, True
+                    given = [self._spares.copy(x) for x in given]
         self._links[t.link].release(message, given)
 
     def _release_views(self, message: Message) -> None:
@@ -263,6 +268,19 @@ class Messages:
             # A guard still reads tensors with culprits.
             if not (message.culprits or self._keeps_results):
                 self.coding.give_back(message.tensors)
+
+    def retire(self, message: Message) -> None:
+        """Reuse the memory of a copy whose result is stored, once its link keeps a later one."""
+        # The outcome of a settled message belongs to the members, and a guard reads culprits.
+        if not message.is_spare or message.settled or message.culprits:
+            return
+        stored, self._retired = [*self._retired, message], []
+        for one in stored:
+            if self._links[one.transfer.link].keeps(one):
+                self._retired.append(one)
+                continue
+            for tensor in one.tensors:
+                self._spares.give(tensor)
 
     def _repeat(self, message: Message) -> None:
         """Average the payload of a message over the survivors of a failure, or over a node."""

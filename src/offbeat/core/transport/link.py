@@ -50,6 +50,7 @@ class Message:
     end: Mark | None = None
     error: BaseException | None = None
     culprits: Sequence[int] = ()  # ranks whose values were not finite
+    is_spare: bool = False  # whether its tensors are copies in spare memory, see `Messages.retire`
     settled: bool = False  # whether the members of the job have agreed on its outcome
     repeats: bool = False  # whether the members average it among themselves when it is due
     is_foreign: bool = False  # whether another member has sent its result after a failure
@@ -167,6 +168,10 @@ class MessageLink:
         message.passed = True
         self._submit(message)
 
+    def keeps(self, message: Message) -> bool:
+        """Return whether the tensors of a received message may still be asked for by `detach`."""
+        return self.keeps_last
+
     def close(self, timeout_s: float = 2.0) -> bool:
         """Stop the link. Return False if it is blocked in a collective after `timeout_s`."""
         raise NotImplementedError
@@ -259,6 +264,10 @@ class LinkThread(MessageLink):
             target=self._issue, name=f"{THREAD_PREFIX}{name}", daemon=True
         )
         self._thread.start()
+
+    def keeps(self, message: Message) -> bool:
+        last = self._last
+        return self.keeps_last and (last is None or last.order <= message.order)
 
     def close(self, timeout_s: float = 2.0) -> bool:
         self._released.put(None)
