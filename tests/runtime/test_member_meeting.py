@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from queue import Queue
@@ -23,7 +24,7 @@ from offbeat.core.runtime.member_meeting import (
 )
 from offbeat.core.runtime.member_node import node_of_process, rank_names, topology_of
 from offbeat.core.runtime.repeated_averages import INSIDE_NODE
-from offbeat.membership import Epoch, JoinRequest, LocalMembership
+from offbeat.membership import Epoch, JoinRequest, LocalMembership, Rendezvous
 
 
 def report(**values: Any) -> Report:
@@ -146,6 +147,29 @@ def test_a_joined_member_is_awaited_if_the_epoch_has_begun() -> None:
     thread.join(30.0)
     assert [one.members for one in found] == [("a", "b", "c")]
     assert {*looks} == {"c"}
+
+
+def test_a_look_asks_only_for_reports_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a wait for one rank of many asks for one key per look."""
+    membership, names = LocalMembership(), [f"m{i}" for i in range(5)]
+    before = membership.propose(Epoch(0, tuple(names), details={"addresses": {}}))
+    keys, asked, missing = membership.rendezvous(0), list[int](), Rendezvous.missing
+    for name in names[:4]:
+        keys.set(f"survivor/{name}", json.dumps(asdict(report())).encode())
+
+    def note(self: Rendezvous, looked_for: Sequence[str]) -> list[str]:
+        asked.append(len(looked_for))
+        return missing(self, looked_for)
+
+    monkeypatch.setattr(Rendezvous, "missing", note)
+    member: Any = SimpleNamespace(
+        name="m0", rank_name="m0", rank_names=names, epoch=before, membership=membership,
+        settings=SimpleNamespace(least=1), is_gone=lambda _: len(asked) > 2,
+        lost_ranks=lambda _: [], propose=lambda alive, *_: membership.propose(Epoch(1, (*alive,))),
+    )  # fmt: skip
+    epoch = meet(member, {*names}, report(), lambda _: 0, 60.0)
+    assert epoch.members == tuple(names[:4])
+    assert asked == [5, 1, 1, 1]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 40])

@@ -109,8 +109,9 @@ def _meet(
     begun_s = time.monotonic()
     others = [name for name in names if name != member.rank_name]
     awaited, awaits_all = [name for name in others if member_of(name) in begun], False
+    there = set[str]()  # ranks that have reported; a report stays, so it is asked for once
     while (epoch := following_epoch(member)) is None:
-        there = _present(keys, names)
+        there.update(_present(keys, [name for name in names if name not in there]))
         awaited = [name for name in awaited if name not in there]
         _require_whole(member, awaited)
         share = (time.monotonic() - begun_s) / timeout_s
@@ -119,8 +120,9 @@ def _meet(
             with suppress(TimeoutError, EpochReplacedError):
                 keys.wait([_key_of(missing)], LOOK_EVERY_S)
             continue
-        there = {name: json.loads(keys.get(_key_of(name), 1.0)) for name in there}
-        reports = {name: Report(**values) for name, values in there.items()}
+        found = [name for name in names if name in there]
+        given = [json.loads(keys.get(_key_of(name), 1.0)) for name in found]
+        reports = {name: Report(**values) for name, values in zip(found, given, strict=True)}
         if not awaits_all and any(one.begun == before.number for one in reports.values()):
             awaited, awaits_all = others, True
             continue
@@ -167,7 +169,7 @@ def _key_of(rank_name: str) -> str:
 
 def _present(keys: Rendezvous, names: Sequence[str]) -> list[str]:
     """Return the ranks that have reported."""
-    missing = {*keys.missing([_key_of(name) for name in names])}
+    missing = {*keys.missing([_key_of(name) for name in names])} if names else set[str]()
     return [name for name in names if _key_of(name) not in missing]
 
 
