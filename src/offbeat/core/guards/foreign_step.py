@@ -15,6 +15,18 @@ GIVEN = (
 )
 
 
+class SessionSteps:
+    """Context of steps that the session itself makes. It may be nested."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 class ForeignStepGuard:
     """Raises if another optimizer of this process steps parameters of the prepared optimizer.
 
@@ -24,6 +36,10 @@ class ForeignStepGuard:
         optimizer: the user's optimizer that was prepared.
         shared: returns whether other optimizers may step the same parameters now. They may if only
             gradients are averaged, and averages are complete between backward and step.
+
+    Attributes:
+        session_steps: context in which all steps are allowed.
+        has_script_step: whether an optimizer has stepped in `script_steps`.
     """
 
     hooks: ClassVar[int] = 0
@@ -31,21 +47,11 @@ class ForeignStepGuard:
 
     def __init__(self, optimizer: Optimizer, shared: Callable[[], bool]):
         self._optimizer, self._shared = optimizer, shared
-        self._own = False
+        self.session_steps, self.has_script_step = SessionSteps(), False
         self._before: Callable[[], None] | None = None  # called before a step in `script_steps`
-        self.has_script_step = False  # whether an optimizer has stepped in `script_steps`
         self._harmless: WeakSet[Optimizer] = WeakSet()
         self._handle: Any = register_optimizer_step_pre_hook(self._on_step)
         ForeignStepGuard.hooks += 1
-
-    @contextmanager
-    def session_steps(self) -> Iterator[None]:
-        """Allow all steps in the block, which the session itself makes."""
-        before, self._own = self._own, True
-        try:
-            yield
-        finally:
-            self._own = before
 
     @contextmanager
     def script_steps(self, before: Callable[[], None], *, inner: bool) -> Iterator[None]:
@@ -67,7 +73,7 @@ class ForeignStepGuard:
             ForeignStepGuard.hooks -= 1
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._own:
+        if self.session_steps.depth:
             return
         if self._before is not None and self._shares_parameters(optimizer):
             if self._inner or optimizer is not self._optimizer:

@@ -86,7 +86,7 @@ class BucketStepper:
                 with self._hooks.watch(lambda: [*map(_settings, groups)], self._remedy):
                     self._optimizer.step()
             else:
-                _step(self._optimizer)
+                step_directly(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
         if before is not None and [_settings(group) for group in narrowed] != before:
@@ -109,17 +109,19 @@ class BucketStepper:
         return self._joined[key]
 
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
+def step_directly(optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.step()`, if possible without the wrapper that torch adds for its profiler.
 
     The wrapper costs 10 microseconds and more, as much as the update of a small bucket.
     """
-    bare = getattr(type(optimizer).step, "__wrapped__", None)  # torch wraps every class's step
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)  # torch wraps every class's step
     own = vars(optimizer).get("step")  # a wrapper of this instance; schedulers add one
+    of_scheduler = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", 0) is step
     if (
         bare is None
-        or not (own is None or hasattr(own, "_wrapped_by_lr_sched"))
-        or not hasattr(type(optimizer).step, "hooked")
+        or not (own is None or of_scheduler)
+        or not hasattr(step, "hooked")
         or has_hooks(optimizer)
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     ):

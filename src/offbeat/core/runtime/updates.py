@@ -21,7 +21,7 @@ from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.stepper import BucketStepper, Settings
+from offbeat.core.runtime.stepper import BucketStepper, Settings, step_directly
 
 AT_ONCE = "use a strategy that steps at once, such as WFBP()"
 FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which checksums of weights are compared
@@ -125,7 +125,7 @@ class Updates:
             return
         with self._own_step(iteration.rest):
             if len(iteration.rest) == len(self._everything):
-                self._optimizer.step()
+                step_directly(self._optimizer)
             else:
                 self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
 
@@ -137,7 +137,7 @@ class Updates:
         script's."""
         if self._moves is not None:
             return self._require_effect(run, self._moves)
-        return self.stepping.session_steps() if self.stepping is not None else nullcontext()
+        return nullcontext() if self.stepping is None else self.stepping.session_steps
 
     @contextmanager
     def _require_effect(self, run: Sequence[int], moves: UpdateCheck) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Updates:
 
     def _step_buckets(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
         if whole:
-            self._optimizer.step()
+            step_directly(self._optimizer)
             return
         first = self._is_first(apply.buckets.start)
         if not apply.at.lag:
