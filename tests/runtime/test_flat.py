@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import offbeat.core.buckets.checksum as checksum_module
 import offbeat.core.buckets.flat as flat_module
+import offbeat.core.buckets.memory as memory_module
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
-from offbeat.core.buckets.layout import BucketSpec, Key, group_parameters, specs_of_profile
+from offbeat.core.buckets.layout import BucketSpec, group_parameters, specs_of_profile
+from offbeat.core.buckets.memory import HUGE_BYTES, empty
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.runtime.model_checks import require_supported
@@ -132,11 +137,11 @@ def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
     params, grads = (weakref.ref(first.contents(name)[0][0]) for name in ("param", "grad"))
     alive: list[tuple[bool, bool]] = []
 
-    def made(key: Key, size: int) -> Tensor:
+    def made(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         alive.append((params() is not None, grads() is not None))
-        return torch.empty(size, dtype=key[0], device=key[1])
+        return torch.empty(size, dtype=dtype, device=device)
 
-    monkeypatch.setattr(flat_module, "_empty", made)
+    monkeypatch.setattr(flat_module, "empty", made)
     Flat(model, list(reversed(specs(model))), first)
     assert alive == [(True, True), (False, True)]
     assert grads() is None
@@ -442,21 +447,56 @@ def test_storage_that_fits_once_moves_through_the_host(monkeypatch: pytest.Monke
     tensors = before.parameter_tensors()[0], before.contents("grad")[0][0]
     held = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
     del tensors
-    create, made = flat_module._empty, list[int]()
+    create, made = flat_module.empty, list[int]()
 
-    def allocate(key: Key, size: int) -> Tensor:
+    def allocate(size: int, *key: Any) -> Tensor:
         if not held[len(made)].expired():
             raise torch.OutOfMemoryError
         made.append(size)
-        return create(key, size)
+        return create(size, *key)
 
-    monkeypatch.setattr(flat_module, "_empty", allocate)
+    monkeypatch.setattr(flat_module, "empty", allocate)
     after = Flat(model, ODD_SPECS[::-1], before)
     assert len(made) == 2
     for p, view in zip(after.parameters, after.views(), strict=True):
         assert p.grad is view
     found = [t for p in model.parameters() for t in (p, p.grad)]
     assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+
+
+def advice_of(address: int) -> str:
+    """Return the flags of the mapping that contains an address: `hg` for huge pages."""
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            begin, end = (int(number, 16) for number in place.groups())
+        elif line.startswith("VmFlags:") and begin <= address < end:
+            return line
+    raise ValueError(f"address ({address:#x}) is not mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
+def test_large_tensors_are_in_huge_pages() -> None:
+    """Aligned to them, so that all whole pages of the tensor are huge, and no others."""
+    for dtype in (torch.float32, torch.float64, torch.uint8):
+        count = 5 * HUGE_BYTES // 2 // dtype.itemsize  # two and a half pages
+        tensor = empty(count, dtype, torch.device("cpu"))
+        assert (tensor.numel(), tensor.dtype, tensor.is_contiguous()) == (count, dtype, True)
+        assert tensor.data_ptr() % HUGE_BYTES == 0
+        flags = [advice_of(tensor.data_ptr() + page * HUGE_BYTES) for page in range(3)]
+        assert [" hg" in one for one in flags] == [True, True, False]
+        tensor.fill_(1)
+        assert tensor.sum().item() == count
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_other_tensors_have_the_memory_of_torch(
+    monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    monkeypatch.setattr(memory_module.sys, "platform", system)
+    size = HUGE_BYTES - 1 if system == "linux" else 2 * HUGE_BYTES
+    tensor = empty(size, torch.uint8, torch.device("cpu"))
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes == size
 
 
 # ---- checksums ------------------------------------------------------------------------------

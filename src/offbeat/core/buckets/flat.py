@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.former_memory import FormerMemory
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
+from offbeat.core.buckets.memory import empty
 from offbeat.core.buckets.shards import Shards, is_sharded, local_of, reshard
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 from offbeat.core.plan.types import moment_of
@@ -166,7 +167,7 @@ class Flat:
         """Return new flat tensors, with zeros if there are gaps. If they `may_fail`, return None if
         the memory of the device does not suffice."""
         try:
-            tensors = {key: _empty(key, size) for key, size in sizes.items()}
+            tensors = {key: empty(size, *key) for key, size in sizes.items()}
         except torch.OutOfMemoryError:
             if may_fail:
                 return None
@@ -443,17 +444,13 @@ def flatten(tensors: Sequence[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         for key, group in by_key.items():
             *offsets, size = accumulate((tensor.numel() for tensor in group), initial=0)
-            flat = _empty(key, size)
+            flat = empty(size, *key)
             for tensor, offset in zip(group, offsets, strict=True):
                 place = place_like(flat, tensor, offset)
                 place.copy_(tensor.detach())
                 tensor.data = place
             flats.append(flat)
     return flats
-
-
-def _empty(key: Key, size: int) -> Tensor:
-    return torch.empty(size, dtype=key[0], device=key[1])
 
 
 def align(size: int, alignment: int) -> int:

@@ -1,10 +1,34 @@
-"""Return of freed memory from the C library to the operating system."""
+"""Memory of the C library and of Linux: huge pages, and return of freed memory to the system."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+HUGE_BYTES = 2 << 20  # a huge page of Linux
+MADV_HUGEPAGE = 14
+
+
+def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized flat tensor, on the host in huge pages if Linux allows them.
+
+    Otherwise the processor translates an address every 4 KB, in the forward, in the backward and in
+    the update. The memory before and behind the tensor is never written, so it takes no space.
+    """
+    advise = _c_function("madvise") if sys.platform == "linux" and device.type == "cpu" else None
+    advised = size * dtype.itemsize // HUGE_BYTES * HUGE_BYTES
+    if advise is None or not advised:
+        return torch.empty(size, dtype=dtype, device=device)
+    whole = torch.empty(size + HUGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    begin = -whole.data_ptr() % HUGE_BYTES // dtype.itemsize
+    tensor = whole[begin : begin + size].detach()
+    advise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(advised), MADV_HUGEPAGE)
+    return tensor
 
 
 def give_back() -> None:
@@ -12,15 +36,15 @@ def give_back() -> None:
 
     Later allocations have other sizes and would not reuse that memory.
     """
-    trim = _malloc_trim()
+    trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 @cache
-def _malloc_trim() -> Any:
-    """Return glibc's function that gives free memory back to the system, or None without it."""
+def _c_function(name: str) -> Any:
+    """Return a function of the C library, or None without it."""
     try:
-        return ctypes.CDLL(None).malloc_trim
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None

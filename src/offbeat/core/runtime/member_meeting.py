@@ -109,7 +109,7 @@ def _meet(
     begun_s = time.monotonic()
     others = [name for name in names if name != member.rank_name]
     awaited, awaits_all = [name for name in others if member_of(name) in begun], False
-    there = set[str]()  # ranks that have reported; a report stays, so it is asked for once
+    there = set[str]()  # ranks that have reported, which is never undone
     while (epoch := following_epoch(member)) is None:
         there.update(_present(keys, [name for name in names if name not in there]))
         awaited = [name for name in awaited if name not in there]

@@ -169,7 +169,7 @@ class MessageLink:
         self._submit(message)
 
     def keeps(self, message: Message) -> bool:
-        """Return whether the tensors of a received message may still be asked for by `detach`."""
+        """Return whether `detach` may return a received message, whose tensors must stay then."""
         return self.keeps_last
 
     def close(self, timeout_s: float = 2.0) -> bool:
