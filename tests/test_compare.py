@@ -36,6 +36,8 @@ from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
+# Where starts and ends of processes are not the subject.
+forked = pytest.mark.usefixtures("forked_ranks")
 
 # A stand-in for training: it does what the runtime does with its job, in made-up time.
 SCRIPT = """
@@ -242,6 +244,7 @@ def test_predicted_is_one_period_with_its_numbers(here):
     assert trace.notes["exposed_s"] >= 0
 
 
+@forked
 def test_the_plan_that_ran_stands(here):
     """A runtime that planned otherwise than expected is what the report shows."""
     other = DreamDDP(period=3).plan(Profile.load(_profile(here)))
@@ -308,6 +311,7 @@ def test_what_was_recorded_before_a_kill_is_reported(here, capsys):
     assert 11 <= ddp.iterations <= 12
 
 
+@forked
 def test_a_strategy_without_a_plan_fails_in_words(here):
     """Like any other failure: the others go on."""
 
@@ -343,6 +347,7 @@ def test_a_script_that_leaves_no_record_has_failed(here):
     assert "offbeat.prepare" in outcome.failures[0]
 
 
+@forked
 def test_a_given_profile_is_not_measured_again(here):
     given = _profile(here, hosts=1)
     outcome = compare.compare(comparison(repetitions=1, profile=given, hosts=1), here / "out")
@@ -360,6 +365,7 @@ def test_a_contestant_without_a_plan(here):
     assert row.predicted_s is not None
 
 
+@forked
 def test_hosts_keep_the_profiles_pace(here):
     profile = Profile.load(_profile(here, hosts=1))
     paced = here / "paced.json"
@@ -420,6 +426,7 @@ def test_default_directories_differ(here):
 # --- through the command line --------------------------------------------------------------------
 
 
+@forked
 def test_compare_command(here, capsys):
     argv = [
         "compare",
@@ -446,6 +453,7 @@ def test_compare_command(here, capsys):
     assert (run_dir / "report.html").is_file()
 
 
+@forked
 def test_demo_command(here, capsys, monkeypatch):
     """With the stand-in in place of its script (which test_examples.py trains)."""
     monkeypatch.setattr(commands, "DEMO", "train")
@@ -457,6 +465,7 @@ def test_demo_command(here, capsys, monkeypatch):
     assert (here / "out" / "report.html").exists()
 
 
+@forked
 @pytest.mark.parametrize("given", [False, True], ids=["measured", "profile"])
 def test_run_takes_the_strategy_that_the_script_names(given, here, capsys):
     """And the default if the script names none, however the profile comes about."""
@@ -504,7 +513,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@forked
 def test_run_takes_a_strategy_whose_class_the_script_defines(here):
     """It is predicted from the plan that has run."""
     (here / "own.py").write_text(OWN)
@@ -517,6 +526,7 @@ def test_run_takes_a_strategy_whose_class_the_script_defines(here):
     assert read(here / "r/mine/plan.json") == read(here / "r/mine/rep0/plan.json")
 
 
+@forked
 def test_run_refuses_what_the_scripts_strategy_lacks(capsys):
     """Servers for one that has servers; a setting without a strategy."""
     argv = ["run", "--lab", "none", "--hosts", "2", "--out", "r"]
@@ -527,6 +537,7 @@ def test_run_refuses_what_the_scripts_strategy_lacks(capsys):
     assert launched() == ["profile"]
 
 
+@forked
 def test_options_after_the_script_are_stated(here, capsys):
     argv = ["run", "--lab", "none", "--strategy", "bsp", "--hosts", "2", "--out", "r", "train.py"]
     assert cli.main([*argv, "--hosts", "3", "--rate=5mbit", "--steps", "9"]) == 0
@@ -536,6 +547,7 @@ def test_options_after_the_script_are_stated(here, capsys):
     assert Profile.load(here / "r/profile.json").world_size == 2
 
 
+@forked
 def test_json_is_all_there_is_on_stdout(here, capsys):
     argv = ["run", "--lab", "none", "--hosts", "2", "--strategy", "dreamddp", "--out", "r"]
     assert cli.main([*argv, "--set", "period=3", "--json", "train.py"]) == 0
@@ -624,6 +636,7 @@ def test_ctrl_c_keeps_what_was_measured(here):
             os.kill(rank, 0)
 
 
+@forked
 @pytest.mark.parametrize("name", ["job.json", "load.json", "run.json", "summary.json"])
 def test_a_full_disk_names_the_file_and_keeps_what_was_measured(name, here, monkeypatch, capsys):
     """The disk is full from the second contestant on: no file of that name can be written."""
@@ -673,6 +686,7 @@ def test_the_rest_is_estimated_from_the_first_run():
     assert compare.remaining_text(["ddp"], predicted_s, 1e6) == ""
 
 
+@forked
 def test_an_interrupted_comparison_is_resumed(here, capsys):
     """What is complete stays; what was cut short or has not begun runs with the same seeds."""
     arguments = ("--args", "wfbp=--rate 2", "train.py")
@@ -694,6 +708,7 @@ def test_an_interrupted_comparison_is_resumed(here, capsys):
     assert {row.seeds for row in rows} == {(3, 5)}
 
 
+@forked
 def test_a_resumed_comparison_may_have_further_repetitions(here, capsys):
     """One launch becomes three; the first one stays. Fewer or other seeds are another run."""
     command = ["1" if word == "2" else word for word in RESUMABLE[:-2]]  # of one host
@@ -739,6 +754,7 @@ def test_another_command_is_not_resumed(here, capsys):
     assert "run directory (nowhere) must hold the run.json" in capsys.readouterr().err
 
 
+@forked
 def test_a_resumed_comparison_keeps_its_profile_and_states_other_limits(here, capsys):
     given = Profile.load(_profile(here))
     arguments = ("--profile", str(_profile(here)), "--timeout", "60", "train.py")
@@ -758,6 +774,7 @@ def test_a_resumed_comparison_keeps_its_profile_and_states_other_limits(here, ca
     assert read(here / "out" / "run.json")["profile"] == before["profile"] is not None
 
 
+@forked
 def test_arguments_of_one_strategy(here, capsys):
     """They stand after those of all strategies, in the command of its ranks alone."""
     (here / "train.py").write_text(f"{SCRIPT}\nprint('words:', *sys.argv[1:], flush=True)")

@@ -1,7 +1,7 @@
 """The examples run as users run them: alone, as two processes that share the work, by torchrun.
 
-Only torchrun starts processes of its own here, as each takes seconds to import torch. (Also
-lab/test_image.py starts gpt.py by torchrun.)
+All are forks of the server that has torch. (lab/test_image.py starts gpt.py by torchrun with an
+import of torch for each process.)
 """
 
 import contextlib
@@ -13,13 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.forking import ForkedPython
 from support.worlds import run_world
 
 from offbeat.profile import Bucket, Link, Profile
@@ -44,34 +43,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-@contextmanager
-def started(argv: list[str], **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process in a group of its own, of which nothing is left afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, *argv],
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    """What it printed once it has ended well."""
-    printed, errors = process.communicate(timeout=LIMIT_S - 10)
-    assert process.returncode == 0, errors
-    assert "Traceback" not in errors
-    assert "terminate called" not in errors
-    return printed
 
 
 def example(script: str, *args: str) -> list[str]:
@@ -122,8 +93,19 @@ def test_gpt_learns():
 def test_digits_learns_under_torchrun():
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    with started([*torchrun, *where, *example(*TINY_DIGITS)]) as process:
-        printed = output(process)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, *torchrun, *where, *example(*TINY_DIGITS)]
+    launcher = ForkedPython(
+        command, env=environment(), start_new_session=True, workers=True, **pipes
+    )
+    try:
+        printed, errors = launcher.communicate(timeout=LIMIT_S - 10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert "terminate called" not in errors
     first, *_, last = losses(printed)
     assert last < 0.5 * first
     assert number("held-out accuracy", printed) > 0.8

@@ -1,4 +1,4 @@
-"""A run that is resumed, in new processes and at any position, ends where it would have."""
+"""A run that is resumed at any position, in new processes, ends where it would have."""
 
 from __future__ import annotations
 

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forking import launch_forks
 
-from offbeat.lab import Cluster, Lab, Link, launch
+from offbeat.lab import Cluster, Lab, Link
 
 pytest.importorskip("torch", exc_type=ImportError)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("namespaces")]
 
-# One launch tries all of them, one after the other: processes take seconds to import torch.
+# One launch tries all of them, one after the other.
 RIGHT = ["eth0", "eth1"]
 WANTED = {
     "swapped": [RIGHT, RIGHT, ["eth1", "eth0"]],
@@ -76,9 +77,10 @@ def run(hosts: int, code: str, folder: Path) -> list[list[str]]:
     two = (Link(name="a", rate="20mbit"), Link(name="b", rate="20mbit"))
     with Lab(Cluster(hosts=hosts, links=two)) as lab:
         before = lab.counters()
-        argv = [sys.executable, "-c", code]
-        env = {"WANTED": json.dumps(WANTED)}
-        result = launch(lab, argv, env=env, log_dir=folder, timeout_s=50)
+        script = folder / "script.py"
+        script.write_text(code)
+        how = {"env": {"WANTED": json.dumps(WANTED)}, "log_dir": folder, "timeout_s": 50.0}
+        result = launch_forks(lab, [sys.executable, str(script)], workers=hosts, **how)
         after = lab.counters()
     assert result.problem is None, result.problem
     if code == TOGETHER:

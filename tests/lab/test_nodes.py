@@ -211,7 +211,7 @@ dist.barrier()
 MODEL_BYTES = 4 * (100 * 2000 + 2001 * 3)
 
 
-@pytest.mark.usefixtures("namespaces")
+@pytest.mark.usefixtures("namespaces", "forked_ranks")
 @pytest.mark.timeout(110)
 def test_compare_on_hosts_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the kernel's counters, a host sends `2 (M - 1) / M` models per average to other hosts, as

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from support.forking import ForkedPython
 
 from offbeat.cli import entry as cli
 from offbeat.core.transport import addresses
@@ -81,17 +82,12 @@ def test_a_script_ends_long_before_the_timeout(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ELSEWHERE, "MASTER_PORT": "29512"}
     start_s = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        env=os.environ | place,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert f"MASTER_ADDR ({ELSEWHERE})" in done.stderr
-    assert done.returncode == 1
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "train.py"]
+    script = ForkedPython(command, cwd=tmp_path, env=os.environ | place, ends=True, **pipes)
+    _, said = script.communicate(timeout=100)
+    assert f"MASTER_ADDR ({ELSEWHERE})" in said
+    assert script.returncode == 1
     assert time.monotonic() - start_s < 60  # the timeout is 120 s
 
 

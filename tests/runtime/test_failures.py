@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import failing
+from support.forking import ForkedPython
 from support.worlds import Outcome, free_port, run_world, variables, watch_world
 
 from offbeat import DDP, WFBP, DeFT, DreamDDP, LocalSGD, PartialSync, Strategy
@@ -225,6 +226,7 @@ def run_scripts(tmp_path: Path, *arguments: str) -> list[tuple[int, str, str]]:
     return [(process.returncode, *end) for process, end in zip(ranks, ends, strict=True)]
 
 
-def run_script(script: Path, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, **pipes)
+def run_script(script: Path, environment: dict[str, str], *arguments: str) -> ForkedPython:
+    command = [sys.executable, str(script), *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return ForkedPython(command, env=environment, ends=True, **pipes)

@@ -324,7 +324,8 @@ def test_evaluation_between_iterations(strategy: Strategy) -> None:
 def test_observed_iterations_come_first(strategy: Strategy) -> None:
     """Three iterations of BSP, then the strategy, counted from 0, on the measured plan; batch
     norm's statistics travel with the parameters from then on."""
-    ranks = check(strategy, Loop(), Case("conv", "adam"), observe=3, min_bucket_bytes=1)
+    case, observed = Case("conv", "adam"), {"observe": 3, "min_bucket_bytes": 1}
+    ranks = check(strategy, Loop(), case, unites=True, **observed)
     plans = {rank.plan.digest for rank in ranks}
     assert len(plans) == 1
     assert {rank.united for rank in ranks} == {ranks[0].united}

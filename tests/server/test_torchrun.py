@@ -62,6 +62,7 @@ def test_a_worker_and_a_server(tmp_path: Path) -> None:
         [*torchrun, "--nproc-per-node", "2", str(script)],
         env={**os.environ, "OFFBEAT_SERVERS": "1", "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
+        workers=True,
     )
     _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 0, errors

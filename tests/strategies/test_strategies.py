@@ -159,8 +159,9 @@ def golden(name, strategy):
     assert path.read_text() == text
 
 
+# Settings of a strategy share most of its planner, so that few profiles for each are enough.
 @pytest.mark.parametrize("strategy", VARIANTS + VOTING, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_is_sound(strategy, profile):
     is_sound(strategy, profile)
@@ -188,7 +189,7 @@ def test_every_plan_with_a_wire_is_sound(strategy, profile):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS + VOTING + WIRED, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_is_pure(strategy, profile):
     """Each profile is planned four times, and what a plan depends on differs little between
@@ -197,7 +198,7 @@ def test_every_plan_is_pure(strategy, profile):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS + VOTING, ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_trains_as_its_equations_say(strategy, profile):
     equals_equations(strategy, profile, ranks=2)
@@ -205,7 +206,7 @@ def test_every_plan_trains_as_its_equations_say(strategy, profile):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_bucket_moves_as_often_as_promised(strategy, profile):
     if getattr(strategy, "split", False):  # which slices fill is not in the plan's notes

@@ -125,19 +125,25 @@ def train_and_save(trials: Sequence[Trial], folder: str) -> list[str]:
 def resume_everywhere(
     trials: Sequence[Trial], folder: str
 ) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Per trial the digests after going on from every position."""
+    """Per trial the digests after going on from every position.
+
+    Each trial has one new job. It goes on from one position, which differs between trials, and then
+    from all others, with the state of the last iteration before each load. `prepare` takes several
+    times as long as these iterations.
+    """
     found = []
-    for number, (strategy, case, _, clip) in enumerate(trials):
+    for number, (strategy, case, iterations, clip) in enumerate(trials):
         digests = []
         names = sorted(p.name for p in Path(folder, str(number)).iterdir())
-        for name in names:
-            with job(strategy, case, clip=clip) as resumed:
+        first = number % len(names)
+        with job(strategy, case, clip=clip) as resumed:
+            for name in [*names[first:], *names[:first]]:
                 checkpoint = resumed.load(f"{folder}/{number}/{name}")
                 assert checkpoint.exact
                 start = offbeat.iteration(resumed.model)
-                resumed.train(range(start, trials[number].iterations))
+                resumed.train(range(start, iterations))
                 digests.append((start, resumed.digest()))
-        found.append((str(strategy), digests))
+        found.append((str(strategy), sorted(digests)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -15,17 +16,21 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import reduction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from offbeat.lab import NoLab
 from offbeat.lab.launch import Result, rank_environment
+from support.checking import enter, namespaces_of
 from support.worlds import free_port, start_fork
 
 
 class ForkedPython:
     """`python SCRIPT ...` or `python -m MODULE ...` with the interface of `subprocess.Popen`.
 
-    The interpreter does not end as usual, which tests of ends of processes need. `workers` are
-    those of torchrun, which are forks too if it is True.
+    `workers` are those of torchrun, which are forks too if it is True. `ends`: the interpreter
+    reports exceptions and ends as for a program, with its threads and objects. `namespace` is a
+    file of the network namespace.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class ForkedPython:
         cwd: Path | None = None,
         start_new_session: bool = False,
         workers: bool = False,
+        ends: bool = False,
+        namespace: str = "",
         start: Callable[..., Any] = start_fork,
     ) -> None:
         first, *rest = map(str, args)
@@ -51,7 +58,8 @@ class ForkedPython:
             if file is not None:
                 files[number] = _Descriptor(file.fileno())
         own = dict(os.environ if env is None else env)
-        how = {"in_session": start_new_session, "forks_workers": workers}
+        how = {"in_session": start_new_session, "forks_workers": workers, "ends": ends}
+        how["namespace"] = namespace
         self._process = start(_run, rest, own, str(cwd or Path.cwd()), files, how)
         self.pid = self._process.pid
         self.terminate, self.kill = self._process.terminate, self._process.kill
@@ -90,14 +98,17 @@ def launch_forks(
     workers: int,
     **_: Any,
 ) -> Result:
-    """Run a command once per rank as `offbeat.lab.launch` does, without a lab's processes."""
+    """Run a command once per rank as `offbeat.lab.launch` does, without a lab's processes, but in
+    the namespaces of its hosts."""
     ranks, files, port = [], [Path(log_dir, f"rank{r}.log") for r in range(workers)], free_port()
+    hosts = [] if isinstance(lab, NoLab) else namespaces_of(lab)[1:]
     begun_s = time.monotonic()
     try:
         for rank, file in enumerate(files):
             own = {**os.environ, **rank_environment(lab, rank, port, workers, 0), **env}
+            where = hosts[lab.cluster.host_of(rank)] if hosts else ""
             with file.open("w") as log:
-                ranks.append(ForkedPython(argv, stdout=log, stderr=log, env=own))
+                ranks.append(ForkedPython(argv, stdout=log, stderr=log, env=own, namespace=where))
         codes = tuple(rank.wait(min(timeout_s, 90.0)) for rank in ranks)
     finally:
         for fork in ranks:
@@ -128,7 +139,7 @@ def _fork(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(
-    args: list[str], env: dict[str, str], cwd: str, files: dict[int, int], how: dict[str, bool]
+    args: list[str], env: dict[str, str], cwd: str, files: dict[int, int], how: dict[str, Any]
 ) -> None:
     """Run a command as the interpreter would, with stdout and stderr in `files`."""
     import torch
@@ -138,6 +149,8 @@ def _run(
 
     if how["in_session"]:
         os.setsid()
+    if how["namespace"]:
+        enter(how["namespace"])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -155,6 +168,8 @@ def _run(
     sys.argv = args[1:] if module else args
     first = cwd if module else str(Path(args[0]).parent.resolve())
     sys.path[:0] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    if how["ends"] and not module:
+        _run_to_the_end(args[0])
     try:
         if module:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -169,6 +184,23 @@ def _run(
         atexit._run_exitfuncs()
 
 
+def _run_to_the_end(script: str) -> None:
+    """Run a script as the main module, and end the interpreter."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = script
+    code = 0
+    try:
+        exec(compile(Path(script).read_text(), script, "exec"), vars(main))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        code, sys.last_value = 1, error
+        sys.excepthook(type(error), error, error.__traceback__)
+    ctypes.pythonapi.Py_Exit(code)
+
+
 def _start_worker(_: object, args: Sequence[str], env: dict[str, str]) -> ForkedPython:
     """Start a worker of torchrun."""
-    return ForkedPython(args, env=env, start_new_session=True, start=_fork)
+    return ForkedPython(args, env=env, start_new_session=True, ends=True, start=_fork)

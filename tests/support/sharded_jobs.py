@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -73,10 +73,16 @@ def nodes_of(replicas: int, ranks: int) -> Shards:
 
 
 def mesh_of(nodes: Sequence[Sequence[int]]) -> DeviceMesh:
-    """The mesh of a job, (between, inside); joins the job before."""
+    """The mesh of a job, (between, inside); joins the job before. Jobs of a process share it,
+    because its groups take as long as a training."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    return _mesh_of(tuple(map(tuple, nodes)))
+
+
+@cache
+def _mesh_of(nodes: tuple[tuple[int, ...], ...]) -> DeviceMesh:
     return DeviceMesh("cpu", [*map(list, nodes)], mesh_dim_names=("between", "inside"))
 
 

@@ -35,7 +35,7 @@ def loss_of(model: Any, t: int) -> Tensor:
 
 def train(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
     """Of every strategy a hash of all parameters after each iteration, the statistics at the end,
-    losses, bytes sent and predicted."""
+    losses, bytes sent and predicted. The first one measures the profile of all."""
     found = []
     # Buffers that are broadcast are not coded, so they would hide how few bytes codes are.
     how: dict[str, Any] = {"observe": 2, "min_bucket_bytes": 1, "broadcast_buffers": False}
@@ -53,6 +53,7 @@ def train(strategies: Sequence[Strategy]) -> list[dict[str, Any]]:
                 losses.append(loss.item())
                 hashes.append(bits(model))
             session = model._session
+            how = {"profile": session.profile, "broadcast_buffers": False}
             statistics, sent = model.state_dict()["1.running_mean"].clone(), session.traffic()
             model.consolidate()
             found.append(

@@ -109,12 +109,14 @@ def train(
     *,
     loop: Loop = USUAL,
     load: tuple[dict[str, Any], dict[str, Any]] | None = None,
+    unites: bool = False,
     slow: int | None = None,
     profile: Profile | None = None,
     **options: Any,
 ) -> Trained:
     """Train on this rank's batches. Ranks begin with different weights: rank 0's must count.
-    Without a profile but with `observe` in the options, the runtime measures its own."""
+    Without a profile but with `observe` in the options, the runtime measures its own. Replicas are
+    united at the end if `unites`, which takes more messages than the training; `slow` is late."""
     model = build_model(case, seed=rank())
     optimizer = build_optimizer(case, model)
     if profile is None and "observe" not in options:
@@ -132,7 +134,8 @@ def train(
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         spy.fill(trained)
         trained.place = model.replica, model.member
-        trained.united = average_replicas(model, slow)
+        if unites:
+            trained.united = average_replicas(model, slow)
     assert "grad" not in vars(torch.nn.Parameter)  # nobody listens to reads any more
     return trained
 
@@ -353,11 +356,10 @@ def in_turn(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> l
 
 
 def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
-    """The last rank is a straggler when the first case ends."""
-    slow = [world_size() - 1] + [None] * (len(cases) - 1)
+    """The last case unites replicas at its end, where the last rank is a straggler."""
     return [
-        train(case, strategy, range(iterations), slow=s)
-        for case, s in zip(cases, slow, strict=True)
+        train(case, strategy, range(iterations), unites=case is cases[-1], slow=world_size() - 1)
+        for case in cases
     ]
 
 

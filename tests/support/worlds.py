@@ -232,7 +232,7 @@ def _rank(
     import torch.distributed as dist
 
     from offbeat.core.measuring import codec_speed as coding
-    from offbeat.core.measuring import links
+    from offbeat.core.measuring import contention, links, sending
     from offbeat.core.runtime import plan_choice
 
     os.environ.update(variables)
@@ -241,7 +241,8 @@ def _rank(
     coding.MANY = 1 << 14
     coding.REPEATS = {coding.FEW: 1, coding.MANY: 1}
     coding.MESSAGES, coding.REST_S = 3, 0.0
-    links.BUDGET_S = 0.5
+    links.BUDGET_S, links.SERIES = 0.5, 1
+    contention.COUNT, sending.VOLLEYS, sending.COUNT = 2, 1, 1
     plan_choice.raise_if_wrong = _checked_once(plan_choice.raise_if_wrong)
     try:
         report: dict[str, Any] = {"result": function(*args)}
