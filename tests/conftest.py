@@ -12,6 +12,8 @@ import pytest
 # The tests start hundreds of processes; each would compile all of offbeat anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Tensors of tests are tiny, and tests run beside each other: a second thread would only spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Imports make a million objects that stay. Collections would visit them again and again.
 gc.disable()
 

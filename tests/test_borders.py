@@ -100,15 +100,16 @@ def test_no_strategy_is_tested_by_its_class() -> None:
         where = path.relative_to(SOURCE)
         if where.parts[0] in rooms:
             continue
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
         classes = {
             alias.asname or alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes
             if isinstance(node, ast.ImportFrom)
             and node.module is not None
             and node.module.split(".")[1:2] == ["strategies"]
             for alias in node.names
         }
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
                 if named & (classes - {"Strategy"}):

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support import gpu_jobs
+from support.forking import ForkedPython
 from support.scripts import ROOT, benchmark
 from support.worlds import run_world, watch_world
 
@@ -94,8 +96,10 @@ def test_options_of_the_check_list(tmp_path: Path, capsys: pytest.CaptureFixture
         assert checklist.main([]) == 1
 
 
-def test_the_check_list_starts_and_disturbs_ranks() -> None:
-    """In processes of their own, as on a GPU."""
+def test_the_check_list_starts_and_disturbs_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, as on a GPU, but without an import of torch for each."""
+    names = {"STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(checklist, "subprocess", SimpleNamespace(Popen=ForkedPython, **names))
     seen = checklist.lost_rank("cpu", ["lo"], signal.SIGKILL)
     assert re.fullmatch(r"SIGKILL over lo: [\d.]+ s, exit 1", seen)
     lost = [checklist.Ended(0, {"digest": "a"}, ""), checklist.Ended(None, None, "last words")]

@@ -327,20 +327,30 @@ model.close()
 """
 
 
-def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
+def test_a_script_joins_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks and one that comes later, in processes of their own: all end alike. Its first
     exchanges are of parameters, the others of codes. It has a record of its own."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    env = {**os.environ, "OFFBEAT_SECRET": "of a test", "OMP_NUM_THREADS": "1"}
-    env["OFFBEAT_RECORD"] = str(tmp_path / "runs")
+    for name, value in (("SECRET", "of a test"), ("RECORD", str(tmp_path / "runs"))):
+        monkeypatch.setenv(f"OFFBEAT_{name}", value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks, said = [], tmp_path / "said"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks, said, printed = [], tmp_path / "said", list[str]()
+
+    def run(command: list[str], env: dict[str, str]) -> ForkedPython:
+        joining = ForkedPython(command, env=env, **pipes)
+        printed.extend(joining.communicate(timeout=150))
+        return joining
+
+    monkeypatch.setattr("offbeat.experiments.joining.subprocess", SimpleNamespace(run=run))
     for n in range(2):
-        own = {**env, **world, "RANK": str(n)}
+        own = {**os.environ, **world, "RANK": str(n)}
         with (said if n == 0 else tmp_path / "other").open("w") as errors:
             files = {"stdout": subprocess.PIPE, "stderr": errors}
             ranks.append(ForkedPython([sys.executable, script, n], env=own, **files))
@@ -349,15 +359,15 @@ def test_a_script_joins_by_the_command_line(tmp_path: Path) -> None:
             assert ranks[0].poll() is None, said.read_text()
             time.sleep(0.05)
         line = next(line for line in said.read_text().splitlines() if "offbeat join" in line)
-        argv = [sys.executable, "-m", *shlex.split(line)]
-        joined = subprocess.run(argv, env=env, timeout=150, **pipes)
+        code = cli.main(shlex.split(line)[1:])
         ends = [rank.communicate(timeout=150)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert joined.returncode == 0, joined.stderr
-    assert "as worker 2" in " ".join(joined.stderr.split())
-    sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, joined.stdout)]
+    out, errors = printed
+    assert code == 0, errors
+    assert "as worker 2" in " ".join(errors.split())
+    sums = [end.split("end")[1].split(" ", 2)[1:] for end in (*ends, out)]
     assert sorted(me for me, _ in sums) == ["0", "1", "2"]
     assert len({words for _, words in sums}) == 1
     records = [load([run]) for run in (tmp_path / "runs").iterdir()]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from plan.test_random_plans import accepted, iterations_of
+from plan.test_random_plans import first_accepted, iterations_of
 from support import quadratic
 from support.memory import MemoryControl
 from support.quadratic import Quadratic, model_of
@@ -266,8 +267,8 @@ def task_of(plan: Plan, seed: int, iterations: int) -> Quadratic:
 
 
 def test_a_new_cursor_at_every_iteration_changes_nothing() -> None:
-    plans, outstanding = accepted()[:SAVED], 0
-    for seed, plan in plans:
+    outstanding = 0
+    for seed, plan in first_accepted(SAVED):
         iterations = iterations_of(plan)
         task = task_of(plan, seed, iterations)
         plain = trained(plan, task)
@@ -277,6 +278,7 @@ def test_a_new_cursor_at_every_iteration_changes_nothing() -> None:
     assert outstanding > SAVED / 4
 
 
+@cache
 def plans_with_windows() -> list[tuple[int, Plan]]:
     found, seed = [], 0
     while len(found) < DRAINED:

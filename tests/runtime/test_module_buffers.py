@@ -114,8 +114,8 @@ def with_offbeat(
 
 
 STRATEGIES: list[Strategy] = [WFBP(), P3(), DeAR(), BSP()]
-# All pairs of a way and a strategy would be 16 trainings. All ways run under one strategy that steps
-# at once, and under those that step in the next forward together.
+# All pairs of a way and a strategy would be 16 trainings. All ways run under one strategy that
+# steps at once, and under those that step in the next forward together.
 PAIRS = {
     "plain": STRATEGIES,
     "accumulation": [STRATEGIES[0], STRATEGIES[1]],

@@ -52,7 +52,7 @@ class ForkedPython:
         assert (first, text) == (sys.executable, True), args
         self._pipes = {}
         files = {}
-        for number, file in ((1, stdout), (2, stderr)):
+        for number, file in ((1, stdout), (2, stdout if stderr is subprocess.STDOUT else stderr)):
             if file is subprocess.PIPE:
                 file = self._pipes[number] = tempfile.TemporaryFile("w+")  # noqa: SIM115
             if file is not None:
@@ -70,6 +70,10 @@ class ForkedPython:
 
     def poll(self) -> int | None:
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
