@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 from support.scripts import benchmark
 
 from offbeat.data import Dirichlet, Partition
@@ -78,6 +77,8 @@ def test_seldp_reads_all_chunks_in_a_circle(capsys):
 
 
 def test_options_reach_the_split(capsys):
+    from sklearn.datasets import load_digits  # a second in the collection of each process
+
     argv = "--digits --split dirichlet --alpha 0.3 --sizes 1,2,1 --workers 3 --seed 5"
     summary = json_of(capsys, argv)
     labels = load_digits().target
