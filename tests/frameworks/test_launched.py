@@ -50,16 +50,23 @@ BOTH_RANKS = {"rank0.jsonl", "rank1.jsonl"}
 # ---- SLURM ----------------------------------------------------------------------------------
 
 FAKE_SRUN = """#!{python}
-# Starts two tasks as srun does on one node; its own options end at the command.
-import os, random, subprocess, sys
-command = sys.argv[sys.argv.index("python"):]
+# Starts two tasks as srun does on one node; its own options end at the command. Tasks are forks,
+# so that torch is imported once.
+import os, random, runpy, sys
+import offbeat, torch
+script, *arguments = sys.argv[sys.argv.index("python") + 1:]
 job = str(random.randrange(10**6))  # of which the port is made
-def task(rank):
-    of_task = {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2",
-               "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": job,
-               "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "night"}}
-    return subprocess.Popen([sys.executable, *command[1:]], env={{**os.environ, **of_task}})
-sys.exit(max(process.wait() for process in [task(0), task(1)]))
+tasks = []
+for rank in range(2):
+    if not (task := os.fork()):
+        os.environ |= {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2",
+                       "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": job,
+                       "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "night"}}
+        sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    tasks.append(task)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(task, 0)[1]) for task in tasks))
 """
 
 
