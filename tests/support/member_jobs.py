@@ -373,6 +373,7 @@ def _fail_in_messages(scenario: Scenario, who: int) -> None:
     def send_or_fail(link: LinkThread, message: Message) -> None:
         if scenario.kill_in_message and message.iteration >= scenario.kills.get(who, math.inf):
             os._exit(9)
+        given = message.tensors
         send(link, message)
         is_lost = scenario.deaf.get(who) == message.iteration
         payload = message.transfer.payload
@@ -382,6 +383,7 @@ def _fail_in_messages(scenario: Scenario, who: int) -> None:
                 del loses[0]
                 is_lost = True
         if is_lost:
+            message.tensors, message.errors = given, ()
             raise RuntimeError("the connection of this test has failed")
 
     if who in (*scenario.kills, *scenario.deaf, *scenario.loses):

@@ -344,7 +344,6 @@ class MemberChanges:
         if self._begins_at is None:
             first, since_s = self._member.epoch.first_iteration, self._engine.waiting.since_s
             self._results, self._change = {}, _Change(first, since_s)
-            self._received = set()
             earlier = self._session.iteration - self._engine.iteration
             for name, link in self._cluster.links.items():
                 last = link.detach()

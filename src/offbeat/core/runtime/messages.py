@@ -50,7 +50,9 @@ class Messages:
         self._module_buffers = module_buffers
         self.coding = Coding(program.plan, flat, memory, defers_errors=defers_errors)
         self._keeps_results = defers_errors  # the links keep them, to send them after a failure
-        self.drops = False  # whether encoded averages that are completed are dropped
+        # Whether averages that are completed will not be applied. Where members may change, they
+        # leave errors and anchors as if they were skipped.
+        self.drops = False
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer: its link and views, if they are the same in every iteration, and whether the
         # training thread waits for the message next.

@@ -25,22 +25,17 @@ class Pauses:
             cursor.flush()
             self._engine.reports.deliver()
 
-    def pause(self, *, drops: bool = False) -> None:
+    def pause(self) -> None:
         """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
-        cannot be dropped.
-
-        Args:
-            drops: where members may change, leave errors and anchors of averages that later
-                forwards await as if these averages were skipped.
-        """
+        cannot be dropped."""
         self._engine.abandon_unless_stepped()
         if self._engine.cursor.now is not None:
             self._engine.run.require_unsent(self._engine.cursor.now)
-        self._drop(drops=drops)
+        self._drop()
 
-    def _drop(self, *, drops: bool = False) -> None:
+    def _drop(self) -> None:
         """Drop the current iteration, which will not end, and complete all messages of earlier
-        iterations."""
+        iterations. Averages that a later forward than the next one awaits will not be applied."""
         cursor = self._engine.cursor
         if cursor.now is not None:
             cursor.drop()
@@ -48,7 +43,7 @@ class Pauses:
         self._engine.weight_looks.close()
         messages = self._engine.run.messages
         cursor.flush()
-        messages.drops = drops
+        messages.drops = True
         try:
             cursor.pause()
         finally:
@@ -90,8 +85,8 @@ class Pauses:
 
         Averages in flight would make replicas differ again.
         """
+        self.pause()
         run = self._engine.run
-        self.pause(drops=run.has_delayed_averages)
         if run.windows.late:
             run.drain(self._engine.iteration)
             self._restart_plan()
