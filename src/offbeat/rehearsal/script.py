@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
@@ -97,6 +98,7 @@ def _sharing_classes() -> Iterator[tuple[str, Any]]:
             yield name, getattr(module, name)
 
 
+@cache  # `sysconfig` builds all its variables anew for each path
 def _package_folders() -> tuple[str, ...]:
     """Return the folders of Python's own modules and of installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
