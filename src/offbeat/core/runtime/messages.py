@@ -118,6 +118,7 @@ class Messages:
                     self._sent.append(message)
                 else:
                     self._copies[id(message)] = copy
+                message.is_spare = self._keeps_results
                 coded = self.coding.encode_message(t, copy, planned)
                 self._links[t.link].release(message, coded.shapes, coded)
                 return
@@ -280,6 +281,9 @@ class Messages:
         for one in stored:
             if self._links[one.transfer.link].keeps(one):
                 self._retired.append(one)
+                continue
+            if one.coded is not None:
+                self.coding.give_back(one.tensors)
                 continue
             for tensor in one.tensors:
                 self._spares.give(tensor)
