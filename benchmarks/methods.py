@@ -271,16 +271,18 @@ def rates_of(options: argparse.Namespace) -> list[int]:
 
 def result(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result; exit if no part of `losses` has the settings of this version."""
-    columns = ["strategy", "iterations to DDP's loss", "seeds that never reach it", "last loss"]
-    columns += ["loss at equal bytes", "KB per iteration"]
+    every = ["strategy", "iterations to DDP's loss", "seeds that never reach it", "last loss"]
+    every += ["loss at equal bytes", "KB per iteration"]
     for rate in rates_of(options):
-        columns += [f"ms at {rate} Mbit/s", f"s to DDP's loss at {rate} Mbit/s"]
+        every += [f"ms at {rate} Mbit/s", f"s to DDP's loss at {rate} Mbit/s"]
+    every.append("seconds and bytes")
     found = [
         {
             "name": f"{task}-{hosts}",
             "title": f"{NAMES[task]}, {hosts} hosts: published methods",
             "spread": "median [least, greatest]",
-            "columns": [*columns, "seconds and bytes"],
+            "columns": every,
+            "page": {"columns": [c for c in every if not c.startswith(("ms", "KB"))]},
             "rows": made,
         }
         for task, hosts in cases(options)
