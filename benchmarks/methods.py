@@ -296,9 +296,10 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
         "what": "Losses are real, of the real model on all ranks, up to "
         f"{options.seeds} seeds; methods with servers train in a rehearsal with a jitter of "
         f"{JITTER:.0%}. Iterations are those until DDP's held-out loss after "
-        f"{max(front.AIMS.values())} iterations. Seconds and bytes per iteration are of the lab, "
-        "with emulated compute (30 ms), or predicted from its profiles for workers beside one "
-        f"further host that serves. Losses are compared when a rank has sent {sent}.",
+        f"{max(front.AIMS.values())} iterations. Seconds and bytes per iteration are of the lab "
+        f"(launches: {options.repetitions}), with emulated compute (30 ms), or predicted from "
+        "its profiles for workers beside one further host that serves. Losses are compared when "
+        f"a rank has sent {sent}.",
         "how": ["measured", "emulated", "predicted"],
         "date": datetime.now(UTC).date().isoformat(),
         "machine": tables.machine(),
