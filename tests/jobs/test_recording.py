@@ -443,6 +443,18 @@ def test_departures_count_and_iterations_before_the_plan_do_not(
     assert "; the last" not in text
 
 
+def test_a_member_that_leaves_states_it_once(
+    monitored: Monitored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The change of the members states it on all members that leave."""
+    plan_of(monitored, 0)
+    total = monitored.monitor._totals[0]
+    for how, stated in (("left", False), ("signal", True)):
+        capsys.readouterr()
+        monitored.monitor.on_end(how, "after iteration 4", total, total.n)
+        assert ("after iteration 4" in " ".join(capsys.readouterr().err.split())) is stated
+
+
 def test_the_end_compares_as_many_iterations_of_ddp(
     monitored: Monitored, capsys: pytest.CaptureFixture[str]
 ) -> None:

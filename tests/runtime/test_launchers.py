@@ -13,8 +13,9 @@ from support.worlds import run_world
 import offbeat
 from offbeat.core.runtime.launch_request import current_place
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
-from offbeat.core.runtime.startup_notices import _nodes_notice
+from offbeat.core.runtime.startup_notices import _describe_nodes, _nodes_notice
 from offbeat.core.transport.addresses import parse_address
+from offbeat.core.transport.topology import Topology
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -200,3 +201,12 @@ def test_remedy_for_ranks_without_nodes() -> None:
     gossip = _nodes_notice(local, offbeat.ADPSGD(), 4)
     assert "start one rank per node, or use a strategy such as dreamddp" in (gossip or "")
     assert _nodes_notice(local, offbeat.DreamDDP(), 2) is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_single_node_has_no_other_one_to_average_with(sharded: bool) -> None:
+    one, two = (Topology(nodes, sharded) for nodes in (((0, 1),), ((0, 1), (2, 3))))
+    assert _describe_nodes(one, offbeat.DreamDDP()).endswith("no other node to average with")
+    assert _describe_nodes(two, offbeat.DreamDDP()).endswith(
+        "dreamddp averages between the 2 nodes"
+    )
