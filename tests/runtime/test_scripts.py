@@ -99,7 +99,7 @@ def test_parameters_are_averaged_before_the_update(loop: Loop) -> None:
     assert_all_same(ranks, world)
 
 
-ALTERED = ("lr", "momentum", "weight_decay", "weights", "data")
+ALTERED = ("lr", "momentum", "weight_decay", "weights", "gradients", "data")
 
 
 def test_settings_and_weights_changed_before_the_step_count() -> None:

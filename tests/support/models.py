@@ -63,7 +63,7 @@ class Loop:
     hook: float | None = None
 
     def alter(self, model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
-        """Between backward and step: other settings, or other weights."""
+        """Between backward and step: other settings, other weights, or other gradients."""
         if t < self.since:
             return
         if self.alters in ("lr", "momentum", "weight_decay"):
@@ -75,6 +75,8 @@ class Loop:
                     p.mul_(0.9)
             elif self.alters == "data":
                 p.data.clamp_(-0.2, 0.2)
+            elif self.alters == "gradients" and p.grad is not None:
+                p.grad.data.mul_(0.5)  # changes no version counter
 
 
 USUAL = Loop()

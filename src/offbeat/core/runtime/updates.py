@@ -24,7 +24,7 @@ from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.stepper import BucketStepper, Settings, step_directly
 
 AT_ONCE = "use a strategy that steps at once, such as WFBP()"
-FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps after which checksums of weights are compared
+FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps with checksums of weights, or of gradients
 REST = -1  # key of the buckets that are updated in one call at the step
 
 
@@ -55,6 +55,8 @@ class Updates:
         # By bucket with a pending update: versions and checksum of its parameters at the step.
         self._weights: dict[int, tuple[list[int], int | None]] = {}
         self._asked = 0  # steps with later updates
+        self._gradient_sum: int | None = None  # checksum at the end of backward, if it was taken
+        self._backwards = 0  # ends of backward that were recorded
         self._revealed: set[int] = set()  # ids of applies with gradients shown in `p.grad`
         self._moves: UpdateCheck | None = UpdateCheck(optimizer)
         self.refresh()
@@ -188,7 +190,19 @@ class Updates:
             contents: also record a checksum of the weights, because writes through `p.data` change
                 no version counter. Requires that no message writes weights between backward and
                 step.
+
+        A checksum of the gradients, which detects writes through `p.grad.data`, is recorded with
+        that of the weights. Gradients that were applied in backward are read again in few steps.
         """
+        looks = self._backwards < FIRST_LOOKS or self._backwards % LOOK_EVERY == 0
+        self._backwards += 1
+        taken = contents or (
+            self.early
+            and looks
+            and not any(t.payload.buffer == "grad" for t in self._plan.transfers)
+        )
+        taken = taken and self._plan.source is None
+        self._gradient_sum = self._gradient_checksum() if taken else None
         self._noted = (
             self.stepper.settings(),
             self._weight_versions(),
@@ -253,7 +267,13 @@ class Updates:
 
     def has_changed_gradients(self) -> bool:
         """Return whether gradients were changed or replaced since backward."""
-        return self._flat.grad_version() != self._version or not self._gradients.is_intact()
+        if self._flat.grad_version() != self._version or not self._gradients.is_intact():
+            return True
+        return self._gradient_sum is not None and self._gradient_sum != self._gradient_checksum()
+
+    def _gradient_checksum(self) -> int:
+        found = (p.grad for p in self._parameters if p.grad is not None)
+        return checksum(*(g for g in found if g.layout == torch.strided))
 
     def refuse_read(self) -> None:
         """Raise ValueError after a read of a gradient that is in flight or part of a sum."""
