@@ -24,10 +24,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.core.transport.addresses import is_store_host
 
-# Longest pause between two looks at the store, for up to `LOOKING_RANKS` ranks. The first pauses
-# are shorter. With more ranks it is longer, so that they look at most 12,800 times per second.
-LOOK_EVERY_S = 0.02
-LOOKING_RANKS = 256
+LOOK_EVERY_S = 0.02  # longest pause between two looks of rank 0; the first pauses are shorter
+SEARCH_EVERY_S = 1.0  # longest time between two searches of rank 0 for keys of other ranks
+ARRIVALS = "offbeat/arrivals"  # number of keys that other ranks have written; grows with each
 ANSWER_S = 3.0  # longest time for an answer of the store beyond the limit of a request
 CHECK_EVERY_S = 0.2  # seconds between two checks whether a request is to be given up
 READ_S = 1.0  # longest time for which rank 0 keeps the store open after an error
@@ -103,14 +102,14 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
     if rank == 0:
         _welcome(store, token, world_size, until_s)
     else:
-        store.set(f"offbeat/here/{rank}", token)
+        _write(store, f"offbeat/here/{rank}", token)
         answer = f"offbeat/welcome/{token}"
-        if not _appears(store, answer, until_s, world_size):
+        if not _appears(store, answer, until_s):
             raise TimeoutError("rank 0 has not connected")
         token = store.get(answer).decode()
-        store.set(f"offbeat/in/{token}/{rank}", "")
+        _write(store, f"offbeat/in/{token}/{rank}", "")
         met = f"offbeat/met/{token}"
-        if not _appears(store, met, until_s, world_size):
+        if not _appears(store, met, until_s):
             missing = _missing(store, token, range(1, world_size))
             raise TimeoutError(_describe_missing(missing or [0]))
         error = store.get(met).decode()
@@ -120,9 +119,20 @@ def _enter(store: Any, rank: int, world_size: int, until_s: float) -> PrefixStor
     return PrefixStore(f"offbeat/{token}", store)
 
 
+def _write(store: Any, key: str, value: str) -> None:
+    """Write a key for which rank 0 waits."""
+    store.set(key, value)
+    store.add(ARRIVALS, 1)
+
+
 def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
-    """Publish the token for every rank until all ranks have confirmed it."""
-    missing, pauses_s, welcome = [*range(1, world_size)], _pauses_s(world_size), dict[int, bytes]()
+    """Publish the token for every rank until all ranks have confirmed it.
+
+    A search takes several requests for each missing rank, which would compete with the start of
+    these ranks on the same machine. So rank 0 searches only when a rank has written.
+    """
+    missing, pauses_s, welcome = [*range(1, world_size)], _pauses_s(), dict[int, bytes]()
+    arrivals = store.add(ARRIVALS, 0)
     while missing := _missing(store, token, missing):
         absent = {*_without_key(store, here := "offbeat/here/", missing)}
         for rank in missing:
@@ -139,7 +149,10 @@ def _welcome(store: Any, token: str, world_size: int, until_s: float) -> None:
             for rank in present:  # they lose the store if this process ends
                 _appears(store, f"offbeat/read/{token}/{rank}", read_s)
             raise TimeoutError(text)
-        time.sleep(next(pauses_s))
+        known, end_s = arrivals, min(until_s, time.monotonic() + SEARCH_EVERY_S)
+        while arrivals == known and time.monotonic() <= end_s:
+            time.sleep(next(pauses_s))
+            arrivals = store.add(ARRIVALS, 0)
     store.set(f"offbeat/met/{token}", "")
 
 
@@ -172,22 +185,22 @@ def _describe_missing(ranks: Sequence[int]) -> str:
     return f"rank {names} {'has' if len(ranks) == 1 else 'have'} not connected"
 
 
-def _appears(store: Any, key: str, until_s: float, ranks: int = 1) -> bool:
-    """Return whether a key exists at some time before `until_s`, for which `ranks` ranks wait."""
-    pauses_s = _pauses_s(ranks)
-    while not store.check([key]):
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(next(pauses_s))
+def _appears(store: Any, key: str, until_s: float) -> bool:
+    """Return whether a key exists at some time before `until_s`."""
+    left_s = max(until_s - time.monotonic(), LOOK_EVERY_S)  # 0 would be no limit
+    try:
+        store.wait([key], timedelta(seconds=left_s))
+    except dist.DistStoreError:
+        return False
     return True
 
 
-def _pauses_s(ranks: int) -> Iterator[float]:
-    """Yield the pauses between looks at the store, for a number of ranks that look at it."""
-    pause_s, longest_s = LOOK_EVERY_S / 32, LOOK_EVERY_S * max(1.0, ranks / LOOKING_RANKS)
+def _pauses_s() -> Iterator[float]:
+    """Yield the pauses between looks at the store."""
+    pause_s = LOOK_EVERY_S / 32
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s = min(2 * pause_s, LOOK_EVERY_S)
 
 
 def run_checked(
