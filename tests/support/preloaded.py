@@ -9,7 +9,9 @@ import os
 gc.disable()  # imports make objects that stay
 
 import encodings.idna  # noqa: E402, F401  of sockets
+import encodings.latin_1  # noqa: E402, F401  of checkpoints
 
+import numpy.ma  # noqa: E402, F401  of fits to measured times
 import pytest  # noqa: E402, F401  of functions that are in a test's own file
 import torch._dynamo  # noqa: E402  800 modules that the first optimizer of a process imports
 import torch.distributed.checkpoint.default_planner  # noqa: E402
@@ -18,6 +20,7 @@ import torch.distributed.checkpoint.state_dict  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402
 import torch.profiler._cupti_monitor  # noqa: E402, F401
+import torch.utils.serialization.config  # noqa: E402, F401
 
 from offbeat.core.runtime import plan_session, prepare  # noqa: E402, F401
 from offbeat.core.sim import prediction  # noqa: E402, F401
