@@ -8,7 +8,7 @@ import os
 
 gc.disable()  # imports make objects that stay
 
-import encodings.idna  # noqa: E402, F401  of sockets
+import encodings.idna  # noqa: E402  of sockets
 import encodings.latin_1  # noqa: E402, F401  of checkpoints
 
 import numpy.ma  # noqa: E402, F401  of fits to measured times
@@ -19,7 +19,7 @@ import torch.distributed.checkpoint.filesystem  # noqa: E402
 import torch.distributed.checkpoint.state_dict  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402
-import torch.profiler._cupti_monitor  # noqa: E402, F401
+import torch.profiler._cupti_monitor  # noqa: E402
 import torch.utils.serialization.config  # noqa: E402, F401
 
 from offbeat.core.runtime import plan_session, prepare  # noqa: E402, F401
