@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support import rehearsed
 
 from offbeat.core.strategy.parsing import parse
@@ -68,12 +70,77 @@ def test_a_process_that_is_killed():
         run_all(work, STRATEGIES, 2, None)
 
 
+def multiply() -> None:
+    x = torch.ones(400, 400)
+    torch.mm(x, x)
+
+
+def multiply_in_threads() -> None:
+    for _ in range(4):
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+
+
+def test_processes_compute_although_threads_of_this_process_have_just_ended():
+    """A fork while threads free their memory copied locks of MKL: one of two or three hung."""
+
+    def work(strategy: Any, _: Any) -> RehearsedCurve:
+        signal.setitimer(signal.ITIMER_REAL, 40.0)  # kills a process that hangs
+        multiply_in_threads()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return RehearsedCurve(str(strategy), 1, 1, (1.0,), (1.0,))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(3):
+            multiply_in_threads()
+            assert len(run_all(work, STRATEGIES, 2, None)) == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_that_run_are_known():
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    tasks = Path("/proc/self/task")
+    sleeping = tasks / str(thread.native_id)
+    until_s = time.monotonic() + 30
+    while rehearse._is_running(sleeping) and time.monotonic() < until_s:
+        time.sleep(0.001)  # it has only just been started
+    assert not rehearse._is_running(sleeping)
+    assert rehearse._is_running(tasks / str(threading.get_native_id()))
+    ended.set()
+    thread.join()
+    assert not rehearse._is_running(tasks / "0")
+
+
 def test_a_process_that_never_starts_to_compute(monkeypatch):
     """As when a lock was held during the fork, by a thread that the process does not have."""
     monkeypatch.setattr(rehearse, "START_S", 0.2)
     monkeypatch.setattr(rehearse, "_compute", threading.Event().wait)
-    with pytest.raises(RuntimeError, match=r"one of them has not computed within 0\.2 s"):
+    with pytest.raises(RuntimeError, match=r"one of them has not computed within 0\.2 s in 3 att"):
         run_all(curve_after(1), STRATEGIES, 2, None)
+
+
+def test_processes_that_do_not_compute_are_forked_again(tmp_path, monkeypatch):
+    """In the first attempt one of both waits for ever, as for a lock that no thread releases."""
+    compute, place = rehearse._compute, tmp_path / "first"
+
+    def wait_once() -> None:
+        try:
+            place.mkdir()
+        except FileExistsError:
+            compute()
+        else:
+            threading.Event().wait()
+
+    monkeypatch.setattr(rehearse, "START_S", 3.0)
+    monkeypatch.setattr(rehearse, "_compute", wait_once)
+    curves = run_all(curve_after(1), STRATEGIES, 2, None)
+    assert [curve.strategy for curve in curves] == ["bsp", "wfbp"]
 
 
 def test_a_script_that_begins_during_an_interrupt_is_terminated(tmp_path, monkeypatch):

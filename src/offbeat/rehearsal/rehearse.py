@@ -11,10 +11,9 @@ from functools import partial
 from math import nan
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import fmean
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import Any, Self
 
 import torch
@@ -37,7 +36,8 @@ from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Replica
 
 SMOOTH = 10  # iterations of which a loss is the mean
-START_S = 60.0  # seconds within which a forked process must compute
+IDLE_S = 10.0  # longest wait for other threads before a fork
+START_S, STARTS = 20.0, 3  # seconds within which forked processes must compute; attempts
 
 Progress = Callable[[str, int], None]
 """Called with a strategy and its number of finished iterations."""
@@ -437,7 +437,6 @@ def curve_of(
 # ---- processes ------------------------------------------------------------------------------
 
 _inherited: Any = None  # work of a forked process: functions of the caller cannot be pickled
-_STARTED = -1, 0  # report of a process that computes; other reports hold a strategy's number
 
 
 def run_all(
@@ -466,45 +465,86 @@ def run_all(
             "process cannot use; call rehearse before the first use of the GPU"
         )
     names = [str(strategy) for strategy in strategies]
-    context = get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, context, _start_process, (work, strategies, sender))
-    curves = pool.map(_run_inherited, range(len(strategies)))  # forks before threads begin
-    forked = tuple(pool._processes.values())
-    listener = _Listener(receiver, sender, forked, lambda number, done: report(names[number], done))
+    pool, receiver, sender = _start_processes(work, strategies, processes)
+    curves = pool.map(_run_inherited, range(len(strategies)))
     try:
-        with listener, pool:
+        with _Listener(receiver, sender, lambda number, done: report(names[number], done)), pool:
             return list(curves)
     except BrokenProcessPool as error:
-        reason = "has ended without a result, as when memory is exhausted"
-        if listener.is_late:
-            reason = (
-                f"has not computed within {START_S:g} s, as if a thread of this process held a "
-                "lock during the fork"
-            )
         raise RuntimeError(
-            f"processes ({processes}): one of them {reason}; use processes=1, or call rehearse in "
-            "a process without other threads"
+            f"processes ({processes}): one of them has ended without a result, as when memory is "
+            "exhausted; use processes=1, or sample= for fewer replicas"
         ) from error
 
 
-def _start_process(*inherited: Any) -> None:
-    """Keep the work in a forked process, and report as soon as a new thread of it computes.
+def _start_processes(
+    work: Callable[..., RehearsedCurve], strategies: Sequence[Strategy], processes: int
+) -> tuple[ProcessPoolExecutor, Connection, Connection]:
+    """Return processes that compute, and both ends of the pipe of their reports.
 
-    A fork copies locks in their state, but not the threads that would release them.
+    A fork copies locks in their state, but not the threads that would release them. Threads of an
+    earlier rehearsal end after their `join`, and hold locks of MKL while they free their memory. A
+    process that was forked at that moment never ends a product of matrices. So processes are forked
+    when no thread runs, and forked again if they do not compute.
+
+    Raises:
+        RuntimeError: a process has not computed in any attempt.
     """
+    context = get_context("fork")
+    for _ in range(STARTS):
+        receiver, sender = context.Pipe(duplex=False)
+        pool = ProcessPoolExecutor(processes, context, _start_process, (work, strategies, sender))
+        _await_idle_threads()
+        pool.submit(int)  # forks all processes
+        forked, until_s = [*pool._processes.values()], time.monotonic() + START_S
+        started = 0
+        while started < processes and receiver.poll(max(0.0, until_s - time.monotonic())):
+            receiver.recv()
+            started += 1
+        if started == processes:
+            return pool, receiver, sender
+        for process in forked:
+            process.kill()
+        pool.shutdown()
+    raise RuntimeError(
+        f"processes ({processes}): one of them has not computed within {START_S:g} s in {STARTS} "
+        "attempts, as if a thread of this process held a lock during the fork; use processes=1, or "
+        "call rehearse in a process without other threads"
+    )
+
+
+def _await_idle_threads() -> None:
+    """Wait until all other threads of this process sleep, for at most `IDLE_S` seconds."""
+    until_s, own = time.monotonic() + IDLE_S, str(get_native_id())
+    while time.monotonic() < until_s and any(
+        _is_running(task) for task in Path("/proc/self/task").glob("*") if task.name != own
+    ):
+        time.sleep(0.002)
+
+
+def _is_running(task: Path) -> bool:
+    """Return whether a thread of this process neither sleeps nor has ended."""
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "RD"
+
+
+def _start_process(*inherited: Any) -> None:
+    """Keep the work in a forked process, and report as soon as a new thread of it computes."""
     global _inherited
     _inherited = inherited
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     thread = Thread(target=_compute)
     thread.start()
     thread.join()
-    inherited[-1].send(_STARTED)
+    inherited[-1].send(None)
 
 
 def _compute() -> None:
-    """Compute as a replica does."""
-    x = torch.ones(8, 8, requires_grad=True)
+    """Compute as a replica does, with matrices for which MKL allocates memory."""
+    x = torch.ones(400, 400, requires_grad=True)
     (x @ x).sum().backward()
 
 
@@ -520,23 +560,14 @@ class _Listener:
     The ends of the pipe have no lock, which a killed process would keep: the system writes so few
     bytes at once. The pipe is read until the body ends, because a full one would stop processes. An
     error of `report` is raised at the end.
-
-    Attributes:
-        is_late: whether a process did not compute in time and all were killed.
     """
 
     def __init__(
-        self,
-        receiver: Connection,
-        sender: Connection,
-        processes: Sequence[BaseProcess],
-        report: Callable[[int, int], None],
+        self, receiver: Connection, sender: Connection, report: Callable[[int, int], None]
     ) -> None:
-        self._receiver, self._sender = receiver, sender
-        self._processes, self._report = processes, report
+        self._receiver, self._sender, self._report = receiver, sender, report
         self._thread = Thread(target=self._listen, name="offbeat-rehearsal-progress", daemon=True)
         self._error: BaseException | None = None
-        self.is_late = False
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -551,18 +582,8 @@ class _Listener:
             raise self._error
 
     def _listen(self) -> None:
-        until_s, missing = time.monotonic() + START_S, len(self._processes)
-        while True:
-            if missing > 0 and not self._receiver.poll(max(0.0, until_s - time.monotonic())):
-                self.is_late, missing = True, 0
-                for process in self._processes:
-                    process.kill()
-            one = self._receiver.recv()
-            if one is None:
-                return
-            if one == _STARTED:
-                missing -= 1
-            elif self._error is None:
+        while (one := self._receiver.recv()) is not None:
+            if self._error is None:
                 try:
                     self._report(*one)
                 except BaseException as error:
