@@ -121,6 +121,13 @@ def test_settings_and_weights_changed_before_the_step_count() -> None:
         assert_all_same(ranks, world)
 
 
+def test_gradients_moved_to_other_memory_are_refused() -> None:
+    loop = Loop(alters="memory", since=3)
+    [outcome] = watch_world(workers.train_with, 1, CASE, WFBP(), range(6), loop, {})
+    assert outcome.kind == "ValueError"
+    assert "a gradient was moved to other memory" in outcome.error
+
+
 def test_settings_and_weights_changed_later_are_refused() -> None:
     for what in ALTERED[:-1]:
         loop = Loop(alters=what, since=3)

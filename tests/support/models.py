@@ -77,6 +77,8 @@ class Loop:
                 p.data.clamp_(-0.2, 0.2)
             elif self.alters == "gradients" and p.grad is not None:
                 p.grad.data.mul_(0.5)  # changes no version counter
+            elif self.alters == "memory" and p.grad is not None:
+                p.grad.data = p.grad.data * 0.5
 
 
 USUAL = Loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.shards import local_of
+
+LOOKS = 64  # gradients whose memory is checked after each backward
+MOVED = (
+    "a gradient was moved to other memory by `p.grad.data = ...`, so messages would not contain "
+    "the next one; write in place (p.grad.copy_(...)), or assign p.grad"
+)
+_address = methodcaller("data_ptr")
 
 
 class Gradients:
@@ -38,6 +46,8 @@ class Gradients:
         copies = self.flat.copies("grad")
         self.late = copies > 1
         self._views = [self.flat.views(copy) for copy in range(copies)]
+        addresses = [[*map(_address, views)] for views in self._views if not self.flat.is_sharded]
+        self._places, self._turn = addresses, 0  # by copy; the next view to check
         self._added = [[0] * len(self.flat.buckets) for _ in range(copies)]
         # By copy and bucket: parameters that had no gradient on this rank in some iteration.
         self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
@@ -137,12 +147,25 @@ class Gradients:
         """Do nothing: version counters detect changes of gradients applied in backward."""
 
     def on_backward_end(self, seen: bytearray) -> None:
-        """Record parameters without a gradient in this iteration. Averages use zero for them."""
+        """Record parameters without a gradient in this iteration. Averages use zero for them.
+
+        Raises:
+            ValueError: the script has moved a gradient to other memory, by `p.grad.data = ...`.
+        """
         copy = self.flat.copy_index("grad")
+        self._require_place(copy)
         if not all(seen):
             for index, was_seen in enumerate(seen):
                 if not was_seen:
                     self._note_absent(index, copy)
+
+    def _require_place(self, copy: int) -> None:
+        """Require that the views still point into the storage. Each call checks some views in
+        turn, so gradients that are all moved are found in the next backward."""
+        part = slice(self._turn, self._turn + LOOKS)
+        self._turn = 0 if part.stop >= len(self.views) else part.stop
+        if self._places and [*map(_address, self.views[part])] != self._places[copy][part]:
+            raise ValueError(MOVED)
 
     def _note_absent(self, index: int, copy: int) -> None:
         b = self.bucket_of[index]
