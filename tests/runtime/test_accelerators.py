@@ -487,7 +487,7 @@ def test_decoded_messages_are_kept_for_their_readers() -> None:
 
     link = LinkThread("net", Collectives({}, _no_send), CPU())
     message, decoded = link.enqueue(TRANSFER, 0), torch.ones(3)
-    link.release(message, (), lambda *_, **__: ([decoded], [], 4))
+    link.release(message, (), lambda *_, **__: ([decoded], [], 4, ()))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
     Waiting(Device(), _Control(), 5.0).wait(message, flat)  # type: ignore[arg-type]
     assert link.close()

@@ -487,6 +487,27 @@ def test_large_tensors_are_in_huge_pages() -> None:
         assert [" hg" in one for one in flags] == [True, True, False]
         tensor.fill_(1)
         assert tensor.sum().item() == count
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_views_of_huge_pages_are_where_messages_read(order: tuple[int, int]) -> None:
+    """For matrices with transposed strides, too."""
+    model = nn.Sequential(nn.Linear(1200, 700), nn.Linear(700, 3))
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.data = p.data.permute(order).contiguous().permute(order)
+    flat = Flat(model, specs(model))
+    for b, bucket in enumerate(flat.buckets):
+        for name in ("param", "grad"):
+            [sent] = flat.tensors(name, range(b, b + 1))
+            [p] = bucket.parameters
+            view = p if name == "param" else p.grad
+            assert view is not None
+            with torch.no_grad():
+                view.fill_(b + 1)
+            assert set(sent[: p.numel()].tolist()) == {b + 1}
+            assert sent.data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize("system", ["linux", "darwin"])

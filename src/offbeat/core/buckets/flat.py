@@ -485,7 +485,7 @@ def with_own_storage(flat: Tensor) -> Tensor:
 def view_like(flat: Tensor, like: Tensor, offset: int) -> Tensor:
     """Return a view of `flat` with the shape of `like`, and with its strides if they are dense."""
     if is_dense(like):
-        return flat.as_strided(like.size(), like.stride(), offset)
+        return flat.as_strided(like.size(), like.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + like.numel()].view(like.size())
 
 

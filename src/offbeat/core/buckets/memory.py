@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 HUGE_BYTES = 2 << 20  # a huge page of Linux
 MADV_HUGEPAGE = 14
@@ -21,12 +22,14 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     the update. The memory before and behind the tensor is never written, so it takes no space.
     """
     advise = _c_function("madvise") if sys.platform == "linux" and device.type == "cpu" else None
-    advised = size * dtype.itemsize // HUGE_BYTES * HUGE_BYTES
+    size_bytes = size * dtype.itemsize
+    advised = size_bytes // HUGE_BYTES * HUGE_BYTES
     if advise is None or not advised:
         return torch.empty(size, dtype=dtype, device=device)
-    whole = torch.empty(size + HUGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
-    begin = -whole.data_ptr() % HUGE_BYTES // dtype.itemsize
-    tensor = whole[begin : begin + size].detach()
+    whole = torch.empty(size_bytes + HUGE_BYTES, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_BYTES
+    # With a storage of its own, because offsets of views count from the begin of the storage.
+    tensor = from_dlpack(whole[begin : begin + size_bytes]).view(dtype)
     advise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(advised), MADV_HUGEPAGE)
     return tensor
 
