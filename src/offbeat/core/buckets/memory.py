@@ -26,7 +26,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     advised = size_bytes // HUGE_BYTES * HUGE_BYTES
     if advise is None or not advised:
         return torch.empty(size, dtype=dtype, device=device)
-    whole = torch.empty(size_bytes + HUGE_BYTES, dtype=torch.uint8)
+    whole = torch.empty(size_bytes + HUGE_BYTES, dtype=torch.uint8, device=device)
     begin = -whole.data_ptr() % HUGE_BYTES
     # With a storage of its own, because offsets of views count from the begin of the storage.
     tensor = from_dlpack(whole[begin : begin + size_bytes]).view(dtype)
