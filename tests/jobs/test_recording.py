@@ -455,6 +455,20 @@ def test_a_member_that_leaves_states_it_once(
         assert ("after iteration 4" in " ".join(capsys.readouterr().err.split())) is stated
 
 
+@pytest.mark.parametrize(
+    ("how", "is_written"), [("ended", True), ("raised", True), ("left", False)]
+)
+def test_the_end_names_the_process_that_writes(
+    monitored: Monitored, how: str, is_written: bool, tmp_path: Path
+) -> None:
+    """Also if the members were changing in the last round. One that leaves is not the last."""
+    monitored.statuses.append(dict(monitored.statuses[0]))
+    monitored.round(0)
+    assert not (tmp_path / "alive.json").exists()
+    monitored.monitor.on_end(how, "text", None, 0)
+    assert (tmp_path / "alive.json").exists() is is_written
+
+
 def test_the_end_compares_as_many_iterations_of_ddp(
     monitored: Monitored, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,9 @@ class JobMonitor:
             total: sums over the iterations of rank 0 after the measurement of the profile.
             iterations: number of all iterations of rank 0 in this process.
         """
+        if self._writer is not None and how != "left":  # no round may have written it
+            statuses = self._control.statuses()[: len(self._numbers)]
+            self._write_alive(self._writer, statuses)
         for sink in self._sinks:
             sink.close()
         lines = self._describe_end(how, text, total, iterations)
