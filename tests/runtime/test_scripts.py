@@ -126,6 +126,7 @@ def test_gradients_moved_to_other_memory_are_refused() -> None:
     [outcome] = watch_world(workers.train_with, 1, CASE, WFBP(), range(6), loop, {})
     assert outcome.kind == "ValueError"
     assert "a gradient was moved to other memory" in outcome.error
+    assert "parameter 0 of those that are trained" in outcome.error
 
 
 def test_settings_and_weights_changed_later_are_refused() -> None:

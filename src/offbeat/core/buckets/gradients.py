@@ -16,8 +16,9 @@ from offbeat.core.buckets.shards import local_of
 
 LOOKS = 64  # gradients whose memory is checked after each backward
 MOVED = (
-    "a gradient was moved to other memory by `p.grad.data = ...`, so messages would not contain "
-    "the next one; write in place (p.grad.copy_(...)), or assign p.grad"
+    "a gradient was moved to other memory by `p.grad.data = ...` (parameter {index} of those that "
+    "are trained, shape {shape}), so messages would not contain the next one; write in place "
+    "(p.grad.copy_(...)), or assign p.grad"
 )
 _address = methodcaller("data_ptr")
 
@@ -164,8 +165,12 @@ class Gradients:
         turn, so gradients that are all moved are found in the next backward."""
         part = slice(self._turn, self._turn + LOOKS)
         self._turn = 0 if part.stop >= len(self.views) else part.stop
-        if self._places and [*map(_address, self.views[part])] != self._places[copy][part]:
-            raise ValueError(MOVED)
+        if not self._places:
+            return
+        found, known = [*map(_address, self.views[part])], self._places[copy][part]
+        if found != known:
+            index = part.start + next(i for i, at in enumerate(found) if at != known[i])
+            raise ValueError(MOVED.format(index=index, shape=[*self.parameters[index].shape]))
 
     def _note_absent(self, index: int, copy: int) -> None:
         b = self.bucket_of[index]

@@ -28,7 +28,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
     whole = torch.empty(size_bytes + HUGE_BYTES, dtype=torch.uint8, device=device)
     begin = -whole.data_ptr() % HUGE_BYTES
-    # With a storage of its own, because offsets of views count from the begin of the storage.
+    # With a storage of its own, which is saved without the memory before and behind.
     tensor = from_dlpack(whole[begin : begin + size_bytes]).view(dtype)
     advise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(advised), MADV_HUGEPAGE)
     return tensor
