@@ -207,8 +207,10 @@ def measure(
     rows = run(story.setup(), chosen, launches, folder / "all", folder / "profile.json")
     alone = verdict.row(ALONE)
     assert alone is not None
-    verdict.place.one_machine.save(folder / "one.json")
-    one = Setup(story.script(), Cluster.simple(1), timeout_s=LAUNCH_S)
+    compute = verdict.place.one_machine
+    compute.save(folder / "one.json")
+    host = f"hosts = 1\n[[overrides]]\nhost = 0\njitter = {compute.jitters[0]}\n"
+    one = Setup(story.script(), Cluster.from_toml(host), timeout_s=LAUNCH_S)
     chosen = {ALONE: contestant_of(alone.method, seconds / 2)}
     rows |= run(one, chosen, launches, folder / "one", folder / "one.json")
     return Measured(story, profile, verdict, rows)

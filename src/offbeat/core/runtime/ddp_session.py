@@ -80,9 +80,8 @@ class DDPSession(LoopSession):
             bucket_cap_mb=bucket_cap_mb,  # type: ignore[arg-type]
             **{BUFFERS_OPTION: job.watch.broadcast_buffers},  # type: ignore[arg-type]
         )
-        set_wait = job.cluster.control.set_wait_in_torch
         self._handles = [
-            model.register_forward_pre_hook(lambda *_: set_wait(None), prepend=True),
+            model.register_forward_pre_hook(self._end_wait_for_buffers, prepend=True),
             trained[-1].register_hook(lambda _: queue(self._wait_in_backward)),
         ]
         self._forward_seen = False  # whether DDP has seen a forward in this iteration
@@ -166,6 +165,11 @@ class DDPSession(LoopSession):
         output = self.module(*args, **kwargs)
         set_wait(None)
         return output
+
+    def _end_wait_for_buffers(self, *_: object) -> None:
+        self._cluster.control.set_wait_in_torch(None)
+        if self._pace is not None:
+            self._pace.on_wait_end()
 
     def _wait_in_backward(self) -> None:
         """Set the state of this rank for DDP's wait at the end of backward.

@@ -240,6 +240,7 @@ class Engine:
     def set_compute(self, compute: ComputeObserver) -> None:
         """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
+        self.control.on_wait_end = compute.on_wait_end
         self.run.messages.sends_here = type(compute) is ComputeObserver
 
     # ---- iterations -------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Control:
         hosts: host name of each rank.
         fails_on_silence: whether a rank without heartbeats counts as failed.
         nodes: number of each rank's node, for reports; () if every rank is a node of its own.
+        on_wait_end: called after each collective of all ranks.
     """
 
     fails_on_silence = False
@@ -105,6 +106,7 @@ class Control:
     ):
         self.timeout_s, self.interface, self._protocol = timeout_s, interface, protocol
         self._require_members, self._owns_default = require_members, owns_default
+        self.on_wait_end: Callable[[], None] = lambda: None
         self.connect()
 
     def connect(self) -> None:
@@ -350,6 +352,7 @@ class Control:
                 raise RuntimeError(
                     f"a collective of all ranks failed, {words}: {error}. {why}"
                 ) from error
+        self.on_wait_end()
 
     def statuses(self) -> list[dict[str, Any]]:
         """Return by rank the iteration, state and activity of its last heartbeat, and its age in
