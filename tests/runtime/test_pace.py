@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from support.models import Case, batch, build_model, loss_of, profile_of
+from support.worlds import run_world
 
+import offbeat
 from offbeat import Profile
 from offbeat.lab import pace as pacing
 from offbeat.lab import turns as turning
@@ -116,6 +123,49 @@ def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> Non
     pace.forward(-1)
     assert clock.now - before == pytest.approx(1.75)
     assert pace.record()["missed"] == 0
+
+
+def events_of_an_iteration(text: str, folder: Path) -> list[str]:
+    """Return what the pace of this rank is told in the last of three iterations."""
+    told: list[str] = []
+
+    def tell(method: str, event: str) -> None:
+        original = getattr(Pace, method)
+
+        def told_first(*args: Any) -> Any:
+            told.append(event)
+            return original(*args)
+
+        setattr(Pace, method, told_first)
+
+    tell("on_iteration_begin", "begin")
+    tell("on_wait_end", "wait")
+    tell("on_update", "update")
+    tell("on_model_update", "update")
+    Pace._advance = lambda *_: None  # type: ignore[method-assign]
+    case = Case()
+    os.environ["OFFBEAT_JOB"] = str(folder / "job.json")
+    model = build_model(case)
+    model, optimizer = offbeat.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), text, compare_every=1
+    )
+    for iteration in range(3):
+        loss_of(model, *batch(case, 0, iteration)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    last = len(told) - told[::-1].index("begin")
+    return told[last:]
+
+
+@pytest.mark.parametrize("text", ["local-sgd:period=1", "ddp"])
+def test_compute_goes_on_after_waits_outside_of_messages(text: str, tmp_path: Path) -> None:
+    profile_of(Case(), 2).with_pace(1.0).save(tmp_path / "profile.json")
+    job = {"schema": 1, "pace": 1.0, "profile": str(tmp_path / "profile.json")}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    for told in run_world(events_of_an_iteration, 2, text, tmp_path):
+        before_update = told[: told.index("update")]
+        # torch's DDP waits in forward for buffers and in backward for gradients
+        assert before_update.count("wait") >= (2 if text == "ddp" else 1)
 
 
 def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
