@@ -706,6 +706,41 @@ def test_one_machine_is_best_to_a_loss_if_more_batches_at_once_do_not_help():
         assert (there.together.seconds < there.row("one machine").seconds) == is_faster
 
 
+def first_sentences(verdict):
+    text = verdict_text(verdict, notes=(), command=None, width=80, verbose=False)
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def test_the_sentence_about_help_states_a_rate_once():
+    """Twice the rate is enough, too, but the least rate states it already."""
+    verdict = decide(Place(profile_of(ratio=3.0, ranks=2)), Work.of(), max_staleness=0, shares=())
+    twice = rate(2 * verdict.place.rate_bps)
+    verdict = replace(verdict, helps=(replace(verdict.helps[0], text=twice, saved=0.9),))
+    name = verdict.together.method.label
+    expected = f"With {rate(verdict.worthwhile_bps)} or more, all machines together ({name}) are"
+    assert f"{expected} faster than one." in first_sentences(verdict)
+    nearly = replace(verdict.together, batches=tuple(b * 1e-3 for b in verdict.together.batches))
+    equal = replace(verdict, together=nearly)
+    assert f"({name}) are faster by at most 2 %." in first_sentences(equal)
+
+
+def test_the_sentence_about_no_help_states_the_share_of_compute():
+    place = Place(profile_of(ratio=0.05))
+    predicted = predict_methods(place, max_staleness=0)
+    to_loss = Work.to_loss(1.0, {"ddp": [100.0], "one machine": [1000.0]})
+    for work, words in (
+        (to_loss, "bit/s would not help: compute takes "),
+        (Work.of(), "would save"),
+    ):
+        verdict = decide(place, work, predicted=predicted, max_staleness=0, shares=())
+        assert words in first_sentences(verdict)
+    verdict = decide(place, to_loss, predicted=predicted, max_staleness=0, shares=())
+    share = place.profile.compute_s / verdict.best.method.iteration_s
+    assert f"compute takes {100 * share:.0f} % of the time." in first_sentences(verdict)
+    two = replace(verdict, helps=2 * verdict.helps)
+    assert f"Neither {two.helps[0].text} nor {two.helps[0].text} would" in first_sentences(two)
+
+
 def test_loss_limits_rates_until_there_are_more_connections():
     text = 'hosts = 3\nrate = "200mbit"\nlatency = "40ms"\nloss = 0.001'
     lossy = place_on_cluster(profile_of(ranks=1), Cluster.from_toml(text))
@@ -787,6 +822,10 @@ def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
     ("argv", "words"),
     [
         ([], "advise takes a script to measure, or --profile"),
+        (["t.py"], "--hosts and --rate must describe the network"),
+        (["--hosts", "4", "t.py"], "--rate must describe the network"),
+        (["--hosts", "1", "--rate", "1gbit", "t.py"], "--hosts (1) must be at least 2"),
+        (["--hosts", "2", "--rate", "fast", "t.py"], "--rate ('fast')"),
         (["--profile", "one.json"], "hosts (None) must be given"),
         (["--profile", "one.json", "--hosts", "4"], "rate (None) must be given"),
         (["--profile", "p.json", "--samples", "1M"], "add --batch N"),
@@ -992,9 +1031,9 @@ def test_rehearsed_losses_of_machines_with_several_devices(tmp_path, capsys, mon
         assert each_s == pytest.approx(rows[label]["iteration_s"], rel=1e-6)
 
 
-def curve_of(label, losses, iteration_s):
+def curve_of(label, losses, iteration_s, *, ranks=4, input_elements=0.0):
     ends_s = tuple(iteration_s * (i + 1) for i in range(len(losses)))
-    return RehearsedCurve(label, 4, 4, tuple(losses), ends_s)
+    return RehearsedCurve(label, ranks, ranks, tuple(losses), ends_s, input_elements=input_elements)
 
 
 def test_losses_of_all_seeds_count():
@@ -1022,6 +1061,23 @@ def test_losses_of_all_seeds_count():
     assert "the script must use OFFBEAT_SEED" in notes
     assert "the script must divide the data by RANK" in notes
     assert losses.record()["iterations"] == {ddp: [30, 35], other: [30, None]}
+
+
+@pytest.mark.parametrize(("elements", "noted"), [(64.0, True), (120.0, False), (0.0, False)])
+def test_a_batch_that_the_script_divides_is_noted(elements, noted):
+    """One machine alone trains on 128 input elements; 0 is a curve without the number."""
+    predicted = predict_methods(Place(profile_of()), max_staleness=0)
+    whole = 128.0 if elements else 0.0
+    curves = {
+        "ddp": [curve_of("ddp", [2.0] * 10 + [1.0] * 10, 0.1, input_elements=elements)],
+        "one machine": [
+            curve_of("one machine", [3.0] * 20, 0.1, ranks=1, input_elements=whole),
+        ],
+    }
+    notes = " ".join(Losses(1.5, curves, (), False, Path("runs/x")).notes(predicted))
+    words = "a rank trains on 64 input elements per iteration with 4 ranks and on 128 with 1: "
+    assert (f"{words}the script divides its batch by WORLD_SIZE" in notes) is noted
+    assert ("WORLD_SIZE" in notes) is noted
 
 
 def test_a_method_that_had_less_time_raises_the_target():

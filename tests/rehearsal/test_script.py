@@ -85,6 +85,7 @@ def test_a_script_as_it_is(folder, monkeypatch, capsys):
     curve = json.loads((repetition / "curve.json").read_text())
     np.testing.assert_allclose(curve["losses"], expected.losses, rtol=0, atol=1e-12)
     assert len(curve["ends_s"]) == rehearsed.ITERATIONS
+    assert curve["input_elements"] == rehearsed.ROWS * 5 + rehearsed.ROWS  # x and y
 
     logs = [(repetition / f"rank{r}.log").read_text() for r in range(3)]
     for rank, log in enumerate(logs):

@@ -35,8 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if argv is None else argv)
     try:
         if moved := moved_options(typed):
-            text = f"{', '.join(moved)} after the script: taken as offbeat {typed[0]}'s"
-            print(f"offbeat: note: {text}; options of the script follow --", file=sys.stderr)
+            print(
+                f"offbeat: note: offbeat {typed[0]} uses {', '.join(moved)}, although it follows "
+                "the script; write -- before options of the script",
+                file=sys.stderr,
+            )
         command, bound, *_ = app.parse_args(
             mark_script(typed), exit_on_error=False, print_error=False
         )

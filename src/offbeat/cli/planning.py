@@ -238,6 +238,8 @@ def advise(
         script=() if script is None else (script, *args),
     )
     _require_advice_options(script, profile, rehearse, how, samples, batch)
+    if profile is None and cluster is None:
+        _require_network(hosts, rate)
     if per_host is not None:
         texts.require_range("--per-host", per_host, 1, "it is the number of devices")
     if cluster is not None:
@@ -290,6 +292,22 @@ def _require_advice_options(
             "advise takes a script to measure, or --profile FILE; give one of both, as in offbeat "
             "advise --hosts 4 --rate 200mbit train.py"
         )
+
+
+def _require_network(hosts: int | None, rate: str | None) -> None:
+    """Raise ValueError unless a network is described, before a script is measured for minutes."""
+    from offbeat.lab.units import parse_rate_bps
+
+    rate_bps = parse_rate_bps(rate, "--rate")
+    if hosts is None or rate_bps is None:
+        missing = " and ".join(
+            name for name, value in (("--hosts", hosts), ("--rate", rate_bps)) if value is None
+        )
+        raise ValueError(
+            f"{missing} must describe the network of a script that is measured on one device; add "
+            "--hosts 4 --rate 200mbit, or --cluster FILE"
+        )
+    texts.require_range("--hosts", hosts, 2, "one machine alone sends nothing")
 
 
 @app.command

@@ -285,7 +285,7 @@ def parse_whole_number(_: Any, tokens: Sequence[Any]) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"({text!r}) must be a whole number, as 4") from None
+        raise ValueError(f"({text!r}) must be a whole number, such as 4") from None
 
 
 def number_or_nan(text: str) -> float:

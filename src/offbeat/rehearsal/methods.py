@@ -19,7 +19,7 @@ from offbeat.experiments.advice.work import Work
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.record.run_directory import load
 from offbeat.experiments.report.losses import target_loss
-from offbeat.jobs.words import seconds
+from offbeat.jobs.words import count_text, seconds
 from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, rehearse_script
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ALONE_DIR = "one-machine"  # folder of the rehearsal of one machine, in the run directory
 SAME_LOSS = 1e-6  # relative difference of equal losses
+LESS_WORK = 0.75  # share of one machine's input elements below which a note warns
 OTHER_TIME = 0.05  # relative difference of seconds per iteration from which a note states both
 
 
@@ -136,7 +137,7 @@ class Losses:
         yield from self.failures
 
     def _suspicions(self) -> Iterator[str]:
-        """Yield remarks about seeds and data that the script ignores."""
+        """Yield remarks about seeds and ranks that the script ignores, and divided batches."""
         known = self.curves.get(BASELINE, ())
         if len(known) > 1 and len({curve.losses for curve in known}) == 1:
             yield (
@@ -149,6 +150,15 @@ class Losses:
                 yield (
                     "all machines together have the losses of one machine, so every rank trains "
                     "with the same batches: the script must divide the data by RANK"
+                )
+                return
+            if one.input_elements < LESS_WORK * alone.input_elements:
+                yield (
+                    f"a rank trains on {one.input_elements:,.0f} input elements per iteration with "
+                    f"{count_text(one.ranks, 'rank')} and on {alone.input_elements:,.0f} with "
+                    f"{alone.ranks}: the script divides its batch by WORLD_SIZE, but the predicted "
+                    "times are those of the whole batch on every rank. Give each rank the same "
+                    "batch for every number of ranks"
                 )
                 return
 

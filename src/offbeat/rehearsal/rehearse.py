@@ -57,6 +57,8 @@ class RehearsedCurve:
         votes: outcomes by vote and iteration.
         decisions: iteration and text of each decision of the runtime.
         replayed: whether order and times are those of a recorded job.
+        input_elements: elements of the input tensors of one rank per iteration, mean over replicas
+            and iterations.
         prediction: predicted steady state of the last plan.
         run: logs of all replicas, and plans.
     """
@@ -70,6 +72,7 @@ class RehearsedCurve:
     votes: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     decisions: tuple[tuple[int, str], ...] = ()
     replayed: bool = False
+    input_elements: float = 0.0
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
     run: Run | None = field(default=None, compare=False, repr=False)
 
@@ -429,6 +432,7 @@ def curve_of(
         {name: tuple(map(bool, column["yes"])) for name, column in votes.items()},
         tuple(log.decisions),
         run.replayed,
+        fmean(one.input_elements for one in run.logs) / len(log.losses),
         clock.prediction,
         run,
     )

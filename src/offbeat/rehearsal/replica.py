@@ -19,6 +19,7 @@ from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
+from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.prepare import OBSERVE
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder
@@ -87,6 +88,7 @@ class ReplicaLog:
         metrics: iteration and value of each metric that the script has reported, by name.
         sent_bytes: bytes that the replica has sent, by link.
         notes: facts about the run.
+        input_elements: elements of the tensors that forward passes for training have received.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -97,6 +99,7 @@ class ReplicaLog:
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    input_elements: int = 0
 
     def outcomes(self, course: Course, stop: int) -> dict[str, list[bool]]:
         """Return the outcomes of the votes of a plan in its iterations before `stop`."""
@@ -200,6 +203,19 @@ class _LastIteration:
             raise EndOfRehearsal
 
 
+class CountingModel(Model):
+    """Prepared model of a replica, which counts the elements of its training inputs."""
+
+    def __init__(self, module: nn.Module, session: Session, log: ReplicaLog) -> None:
+        super().__init__(module, session)
+        object.__setattr__(self, "_replica_log", log)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            self._replica_log.input_elements += sum(t.numel() for t in tensors_of((args, kwargs)))
+        return super().forward(*args, **kwargs)
+
+
 class MemoryJob(TrainingJob):
     """Training job of a replica. Its links have no connections to open."""
 
@@ -295,7 +311,8 @@ class Replica:
         session.strategy, session.saver = str(self.strategy), DiscardingSaver()
         if self.last_iteration is not None:
             session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
-        self.model = self._network.models[self.rank] = prepared = Model(model, session)
+        prepared = CountingModel(model, session, self.recorder.log)
+        self.model = self._network.models[self.rank] = prepared
         self.on_prepared()
         made = Optimizer(whole, session)
         return prepared, (made.parts() if is_list else made)

@@ -269,11 +269,13 @@ def decide(
     advice = predicted.advice
     to_row = partial(_row, place=place, work=work, device_memory=device_memory, price=price)
     rows = sorted(map(to_row, predicted.methods), key=_order)
-    best = _best(rows, advice)
+    best = _best(rows, advice, device_memory)
     if shares:
         rows = [_with_rates(row, place, shares) for row in rows]
         best = next(row for row in rows if row.method.label == best.method.label)
-    together = best if best.method.machines > 1 else _best(rows, advice, together=True)
+    together = (
+        best if best.method.machines > 1 else _best(rows, advice, device_memory, together=True)
+    )
     seconds_at = together.method.seconds_at
     return Verdict(
         place=place,
@@ -325,7 +327,9 @@ def _order(row: Row) -> tuple[bool, bool, float]:
     return row.fits is False, row.seconds is None, row.seconds or row.method.batch_s
 
 
-def _best(rows: Sequence[Row], advice: Advice, *, together: bool = False) -> Row:
+def _best(
+    rows: Sequence[Row], advice: Advice, device_memory: float | None, *, together: bool = False
+) -> Row:
     """Return the row to take: the fastest that fits among the advised strategy, one machine alone
     and sharded methods.
 
@@ -342,9 +346,9 @@ def _best(rows: Sequence[Row], advice: Advice, *, together: bool = False) -> Row
         raise ValueError("no method has reached the loss; rehearse more iterations")
     if not fitting:
         raise ValueError(
-            "device_memory must be at least the memory of a method; the least needs "
-            f"{min(map(_least_bytes, rows)) / 1e9:.3g} GB; use larger "
-            "devices, or more of them"
+            f"device_memory ({(device_memory or 0.0) / 1e9:.3g} GB) must be at least "
+            f"{min(map(_least_bytes, rows)) / 1e9:.3g} GB, the memory of the method that needs "
+            "least; use larger devices, or more of them"
         )
     advised = [row for row in fitting if row.method.strategy == advice.chosen.strategy]
     options = [option.strategy for option in advice.options]

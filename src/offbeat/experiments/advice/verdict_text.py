@@ -10,7 +10,7 @@ from offbeat.experiments.advice.commands import launch_command
 from offbeat.experiments.advice.methods import ALONE
 from offbeat.experiments.advice.needs import LEAST_RATE_BPS
 from offbeat.experiments.advice.options import CHANGES
-from offbeat.experiments.advice.selection import excluded_strategies
+from offbeat.experiments.advice.selection import AS_GOOD, excluded_strategies
 from offbeat.experiments.advice.verdict import Row, Verdict
 from offbeat.experiments.report import words
 from offbeat.experiments.report.table import wrap
@@ -95,8 +95,8 @@ def _headline(verdict: Verdict) -> str:
         and (row.method.strategy is None or row.method.label == BASELINE)
     ]
     if others:
-        named = [f"{row.method.label} {span(row.seconds or 0.0)}" for row in others]
-        text += f" Others: {', '.join(named)}."
+        named = [f"{row.method.label}: {span(row.seconds or 0.0)}" for row in others]
+        text += f" Others: {'; '.join(named)}."
     return text
 
 
@@ -148,8 +148,10 @@ def _help(verdict: Verdict) -> str:
         return _help_together(verdict)
     best = verdict.helps[0]
     if best.saved < LARGE_CHANGE:
-        names = " nor ".join(one.text for one in verdict.helps)
-        return f"Neither {names} would help: compute takes the time."
+        names = [one.text for one in verdict.helps]
+        text = f"{names[0]} would not help" if len(names) == 1 else _neither(names)
+        share = verdict.place.profile.slowest().compute_s / verdict.best.method.iteration_s
+        return f"{text}: compute takes {_percent(min(share, 1.0))} of the time."
     text = f"{best.text[:1].upper()}{best.text[1:]} would save {_percent(best.saved)} of the time"
     rest = [one for one in verdict.helps if one is not best]
     if rest:
@@ -157,21 +159,29 @@ def _help(verdict: Verdict) -> str:
     return f"{text}."
 
 
+def _neither(names: Sequence[str]) -> str:
+    return f"Neither {' nor '.join(names)} would help"
+
+
 def _help_together(verdict: Verdict) -> str:
     """Return what makes all machines together faster than one."""
     one_s, all_s = verdict.best.seconds or 0.0, verdict.together.seconds
     if all_s is None:
         return "All machines together do not reach the loss."
+    name = verdict.together.method.label
+    if all_s <= one_s:
+        return f"All machines together ({name}) are faster by at most {_percent(AS_GOOD)}."
     enough = [one.text for one in verdict.helps if all_s * (1 - one.saved) < one_s]
     if verdict.worthwhile_bps is not None:
-        enough.append(f"{rate(verdict.worthwhile_bps)} or more")
-    name = verdict.together.method.label
+        twice = rate(2 * verdict.place.rate_bps)  # also enough if it is above the least rate
+        enough = [f"{rate(verdict.worthwhile_bps)} or more", *(e for e in enough if e != twice)]
     if enough:
-        return f"All machines together ({name}) are faster than one with {' or '.join(enough)}."
+        conditions = ", or with ".join(enough)
+        return f"With {conditions}, all machines together ({name}) are faster than one."
     text = f"No rate makes all machines together ({name}) faster than one"
     best = verdict.helps[0]
     if best.saved >= LARGE_CHANGE:
-        text += f"; {best.text} would save {_percent(best.saved)} of its time"
+        text += f"; {best.text} would save {_percent(best.saved)} of their time"
     return f"{text}."
 
 
