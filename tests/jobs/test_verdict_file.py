@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from offbeat.jobs.job_view import JobFollower, view
 from offbeat.jobs.record_lines import load
 from offbeat.jobs.settings import read_settings
 from offbeat.jobs.verdict_file import KeptVerdict, read_verdict, verdict_of_run
+from offbeat.jobs.watch import screen
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import find
@@ -121,6 +123,9 @@ def test_report_and_watch_show_it(tmp_path: Path) -> None:
     shown = view(JobFollower(job))
     assert shown.verdict is not None
     assert shown.verdict.startswith("advised dreamddp:period=8")
+    named = replace(shown, verdict=shown.verdict.replace("dreamddp", "post-local-sgd"))
+    for width in range(60, 100):  # names with hyphens stay whole
+        assert any("post-local-sgd:period=8" in line.plain for line in screen(named, width))
 
 
 def test_report_of_a_comparison_shows_it(

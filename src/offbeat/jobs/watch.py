@@ -121,7 +121,7 @@ def screen(shown: JobView, width: int, height: int | None = None) -> list[Text]:
     lines = _flow(_title(shown, width), width, "  ")
     lines += _flow(_pace(shown), width, "  ")
     if shown.verdict is not None:
-        lines += [Text(row, "dim") for row in textwrap.wrap(f"verdict: {shown.verdict}", width)]
+        lines += [Text(row, "dim") for row in _wrap(f"verdict: {shown.verdict}", width, "  ")]
     if shown.series_s:
         lines.append(Text(_sparkline(shown.series_s, width)))
     if shown.members:
@@ -225,6 +225,11 @@ def _intervals_per_bar(series_s: Sequence[float], width: int) -> int:
     return max(1, -(-len(series_s) // bars))
 
 
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Return lines that break between words, so that names of strategies stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _membership(shown: JobView, width: int) -> list[Text]:
     """Return bars of the number of members over time, and the changes as a sentence."""
     begin_t = shown.members[0][0]
@@ -236,7 +241,7 @@ def _membership(shown: JobView, width: int) -> list[Text]:
         at_t = begin_t + (cell + 1) / cells * (end_t - begin_t)
         count = [count for t, count in shown.members if t <= at_t][-1]
         drawn += BARS[round(count / most * (len(BARS) - 1))]
-    rows = textwrap.wrap(f"members: {shown.members_text}", width, subsequent_indent="  ")
+    rows = _wrap(f"members: {shown.members_text}", width, "  ")
     return [Text(f"members {drawn}"), *(Text(row, "dim") for row in rows)]
 
 
@@ -333,7 +338,7 @@ def _events(events: Sequence[Mapping[str, Any]], width: int, room: int | None) -
     for event in reversed(events):
         text = one_line(event.get("text"))
         text = f"{event.get('iteration', 0):>9,} {text}"
-        rows = textwrap.wrap(text, width, subsequent_indent=" " * 10)
+        rows = _wrap(text, width, " " * 10)
         if len(lines) + len(rows) > (4 * EVENT_ROWS if room is None else room - 2):
             break
         style = "yellow" if event.get("event") in ("notice", "warning") else ""
@@ -345,7 +350,7 @@ def _last_lines(shown: JobView, width: int) -> list[Text]:
     """Return the reason of an end, or the command that inspects a silent rank."""
     if shown.end is not None:
         text = one_line(shown.end.get("text"))
-        return [Text(), *(Text(row, "bold") for row in textwrap.wrap(text, width))] if text else []
+        return [Text(), *(Text(row, "bold") for row in _wrap(text, width))] if text else []
     for rank in shown.ranks:
         if rank.silent and rank.pid is not None:
             return [Text(), Text(f"inspect it: ssh {rank.host} py-spy dump --pid {rank.pid}")]
