@@ -129,13 +129,19 @@ def test_report_and_watch_show_it(tmp_path: Path) -> None:
 
 
 def test_report_of_a_comparison_shows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = profile(6, 4, NEAR_AND_FAR)
     run = write_run(tmp_path / "run", facts, late(facts), iterations=24)
     write_verdict(run)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"notes": ["a note " * 30]}))
+    monkeypatch.setenv("COLUMNS", "70")
     assert cli.main(["report", str(run)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("Report: ")) <= 70
+    printed = " ".join(" ".join(lines).split())
+    assert "note: a note a note" in printed
     assert "verdict: advised dreamddp:period=8" in printed
     page = " ".join((run / "report.html").read_text().split())
     assert "Verdict: advised dreamddp:period=8: 420" in page

@@ -65,12 +65,11 @@ def show_run(
                 print(f"{row.label}: {explain_error(row.split, row.iteration_s)}")
         if logs is not None:
             print(f"output of the script: {logs}")
+    texts = [f"verdict: {text}" for text in verdict_texts(run, rows)]
     if run.given is not None and run.given["computed"]:
-        print(f"predicted from a computed profile: {run.given['text']}")
-    for text in verdict_texts(run, rows):
-        print(*table.wrap(f"verdict: {text}", width), sep="\n")
-    for note in run.notes:
-        print(f"note: {note}")
+        texts.insert(0, f"predicted from a computed profile: {run.given['text']}")
+    for text in (*texts, *(f"note: {note}" for note in run.notes)):
+        print(*table.wrap(text, width, "  "), sep="\n")
     print(f"Report: {page}")
     if sentence_last:
         print("", *table.wrap(reports.headline(run, rows).sentence, width), sep="\n")
