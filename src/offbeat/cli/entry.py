@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if moved := moved_options(typed):
             print(
-                f"offbeat: note: offbeat {typed[0]} uses {', '.join(moved)}, although it follows "
-                "the script; write -- before options of the script",
+                f"offbeat: note: {', '.join(moved)} after the script: read by offbeat {typed[0]}; "
+                "write -- before options of the script",
                 file=sys.stderr,
             )
         command, bound, *_ = app.parse_args(
