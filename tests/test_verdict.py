@@ -623,7 +623,7 @@ def test_what_does_not_fit_is_not_taken():
         assert verdict.best.method.memory.total_bytes < most
         assert not verdict.row(free.best.method.label).fits
     least = min(row.method.memory.total_bytes for row in free.rows)
-    with pytest.raises(ValueError, match="device_memory must be at least"):
+    with pytest.raises(ValueError, match=r"device_memory \(.+ GB\) must be at least"):
         decide(place, Work.of(), max_staleness=1, device_memory=least - 1, shares=())
 
 
@@ -732,9 +732,9 @@ def test_the_sentence_about_no_help_states_the_share_of_compute():
         (to_loss, "bit/s would not help: compute takes "),
         (Work.of(), "would save"),
     ):
-        verdict = decide(place, work, predicted=predicted, max_staleness=0, shares=())
+        verdict = decide(place, work, predicted=predicted, shares=(), rate_text=rate)
         assert words in first_sentences(verdict)
-    verdict = decide(place, to_loss, predicted=predicted, max_staleness=0, shares=())
+    verdict = decide(place, to_loss, predicted=predicted, shares=(), rate_text=rate)
     share = place.profile.compute_s / verdict.best.method.iteration_s
     assert f"compute takes {100 * share:.0f} % of the time." in first_sentences(verdict)
     two = replace(verdict, helps=2 * verdict.helps)

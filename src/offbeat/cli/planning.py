@@ -238,13 +238,13 @@ def advise(
         script=() if script is None else (script, *args),
     )
     _require_advice_options(script, profile, rehearse, how, samples, batch)
-    if profile is None and cluster is None:
-        _require_network(hosts, rate)
     if per_host is not None:
         texts.require_range("--per-host", per_host, 1, "it is the number of devices")
     if cluster is not None:
         texts.load_cluster(cluster, hosts=hosts, rate=rate)
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
+    if profile is None and cluster is None:
+        _require_network(hosts, rate)
     facts, code = None, 0
     if script is not None:
         facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)

@@ -94,6 +94,7 @@ class Control:
     fails_on_silence = False
     _protocol: str | None = None
     nodes: Sequence[int] = ()
+    on_wait_end: Callable[[], None] = staticmethod(lambda: None)  # also of rehearsals
 
     def __init__(
         self,
@@ -106,7 +107,6 @@ class Control:
     ):
         self.timeout_s, self.interface, self._protocol = timeout_s, interface, protocol
         self._require_members, self._owns_default = require_members, owns_default
-        self.on_wait_end: Callable[[], None] = lambda: None
         self.connect()
 
     def connect(self) -> None:
