@@ -736,7 +736,8 @@ def test_the_sentence_about_no_help_states_the_share_of_compute():
         assert words in first_sentences(verdict)
     verdict = decide(place, to_loss, predicted=predicted, shares=(), rate_text=rate)
     share = place.profile.compute_s / verdict.best.method.iteration_s
-    assert f"compute takes {100 * share:.0f} % of the time." in first_sentences(verdict)
+    # ZeRO-3 divides the update, so its iteration may take less than the compute of one device.
+    assert f"compute takes {min(100, 100 * share):.0f} % of the time." in first_sentences(verdict)
     two = replace(verdict, helps=2 * verdict.helps)
     assert f"Neither {two.helps[0].text} nor {two.helps[0].text} would" in first_sentences(two)
 
