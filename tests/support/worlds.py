@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,19 @@ def _compared_once(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], A
     return compare_once
 
 
+def _measured_once(measure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a measurement of all codecs that takes place once for a device."""
+    known: dict[Any, Any] = {}
+
+    @wraps(measure)
+    def measure_once(where: Any, device: Any) -> Any:
+        if where not in known:
+            known[where] = measure(where, device)
+        return known[where]
+
+    return measure_once
+
+
 def _rank(
     pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
@@ -255,6 +268,7 @@ def _rank(
     coding.MANY = 1 << 14
     coding.REPEATS = {coding.FEW: 1, coding.MANY: 1}
     coding.MESSAGES, coding.REST_S = 3, 0.0
+    coding.codec_speeds = _measured_once(coding.codec_speeds)
     links.BUDGET_S, links.SERIES = 0.5, 1
     contention.COUNT, sending.VOLLEYS, sending.COUNT = 2, 1, 1
     plan_choice.raise_if_wrong = _checked_once(plan_choice.raise_if_wrong)
