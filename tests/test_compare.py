@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from support.forking import launch_forks
 
 from offbeat.cli import commands
 from offbeat.cli import entry as cli
@@ -165,7 +166,13 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Turns:
     here = tmp_path_factory.mktemp("turns")
     (here / "train.py").write_text(SCRIPT)
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.chdir(here), redirect_stdout(out), redirect_stderr(err):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.chdir(here),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        patch.setattr("offbeat.experiments.launcher.launch", launch_forks)
         outcome = compare.compare(comparison("emulated"), here / "out")
     return Turns(here, outcome, out.getvalue(), err.getvalue())
 
@@ -338,6 +345,7 @@ def test_without_a_profile_nothing_runs(words, expected, here):
     assert outcome.report is None
 
 
+@forked
 def test_a_script_that_leaves_no_record_has_failed(here):
     alone = CONTESTANTS[:1]
     asked = comparison("idle=ddp", repetitions=1, profile=_profile(here), contestants=alone)
@@ -561,6 +569,7 @@ def test_json_is_all_there_is_on_stdout(here, capsys):
     assert here
 
 
+@forked
 def test_a_failed_contestant_exits_1_with_the_table(capsys):
     argv = [
         "compare",
@@ -581,6 +590,7 @@ def test_a_failed_contestant_exits_1_with_the_table(capsys):
     assert "report.html" in printed.out
 
 
+@forked
 def test_profile_command(here, capsys):
     argv = ["profile", "--lab", "none", "--hosts", "2", "train.py"]
     assert cli.main([*argv, "-o", "p.json"]) == 0
@@ -741,6 +751,7 @@ OTHER_COMMANDS = (
 )
 
 
+@forked
 def test_another_command_is_not_resumed(here, capsys):
     assert cli.main([*RESUMABLE, "--out", "out", "train.py", "fail=profile"]) == 1
     before = (here / "out" / "run.json").read_text()
@@ -858,10 +869,10 @@ def test_what_the_library_says_to_a_scripts_user_stays(capsys: pytest.CaptureFix
 
 
 def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
-    """A loop on every processor beside the profile and the run."""
-    loops = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processors())
-    ]
+    """A loop on every processor beside the profile and the run, which leaves other programs the
+    time that they need."""
+    loop = "import os; os.nice(19)\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-S", "-c", loop]) for _ in range(processors())]
     try:
         outcome = compare.compare(
             replace(
@@ -891,6 +902,7 @@ def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:
     assert "disturbed" in (here / "out" / "report.html").read_text()
 
 
+@forked
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 def test_a_second_attempt_that_does_not_end(here: Path, monkeypatch, how: str) -> None:
     """One that fails is the repetition's failure; after Ctrl-C the first one counts again."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from support.checking import (
+    Printed,
     be_outdated,
     block,
     check_in,
@@ -54,10 +57,29 @@ def numbers(lines: list[str], first: str) -> list[float]:
     return [float(text) for text in re.findall(r"(?<!\S)\d*\.?\d+", line.removeprefix(first))]
 
 
-def test_all_is_well() -> None:
-    with Lab(Cluster.simple(3, "4mbit")) as lab:
-        printed = check_in(lab, 3)
-    lines = printed_by_rank_0(printed, 0)
+SLOW_PAIR = 'hosts = 3\nrate = "4mbit"\n[[pairs]]\nhosts = [0, 2]\nrates = { net = ".8mbit" }'
+LONG = {
+    "well": Cluster.simple(3, "4mbit"),
+    "a slow pair": Cluster.from_toml(SLOW_PAIR),
+    "a shared link": Cluster.simple(4, "4mbit"),
+}
+
+
+@pytest.fixture(scope="module")
+def printed(_support: str | None) -> dict[str, list[Printed]]:
+    """What long checks print. They take place at the same time, as they wait for slow links."""
+    if _support is not None:
+        pytest.skip(_support)
+    with ExitStack() as stack:
+        labs = {name: stack.enter_context(Lab(cluster)) for name, cluster in LONG.items()}
+        run_world(share, 1, namespaces_of(labs["a shared link"])[0], (1, 3), 4_000_000)
+        pool = stack.enter_context(ThreadPoolExecutor(len(labs)))
+        checks = {n: pool.submit(check_in, lab, lab.cluster.hosts) for n, lab in labs.items()}
+        return {name: check.result() for name, check in checks.items()}
+
+
+def test_all_is_well(printed: dict[str, list[Printed]]) -> None:
+    lines = printed_by_rank_0(printed["well"], 0)
     assert re.fullmatch(r"offbeat check: 3 ranks on 3 hosts, eth0, \d+ s", lines[0])
     meeting_s = numbers(lines, "  meeting")[-1]
     assert int(lines[0].split()[-2]) <= link_limit_s(3) + meeting_s + 1
@@ -114,10 +136,8 @@ def test_every_link_is_checked() -> None:
     assert "cannot reach rank 1 (host-b, 10.77.1.2) on eth1: no answer in 3 s" in found
 
 
-def test_a_slow_pair_is_named() -> None:
-    pair = 'hosts = 3\nrate = "4mbit"\n[[pairs]]\nhosts = [0, 2]\nrates = { net = ".8mbit" }'
-    with Lab(Cluster.from_toml(pair)) as lab:
-        (found,) = verdicts(printed_by_rank_0(check_in(lab, 3), 0))
+def test_a_slow_pair_is_named(printed: dict[str, list[Printed]]) -> None:
+    (found,) = verdicts(printed_by_rank_0(printed["a slow pair"], 0))
     assert re.match(
         r"slow: +rank \d \(host-[ac]\) <-> rank \d \(host-[ac]\) \.[5-9]\d? Mbit/s, the others "
         r"(3|4)\.?\d? \(median\)",
@@ -125,10 +145,8 @@ def test_a_slow_pair_is_named() -> None:
     )
 
 
-def test_a_shared_link_is_named() -> None:
-    with Lab(Cluster.simple(4, "4mbit")) as lab:
-        run_world(share, 1, namespaces_of(lab)[0], (1, 3), 4_000_000)
-        lines = printed_by_rank_0(check_in(lab, 4), 0)
+def test_a_shared_link_is_named(printed: dict[str, list[Printed]]) -> None:
+    lines = printed_by_rank_0(printed["a shared link"], 0)
     shared = r"slow: +at once [12]\.?\d? Mbit/s, alone [34]\.?\d?: hosts share a link"
     assert any(re.match(shared, text) for text in verdicts(lines)), lines
 

@@ -3,6 +3,7 @@
 No Docker daemon is needed. `tests/test_wheel.py` builds the wheel from the files of its context.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,20 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.checking import namespaces_of
+from support.forking import ForkedPython
 
-from offbeat.lab import Cluster, Lab, launch
+from offbeat.lab import Cluster, Lab
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "examples" / "docker"
 TINY = "--layers 1 --width 32 --heads 2 --context 32"  # the test is of the launch
-HOST = """
-import os, sys
-own = sys.argv[1 + int(os.environ["RANK"])].split(";")
-kept = {k: v for k, v in os.environ.items() if not k.startswith(("OFFBEAT_", "TORCHELASTIC_"))}
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-    kept.pop(name, None)
-os.execve(sys.executable, [sys.executable, *own], kept | ENVIRONMENT)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -62,32 +57,41 @@ def test_the_containers_are_one_job(compose):
         assert "--master-addr host0 " in service["command"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root enters the namespaces of a lab")
 @pytest.mark.usefixtures("namespaces")
 def test_the_commands_train_in_two_namespaces(compose, tmp_path):
-    """As the containers do, but for names: the lab has addresses."""
+    """As the containers do, but for names: the lab has addresses. torch is imported once for all
+    processes."""
     (strategy,) = {
         re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", service["environment"]["OFFBEAT_STRATEGY"])
         for service in compose["services"].values()
     }
+    logs = [tmp_path / f"{name}.log" for name in compose["services"]]
     with Lab(Cluster.simple(2, "1gbit")) as lab:
-        environment = {
+        environment = os.environ | {
             "OFFBEAT_STRATEGY": strategy,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": lab.interface(0),  # a container's name has its address
         }
-        commands = []
-        for service in compose["services"].values():
-            program, *argv = shlex.split(service["command"].replace("host0", lab.address(0)))
-            assert program == "torchrun"
-            script = argv.index("gpt.py")
-            argv[script] = str(ROOT / "examples" / "gpt.py")
-            commands.append(";".join(["-m", "torch.distributed.run", *argv, *TINY.split()]))
-        code = HOST.replace("ENVIRONMENT", repr(environment))
-        result = launch(
-            lab, [sys.executable, "-c", code, *commands], log_dir=tmp_path, timeout_s=100
-        )
-    assert result.problem is None, result.problem
-    first, second = (path.read_text() for path in result.log_files)
+        containers = []
+        try:
+            for service, host, log in zip(
+                compose["services"].values(), namespaces_of(lab)[1:], logs, strict=True
+            ):
+                program, *argv = shlex.split(service["command"].replace("host0", lab.address(0)))
+                assert program == "torchrun"
+                argv[argv.index("gpt.py")] = str(ROOT / "examples" / "gpt.py")
+                command = [sys.executable, "-m", "torch.distributed.run", *argv, *TINY.split()]
+                with log.open("w") as file:
+                    containers.append(
+                        ForkedPython(command, file, file, environment, workers=True, namespace=host)
+                    )
+            codes = [container.wait(50) for container in containers]
+        finally:
+            for container in containers:
+                container.terminate()  # torchrun ends its process
+    first, second = (log.read_text() for log in logs)
+    assert codes == [0, 0], first + second
     assert "dreamddp" in first
     assert "held-out loss" in first
     assert "held-out loss" not in second

@@ -173,7 +173,8 @@ def test_a_killed_rank_is_named_and_the_others_may_report(any_lab, program, tmp_
     assert result.log_files[0].read_text() == "the other side is gone\n"
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(any_lab, program, tmp_path):
+def test_a_rank_that_ignores_sigterm_is_killed(any_lab, program, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["offbeat.lab.launch"], "_TERMINATE_S", 0.2)
     argv = program(
         "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
