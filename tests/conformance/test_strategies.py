@@ -163,6 +163,7 @@ OF_THREE = (Case("conv", "groups", "step"),)  # in a world of three
 # Own equations of methods are those of parameters; some methods average running statistics, too.
 WITHOUT_STATISTICS = (Case("mlp", "groups", "step"),)
 ITERATIONS = 10
+BATCH = 20  # strategies that train in one world, which costs as much as a training
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES_UNDER_TEST, ids=str)
 every_plan = pytest.mark.parametrize("strategy", PLANNED, ids=str)
@@ -322,12 +323,16 @@ def test_plan_says_what_the_equations_say(strategy: Strategy) -> None:
 
 @cache
 def trained(strategy: Strategy, world_size: int) -> list[list[Trained]]:
-    """Per rank and case what it has after training; in a world of two beside its siblings, in a
-    world of three beside all others."""
-    siblings = [s for s in STRATEGIES_UNDER_TEST if s.name == strategy.name]
-    family = siblings if world_size == 2 else OF_THREE_RANKS
-    calls = tuple((s, cases_of(s, world_size), ITERATIONS) for s in family)
-    return one_of(train_cases, world_size, calls, family.index(strategy))
+    """Per rank and case what it has after training, in a world with other strategies."""
+    batch, i = batch_of(strategy, STRATEGIES_UNDER_TEST if world_size == 2 else OF_THREE_RANKS)
+    calls = tuple((s, cases_of(s, world_size), ITERATIONS) for s in batch)
+    return one_of(train_cases, world_size, calls, i)
+
+
+def batch_of(strategy: Strategy, strategies: list[Strategy]) -> tuple[list[Strategy], int]:
+    """The strategies that share a world with this one, and its place among them."""
+    i = strategies.index(strategy)
+    return strategies[i - i % BATCH :][:BATCH], i % BATCH
 
 
 @cache
@@ -526,9 +531,9 @@ def test_checkpoint_continues_exactly(strategy: Strategy) -> None:
     """Consolidated, saved, loaded into a fresh prepare: as if the schedule had begun anew."""
     case = Case("conv", "nesterov")
     world = replicas(case, 2)
-    family = [s for s in KEEPING if s.name == strategy.name]
-    calls = tuple((case, s, ITERATIONS) for s in family)
-    ranks = one_of(train_in_two_halves, 2, calls, family.index(strategy))
+    batch, i = batch_of(strategy, KEEPING)
+    calls = tuple((case, s, ITERATIONS) for s in batch)
+    ranks = one_of(train_in_two_halves, 2, calls, i)
     equations(world, range(ITERATIONS // 2), strategy)
     consolidate(world, getattr(strategy, "scale", "sum"))
     for replica, (first, _) in zip(world, ranks, strict=True):

@@ -42,7 +42,14 @@ from happens_before.checker import (
 )
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import active_plan, connecting, known_profile, messages, plan_choice
+from offbeat.core.runtime import (
+    active_plan,
+    connecting,
+    known_profile,
+    messages,
+    plan_choice,
+    updates,
+)
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.transport import cluster, collectives
 from offbeat.core.transport.link import LinkThread, Message
@@ -77,9 +84,10 @@ models.MODELS |= {"blocks": Blocks, "unused": Unused}
 CASE, BLOCKS, UNUSED = (
     Case(name, "nesterov", "none", torch.float32) for name in ("conv", "blocks", "unused")
 )
-STEPS, MEASURED = 7, 5  # iterations, and the first in which waits of the host count: after all
+STEPS, LAST = 7, 2  # iterations, and the last ones, in which waits of the host count: after all
 # looks at weights (`FIRST_LOOKS` in `core/runtime/updates.py`), of which each waits
-# Iterations of jobs with codes, in nodes or with a missing wait: their waits do not count.
+# Iterations of jobs whose script only trains. Waits of the host count in the last two, after a
+# single look at weights; they do not count with codes, in nodes or with a missing wait.
 SHORT = 5
 # Iterations before which a member leaves, and whose message it does not receive.
 LEAVES, DEAF = 2, 1
@@ -347,7 +355,7 @@ def train(
     case: Case = CASE,
     build: Callable[[], tuple[nn.Module, dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Train, and return the races, and the waits of the host from iteration `MEASURED` on.
+    """Train, and return the races, and the waits of the host in the last two iterations.
 
     Args:
         strategy: text of the strategy.
@@ -379,9 +387,11 @@ def train(
         with Watch():
             if plant is not None and plant != "by_module":
                 PLANTS[plant](patch)
-            is_short = plant is not None or build is not None or "wire=" in strategy
-            for t in range(SHORT if is_short and action is None else STEPS):
-                if t == MEASURED:
+            if action is None and plant is None and build is None and "wire=" not in strategy:
+                patch.setattr(updates, "FIRST_LOOKS", 1)
+            steps = SHORT if action is None else STEPS
+            for t in range(steps):
+                if t == steps - LAST:
                     act(action, model, optimizer)
                     before = Counter(CHECKER.waits)
                 optimizer.zero_grad()

@@ -25,8 +25,9 @@ the end.
 | {SIGNS[NOT_RUN]} | not run: torch itself waits for ever |
 
 `tests/matrix` makes this page; nothing in it is written by hand. The test suite runs a quarter of
-the scripts under every strategy, and compares with what is said here; `OFFBEAT_WHOLE_MATRIX=1
-pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the page again.
+the scripts, each under a third of the strategies, and compares with this page;
+`OFFBEAT_WHOLE_MATRIX=1 pytest tests/matrix` runs all, and `OFFBEAT_REWRITE_GOLDENS=1` writes the
+page again.
 
 Some strategies change what they do after a script's first iteration
 ([why](design.md#prepare)). The profile is given, so nothing is observed before. Gossip

@@ -52,10 +52,14 @@ def test_equals_the_interpreter(name):
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
 
 
-# Each strategy, and codecs whose codes are added on every rank. Servers and gossip are replayed in
-# test_recorded_order.py. The sum of three numbers depends on their order.
+# Their messages are those of another strategy, in another order or at another time, or of another
+# setting below: gradients of buckets or slices, and averages that are due later.
+SENT_BY_OTHERS = ("asc-wfbp", "bsp", "bytescheduler", "us-byte", "diloco", "dreamddp", "eager")
+OTHERWISE = ("deft", "fedavg", "selsync")
+# Each kind of message, and codecs whose codes are added on every rank. Servers and gossip are
+# replayed in test_recorded_order.py. The sum of three numbers depends on their order.
 PROCESSES = [
-    *(FREQUENT.get(name, name) for name in STRATEGIES if name not in ("deft", "fedavg", "selsync")),
+    *(FREQUENT.get(name, name) for name in STRATEGIES if name not in (*SENT_BY_OTHERS, *OTHERWISE)),
     "deft:preserver=false",
     "diloco:period=3:fragments=1:due=forward:delay=1:alpha=0.5",
     "dreamddp:period=3:due=delayed:gain=0.5:wire=int4",

@@ -46,8 +46,9 @@ def random_states() -> list[Any]:
 
 
 def train_and_compare(names: list[str], folder: Path) -> dict[str, list[str]]:
-    """Per strategy what has changed a random state."""
-    return {name: changes(name, folder) for name in names}
+    """Per strategy what has changed a random state. Plans after the first one use its profile."""
+    known = dict[str, Any]()
+    return {name: changes(name, folder, known) for name in names}
 
 
 @contextmanager
@@ -59,19 +60,20 @@ def half_precision() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def changes(name: str, folder: Path) -> list[str]:
+def changes(name: str, folder: Path, known: dict[str, Any]) -> list[str]:
     os.environ["OFFBEAT_SERVERS"] = "1" if name in SERVED else "0"
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     x = torch.ones(6, 5) * torch.arange(6)[:, None]
     with half_precision():
-        return changes_in_training(name, model, optimizer, x, folder)
+        return changes_in_training(name, model, optimizer, x, folder, known)
 
 
 def changes_in_training(
-    name: str, model: Any, optimizer: Any, x: torch.Tensor, folder: Path
+    name: str, model: Any, optimizer: Any, x: torch.Tensor, folder: Path, known: dict[str, Any]
 ) -> list[str]:
     before, found = random_states(), list[str]()
+    measured = {"observe": OBSERVED, "min_bucket_bytes": 1}
 
     def compare(what: str) -> None:
         if random_states() != before:
@@ -82,9 +84,8 @@ def changes_in_training(
             model,
             optimizer,
             create(name, SETTINGS.get(name)),
-            observe=OBSERVED,
-            min_bucket_bytes=1,
             timeout_s=20.0,
+            **(name in STRATEGIES and known) or measured,
         )
     except SystemExit:  # a server, when its workers have left
         return found
@@ -97,6 +98,7 @@ def changes_in_training(
     if name in STRATEGIES and name != "ddp":
         assert offbeat.save(folder / name, model, optimizer) is not None
         compare("save")
+        known.setdefault("profile", model._session.profile)
     model.consolidate()
     compare("consolidate")
     model.close()

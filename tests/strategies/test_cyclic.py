@@ -52,9 +52,10 @@ def test_the_bound_counts_messages_by_what_they_take():
     assert Cyclic().bound_s(free) == 4.0
 
 
-@pytest.mark.parametrize("wire", ["int4", "topk:0.1"])
-@pytest.mark.parametrize("coding_s", [0.0, 1e-6])
-@pytest.mark.parametrize("bytes_per_s", [1e4, 1e6])
+@pytest.mark.parametrize(
+    ("wire", "coding_s", "bytes_per_s"),
+    [("int4", 0.0, 1e4), ("int4", 1e-6, 1e6), ("topk:0.1", 1e-6, 1e4), ("topk:0.1", 0.0, 1e6)],
+)
 def test_the_bound_is_that_of_codes(wire, coding_s, bytes_per_s):
     speed = CodecSpeed(wire.partition(":")[0], coding_s, coding_s)
     buckets = tuple(Bucket(f"b{i}", 0.2, 0.4, 4 * 256 * 10 * (i + 1)) for i in range(4))

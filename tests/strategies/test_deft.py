@@ -96,7 +96,7 @@ def updates_of(plan):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
     plan, said = planned(strategy, profile)

@@ -161,7 +161,7 @@ def golden(name, strategy):
 
 # Settings of a strategy share most of its planner, so that few profiles for each are enough.
 @pytest.mark.parametrize("strategy", VARIANTS + VOTING, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_plan_is_sound(strategy, profile):
     is_sound(strategy, profile)
@@ -206,7 +206,7 @@ def test_every_plan_trains_as_its_equations_say(strategy, profile):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(profile=random_timelines.profiles(most_buckets=6))
 def test_every_bucket_moves_as_often_as_promised(strategy, profile):
     if getattr(strategy, "split", False):  # which slices fill is not in the plan's notes

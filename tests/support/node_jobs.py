@@ -201,7 +201,7 @@ def windows(world: list[Replica], plan: Any, _: Any) -> None:
     merged(world, T, closing(plan))
 
 
-DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
+STRATEGIES: dict[str, tuple[Strategy, Equations]] = {
     "wfbp": (WFBP(), gradients_everywhere),
     "bsp": (BSP(), gradients_everywhere),
     "halves": (DeAR(), gradients_everywhere),
@@ -237,9 +237,8 @@ DIFFERENT: dict[str, tuple[Strategy, Equations]] = {
     "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
     "selsync": (SelSync(delta=0.15), selected(0)),
     "selsync late": (SelSync(delta=0.15, vote_lag=1), selected(1)),
+    "fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn),
 }
-DRAWN = {"fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn)}
-STRATEGIES = DIFFERENT | DRAWN
 
 
 def coded(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> None:

@@ -167,7 +167,10 @@ def parameters_in_columns(world: list[Replica], plan: Any, nodes: Any) -> None:
 
 # They send what another case sends: all buckets at once, whole layers, or after a vote. How a
 # strategy uses an average is tested with whole replicas.
-SENT_BY_OTHERS = ("bsp", "dreamddp whole layers", "post-local sgd", "fragments", "selsync late")
+SENT_BY_OTHERS = (
+    *("bsp", "dreamddp whole layers", "local sgd", "post-local sgd", "fedavg", "fragments"),
+    "selsync late",
+)
 CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
     **{
         name: (*given, ADAM, USUAL)
@@ -176,7 +179,6 @@ CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
     },
     **{name: (*given, CODED, USUAL) for name, given in CODES.items()},
     "ddp": (DDP(), gradients_everywhere, ADAM, USUAL),
-    "priorities": (ByteScheduler(), gradients_everywhere, ADAM, USUAL),
     "slices by priority": (
         ByteScheduler(update="at_step", partition_elements=5), gradients_everywhere, ADAM, USUAL,
     ),
@@ -263,7 +265,8 @@ def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
     net = build_model(case)
     if name == "compiled blocks":
         for layer in net.children():
-            layer.compile(backend="aot_eager")
+            if [*layer.parameters()]:
+                layer.compile(backend="aot_eager")
     shard(net, mesh["inside"], **options)
     optimizer: Any = build_optimizer(case, net)
     model: Any = net
