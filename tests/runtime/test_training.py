@@ -50,16 +50,21 @@ names = {"ids": str}
 SIBLINGS: list[Strategy] = []  # of the test that runs
 
 
-@pytest.fixture(autouse=True)
-def siblings(request: pytest.FixtureRequest) -> None:
-    """The strategies that the running test is called with, in all its selected calls."""
-    SIBLINGS.clear()
+@pytest.fixture(scope="module")
+def strategies_of(request: pytest.FixtureRequest) -> dict[Any, list[Strategy]]:
+    """By test the strategies that it is called with, in all its selected calls."""
+    found = dict[Any, list[Strategy]]()
     for item in request.session.items:
-        given = getattr(item, "callspec", None)
-        if getattr(item, "function", None) is request.function and given is not None:
-            strategy = given.params.get("strategy")
-            if isinstance(strategy, Strategy) and strategy not in SIBLINGS:
-                SIBLINGS.append(strategy)
+        if item.path == request.path and (given := getattr(item, "callspec", None)) is not None:
+            strategy, own = given.params.get("strategy"), found.setdefault(item.function, [])
+            if isinstance(strategy, Strategy) and strategy not in own:
+                own.append(strategy)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def siblings(request: pytest.FixtureRequest, strategies_of: dict[Any, list[Strategy]]) -> None:
+    SIBLINGS[:] = strategies_of.get(request.function, [])
 
 
 def equations(
