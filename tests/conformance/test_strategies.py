@@ -55,7 +55,7 @@ from offbeat.strategies.partial_sync import average_of
 # Settings beside the defaults; a strategy that is only registered is tested with its defaults.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "ddp": [{"bucket_cap_mb": 0.0002}],
-    "wfbp": [{"fusion": "none"}, {"fusion": "ddp"}, {"fusion": "mg-wfbp"}],
+    "wfbp": [{"fusion": "none"}, {"fusion": "mg-wfbp"}],
     "local-sgd": [
         {"period": 1},
         {"period": 3, "state": "averaged"},
@@ -74,19 +74,17 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "p3": [{"slice_elements": 7}, {"update": "at_step"}],
     "bytescheduler": [{"partition_elements": 10, "credit_elements": 20}],
     "us-byte": [{"unit_elements": 5}],
-    "dear": [{"fusion_bytes": 1}, {"fusion_bytes": 1000}, {"update": "at_step"}],
+    "dear": [{"fusion_bytes": 1}, {"update": "at_step"}],
     "deft": [
         {"scale": "mean", "solver": "greedy"},
         {"partition_elements": 20},
         {"forward": 1, "backward": 2},
     ],
     "dreamddp": [
-        {"period": 2},
         {"period": 3, "fill": False, "solver": "balanced"},
         {"period": 3, "solver": "optimal", "average": "before_update", "state": "averaged"},
         {"period": 2, "split": True},
         {"period": 3, "split": True, "average": "before_update", "state": "averaged"},
-        {"due": "forward"},
         {"period": 3, "due": "forward", "split": True, "state": "averaged"},
         {"period": 2, "due": "forward", "average": "before_update", "state": "reset"},
         {"period": 3, "due": "delayed", "delay": 2},
@@ -117,10 +115,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"delta": 0.4, "scope": "layer", "state": "averaged"},
     ],
     "eager": [{"period": 2}, {"period": 3, "outer": "0.7/0.5/plain"}],
-    "sparseloco": [{"period": 2, "fraction": 0.2}, {"period": 3, "fraction": 0.1, "lr": 0.7}],
+    "sparseloco": [{"period": 3, "fraction": 0.2, "lr": 0.7}],
     "demo": [{"fraction": 0.2, "beta": 0.9}],
     "des-loc": [{"period": 2, "first": 2, "second": 3}],
-    "noloco": [{"period": 2}, {"period": 3, "gamma": 0.4, "rounds": 3}],
+    "noloco": [{"period": 2, "gamma": 0.4, "rounds": 3}],
     "fedavg": [
         {"fraction": 0.5, "local_steps": 2, "seed": 3},
         {"fraction": 0.5, "epoch_share": 0.25, "steps_per_epoch": 12, "state": "averaged"},
