@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,16 @@ import offbeat
 from offbeat.strategies import Cyclic, create
 
 ITERATIONS = 7
+PROMPT = partial(Cyclic, stagger="least")  # by default planning simulates two plans in each rank
 RULES = (
     Cyclic(),
-    Cyclic(rule="v1"),
-    Cyclic(rule="random", seed=3),
-    Cyclic(start="skip"),
+    PROMPT(rule="v1"),
+    PROMPT(rule="random", seed=3),
+    PROMPT(start="skip"),
     Cyclic(stagger="paper"),
-    Cyclic(stages=1),
-    Cyclic(clip=0.05),
-    Cyclic(wire="topk:1"),  # loses nothing
+    PROMPT(stages=1),
+    PROMPT(clip=0.05),
+    PROMPT(wire="topk:1"),  # loses nothing
 )
 
 
@@ -137,7 +139,7 @@ def equations(
     [
         (2, "adamw", RULES[:2]),
         (3, "nesterov", RULES),
-        (4, "nesterov", (Cyclic(stages=2),)),
+        (4, "nesterov", (PROMPT(stages=2),)),
     ],
 )
 def test_equals_its_equations(
@@ -197,7 +199,7 @@ ANEW = 4
 
 def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest() -> None:
     case = Case(optimizer="nesterov")
-    v2, v1, coded = Cyclic(), Cyclic(rule="v1"), Cyclic(wire="topk:1")
+    v2, v1, coded = PROMPT(), PROMPT(rule="v1"), PROMPT(wire="topk:1")
     ways = ((v2, False), (v2, True), (v1, True), (coded, False))
     ranks = run_world(interrupted, 3, case, ways)
     for n, (strategy, _) in enumerate(ways):

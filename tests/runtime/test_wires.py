@@ -18,11 +18,14 @@ STRATEGIES = (
     DreamDDP(period=1, wire="int8"),
     FedAvg(local_steps=1, fraction=0.67, samples=(1, 2, 1), wire="int8"),
 )
-HANDED = (
-    Cyclic(),
-    Cyclic(wire="int4"),
-    Cyclic(rule="v1", wire="int8", stages=1),
-    Cyclic(wire="topk:0.1"),
+HANDED = tuple(
+    Cyclic(stagger="least", **settings)  # by default planning simulates two plans in each rank
+    for settings in (
+        {},
+        {"wire": "int4"},
+        {"rule": "v1", "wire": "int8", "stages": 1},
+        {"wire": "topk:0.1"},
+    )
 )
 
 
