@@ -177,7 +177,11 @@ def test_groups_without_devices_share_none() -> None:
         assert distributed_c10d.ProcessGroupGloo is before
 
 
-def test_a_group_of_another_thread_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{}, {"enable_reconfigure": False}], ids=["2.13", "2.14"])
+def test_a_group_of_another_thread_has_devices_of_its_own(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch passes the arguments of its version to the class."""
     made = list[tuple[tuple[Any, ...], dict[str, Any]]]()
 
     class Group:
@@ -190,13 +194,15 @@ def test_a_group_of_another_thread_has_devices_of_its_own(monkeypatch: pytest.Mo
     options, timeout = SimpleNamespace(_devices=["device"]), timedelta(seconds=5)
     group: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(options=options))
     with share_devices(group):
-        create: Any = partial(distributed_c10d.ProcessGroupGloo, "store", 0, 1, timeout=timeout)
+        create: Any = partial(
+            distributed_c10d.ProcessGroupGloo, "store", 0, 1, timeout=timeout, **more
+        )
         create()
         other = threading.Thread(target=create)
         other.start()
         other.join(10)
     assert made[0][0][3]._devices == ["device"]
-    assert made[1:] == [(("store", 0, 1), {"timeout": timeout})]
+    assert made[1:] == [(("store", 0, 1), {"timeout": timeout, **more})]
     assert distributed_c10d.ProcessGroupGloo is Group
 
 

@@ -49,9 +49,10 @@ def share_devices(
     class SharingGroup(own_class):
         """Group on the given devices; `new_group` creates it."""
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any):
+            # `more` is `enable_reconfigure` since torch 2.14, False for groups of this block.
             if get_ident() != thread:  # a group that another thread creates meanwhile
-                super().__init__(store, rank, size, timeout=timeout)
+                super().__init__(store, rank, size, timeout=timeout, **more)
                 return
             if devices:
                 options = own_class._Options()
@@ -59,7 +60,7 @@ def share_devices(
                 options._timeout = timeout
                 create = partial(super().__init__, store, rank, size, options)
             else:
-                create = partial(super().__init__, store, rank, size, timeout=timeout)
+                create = partial(super().__init__, store, rank, size, timeout=timeout, **more)
             run_checked(create, timeout.total_seconds(), check)
 
     patched.ProcessGroupGloo = SharingGroup
