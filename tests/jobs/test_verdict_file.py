@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from offbeat.experiments.advice.verdict import decide
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.report.job import find_record, job_report
 from offbeat.experiments.report.job_text import as_text
+from offbeat.experiments.report.verdicts import verdict_texts
 from offbeat.jobs.job_view import JobFollower, view
 from offbeat.jobs.record_lines import load
 from offbeat.jobs.settings import read_settings
@@ -148,6 +150,23 @@ def test_report_of_a_comparison_shows_it(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["verdicts"][0].startswith("advised dreamddp:period=8")
     assert f"verdict: {summary['verdicts'][1]}" in printed
+
+
+def test_rows_of_a_comparison_are_named_once(tmp_path: Path) -> None:
+    write_verdict(tmp_path)
+    run: Any = SimpleNamespace(path=tmp_path, cluster={"hosts": 4})
+    rows: Any = [
+        SimpleNamespace(
+            strategy=strategy, label=label, iteration_s=seconds, target_s=None, target_loss=None
+        )
+        for strategy, label, seconds in (
+            ("ddp", "ddp", 1.2),
+            ("dreamddp(period=8)", "dreamddp-period=8", 0.42),
+        )
+    ]
+    _, of_ddp, of_best = verdict_texts(run, rows)
+    assert of_ddp.startswith("ddp: 1.20 s (")
+    assert of_best.startswith("dreamddp-period=8: measured 420 ms")
 
 
 def test_a_job_keeps_the_verdict(tmp_path: Path) -> None:

@@ -20,5 +20,6 @@ def verdict_texts(run: Run, rows: Sequence[Row]) -> list[str]:
         to_loss_s = row.target_s if kept.has_target(row.target_loss) else None
         parts = kept.parts(row.strategy, hosts, row.iteration_s, to_loss_s)
         if parts:
-            texts.append(f"{row.label}: {'; '.join(parts)}" if len(rows) > 1 else "; ".join(parts))
+            has_name = len(rows) == 1 or parts[0].startswith(row.strategy)
+            texts.append("; ".join(parts) if has_name else f"{row.label}: {'; '.join(parts)}")
     return texts
