@@ -17,6 +17,7 @@ from offbeat.experiments.report.job_text import as_text
 from offbeat.jobs.record_folder import remove_above
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, load, rank_file
 from offbeat.jobs.settings import parse_limit
+from offbeat.jobs.words import prediction_error
 
 WAITED = "RuntimeError: rank {}: grad failed. Rank 2 (host-2) failed with KeyError: 'x'. "
 WAITED += "Last heard of: rank 0 (host-0): iteration 36"
@@ -24,7 +25,7 @@ NOTICE = {
     "iteration": 18,
     "event": "notice",
     "cause": "slow_rank",
-    "text": "since iteration 18: 660 ms each, predicted 412 ms (+60%)",
+    "text": "since iteration 18: 660 ms each, predicted 412 ms (−38 %)",
 }
 
 
@@ -59,7 +60,9 @@ def test_a_whole_job(tmp_path: Path) -> None:
     assert found.problems == ()
     text = as_text(found, 80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "predicted 412 ms" in " ".join(text.split())
+    error = prediction_error(PREDICTED_S, found.iteration_s)
+    assert error.startswith("−")
+    assert f"predicted 412 ms ({error})" in " ".join(text.split())
     assert "since iteration 18: 660 ms" in " ".join(text.split())
 
 

@@ -63,10 +63,11 @@ def test_sentences_about_a_run() -> None:
     advised = "advised dreamddp:period=8: 420 ms (399 ms to 441 ms) per iteration"
     assert kept.compare("dreamddp(period=8)", 4, None) == advised
     same = kept.compare("dreamddp(period=8)", 4, 0.43)
-    assert same == f"{advised}; measured 430 ms, +2.4 %, within the range"
+    assert same == f"{advised}; measured 430 ms, prediction error −2.3 %, within the range"
     other = kept.compare("ddp", 4, 1.5)
     assert other == (
-        f"{advised}; ddp: 1.20 s (1.14 s to 1.26 s); measured 1.50 s, +25 %, outside the range"
+        f"{advised}; ddp: 1.20 s (1.14 s to 1.26 s); measured 1.50 s, prediction error −20 %, "
+        "outside the range"
     )
     assert kept.compare("bsp", 4, 1.5) == f"{advised}; bsp is not in the verdict"
     assert "is for 4 machines and the run has 2" in kept.compare("ddp", 2, 1.5)

@@ -38,6 +38,12 @@ def test_error(value, text):
     assert words.error(value) == text
 
 
+def test_the_error_of_a_prediction_is_relative_to_the_measurement():
+    assert words.prediction_error(0.412, 0.66) == "−38 %"
+    assert words.prediction_error(0.5, 0.4) == "+25 %"
+    assert words.prediction_error(0.5, 0.0) == words.NONE
+
+
 def test_a_column_has_one_unit():
     unit = words.unit_for([1.195, 0.412, None])
     assert [unit.text(s) for s in (1.195, 0.412, None)] == ["1,195", "412", "–"]

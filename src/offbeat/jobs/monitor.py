@@ -21,8 +21,15 @@ from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_predic
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
 from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
 from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
-from offbeat.jobs.words import count_text, duration, loss_text, percent, seconds, size
-from offbeat.jobs.words import error as deviation
+from offbeat.jobs.words import (
+    count_text,
+    duration,
+    loss_text,
+    percent,
+    prediction_error,
+    seconds,
+    size,
+)
 
 RANKS_SHORTEST_S, RANKS_AGE_SHARE = 60.0, 100  # rank 0 keeps the sums of all ranks this often
 FIRST_LINE_S, RAREST_LINE_S = 10.0, 600.0  # time to the first line, and the longest between two
@@ -212,7 +219,7 @@ class JobMonitor:
         done = count_text(own.stop, "iteration")
         pace = f"{seconds(own.mean_s)} each"
         if predicted_s is not None:
-            error = deviation(own.mean_s / predicted_s - 1)
+            error = prediction_error(predicted_s, own.mean_s)
             pace += f" (predicted {seconds(predicted_s)}, {error})"
         parts = [f"{done}; the last {own.n:,}: {pace}"] if own.n < own.stop else [done, pace]
         parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")

@@ -14,8 +14,7 @@ from offbeat.core.sim.prediction import Prediction, predict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.jobs.interval import Interval, recent
-from offbeat.jobs.words import count_text, digits, percent, seconds, size
-from offbeat.jobs.words import error as deviation
+from offbeat.jobs.words import count_text, digits, percent, prediction_error, seconds, size
 
 DEPARTURE = 0.1  # share of the predicted seconds from which a departure is reported
 DEVIATIONS = 3.0  # standard deviations of the profile's jitter that are no departure
@@ -165,7 +164,7 @@ class Outlook:
         since = self._first_of_last(lambda i: i.mean_s > accepted_s)
         text = (
             f"since iteration {since:,}: {seconds(measured_s)} each, predicted "
-            f"{seconds(predicted_s)} ({deviation(measured_s / predicted_s - 1)}). {cause.text}"
+            f"{seconds(predicted_s)} ({prediction_error(predicted_s, measured_s)}). {cause.text}"
         )
         self._reported = Notice("notice", since, measured_s, cause, text)
         self._reported_s = now_s

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.jobs.words import count_text, duration, seconds
-from offbeat.jobs.words import error as deviation
+from offbeat.jobs.words import count_text, duration, prediction_error, seconds
 
 VARIABLE = "OFFBEAT_VERDICT"  # file that `offbeat advise --out` has written
 VERDICT_FILE = "verdict.json"  # its copy in the folder of a run
@@ -133,8 +132,9 @@ class KeptVerdict:
         if own is not None and measured_s is not None:
             low_s, high_s = own.range_s
             place = "within" if low_s <= measured_s <= high_s else "outside"
-            difference = deviation(measured_s / own.iteration_s - 1)
-            parts.append(f"measured {seconds(measured_s)}, {difference}, {place} the range")
+            error = prediction_error(own.iteration_s, measured_s)
+            text = f"measured {seconds(measured_s)}, prediction error {error}, {place} the range"
+            parts.append(text)
         if loss is not None and to_loss_s is not None:
             parts.append(f"measured loss {loss:.4g} after {duration(to_loss_s)}")
         return parts

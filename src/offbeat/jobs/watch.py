@@ -22,15 +22,23 @@ from rich.live import Live
 from rich.text import Text
 
 from offbeat.jobs.job_view import ACTIVE, FAILED, JobFollower, JobView, RankView, find_run, view
-from offbeat.jobs.words import NONE, local_time, loss_text, one_line, percent, seconds, size
-from offbeat.jobs.words import error as relative_error
+from offbeat.jobs.words import (
+    NONE,
+    local_time,
+    loss_text,
+    one_line,
+    percent,
+    prediction_error,
+    seconds,
+    size,
+)
 
 WIDE = 72  # characters of a line from which less important facts are shown
 POLL_S = 1.0  # time between two screens
 LINE_S = 10.0  # time between two lines without a terminal
 ALL_RANKS, SOME_RANKS = 16, 6  # most ranks of a full table; rows of the table of a larger job
 EVENT_ROWS = 4  # rows of a screen that events need, with their title
-OFF_PREDICTION = 0.1  # a larger deviation from the prediction is coloured
+OFF_PREDICTION = 0.1  # a larger departure from the prediction is coloured
 SCRIPT_SHARE = 0.05  # a smaller share of time between iterations is not shown
 BARS = "▁▂▃▄▅▆▇█"
 BARS_RANGE = 1.25  # least ratio of the highest to the lowest bar, so that noise stays low
@@ -196,9 +204,10 @@ def _pace(shown: JobView) -> list[Text]:
         return [Text("no iteration has ended yet")]
     pace, style = f"{seconds(shown.iteration_s)} each", ""
     if shown.predicted_s:
-        deviation = shown.iteration_s / shown.predicted_s - 1
-        pace += f", predicted {seconds(shown.predicted_s)} ({relative_error(deviation)})"
-        style = "yellow" if abs(deviation) > OFF_PREDICTION else ""
+        error = prediction_error(shown.predicted_s, shown.iteration_s)
+        pace += f", predicted {seconds(shown.predicted_s)} ({error})"
+        departure = shown.iteration_s / shown.predicted_s - 1  # as notices measure it
+        style = "yellow" if abs(departure) > OFF_PREDICTION else ""
     parts = [Text(f"iteration {shown.iteration:,}"), Text(pace, style)]
     parts.append(Text(f"{percent(shown.wait_share)} waiting"))
     if shown.script_share is not None and shown.script_share >= SCRIPT_SHARE:

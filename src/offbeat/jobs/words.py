@@ -53,6 +53,11 @@ def error(value: float | None) -> str:
     return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
 
+def prediction_error(predicted_s: float, measured_s: float) -> str:
+    """Return the error of a prediction, relative to the measured seconds."""
+    return error(predicted_s / measured_s - 1 if measured_s else None)
+
+
 def loss_text(value: float) -> str:
     """Return a loss with at most four significant digits: '1.001', '0.805'; '0' also for -0."""
     return f"{value + 0.0:.4g}"

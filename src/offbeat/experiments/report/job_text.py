@@ -55,8 +55,8 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
         text += f" of the last {report.counted:,}" * is_part
         text += f" (95 % within {low} to {high})"
         if report.predicted_s is not None:
-            difference = words.error(report.iteration_s / report.predicted_s - 1)
-            text += f"; predicted {words.seconds(report.predicted_s)} ({difference})"
+            error = words.prediction_error(report.predicted_s, report.iteration_s)
+            text += f"; predicted {words.seconds(report.predicted_s)} ({error})"
         yield "measured", text
         yield "went to", split_text(report)
     if report.verdict is not None:

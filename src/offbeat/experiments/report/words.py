@@ -16,6 +16,7 @@ from offbeat.jobs.words import (  # noqa: F401
     error,
     one_line,
     percent,
+    prediction_error,
     seconds,
     size,
 )
