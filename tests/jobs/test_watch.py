@@ -34,7 +34,7 @@ NOTICE = {
     "iteration": 1092,
     "event": "notice",
     "cause": "slow_rank",
-    "text": "since iteration 1,092: .669 s each, predicted .412 (+62 %). Rank 2 (host-2) computes "
+    "text": "since iteration 1,092: .669 s each, predicted .412 (−38 %). Rank 2 (host-2) computes "
     "2.1 times as long as when measured, the others wait for it.",
 }
 SAVED = {"iteration": 1200, "event": "checkpoint", "text": "saved checkpoints/001200 in 1.2 s"}
@@ -64,7 +64,7 @@ def test_screen_of_a_slow_rank(tmp_path: Path, width: int, world_size: int) -> N
     assert lines[0].startswith(f"1124-0612-3f9a  dreamddp(period=8)  {world_size} ranks")
     assert lines[0].endswith("running")
     assert (f"on {world_size} hosts" in text) == (width > 60)
-    for fact in ("iteration 1,440", "predicted 412 ms (+6", " % waiting", "loss 3.01", "seconds ▁"):
+    for fact in ("iteration 1,440", "predicted 412 ms (−3", " % waiting", "loss 3.01", "seconds ▁"):
         assert fact in text, fact
     (bars,) = (row for row in lines if row.startswith("seconds "))
     assert bars.count("▁") > 2 * (bars.count("█") + bars.count("▇")) > 0  # the last quarter is slow
@@ -98,6 +98,16 @@ def test_screen_of_a_job_that_was_stopped(tmp_path: Path) -> None:
     text = drawn(make_job(tmp_path / "run", 4, end=RAISED, writers=[0]), 60)
     assert "STOPPED by an exception" in text
     assert text.endswith("RuntimeError: rank 1 (host-1) has left")
+
+
+def test_ranks_of_a_job_that_has_ended_have_left(tmp_path: Path) -> None:
+    """The last heartbeats that rank 0 has read are older than the end."""
+    ended = {"how": "ended", "iteration": 1440, "text": ""}
+    for end, shown in ((None, "SILENT 47 s, in its script"), (ended, "has left")):
+        job = make_job(tmp_path / shown, 2, intervals=2, silent=1, end=end)
+        rows = [row for row in drawn(job, 80).splitlines() if " host-" in row]
+        assert all(row.endswith("has left") for row in rows) == (end is not None)
+        assert rows[1].endswith(shown)
 
 
 @pytest.mark.parametrize("world_size", [4, 12, 16, 32, 200])

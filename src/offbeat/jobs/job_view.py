@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -325,6 +325,14 @@ def view(job: JobFollower) -> JobView:
         for entry in entries
         for rank in [entry["rank"]]
     )
+    if job.end is not None and job.end.get("how") == "ended":  # ranks leave without a heartbeat
+        left: dict[str, Any] = {
+            "state": LEFT,
+            "activity": "has left",
+            "silent": False,
+            "delays_others": False,
+        }
+        ranks = tuple(replace(r, **left) if r.state in ACTIVE else r for r in ranks)
     # An interval of an old job lasts long, so alive.json may have a newer one than the lines.
     known = [i for i in (job.last, intervals.get(job.writer)) if i is not None]
     last = max(known, key=lambda i: i.t) if known else None

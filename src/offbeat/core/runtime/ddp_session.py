@@ -19,6 +19,7 @@ from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
+from offbeat.core.transport.failure_detector import IN_SCRIPT
 
 # Name of DDP's option for module buffers: torch 2.13 warns of the former name.
 BUFFERS_OPTION = (
@@ -232,6 +233,7 @@ class DDPSession(LoopSession):
             else:
                 require_equal(self._model, "ddp", self._cluster)
                 average_replicas(self._model, self._cluster)
+        self._cluster.control.set_activity(IN_SCRIPT)
 
     def traffic(self) -> dict[str, int]:
         # DDP averages every gradient in every iteration.
