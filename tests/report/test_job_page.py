@@ -63,6 +63,10 @@ def test_page_of_an_ended_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     text = text_of(page)
     predicted = f"{1000 * PREDICTED_S:.0f} ms predicted."
     assert "dreamddp(period=8) took 4" in text
+    # Names in narrow columns break before their settings.
+    html = page.read_text()
+    assert "<h3>dreamddp<wbr>(period=8)<strong>" in html
+    assert len(re.findall(r'scope="row">dreamddp<wbr>\(period=8\)', html)) == 2
     assert predicted in text.replace("\u00a0", " ")
     for name in ("Milliseconds per iteration", "Loss", "accuracy"):
         assert f"{name} against time" in text

@@ -89,6 +89,8 @@ def render_view(variables: Mapping[str, Any]) -> str:
     environment.filters |= {
         name: getattr(words, name) for name in ("seconds", "size", "loss", "digits", "sentence")
     }
+    # A name breaks before its settings, not within a word.
+    environment.filters["name"] = lambda name: Markup("<wbr>(").join(name.split("("))
     environment.filters["chart"] = lambda chart: Markup(as_html(chart))
     script = asset("page.js")
     return environment.from_string(asset("page.html")).render(
