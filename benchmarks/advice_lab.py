@@ -16,7 +16,8 @@ and one machine alone. A family is a strategy with a kind of change. Where the v
 machine, one machine is the advised method. Hosts have an emulated pace; messages, losses and links
 are real. A disturbed launch is repeated once. A further start with the same `--out` keeps complete
 launches and settings; with `--minutes N` it stops N minutes after its start, within a launch if
-need be. A setting that has failed is kept, too; delete its folder to measure it again.
+need be. A setting that has failed is kept, too, and so is one in which some methods have failed,
+with the others; delete its folder to measure it again.
 
 `tables` writes results/advice_lab.json. Needs the lab and an otherwise idle machine; 2 to 3 minutes
 per setting.
@@ -28,7 +29,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -49,6 +50,7 @@ SEED, SETTINGS, MOST_SETTINGS = 42, 12, 48
 CONTENDERS, SECONDS = 4, 8.0  # strategies without DDP; compute of a launch
 LIMIT = 10.0  # %, of the advised method over the fastest measured one
 PART = "setting.json"  # in the folder of a complete setting
+DISTURBED = "disturbed"  # remark of a setting with a disturbed launch
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(model for model in MODELS if model not in NEEDED),
@@ -150,11 +152,13 @@ class Part:
         rows: of each method: label, measured [median, least, greatest] and predicted milliseconds
             per iteration, measured milliseconds per batch of a machine, launches, remarks.
         failure: message of a setting that has failed; empty otherwise.
+        failed: messages of methods that have failed, which have no row.
     """
 
     advised: str
     rows: list[list[Any]]
     failure: str = ""
+    failed: list[str] = field(default_factory=list)
 
     @property
     def batch_ms(self) -> dict[str, float]:
@@ -191,7 +195,7 @@ def part_of(found: Measured) -> Part:
                 remarks,
             ]
         )
-    return Part(found.advised_label, rows)
+    return Part(found.advised_label, rows, failed=[*found.failures])
 
 
 def measure_setting(setting: Setting, folder: Path, options: argparse.Namespace) -> Part:
@@ -229,8 +233,10 @@ def setting_row(setting: Setting, part: Part | None) -> list[Any]:
     if part is None or part.failure:
         return [*setting, None, None, None, part.failure if part else "not measured"]
     fastest = min(part.batch_ms, key=part.batch_ms.__getitem__)
-    behind = round(percent_behind(part.batch_ms, part.advised), 1)
-    return [*setting, part.advised, fastest, behind, "disturbed" if part.is_disturbed else ""]
+    is_measured = part.advised in part.batch_ms
+    behind = round(percent_behind(part.batch_ms, part.advised), 1) if is_measured else None
+    remarks = [*([DISTURBED] if part.is_disturbed else []), *part.failed]
+    return [*setting, part.advised, fastest, behind, "; ".join(remarks)]
 
 
 def launch_rows(number: int, part: Part) -> Iterator[list[Any]]:
@@ -248,10 +254,15 @@ def launch_rows(number: int, part: Part) -> Iterator[list[Any]]:
         ]
 
 
+def is_disturbed(row: Sequence[Any]) -> bool:
+    """Return whether a launch of the setting of a row was disturbed."""
+    return str(row[-1]).startswith(DISTURBED)
+
+
 def summary_row(rows: Iterable[Sequence[Any]]) -> list[Any]:
     """Return the row of all settings, without those with a disturbed launch."""
     rows = [*rows]
-    behind = [row[-2] for row in rows if row[-2] is not None and not row[-1]]
+    behind = [row[-2] for row in rows if row[-2] is not None and not is_disturbed(row)]
     figures = (round(fmean(behind), 1), max(behind)) if behind else (None, None)
     within = sum(one <= LIMIT for one in behind)
     return [f"{len(behind)} of {len(rows)}", *figures, within]
@@ -314,7 +325,7 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
         "misses": [
             f"Setting {number}: {row[5]} is advised, {row[-2]} % slower than {row[6]}."
             for number, row in enumerate(rows, 1)
-            if row[-2] is not None and row[-2] > LIMIT and not row[-1]
+            if row[-2] is not None and row[-2] > LIMIT and not is_disturbed(row)
         ],
         "notes": [
             "Times are per batch of a machine: one machine alone trains one batch where N machines "

@@ -146,17 +146,32 @@ def run(
     launches: int,
     folder: Path,
     profile: Path | None = None,
-) -> dict[str, Row]:
-    """Run contestants, or complete their run, and return the rows of the report by label."""
+) -> tuple[dict[str, Row], list[str]]:
+    """Run contestants, or complete their run.
+
+    Returns:
+        The rows of the report by label, without contestants that have failed, and their failures.
+
+    Raises:
+        SystemExit: the run has failed as a whole.
+    """
     contestants = tuple(chosen.values())
     comparison = Comparison(setup, contestants, launches, profile=profile, repeat_disturbed=True)
     outcome = compare(comparison, folder, resume=(folder / "run.json").exists())
     if outcome.interrupted:
         raise KeyboardInterrupt
-    if outcome.failures:
-        sys.exit("; ".join(outcome.failures))
+    failures = {text: failed_label(text, contestants) for text in outcome.failures}
+    if None in failures.values() or not outcome.measured:
+        sys.exit("; ".join(failures))
     rows = {row.label: row for row in summarize(load(folder))}
-    return {label: rows[one.label] for label, one in chosen.items()}
+    kept = {label: one.label for label, one in chosen.items() if one.label not in failures.values()}
+    return {label: rows[name] for label, name in kept.items()}, [*failures]
+
+
+def failed_label(text: str, contestants: Sequence[Contestant]) -> str | None:
+    """Return the label of the contestant that a failure names; None for another failure."""
+    labels = [one.label for one in contestants]
+    return next((one for one in labels if text.startswith((f"{one}: ", f"{one}, "))), None)
 
 
 @dataclass(frozen=True)
@@ -168,12 +183,14 @@ class Measured:
         profile: profile of the hosts.
         verdict: verdict for this profile.
         rows: measured rows by label of the method.
+        failures: failures of methods without a row.
     """
 
     story: SmallStory
     profile: Profile
     verdict: Verdict
     rows: dict[str, Row]
+    failures: Sequence[str] = ()
 
     def batch_s(self, label: str) -> float:
         """Return the measured seconds per batch of one machine."""
@@ -204,7 +221,7 @@ def measure(
     profile = profile_of(story, folder)
     verdict = verdict_of(story, profile)
     chosen = {method.label: contestant_of(method, seconds) for method in choose(verdict)}
-    rows = run(story.setup(), chosen, launches, folder / "all", folder / "profile.json")
+    rows, failures = run(story.setup(), chosen, launches, folder / "all", folder / "profile.json")
     alone = verdict.row(ALONE)
     assert alone is not None
     compute = verdict.place.one_machine
@@ -212,8 +229,8 @@ def measure(
     host = f"hosts = 1\n[[overrides]]\nhost = 0\njitter = {compute.jitters[0]}\n"
     one = Setup(story.script(), Cluster.from_toml(host), timeout_s=LAUNCH_S)
     chosen = {ALONE: contestant_of(alone.method, seconds / 2)}
-    rows |= run(one, chosen, launches, folder / "one", folder / "one.json")
-    return Measured(story, profile, verdict, rows)
+    row, more = run(one, chosen, launches, folder / "one", folder / "one.json")
+    return Measured(story, profile, verdict, rows | row, [*failures, *more])
 
 
 # ---- tables ---------------------------------------------------------------------------------
@@ -359,6 +376,8 @@ def main() -> None:
             one = measure(story, options.out / name, options.launches, options.seconds)
         except KeyboardInterrupt:
             sys.exit("interrupted; the next start continues")
+        if one.failures:
+            sys.exit("; ".join(one.failures))
         found.append(one)
         made = result([one], options.launches)
         print(*(tables.table_text(made, table, selected=False) for table in made["tables"]))

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.scripts import benchmark
 
+from offbeat.core.strategy.registry import create
 from offbeat.experiments.advice import advise
+from offbeat.experiments.comparison import Contestant
+from offbeat.experiments.launcher import Outcome
+from offbeat.experiments.report.summary import Row
 from offbeat.lab import Cluster
 
 advice_lab = benchmark("advice_lab")
+stories_lab = benchmark("stories_lab")
 zoo = benchmark("zoo")
 
 
@@ -92,6 +98,35 @@ def test_shares_are_of_the_fastest_measured_method():
     assert advice_lab.summary_row(rows[3:]) == ["0 of 1", None, None, 0]
     [_, advised, _] = advice_lab.launch_rows(7, slower)
     assert advised == [7, "dreamddp (advised)", [25.0] * 3, 31.25, 25.0, 25.0, 1, ""]
+
+
+def test_a_method_that_has_failed_is_named_beside_the_others(tmp_path, monkeypatch):
+    """Labels of contestants may begin with those of others."""
+    contestants = {
+        name: Contestant(name, create(name.partition("-")[0]))
+        for name in ("dreamddp", "dreamddp-period=8", "ddp")
+    }
+    text = "dreamddp-period=8, repetition 1 of 1: rank 1 has failed"
+    outcome = Outcome(tmp_path, [text], measured=2)
+    rows = [Row(name, name, 1, 0, iteration_s=0.04) for name in ("dreamddp", "ddp")]
+    monkeypatch.setattr(stories_lab, "compare", lambda *_, **__: outcome)
+    monkeypatch.setattr(stories_lab, "load", lambda _: None)
+    monkeypatch.setattr(stories_lab, "summarize", lambda _: rows)
+    setup = stories_lab.SmallStory("a", "gpt", "hosts = 2").setup()
+    found = stories_lab.run(setup, contestants, 1, tmp_path)
+    assert found == ({"dreamddp": rows[0], "ddp": rows[1]}, [text])
+    for failures, measured in (([text, "the lab: no namespaces"], 2), ([text], 0)):
+        outcome.failures, outcome.measured = failures, measured
+        with pytest.raises(SystemExit, match="rank 1 has failed"):
+            stories_lab.run(setup, contestants, 1, tmp_path)
+
+    [first] = advice_lab.draw(1)
+    kept = replace(part("ddp", {"ddp": 24.0, "one machine": 20.0}), failed=[text])
+    without = replace(part("dreamddp-period=8", {"ddp": 24.0}), failed=[text])
+    rows = [advice_lab.setting_row(first, one) for one in (kept, without)]
+    assert rows[0] == [*first, "ddp", "one machine", 20.0, text]
+    assert rows[1] == [*first, "dreamddp-period=8", "ddp", None, text]
+    assert advice_lab.summary_row(rows) == ["1 of 2", 20.0, 20.0, 0]
 
 
 def test_complete_and_failed_settings_are_kept(tmp_path, monkeypatch):
