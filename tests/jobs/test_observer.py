@@ -86,7 +86,7 @@ def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
         # Torch's own message that the store of rank 0 is gone can follow at the end.
         assert [*takewhile(lambda line: not line.startswith("[rank1]:[W"), one)] == []
     assert found[0] == {"start", "graph", "join", "checkpoint", "plan", "end"}
-    assert found[1] == found[0]
+    assert found[1] == found[0] | {"replicas"}  # a job that was stopped prints no difference
 
 
 def test_ctrl_c_and_a_record_from_the_beginning_of_prepare(tmp_path: Path) -> None:

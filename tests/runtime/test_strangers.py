@@ -12,7 +12,18 @@ from support.worlds import run_world
 from torch import nn
 
 import offbeat
-from offbeat import P3, WFBP, Cyclic, DeFT, DiLoCo, LocalSGD, Strategy
+from offbeat import (
+    DDP,
+    P3,
+    WFBP,
+    A2CiD2,
+    Cyclic,
+    DeFT,
+    DiLoCo,
+    DreamDDP,
+    LocalSGD,
+    Strategy,
+)
 
 EVERY = LocalSGD(period=1)  # without momentum the mean of weights is that of gradients
 
@@ -36,12 +47,14 @@ ALIKE: list[tuple[strangers.Script, Strategy]] = [
 WITH_MOMENTUM: list[tuple[strangers.Script, Strategy]] = [
     (strangers.forgets_momentum, WFBP()),
     (strangers.forgets_momentum, P3()),
+    (strangers.forgets_momentum_of_the_given_optimizer, WFBP()),
 ]
 REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.survives_an_error, WFBP(), "exception that was caught"),
     *((strangers.steps_after_an_error, s, "only some parameters") for s in (WFBP(), P3(), EVERY)),
     (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
+    (strangers.forgets_momentum_of_the_given_optimizer, P3(), "or their optimizer state, were"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
 ]
 
@@ -62,7 +75,7 @@ def test_trained_as_on_one_process(momentum: float, cases: Any) -> None:
 
 def test_refused_in_words() -> None:
     cases = [(script, strategy) for script, strategy, _ in REFUSED]
-    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.0, timeout_s=120.0):
+    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.9, timeout_s=120.0):
         for (script, strategy, words), said in zip(REFUSED, found, strict=True):
             assert isinstance(said, str), (script.__name__, str(strategy))
             assert words in said
@@ -90,6 +103,29 @@ def test_saving_on_one_rank_alone(tmp_path: Path) -> None:
     said, _ = run_world(strangers.saves_alone, 2, str(tmp_path))
     assert "Every rank must call it" in said
     assert "rank 1" in said
+
+
+# Of each job: strategy, iterations, whether replicas are consolidated after the last one or before
+# it, and whether they differ at the end.
+ENDS: list[tuple[Strategy, int, bool, bool]] = [
+    (LocalSGD(period=2), 3, False, True),
+    (LocalSGD(period=2), 3, True, False),
+    (LocalSGD(period=2), 4, False, False),
+    (DreamDDP(period=2), 3, False, True),
+    (P3(), 3, False, False),
+    (DDP(), 3, False, False),
+    (A2CiD2(), 3, False, True),
+    (A2CiD2(), 3, True, False),
+]
+
+
+def test_differences_of_replicas_at_the_end_are_printed_once() -> None:
+    cases = [(strategy, iterations, is_last) for strategy, iterations, is_last, _ in ENDS]
+    first, second = run_world(strangers.ends, 2, cases, timeout_s=120.0)
+    for (*case, differ), text, other in zip(ENDS, first, second, strict=True):
+        count = text.count("replicas differ, because no average followed their last updates")
+        assert count == text.count("call model.consolidate() on all ranks") == differ, case
+        assert "replicas differ" not in other
 
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "DeepSpeedEngine"])

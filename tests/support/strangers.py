@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 import offbeat
 from offbeat import Strategy
+from offbeat.core.transport.failure_detector import IN_SCRIPT
 from support.workers import rank
 
 STEPS = 5
@@ -89,6 +91,16 @@ def forgets_momentum(model: Any, optimizer: Any, batch: Batch) -> None:
         optimizer.step()
         if t == 2:
             optimizer.state.clear()
+
+
+def forgets_momentum_of_the_given_optimizer(model: Any, optimizer: Any, batch: Batch) -> None:
+    given = getattr(optimizer, "inner", optimizer)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(t)).backward()
+        optimizer.step()
+        if t == 2:
+            given.state.clear()
 
 
 def begins_a_layer_anew(model: Any, optimizer: Any, batch: Batch) -> None:
@@ -205,6 +217,34 @@ def trained(script: Script, momentum: float) -> list[Tensor]:
     model, optimizer = build(momentum)
     script(model, optimizer, all_batches)
     return [p.detach() for p in model.parameters()]
+
+
+def ends(cases: list[tuple[Strategy, int, bool]]) -> list[str]:
+    """What this rank prints at the end of jobs of (strategy, iterations, whether replicas are
+    consolidated before the last iteration or after it)."""
+    printed = []
+    for strategy, iterations, is_last in cases:
+        model, optimizer = build(0.0)
+        require_group()
+        profile = profile_of(model) if strategy.needs.profile else None
+        mine, steps = offbeat.prepare(model, optimizer, strategy, profile=profile, timeout_s=20.0)
+        for t in range(iterations):
+            if t == iterations - 1 and not is_last:
+                mine.consolidate()
+            loss_of(mine, batch_of(t, rank())).backward()
+            steps.step()
+            steps.zero_grad()
+        if is_last:
+            mine.consolidate()
+            heartbeat = mine._session.cluster.control._heartbeat
+            assert heartbeat is not None
+            assert heartbeat.activity == IN_SCRIPT
+        state, errors = torch.get_rng_state(), io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            mine.close()
+        assert torch.equal(torch.get_rng_state(), state)
+        printed.append(" ".join(errors.getvalue().split()))
+    return printed
 
 
 def require_group() -> None:

@@ -59,6 +59,7 @@ class GossipSession(LoopSession):
             (n, p) for n, p in model.named_parameters() if p.requires_grad
         )
         self._open = False  # whether an iteration is in progress
+        self._united = 0  # number of the iteration after the last `consolidate`
         # end of the last iteration; None after an interruption
         self._stepped_s: float | None = None
         self._began_s: float | None = None  # start of the forward of this iteration
@@ -104,7 +105,7 @@ class GossipSession(LoopSession):
         """
         self._cluster.require_open()
         self._require_untouched()
-        self._open, self._stepped_s = False, None
+        self._open, self._stepped_s, self._united = False, None, self._done.number
         if self._gossip is None:
             self.flush()
             return
@@ -129,6 +130,8 @@ class GossipSession(LoopSession):
     def _leave(self) -> None:
         self._open = False
         self.flush()
+        if self._gossip is not None and self._done.number != self._united:
+            self._print_difference()
 
     def _disconnect(self) -> None:
         if self._gossip is None:
@@ -218,6 +221,7 @@ class GossipSession(LoopSession):
     def _after_load(self) -> None:
         if not self._cluster.closed:
             self._untouched.note()
+            self._united = self._done.number
             self._state.set_parameters(self._flats, self._clock.now())
 
 

@@ -3,11 +3,11 @@ rules."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.core.plan.phases import Phases
-from offbeat.core.plan.types import BUFFERS, BUILT_IN, Apply, Plan
+from offbeat.core.plan.types import BUFFERS, BUILT_IN, INSIDE, Apply, Plan, Transfer, base_link
 from offbeat.core.rules import EFFECTS, SETTINGS
 from offbeat.core.rules.vocabulary import Use
 
@@ -60,6 +60,44 @@ def sends_only_gradients(plan: Plan) -> bool:
     With such a plan equal replicas stay equal bit by bit.
     """
     return all(t.payload.buffer in ("grad", BUFFERS) and t.when is None for t in plan.transfers)
+
+
+def differing_buckets(
+    plan: Plan, iteration: int, replicas: int, decisions: Mapping[tuple[str, int], object]
+) -> set[int]:
+    """Return buckets whose parameters certainly differ between replicas after an iteration: each
+    replica has updated them, and they have not been averaged since.
+
+    Args:
+        plan: plan that runs.
+        iteration: number of the last iteration in the plan.
+        replicas: number of replicas, at least 2.
+        decisions: outcomes of votes by (vote, iteration), which count as true or false; a missing
+            one counts as a yes.
+    """
+    if sends_only_gradients(plan) or plan.source is not None:
+        return set()
+    phase = plan.phase(iteration)
+    updates = [a for a in plan.applies if is_update(a) and phase in a.phases]
+    shares = {b: 1.0 for apply in updates for b in apply.buckets}  # not averaged
+    for t in plan.transfers:
+        voted = t.when is None or decisions.get((t.when, iteration - t.ago), True)
+        if voted and _may_join_replicas(t, phase, replicas):
+            for b in shares.keys() & set(t.payload.buckets):
+                shares[b] -= t.payload.width / t.payload.parts
+    return {b for b, share in shares.items() if share > 1e-9}
+
+
+def _may_join_replicas(t: Transfer, phase: int, replicas: int) -> bool:
+    """Return whether a transfer may make parameters equal that are updated in a phase, before the
+    next forward. Averages of gradients do so in all phases."""
+    buffer, due = t.payload.buffer, t.before
+    if base_link(t.link) == INSIDE or buffer in ("state", BUFFERS) or t.payload.moment is not None:
+        return False
+    if buffer == "grad" and t.when is None:
+        return True
+    is_timely = due.lag == 0 or (due.lag == 1 and due.point == "forward")
+    return phase in t.phases and is_timely and (t.verb != "exchange" or replicas == 2)
 
 
 def delayed_applies(plan: Plan) -> Sequence[Apply]:

@@ -32,6 +32,7 @@ from offbeat.core.runtime.session import Position, Session
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Strategy
+from offbeat.core.transport.failure_detector import IN_SCRIPT
 
 
 class FlatSession(Session):
@@ -54,6 +55,7 @@ class FlatSession(Session):
         self._cluster = cluster = job.cluster
         self._earlier_iterations = 0  # iterations of processes before this one
         self._united = -1  # the engine's iteration of the last `consolidate`
+        self._loaded = 0  # the engine's iteration of the last load
         self._unsampled: int | None = None  # its parameters arrive in the next forward
         self.engine = Engine(
             job.model,
@@ -228,6 +230,7 @@ class FlatSession(Session):
         self._cluster.control.set_activity("in consolidate")
         self._guards.forget_weights()
         self._consolidate(repairing)
+        self._cluster.control.set_activity(IN_SCRIPT)
         self._united = self.engine.iteration
 
     def _unify(self, repairing: bool, *, staged: bool = False) -> None:
@@ -274,7 +277,7 @@ class FlatSession(Session):
 
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         self._cluster.require_open()
-        self._united = -1
+        self._united, self._loaded = -1, self.engine.iteration
         self._guards.restart()
         if state is not None:
             self.engine.pauses.pause()
@@ -291,6 +294,8 @@ class FlatSession(Session):
             return
         if getattr(sys, "last_value", None) is None:  # after an uncaught exception, do not wait
             self.engine.pauses.settle()
+            if self._have_replicas_diverged():
+                self._print_difference()
         self.engine.waiting.closed = True
         if self._recorder:
             self.engine.reports.deliver(rest=True)
@@ -299,6 +304,15 @@ class FlatSession(Session):
             self._recorder.write(self.traffic())
         self.detach()
         self._cluster.close(self.engine.waiting.failure)
+
+    def _have_replicas_diverged(self) -> bool:
+        """Return whether replicas certainly differ after the last iteration."""
+        engine, replicas = self.engine, self._cluster.topology.replicas
+        run, last = engine.run, engine.cursor.planned - 1
+        is_known = engine.waiting.failure is None and last >= 0 and not run.reloaded
+        if not is_known or replicas == 1 or engine.iteration in (self._united, self._loaded):
+            return False
+        return bool(effects.differing_buckets(run.plan, last, replicas, run.votes.outcomes))
 
     def cancel(self) -> None:
         """End the session after a failure of `begin`, before it has trained."""

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from offbeat.core.console import console
 from offbeat.core.transport.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ T = TypeVar("T")
 NO_MEMBERS = (
     "members (None) must be given to offbeat.prepare for a job whose members change; give "
     "members=offbeat.Members(service), with the address of a membership service"
+)
+
+REPLICAS_DIFFER = (
+    "replicas differ, because no average followed their last updates; call model.consolidate() on "
+    "all ranks after training, which makes all replicas equal to their average"
 )
 
 
@@ -151,6 +157,12 @@ class Session(ABC):
             iteration: number of finished iterations.
             state: `Position.state`; None: the plan restarts.
         """
+
+    def _print_difference(self) -> None:
+        """Print on the first rank that replicas differ at the end of the job, unless the job is a
+        rehearsal, which has no exit hook."""
+        if self.worker == 0 and self._cluster.leave is not None:
+            console.print("replicas", REPLICAS_DIFFER, "notice", iteration=self.iteration)
 
     def capture_samples(self) -> tuple[Any, Any] | None:
         """Return settings and unread positions of the stream that the members of the job read;
