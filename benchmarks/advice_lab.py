@@ -44,6 +44,7 @@ from offbeat.experiments.advice.methods import Method, of_option, of_strategy
 from offbeat.experiments.advice.options import Option
 from offbeat.experiments.advice.selection import MAX_STALENESS, Advice
 from offbeat.experiments.advice.verdict import Verdict
+from offbeat.lab.errors import LabError
 
 RESULT = "advice_lab"
 SEED, SETTINGS, MOST_SETTINGS = 42, 12, 48
@@ -212,7 +213,7 @@ def measure_setting(setting: Setting, folder: Path, options: argparse.Namespace)
             lambda verdict: methods_of(verdict, options.contenders),
         )
         part = part_of(found)
-    except SystemExit as failure:
+    except (SystemExit, LabError) as failure:
         part = Part("", [], str(failure))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PART).write_text(json.dumps(asdict(part)))
