@@ -29,9 +29,7 @@ from offbeat.gossip import session as gossip_session  # noqa: E402, F401
 from offbeat.jobs import observer, stopping  # noqa: E402, F401
 from offbeat.server import session as server_session  # noqa: E402, F401
 from offbeat.strategies import levels  # noqa: E402, F401
-from support import forking, stores, strategy_lists, workers  # noqa: E402, F401
-
-stores.connect_at_once()
+from support import forking, strategy_lists, workers  # noqa: E402, F401
 
 # The path is for this import. Scripts that ranks start get what the server's parent has.
 _, *paths = os.environ.pop("PYTHONPATH").split(os.pathsep)

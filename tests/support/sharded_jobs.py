@@ -242,7 +242,6 @@ MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mixed precision": MIXED,
     "mixed precision under wfbp": MIXED,
-    "whole after forward": {"reshard_after_forward": False},
     # One node, because torch creates groups of pairs on a mesh of all ranks only.
     "in pairs after forward": {"reshard_after_forward": 2},
     "accumulation": {},
