@@ -417,7 +417,8 @@ def closes(apply: Apply, i: int, plan: Plan) -> bool:
 
 def shared(profile: Profile, link: str, message: Message, others: dict[str, Message]) -> float:
     """Sends of one link share it evenly; else it is the links that lose. Where a round trip takes
-    2 ms, messages of one link share only its rate, unless something else was measured."""
+    2 ms, messages of one link share only its rate, unless something else was measured: sends as
+    far as they use it, and others wait for the transfer of each other message once."""
     same = {other for other in others if base_link(other) == base_link(link)}
     base, facts = base_link(link), profile.link(link)
     known = any(contention.links == (base, base) for contention in profile.contention)
@@ -428,6 +429,9 @@ def shared(profile: Profile, link: str, message: Message, others: dict[str, Mess
     left = speed(profile, link, {*others} - same)
     if not distant:
         return left / (1 + len(same))
+    if not sends:
+        waits_s = sum(others[other].transfer_s for other in same)
+        return left * message.seconds / (message.seconds + waits_s) if message.seconds else left
     loads = [
         m.transfer_s / m.seconds if m.seconds else 0.0
         for m in (message, *(others[o] for o in same))

@@ -14,7 +14,7 @@ from offbeat.core.sim.simulation import make_job
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Moment, Plan, Vote, Wire, transfer
 from offbeat.profile import Bucket, Contention, Link, Profile
-from offbeat.sim import predict, predict_plan, simulate
+from offbeat.sim import predict, simulate
 from offbeat.strategies import ASCWFBP, BSP, DDP, WFBP, DreamDDP, LocalSGD
 
 GRAD, STEP, END = Moment("grad"), Moment("step"), Moment("end")
@@ -57,18 +57,29 @@ def exactly(seconds):
 
 @pytest.mark.parametrize("engine", [fast_engine, event_engine])
 @pytest.mark.parametrize("size", [100_000, 500_000, 4_000_000])
-def test_two_equal_messages_take_the_longer_of_both_stages(engine, size):
-    """max(L + T, 2 T), for T below, at and above L."""
+def test_delays_of_two_messages_overlap_and_their_transfers_do_not(engine, size):
+    """L + 2 T, for T below, at and above L."""
     job = make_job(together(2), profile_of(size, size), Ranks(), 1)
     latency_s, transfer_s = 0.5, size / RATE
     [[end_s, *_]] = engine.run(job).ends_s
-    assert end_s == exactly(2.0 + max(latency_s + transfer_s, 2 * transfer_s))
+    assert end_s == exactly(2.0 + latency_s + 2 * transfer_s)
 
 
-def test_loads_add_up():
-    """Loads .8 and .5 of 2.5 and 1 s: the second ends after 1.3 s, and the first has 1.5 s left."""
+def test_unequal_messages_in_flight_together_end_at_the_same_time():
+    """Alone they take 2.5 and 1 s; together L + T1 + T2 = 3 s."""
     trace = simulate(together(2), profile_of(2_000_000, 500_000), iterations=1)
-    assert messages(trace) == {"net": (2.0, exactly(4.8)), "net#1": (2.0, exactly(3.3))}
+    assert messages(trace) == {"net": (2.0, exactly(5.0)), "net#1": (2.0, exactly(5.0))}
+
+
+def test_a_message_that_starts_later_shares_from_then_on():
+    """The first of L = T = .5 s is alone for .5 s, then both take L + 2 T of .5 s per step: it
+    has .5 of 1 s left, which takes .5 * 1.5 s. The second has .5 of 1 s left then."""
+    profile = profile_of(500_000, 500_000, backward_s=0.5)
+    plan = together(2)
+    first, second = plan.transfers
+    plan = replace(plan, transfers=(replace(first, after=Moment("grad", bucket=0)), second))
+    trace = simulate(plan, profile, iterations=1)
+    assert messages(trace) == {"net": (0.5, exactly(1.75)), "net#1": (1.0, exactly(2.25))}
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,7 +135,7 @@ def test_near_links_are_shared_as_before(link, distant):
     profile = profile_of(100_000, 100_000, **link)
     assert profile.is_distant("net#1") is distant
     message_s = link["latency_s"] + 0.1
-    ends_s = max(message_s, 0.2) if distant else 1.5 * message_s
+    ends_s = message_s + 0.1 if distant else 1.5 * message_s
     assert simulate(together(2), profile, iterations=1).ends_s == ((exactly(2 + ends_s),),)
     assert len({t.link for t in DDP(bucket_cap_mb=0.05).plan(profile).transfers}) == 1 + distant
 
@@ -159,7 +170,7 @@ def test_an_encoded_message_uses_the_rate_for_its_codes():
     """Four ranks gather half of the bytes of each: 8 MB as a half takes 4 s, with latency 4.5 s."""
     plan = Plan("x", 2, tuple(replace(t, wire=Wire("fp16")) for t in together(2).transfers))
     profile = profile_of(4_000_000, 4_000_000, world_size=4)
-    assert simulate(plan, profile, iterations=1).ends_s == ((exactly(2 + 2 * 4.0),),)
+    assert simulate(plan, profile, iterations=1).ends_s == ((exactly(2 + 0.5 + 2 * 4.0),),)
 
 
 @pytest.mark.parametrize("strategy", [DDP(bucket_cap_mb=0.05), DDP("tuned"), ASCWFBP()], ids=str)
@@ -172,13 +183,17 @@ def test_bounds_hold_for_messages_in_flight_together(strategy, contention):
         assert prediction.bound_s <= prediction.iteration_s
 
 
-def test_the_tuned_cap_counts_both_messages():
-    """4 messages of L = T = .5 s in pairs take 2 s, one message of all 2.5 s, a message at a time
-    4 s."""
-    profile = profile_of(*[500_000] * 4, backward_s=0.0)
-    plan = DDP("tuned").plan(profile)
-    assert predict_plan(plan, profile).iteration_s == exactly(2.0)
-    assert predict(WFBP(), profile).iteration_s == exactly(2.5)
+@pytest.mark.parametrize("backward_s", [0.0, 0.4, 2.0])
+def test_the_tuned_cap_counts_both_messages(backward_s):
+    """4 messages of L = T = .5 s in pairs take 3 s, one message of all 2.5 s, a message at a time
+    4 s. The tuned cap is the best one of all."""
+    profile = profile_of(*[500_000] * 4, backward_s=backward_s)
+    caps_mb = [count * 500_000 / 2**20 for count in range(1, 5)]
+    best_s = min(predict(DDP(cap), profile).iteration_s for cap in caps_mb)
+    assert predict(DDP("tuned"), profile).iteration_s == exactly(best_s)
+    if not backward_s:
+        assert predict(DDP(caps_mb[0]), profile).iteration_s == exactly(3.0)
+        assert best_s == predict(WFBP(), profile).iteration_s == exactly(2.5)
 
 
 # ---- messages after a pause ------------------------------------------------------------------
@@ -238,7 +253,8 @@ def test_skipped_messages_do_not_end_a_pause(engine, count):
     votes = {"vote": [True, False, True, True]}
     run = engine.run(make_job(plan, profile, Ranks(), 4, votes=votes))
     lengths = [b - a for a, b in pairwise([0.0, *run.ends_s[:, 0]])]
-    messages_s = [0.6, 0.0, 0.6 + 0.04 + 0.12 * 2 / 3, 0.6]
+    both_s = 0.6 if count == 1 else 0.7
+    messages_s = [both_s, 0.0, both_s + 0.04 + 0.12 * 2 / 3, both_s]
     assert lengths == [exactly(compute_s + seconds) for seconds in messages_s]
 
 
@@ -266,7 +282,7 @@ def test_pauses_on_channels_in_flight_together():
     profile = paused_profile(1_000_000, 1_000_000, forward_s=0.0)
     for engine in (fast_engine, event_engine):
         run = engine.run(make_job(together(2), profile, Ranks(), 1))
-        assert run.ends_s[0, 0] == exactly(0.125 + 2 + max(0.5 + 1 + 0.16, 2 * 1.0))
+        assert run.ends_s[0, 0] == exactly(0.125 + 2 + 0.5 + 0.16 + 2 * 1.0)
 
 
 def test_a_pause_over_several_iterations():

@@ -246,9 +246,9 @@ class Profile:
     def shares_rate_only(self, link: str) -> bool:
         """Return whether the channels of a link share only the time of bytes, not the latency.
 
-        This holds for a distant link whose contention with itself was not measured. Each message
-        uses the rate for a share of its time (`Link.transfer_s`). Simultaneous messages slow each
-        other down only as far as these shares add up to more than 1.
+        This holds for a distant link whose contention with itself was not measured. A message then
+        waits for the transfers (`Link.transfer_s`) of simultaneous messages, and not for their
+        latencies.
 
         Args:
             link: name of the link or channel.

@@ -89,9 +89,11 @@ class Fluid:
     At each of its ports a flow is slowed down by the flows on other links that use the same port.
     Its speed is the lowest of its ports' speeds. Sends on channels of one link share the link
     evenly, because each of them alone would use the whole link. On a distant link, a message uses
-    the rate for a part of its time only. Sends there, and all messages if contention was not
-    measured, slow down only as far as their loads add up to more than 1. For two equal messages of
-    latency L and transfer T this is exact: both take max(L + T, 2 T).
+    the rate for a part of its time only. Sends there slow down only as far as their loads add up to
+    more than 1: two equal sends of latency L and transfer T take max(L + T, 2 T). A collective
+    consists of steps, and each of them waits behind a chunk of every other message, because the
+    requests for chunks pass the same queues. So if contention was not measured, delays overlap and
+    transfers do not: two collectives in flight together take L + T1 + T2.
 
     A flow must not start before the last end that `advance` has returned.
     """
@@ -172,8 +174,11 @@ class Fluid:
             if sends or self._profile.shares_rate_only(flow.link):
                 others = [other for other in others if other not in alike]
                 sharing += len(alike)
-                if self._distant[flow.base]:
+                if self._distant[flow.base] and sends:
                     sharing = max(1.0, flow.load + sum(other.load for other in alike))
+                elif self._distant[flow.base]:
+                    waits_s = sum(other.transfer_s for other in alike)
+                    sharing = 1.0 + (waits_s / flow.seconds if flow.seconds else 0.0)
         return self._profile.speed(flow.link, [other.link for other in others]) / sharing
 
     def _schedule(self, at_s: float, flow: Flow) -> None:
