@@ -130,7 +130,8 @@ class GossipSession(LoopSession):
     def _leave(self) -> None:
         self._open = False
         self.flush()
-        if self._gossip is not None and self._done.number != self._united:
+        # A process that has joined a running job has no links.
+        if self._gossip is not None and self._cluster.links and self._done.number != self._united:
             self._print_difference()
 
     def _disconnect(self) -> None:

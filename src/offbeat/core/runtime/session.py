@@ -159,9 +159,9 @@ class Session(ABC):
         """
 
     def _print_difference(self) -> None:
-        """Print on the first rank that replicas differ at the end of the job, unless the job is a
+        """Print on rank 0 that replicas differ at the end of the job, unless the job is a
         rehearsal, which has no exit hook."""
-        if self.worker == 0 and self._cluster.leave is not None:
+        if self._cluster.leave is not None and self._cluster.control.rank == 0:
             console.print("replicas", REPLICAS_DIFFER, "notice", iteration=self.iteration)
 
     def capture_samples(self) -> tuple[Any, Any] | None:
