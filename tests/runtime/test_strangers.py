@@ -47,14 +47,14 @@ ALIKE: list[tuple[strangers.Script, Strategy]] = [
 WITH_MOMENTUM: list[tuple[strangers.Script, Strategy]] = [
     (strangers.forgets_momentum, WFBP()),
     (strangers.forgets_momentum, P3()),
-    (strangers.forgets_a_momentum_of_the_given_optimizer, WFBP()),
+    (strangers.forgets_momentum_of_the_given_optimizer, WFBP()),
 ]
 REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.survives_an_error, WFBP(), "exception that was caught"),
     *((strangers.steps_after_an_error, s, "only some parameters") for s in (WFBP(), P3(), EVERY)),
     (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
-    (strangers.forgets_a_momentum_of_the_given_optimizer, P3(), "or their optimizer state, were"),
+    (strangers.forgets_momentum_of_the_given_optimizer, P3(), "or their optimizer state, were"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
 ]
 
