@@ -52,9 +52,8 @@ class Updates:
         self._tried: set[int] = set()  # runs that were stepped alone, by first bucket
         self._later = [a for a in plan.applies if effects.is_update(a) and a.at.lag]
         self._version = flat.grad_version()
-        # By bucket with a pending update: versions and checksum of its parameters at the step, and
-        # ids of their optimizer states.
-        self._weights: dict[int, tuple[list[int], int | None, list[int]]] = {}
+        # By bucket with a pending update: versions and checksum of its parameters at the step.
+        self._weights: dict[int, tuple[list[int], int | None]] = {}
         self._asked = 0  # steps with later updates
         self._gradient_sum: int | None = None  # checksum at the end of backward, if it was taken
         self._backwards = 0  # ends of backward that were recorded
@@ -293,24 +292,23 @@ class Updates:
             )
 
     def _require_unchanged_parameters(self, run: range) -> None:
-        """Raise ValueError if parameters were changed, or their optimizer state was replaced, since
-        the step that requested their update."""
+        """Raise ValueError if parameters were changed since the step that requested their
+        update."""
         for b in run:
             known = self._weights.pop(b, None)
             if known is not None and known != self._bucket_state(b, known[1] is not None):
                 raise ValueError(
-                    f"parameters of {self._flat.buckets[b].name!r}, or their optimizer state, were "
-                    "changed between optimizer.step() and the next forward, while their update was "
-                    "still to come; call model.flush() before, or reach them through the model and "
-                    f"the optimizer that offbeat.prepare returned, or {self.remedy}"
+                    f"parameters of {self._flat.buckets[b].name!r} were changed between "
+                    "optimizer.step() and the next forward, while their update was still to come; "
+                    "call model.flush() before, or reach them through the model that "
+                    f"offbeat.prepare returned, or {self.remedy}"
                 )
 
-    def _bucket_state(self, b: int, taken: bool) -> tuple[list[int], int | None, list[int]]:
-        """Return the versions of a bucket's parameters, their checksum if `taken`, otherwise None,
-        and the ids of their optimizer states."""
-        parameters, states = self._flat.buckets[b].parameters, self._optimizer.state
-        contents = checksum(*parameters) if taken else None
-        return [p._version for p in parameters], contents, [id(states.get(p)) for p in parameters]
+    def _bucket_state(self, b: int, taken: bool) -> tuple[list[int], int | None]:
+        """Return the versions of a bucket's parameters, and their checksum if `taken`, otherwise
+        None."""
+        parameters = self._flat.buckets[b].parameters
+        return [p._version for p in parameters], checksum(*parameters) if taken else None
 
     in_backward = False  # whether autograd is writing gradients
     compute = ComputeObserver()  # receives a callback for each update
