@@ -240,6 +240,9 @@ def ranking(model: str, options: argparse.Namespace) -> dict[str, Any] | None:
     print(f"{agreed} of {compared} pairs agree (goal: {LEAST_AGREEMENT:.0%})")
     errors = [abs(again[n] / real[n] - 1) for n in RANKED if real[n] and again[n]]  # type: ignore[operator]
     return {
+        "rate_mbps": options.rate,
+        "iterations": options.steps,
+        "seeds": len(seeds),
         "target": target,
         "measured_s": real,
         "rehearsed_s": again,
@@ -363,10 +366,16 @@ def ranking_tables(rankings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "name": "agreement",
         "title": "Pairs of strategies of which the same one is sooner, measured and rehearsed",
         "how": ["emulated", "simulated"],
-        "columns": ["model", "training loss", "pairs that agree", "pairs", "median error, %"],
+        "columns": [
+            *("model", "Mbit/s", "iterations", "seeds", "training loss"),
+            *("pairs that agree", "pairs", "median error, %"),
+        ],
         "rows": [
             [
                 model,
+                one["rate_mbps"],
+                one["iterations"],
+                one["seeds"],
                 round(one["target"], 3),
                 one["agreed"],
                 one["compared"],
