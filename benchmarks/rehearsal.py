@@ -17,7 +17,8 @@ and rehearsed from the profile of that run, with the same seeds. A pair of strat
 same one is sooner. Needs the lab and a quiet machine. `--minutes` ends the command after this time;
 the same command with the same `--keep` continues it, and keeps complete launches and curves.
 
-Both commands write their results to rehearsal-speed.json and rehearsal-ranking.json, or to `--json`.
+Both commands write their results to rehearsal-speed.json and rehearsal-ranking.json, or to
+`--json`.
 `tables` writes results/rehearsal.json from the files that exist, and makes the tables of the pages.
 """
 
