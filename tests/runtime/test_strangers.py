@@ -47,14 +47,12 @@ ALIKE: list[tuple[strangers.Script, Strategy]] = [
 WITH_MOMENTUM: list[tuple[strangers.Script, Strategy]] = [
     (strangers.forgets_momentum, WFBP()),
     (strangers.forgets_momentum, P3()),
-    (strangers.forgets_momentum_of_the_given_optimizer, WFBP()),
 ]
 REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.survives_an_error, WFBP(), "exception that was caught"),
     *((strangers.steps_after_an_error, s, "only some parameters") for s in (WFBP(), P3(), EVERY)),
     (strangers.steps_another_optimizer, EVERY, "SGD steps parameters that another"),
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
-    (strangers.forgets_momentum_of_the_given_optimizer, P3(), "or their optimizer state, were"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
 ]
 
@@ -75,7 +73,7 @@ def test_trained_as_on_one_process(momentum: float, cases: Any) -> None:
 
 def test_refused_in_words() -> None:
     cases = [(script, strategy) for script, strategy, _ in REFUSED]
-    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.9, timeout_s=120.0):
+    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.0, timeout_s=120.0):
         for (script, strategy, words), said in zip(REFUSED, found, strict=True):
             assert isinstance(said, str), (script.__name__, str(strategy))
             assert words in said

@@ -93,16 +93,6 @@ def forgets_momentum(model: Any, optimizer: Any, batch: Batch) -> None:
             optimizer.state.clear()
 
 
-def forgets_momentum_of_the_given_optimizer(model: Any, optimizer: Any, batch: Batch) -> None:
-    given = getattr(optimizer, "inner", optimizer)
-    for t in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, batch(t)).backward()
-        optimizer.step()
-        if t == 2:
-            given.state.clear()
-
-
 def begins_a_layer_anew(model: Any, optimizer: Any, batch: Batch) -> None:
     """Through a reference of its own."""
     layer = list(getattr(model, "module", model))[2]

@@ -67,7 +67,6 @@ class MemoryControl(Control):
         self.rank, self.world_size, self.timeout_s = rank, ranks, timeout_s
         self.met = 1
         self.hosts = [socket.gethostname()] * ranks
-        self.on_wait_end = lambda: None
         self._heartbeat = None
         self._joint_calls = {}
         self._exchange, self._store = exchange, store
