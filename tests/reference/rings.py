@@ -7,16 +7,20 @@ from heapq import heappop, heappush
 def ends_s(rings: Sequence[tuple[float, float]], steps: int) -> list[float]:
     """Ends of rings that begin at 0. All ranks are alike, so one of them stands for all.
 
-    A step sends a chunk, for which the connection carries nothing else, first come, first served;
-    then its latency passes. `rings`: latency and seconds of the chunk, of one step.
+    A step has two stages, first come, first served: the request for a chunk, which takes no time
+    on the connection but waits behind chunks, and the chunk. Half of the latency follows each.
+    `rings`: latency and seconds of the chunk, of one step.
     """
-    events, ends, free_s = [(0.0, ring, 0) for ring in range(len(rings))], [0.0] * len(rings), 0.0
+    events = [(0.0, ring, 0) for ring in range(len(rings))]
+    ends, free_s = [0.0] * len(rings), 0.0
     while events:
-        now_s, ring, step = heappop(events)
-        if step == steps:
+        now_s, ring, stage = heappop(events)
+        if stage == 2 * steps:
             ends[ring] = now_s
             continue
         latency_s, chunk_s = rings[ring]
-        free_s = max(free_s, now_s) + chunk_s
-        heappush(events, (free_s + latency_s, ring, step + 1))
+        begin_s = max(free_s, now_s)
+        if stage % 2:
+            free_s = begin_s = begin_s + chunk_s
+        heappush(events, (begin_s + latency_s / 2, ring, stage + 1))
     return ends

@@ -93,7 +93,8 @@ class Fluid:
     more than 1: two equal sends of latency L and transfer T take max(L + T, 2 T). A collective
     consists of steps, and each of them waits behind a chunk of every other message, because the
     requests for chunks pass the same queues. So if contention was not measured, delays overlap and
-    transfers do not: two collectives in flight together take L + T1 + T2.
+    transfers do not: two collectives in flight together take L + T1 + T2. Rings whose requests and
+    chunks share one queue are at most L / 2 faster (`tests/reference/rings.py`).
 
     A flow must not start before the last end that `advance` has returned.
     """
@@ -173,12 +174,12 @@ class Fluid:
             sends = flow.sent and all(other.sent for other in alike)
             if sends or self._profile.shares_rate_only(flow.link):
                 others = [other for other in others if other not in alike]
-                sharing += len(alike)
-                if self._distant[flow.base] and sends:
+                if not self._distant[flow.base]:
+                    sharing += len(alike)
+                elif sends:
                     sharing = max(1.0, flow.load + sum(other.load for other in alike))
-                elif self._distant[flow.base]:
-                    waits_s = sum(other.transfer_s for other in alike)
-                    sharing = 1.0 + (waits_s / flow.seconds if flow.seconds else 0.0)
+                elif flow.seconds:
+                    sharing += sum(other.transfer_s for other in alike) / flow.seconds
         return self._profile.speed(flow.link, [other.link for other in others]) / sharing
 
     def _schedule(self, at_s: float, flow: Flow) -> None:
