@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -51,7 +51,6 @@ SEED, SETTINGS, MOST_SETTINGS = 42, 12, 48
 CONTENDERS, SECONDS = 4, 8.0  # strategies without DDP; compute of a launch
 LIMIT = 10.0  # %, of the advised method over the fastest measured one
 PART = "setting.json"  # in the folder of a complete setting
-DISTURBED = "disturbed"  # remark of a setting with a disturbed launch
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(model for model in MODELS if model not in NEEDED),
@@ -171,6 +170,14 @@ class Part:
         """Return whether a launch was disturbed, and so was its repetition."""
         return any(row[5] for row in self.rows)
 
+    @property
+    def behind(self) -> float | None:
+        """Return by how many per cent the advised method is slower than the fastest one; None if
+        its launch has failed."""
+        if self.advised not in self.batch_ms:
+            return None
+        return round(percent_behind(self.batch_ms, self.advised), 1)
+
 
 def percent_behind(batch_ms: Mapping[str, float], label: str) -> float:
     """Return by how many per cent a method is slower than the fastest one."""
@@ -234,10 +241,8 @@ def setting_row(setting: Setting, part: Part | None) -> list[Any]:
     if part is None or part.failure:
         return [*setting, None, None, None, part.failure if part else "not measured"]
     fastest = min(part.batch_ms, key=part.batch_ms.__getitem__)
-    is_measured = part.advised in part.batch_ms
-    behind = round(percent_behind(part.batch_ms, part.advised), 1) if is_measured else None
-    remarks = [*([DISTURBED] if part.is_disturbed else []), *part.failed]
-    return [*setting, part.advised, fastest, behind, "; ".join(remarks)]
+    remarks = [*(["disturbed"] if part.is_disturbed else []), *part.failed]
+    return [*setting, part.advised, fastest, part.behind, "; ".join(remarks)]
 
 
 def launch_rows(number: int, part: Part) -> Iterator[list[Any]]:
@@ -255,18 +260,17 @@ def launch_rows(number: int, part: Part) -> Iterator[list[Any]]:
         ]
 
 
-def is_disturbed(row: Sequence[Any]) -> bool:
-    """Return whether a launch of the setting of a row was disturbed."""
-    return str(row[-1]).startswith(DISTURBED)
+def undisturbed_behind(part: Part | None) -> float | None:
+    """Return `Part.behind` of a measured setting without a disturbed launch, otherwise None."""
+    return None if part is None or part.is_disturbed else part.behind
 
 
-def summary_row(rows: Iterable[Sequence[Any]]) -> list[Any]:
+def summary_row(parts: Sequence[Part | None]) -> list[Any]:
     """Return the row of all settings, without those with a disturbed launch."""
-    rows = [*rows]
-    behind = [row[-2] for row in rows if row[-2] is not None and not is_disturbed(row)]
+    behind = [one for one in map(undisturbed_behind, parts) if one is not None]
     figures = (round(fmean(behind), 1), max(behind)) if behind else (None, None)
     within = sum(one <= LIMIT for one in behind)
-    return [f"{len(behind)} of {len(rows)}", *figures, within]
+    return [f"{len(behind)} of {len(parts)}", *figures, within]
 
 
 def result(options: argparse.Namespace) -> dict[str, Any]:
@@ -296,7 +300,7 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
                 "title": "Time of the advised method over the fastest measured one, without "
                 "settings with a disturbed launch",
                 "columns": ["settings", "mean, %", "largest, %", f"within {LIMIT:g} %"],
-                "rows": [summary_row(rows)],
+                "rows": [summary_row(parts)],
             },
             {
                 "name": "settings",
@@ -325,8 +329,8 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
         ],
         "misses": [
             f"Setting {number}: {row[5]} is advised, {row[-2]} % slower than {row[6]}."
-            for number, row in enumerate(rows, 1)
-            if row[-2] is not None and row[-2] > LIMIT and not is_disturbed(row)
+            for number, (row, part) in enumerate(zip(rows, parts, strict=True), 1)
+            if (undisturbed_behind(part) or 0.0) > LIMIT
         ],
         "notes": [
             "Times are per batch of a machine: one machine alone trains one batch where N machines "

@@ -160,18 +160,12 @@ def run(
     outcome = compare(comparison, folder, resume=(folder / "run.json").exists())
     if outcome.interrupted:
         raise KeyboardInterrupt
-    failures = {text: failed_label(text, contestants) for text in outcome.failures}
-    if None in failures.values() or not outcome.measured:
-        sys.exit("; ".join(failures))
-    rows = {row.label: row for row in summarize(load(folder))}
-    kept = {label: one.label for label, one in chosen.items() if one.label not in failures.values()}
-    return {label: rows[name] for label, name in kept.items()}, [*failures]
-
-
-def failed_label(text: str, contestants: Sequence[Contestant]) -> str | None:
-    """Return the label of the contestant that a failure names; None for another failure."""
-    labels = [one.label for one in contestants]
-    return next((one for one in labels if text.startswith((f"{one}: ", f"{one}, "))), None)
+    rows = {row.label: row for row in summarize(load(folder)) if row.iteration_s is not None}
+    kept = {label: rows[one.label] for label, one in chosen.items() if one.label in rows}
+    failed_launches = launches * (len(chosen) - len(kept))  # at most, of these contestants
+    if not outcome.measured or len(outcome.failures) > failed_launches:
+        sys.exit("; ".join(outcome.failures))
+    return kept, outcome.failures
 
 
 @dataclass(frozen=True)
