@@ -215,8 +215,10 @@ def advise(
     Example: offbeat advise --hosts 4 --rate 200mbit --samples 10M --batch 32 train.py
     """
     from offbeat.cli import advise as advising
+    from offbeat.experiments.advice.place import require_network
     from offbeat.experiments.advice.question import Question, answer
     from offbeat.experiments.advice.work import Work
+    from offbeat.lab.units import parse_rate_bps
 
     speed = texts.parse_compute_speed(device_speed, iteration_s)
     counts = [
@@ -243,8 +245,8 @@ def advise(
     if cluster is not None:
         texts.load_cluster(cluster, hosts=hosts, rate=rate)
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
-    if profile is None and cluster is None:
-        _require_network(hosts, rate)
+    if profile is None and cluster is None:  # before a script is measured for minutes
+        require_network(hosts, parse_rate_bps(rate, "--rate"))
     facts, code = None, 0
     if script is not None:
         facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)
@@ -292,22 +294,6 @@ def _require_advice_options(
             "advise takes a script to measure, or --profile FILE; give one of both, as in offbeat "
             "advise --hosts 4 --rate 200mbit train.py"
         )
-
-
-def _require_network(hosts: int | None, rate: str | None) -> None:
-    """Raise ValueError unless a network is described, before a script is measured for minutes."""
-    from offbeat.lab.units import parse_rate_bps
-
-    rate_bps = parse_rate_bps(rate, "--rate")
-    if hosts is None or rate_bps is None:
-        missing = " and ".join(
-            name for name, value in (("--hosts", hosts), ("--rate", rate_bps)) if value is None
-        )
-        raise ValueError(
-            f"{missing} must describe the network of a script that is measured on one device; add "
-            "--hosts 4 --rate 200mbit, or --cluster FILE"
-        )
-    texts.require_range("--hosts", hosts, 2, "one machine alone sends nothing")
 
 
 @app.command

@@ -230,16 +230,27 @@ def place_of(
         made = extrapolate(profile, hosts=count, rate_bps=rate_bps)
         made = with_free_nodes(made, devices)
         return Place(made, devices, estimated=rate_bps is not None)
-    if hosts is None or rate_bps is None:
-        missing = "hosts" if hosts is None else "rate"
-        raise ValueError(
-            f"{missing} (None) must be given for a profile of one rank, which has no network; add "
-            "--hosts 4 --rate 200mbit, or --cluster FILE"
-        )
-    _require_several(hosts)
+    hosts, rate_bps = require_network(hosts, rate_bps)
     network = Network(profile.default_link.name, rate_bps)
     made = with_free_nodes(on_networks(profile, hosts, [network]), devices)
     return Place(made, devices, estimated=True, networks=(network,))
+
+
+def require_network(hosts: int | None, rate_bps: float | None) -> tuple[int, float]:
+    """Return the arguments, which describe the network for a profile of one rank.
+
+    Raises:
+        ValueError: one of them is None, or there is one machine.
+    """
+    if hosts is None or rate_bps is None:
+        facts = {"hosts": hosts, "rate": rate_bps}
+        missing = " and ".join(name for name, value in facts.items() if value is None)
+        raise ValueError(
+            f"{missing} (not given) must describe the network, because a profile of one device has "
+            "none; add --hosts 4 --rate 200mbit, or --cluster FILE"
+        )
+    _require_several(hosts)
+    return hosts, rate_bps
 
 
 def _require_several(hosts: int) -> None:
