@@ -91,7 +91,7 @@ def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
 
 def test_ctrl_c_and_a_record_from_the_beginning_of_prepare(tmp_path: Path) -> None:
     ((files, printed),) = run_world(observed_jobs.interrupt_recorded, 1, str(tmp_path))
-    assert {"run.json", "rank0.jsonl"} <= set(files)
+    assert {*observed_jobs.RECORD_START} <= {*files}
     assert "FutureWarning" not in printed, "of torch's DDP"
     (folder,) = tmp_path.iterdir()
     end = load([folder]).ranks[0].end

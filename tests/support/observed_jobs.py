@@ -23,6 +23,7 @@ from support.workers import batch, loss_of, rank
 
 CASE = Case("mlp", "sgd")
 ITERATIONS = 8
+RECORD_START = ("run.json", "rank0.jsonl")  # files of rank 0 when the observer is open
 
 
 def train(strategy: str, checkpoint: str | None = None, servers: int = 0) -> str:
@@ -108,7 +109,10 @@ def interrupt_recorded(folder: str) -> tuple[list[str], str]:
     broadcast = prepare.broadcast_model
 
     def note_files(*args: Any) -> None:
-        files.extend(path.name for path in Path(folder).glob("*/*"))
+        deadline_s = time.monotonic() + 20
+        while not set(RECORD_START) <= set(files) and time.monotonic() < deadline_s:
+            time.sleep(0.005)  # a thread writes the record
+            files[:] = [path.name for path in Path(folder).glob("*/*")]
         broadcast(*args)
 
     prepare.broadcast_model = note_files
