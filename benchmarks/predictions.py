@@ -15,9 +15,11 @@ on each machine.
 sample of all. A cell is one profile, its prediction and `--launches` launches. A launch that its
 record marks as disturbed (other programs on the processors, or hosts behind their pace) is repeated
 once; both are kept. A further start continues: complete cells and launches are kept, cells that
-have failed are left out, and a larger number of launches adds the missing ones. With `--minutes N`
-it stops N minutes after its start, within a launch if need be; that launch is repeated by the next
-start. At the end it prints the table of errors.
+have failed are left out, and a larger number of launches adds the missing ones. Cells that have
+their launches in results/predictions.json are left out, too, so that several machines can measure
+one after the other; `tables` keeps their rows. With `--minutes N` it stops N minutes after its
+start, within a launch if need be; that launch is repeated by the next start. At the end it prints
+the table of errors.
 
     python benchmarks/predictions.py measure --minutes 15
 
@@ -34,7 +36,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import combinations, product
@@ -115,7 +117,7 @@ class Cell(NamedTuple):
 
 COLUMNS = [
     *("strategy", "model", "Mbit/s", "hosts", "delay, ms"),
-    *("measured", "predicted", "error, %", "launches", "undisturbed launches", "remarks"),
+    *("measured", "predicted", "error, %", "launches", "undisturbed launches", "date", "remarks"),
 ]
 ERROR, LAUNCHED, UNDISTURBED = 7, 8, 9  # places of columns
 ERRORS = [
@@ -273,11 +275,11 @@ def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> b
 
 def measure_all(out: Path, numbers: Iterable[int], launches: int, steps: int) -> None:
     """Measure cells in order until all are measured or the process is interrupted."""
-    cells = planned_cells()
+    cells, published = planned_cells(), published_rows()
     for number in numbers:
         cell = cells[number - 1]
         directory = out / cell.name(number)
-        row = row_of(cell, directory)
+        row = row_of(cell, directory, published)
         if (
             missing_package(cell.model)
             or (directory / FAILED).exists()
@@ -288,7 +290,7 @@ def measure_all(out: Path, numbers: Iterable[int], launches: int, steps: int) ->
         if not measure(cell, directory, launches, steps):
             print("interrupted; the next start continues", flush=True)
             return
-        print(number, *row_of(cell, directory), flush=True)
+        print(number, *row_of(cell, directory, published), flush=True)
 
 
 @contextmanager
@@ -307,14 +309,34 @@ def time_limit(minutes: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def row_of(cell: Cell, directory: Path) -> list[Any]:
-    """Return the row of a cell; its columns are `COLUMNS`."""
+def published_rows() -> dict[Cell, list[Any]]:
+    """Return the rows of measured cells in the result; none if there is no result."""
+    if RESULT not in tables.names():
+        return {}
+    [cells] = (table for table in tables.load(RESULT)["tables"] if table["name"] == "cells")
+    return {Cell(*row[:5]): row for row in cells["rows"] if row[LAUNCHED]}
+
+
+def row_of(cell: Cell, directory: Path, published: Mapping[Cell, list[Any]] = {}) -> list[Any]:
+    """Return the row of a cell; its columns are `COLUMNS`.
+
+    Args:
+        cell: the cell.
+        directory: run directory of the cell.
+        published: rows of the result, which count for cells without a launch in their directory.
+    """
+    row = measured_row(cell, directory)
+    return row if row[LAUNCHED] else published.get(cell, row)
+
+
+def measured_row(cell: Cell, directory: Path) -> list[Any]:
+    """Return the row of the launches in the directory of a cell."""
     from offbeat.experiments.record.disturbed import disturbance_of
     from offbeat.experiments.record.run_directory import PROFILING, load_in
     from offbeat.experiments.report import load, summarize
 
     failures = directory / FAILED
-    nothing = [*cell, None, None, None, 0, 0]
+    nothing = [*cell, None, None, None, 0, 0, ""]
     if package := missing_package(cell.model):
         return [*nothing, f"{package} is not installed"]
     if failures.exists():
@@ -336,7 +358,8 @@ def row_of(cell: Cell, directory: Path) -> list[Any]:
     measured_ms = [round(1e3 * seconds, 1) for seconds in spread_s]
     predicted_ms = round(1e3 * row.predicted_s, 1)
     counts = row.repetitions, undisturbed
-    return [*cell, measured_ms, predicted_ms, round(error, 1), *counts, "; ".join(remarks)]
+    day = time.strftime("%Y-%m-%d", time.localtime((directory / "run.json").stat().st_mtime))
+    return [*cell, measured_ms, predicted_ms, round(error, 1), *counts, day, "; ".join(remarks)]
 
 
 def summary_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
@@ -349,7 +372,7 @@ def summary_rows(rows: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     every: list[float] = []
     for hard, (name, limits) in classes.items():
         cells = [row for row in rows if Cell(*row[:5]).is_hard is hard]
-        errors = [abs(row[ERROR]) for row in cells if 0 < row[LAUNCHED] == row[UNDISTURBED]]
+        errors = [abs(float(row[ERROR])) for row in cells if 0 < row[LAUNCHED] == row[UNDISTURBED]]
         within = [sum(error <= limit for error in errors) for limit in limits]
         counts = [len(errors), len(cells), *within]
         total = [a + b for a, b in zip(total, counts, strict=True)]
@@ -377,8 +400,9 @@ def summary_row(
 
 def result(out: Path) -> dict[str, Any]:
     """Return the result of all cells measured so far."""
-    cells = planned_cells()
-    rows = [row_of(cell, out / cell.name(number)) for number, cell in enumerate(cells, 1)]
+    published = published_rows()
+    cells = enumerate(planned_cells(), 1)
+    rows = [row_of(cell, out / cell.name(number), published) for number, cell in cells]
     summary = [*summary_rows(rows)]
     return {
         "title": "Predictions against measurements over strategies, models and networks",

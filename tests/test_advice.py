@@ -13,6 +13,7 @@ import pytest
 
 from offbeat.cli import commands
 from offbeat.cli import entry as cli
+from offbeat.core.guards.script_usage import conflict_with, strategy_that_runs
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names
 from offbeat.core.strategy.suggestions import periods
@@ -23,13 +24,17 @@ from offbeat.experiments.advice import (
     predict_option,
 )
 from offbeat.experiments.advice import selection as advising
+from offbeat.experiments.advice.methods import of_strategy
+from offbeat.experiments.advice.place import place_of
 from offbeat.experiments.advice.question import Question, answer
 from offbeat.experiments.advice.selection import candidates, excluded_strategies
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.compare import given_profile
-from offbeat.profile import Bucket, CodecSpeed, Link, Profile
+from offbeat.experiments.predictions import predict as predict_files
+from offbeat.plan import Plan
+from offbeat.profile import Bucket, CodecSpeed, Link, Profile, ScriptUsage
 from offbeat.sim import predict
-from offbeat.strategies import DDP, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create
+from offbeat.strategies import DDP, P3, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create
 from offbeat.strategies.compressible import SUGGESTED_WIRES as WIRES
 from offbeat.strategies.methods.demo import DeMo
 from offbeat.strategies.methods.des_loc import DESLOC
@@ -61,7 +66,7 @@ def profile_of(seed):
 
 def best_s(profile):
     """Of all periods and delays that are allowed, and of what computes the same as DDP; over the
-    wires that advice knows, too."""
+    wires that advice knows, too. With the variants that the script needs."""
     tried = [create(name) for name in ("ddp", "wfbp", "bsp", "us-byte", "dear")]
     for period in range(2, STALENESS + 2):
         tried += [LocalSGD(period), DreamDDP(period), DreamDDP(period, due="forward")]
@@ -69,7 +74,8 @@ def best_s(profile):
         tried += [DreamDDP(period, due="delayed", delay=delay) for delay in delays]
     wired = [one for one in tried if isinstance(one, (WFBP, LocalSGD, DreamDDP))]
     tried += [replace(one, wire=wire) for one in wired for wire in WIRES]
-    return min(predict(strategy, profile).iteration_s for strategy in tried)
+    run = [strategy_that_runs(strategy, profile) for strategy in tried]
+    return min(predict(strategy, profile).iteration_s for strategy in run)
 
 
 def test_codecs_that_were_not_measured_are_said_to_count_as_free():
@@ -111,6 +117,44 @@ def test_the_first_choice_is_nearly_the_fastest(seed):
         assert predict(option.strategy, profile).iteration_s == option.iteration_s
         assert describe_change(option)
         assert option.update_s >= option.iteration_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scripts_that_clip_are_advised_the_variants_that_run(seed):
+    """Plain, some of the options would apply gradients before the script has clipped them."""
+    plain, usage = profile_of(seed), ScriptUsage(changes=True, reads=True)
+    clips = replace(plain, usage=usage)
+    assert any(conflict_with(usage, option.plan) for option in advise(plain).options)
+    said = "the script changes gradients before the step (clipping?), so strategies"
+    assert not any(said in note for note in advise(plain).notes)
+    advice = advise(clips, max_staleness=STALENESS)
+    assert not any(conflict_with(usage, option.plan) for option in advice.options)
+    assert advice.chosen.update_s <= WITHIN * best_s(clips)
+    assert any(said in note for note in advice.notes)
+    texts = [text_of(option.strategy) for option in advice.options]
+    assert len(set(texts)) == len(texts)
+    for option in advice.options:
+        assert option.strategy.plan(clips) == option.plan
+        assert strategy_that_runs(option.strategy, clips) is option.strategy
+
+
+def test_methods_of_scripts_that_clip(tmp_path):
+    """The method of P3 is its variant, in another place too; Cyclic has none, and is left out."""
+    usage = ScriptUsage(changes=True)
+    place = place_of(replace(profile_of(1), usage=usage))
+    at_step = P3().at_step()
+    method = of_strategy(P3(), place)
+    assert method == of_strategy(at_step, place)
+    assert method.label == text_of(at_step)
+    with_plain = replace(place, profile=replace(place.profile, usage=ScriptUsage()))
+    assert method.iteration_s > of_strategy(P3(), with_plain).iteration_s
+    assert of_strategy(Cyclic(), place) is None
+    assert of_strategy(Cyclic(), with_plain) is not None
+    # So is the prediction of a comparison, before its run.
+    seconds = predict_files(P3(), place.profile, tmp_path)
+    assert seconds == method.iteration_s
+    kept = Plan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
+    assert kept == at_step.plan(place.profile)
 
 
 def fast():

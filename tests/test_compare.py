@@ -34,7 +34,7 @@ from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.run_directory import Repetition
 from offbeat.lab import Cluster
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies import DDP, SSP, WFBP, DreamDDP
+from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, SelSync
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
 # Where starts and ends of processes are not the subject.
@@ -686,14 +686,15 @@ RESUMABLE = (
 
 def test_the_rest_is_estimated_from_the_first_run():
     predicted_s = {"ddp": 2.0, "dreamddp": 1.0}
-    labels = ["ddp", "dreamddp", "selsync"] * 2
+    runs = [Contestant(one.name, one) for one in (DDP(), DreamDDP(), SelSync())] * 2
     # 50 s of dreamddp twice; 100 s of ddp, and of selsync, which has no prediction
-    assert (
-        compare.remaining_text(labels, predicted_s, 100.0)
-        == "about 6 min 40 s for the other 5 runs"
-    )
-    assert compare.remaining_text(labels, predicted_s, 10.0) == ""
-    assert compare.remaining_text(["ddp"], predicted_s, 1e6) == ""
+    text = "about 6 min 40 s for the other 5 runs"
+    assert compare.remaining_text(runs, predicted_s, 100.0) == text
+    assert compare.remaining_text(runs, predicted_s, 10.0) == ""
+    assert compare.remaining_text(runs[:1], predicted_s, 1e6) == ""
+    # "--steps 9" of one contestant, for example
+    runs[1] = replace(runs[1], arguments=("--steps", "9"))
+    assert compare.remaining_text(runs, predicted_s, 100.0) == ""
 
 
 @forked

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
+import types
+from decimal import Decimal
 from itertools import combinations, product
 
 import pytest
@@ -57,7 +60,7 @@ def test_folders_of_cells_are_their_own():
 
 def test_a_cell_without_a_run_is_not_measured(tmp_path):
     cell = predictions.Cell("ddp", "vit", 25, 4, 0)
-    nothing = [*cell, None, None, None, 0, 0]
+    nothing = [*cell, None, None, None, 0, 0, ""]
     assert predictions.row_of(cell, tmp_path) == [*nothing, "not measured"]
     (tmp_path / predictions.FAILED).write_text("rank 1 ended\nrank 2 ended\n")
     assert predictions.row_of(cell, tmp_path) == [*nothing, "rank 1 ended; rank 2 ended"]
@@ -66,11 +69,11 @@ def test_a_cell_without_a_run_is_not_measured(tmp_path):
 def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
     easy, hard = ("ddp", "vit", 25, 4, 0), ("cyclic", "vit", 25, 4, 0)
     rows = [
-        [*easy, [1, 1, 1], 1, -1.0, 3, 3, ""],
-        [*easy, [1, 1, 1], 1, 4.0, 1, 1, "1 repeated"],
-        [*easy, [1, 1, 1], 1, 9.0, 3, 2, "other programs used 40 % of the processors"],
-        [*hard, [1, 1, 1], 1, 8.0, 3, 3, ""],
-        [*hard, None, None, None, 0, 0, "not measured"],
+        [*easy, [1, 1, 1], 1, -1.0, 3, 3, "", ""],
+        [*easy, [1, 1, 1], 1, 4.0, 1, 1, "", "1 repeated"],
+        [*easy, [1, 1, 1], 1, 9.0, 3, 2, "", "other programs used 40 % of the processors"],
+        [*hard, [1, 1, 1], 1, 8.0, 3, 3, "", ""],
+        [*hard, None, None, None, 0, 0, "", "not measured"],
     ]
     assert all(len(row) == len(predictions.COLUMNS) for row in rows)
     assert [*predictions.summary_rows(rows)] == [
@@ -78,13 +81,13 @@ def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
         ["others", "1 of 2", 8.0, 8.0, 0, 0, "3 and 7"],
         ["all", "3 of 5", 4.0, 8.0, 33, 67, "2 and 5, or 3 and 7"],
     ]
-    nothing = [[*easy, None, None, None, 0, 0, "not measured"]]
+    nothing = [[*easy, None, None, None, 0, 0, "", "not measured"]]
     assert [row[1:6] for row in predictions.summary_rows(nothing)] == [
         [f"0 of {count}", None, None, None, None] for count in (1, 0, 1)
     ]
 
 
-def measured_cells(tmp_path, monkeypatch, measure):
+def measured_cells(tmp_path, monkeypatch, measure, published=types.MappingProxyType({})):
     """Cells that a start measures, with a stand-in for the launches."""
     tried = []
 
@@ -93,12 +96,13 @@ def measured_cells(tmp_path, monkeypatch, measure):
         directory.mkdir(parents=True, exist_ok=True)
         return measure(cell, directory)
 
-    def row_of(cell, directory):
+    def measured_row(cell, directory):
         launched = 1 if (directory / "done").exists() else 0
-        return [*cell, None, None, None, launched, launched, ""]
+        return [*cell, None, None, None, launched, launched, "", ""]
 
     monkeypatch.setattr(predictions, "measure", measure_cell)
-    monkeypatch.setattr(predictions, "row_of", row_of)
+    monkeypatch.setattr(predictions, "measured_row", measured_row)
+    monkeypatch.setattr(predictions, "published_rows", lambda: published)
     monkeypatch.setattr(predictions, "missing_package", lambda _: None)
     with predictions.time_limit(None):
         predictions.measure_all(tmp_path, range(1, 6), 1, 22)
@@ -121,6 +125,49 @@ def test_a_further_start_continues(tmp_path, monkeypatch):
     assert measured_cells(tmp_path, monkeypatch, measure) == cells[:3]
     assert measured_cells(tmp_path, monkeypatch, measure) == cells[2:]
     assert measured_cells(tmp_path, monkeypatch, measure) == []
+
+
+def test_another_machine_continues(tmp_path, monkeypatch):
+    """Cells of the result are kept if they have as many launches; their rows stay in the result."""
+    first, second, third, *_ = cells = predictions.planned_cells()[:5]
+    row = [[1.0, 1.0, 1.0], Decimal("1.1"), Decimal("10.0"), 1, 1, "2026-01-02", ""]
+    published = {first: [*first, *row], second: [*second, *row[:3], 0, 0, "", "not measured"]}
+
+    def measure(_, directory):
+        (directory / "done").touch()
+        return True
+
+    assert measured_cells(tmp_path, monkeypatch, measure, published) == cells[1:]
+    found = predictions.result(tmp_path)["tables"][1]["rows"]
+    assert found[0] == published[first]
+    assert [row[predictions.LAUNCHED] for row in found[:6]] == [1, 1, 1, 1, 1, 0]
+    shutil.rmtree(tmp_path / third.name(3))
+    assert measured_cells(tmp_path, monkeypatch, measure, published) == [third]
+
+
+def test_rows_of_the_result(tmp_path, monkeypatch):
+    """Only rows with a launch count, and errors with as many digits as the file has."""
+    cell, other = predictions.planned_cells()[:2]
+    monkeypatch.setattr(predictions.tables, "RESULTS", tmp_path)
+    assert predictions.published_rows() == {}
+    measured = [*cell, [2.0, 1.9, 2.1], 2.2, 10.0, 1, 1, "2026-01-02", ""]
+    rows = [measured, [*other, None, None, None, 0, 0, "", "not measured"]]
+    table = {"name": "cells", "columns": predictions.COLUMNS, "rows": rows}
+    predictions.tables.save(predictions.RESULT, {"tables": [table]})
+    assert predictions.published_rows() == {
+        cell: [
+            *cell,
+            [2, Decimal("1.9"), Decimal("2.1")],
+            Decimal("2.2"),
+            10,
+            1,
+            1,
+            "2026-01-02",
+            "",
+        ]
+    }
+    both = [*predictions.published_rows().values(), [*measured[:7], -3.0, *measured[8:]]]
+    assert [*predictions.summary_rows(both)][-1][2] == 6.5
 
 
 def test_the_time_limit_interrupts_as_ctrl_c_does():

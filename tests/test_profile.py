@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reference import random_timelines
 
 from offbeat.plan import Payload
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, Link, Profile, ScriptUsage
 
 # The public form: what a user may write by hand.
 CONTRACT = {
@@ -80,10 +80,11 @@ links = st.builds(
 
 
 @settings(max_examples=50, deadline=None)
-@given(random_timelines.profiles(), links, st.text(), st.integers(0, 10**9))
-def test_json_round_trip(profile, link, text, broadcast_bytes):
+@given(random_timelines.profiles(), links, st.text(), st.integers(0, 10**9), st.booleans())
+def test_json_round_trip(profile, link, text, broadcast_bytes, clips):
     profile = replace(
         profile,
+        usage=ScriptUsage(changes=clips, backwards=1 + broadcast_bytes % 3),
         broadcast_bytes=broadcast_bytes,
         links=(*(other for other in profile.links if other.name != link.name), link),
         buckets=tuple(replace(b, communication_s={}, tensors=(text,)) for b in profile.buckets),
@@ -183,6 +184,18 @@ def test_the_slowest_rank_plans():
         (altered({"links": CONTRACT["links"] * 2}), r"link name \('net'\) must be unique"),
         (altered({"rank_scale": [1.0]}), r"rank_scale \(1 entries\) must have one entry per rank"),
         (altered({"rank_scale": [0.0] * 16}), r"rank_scale\[0\] \(0.0\) must be a finite number"),
+        (
+            altered({"usage": {"changes": 1}}),
+            r"changes \(1\) of the script's usage must be true or",
+        ),
+        (
+            altered({"usage": {"backwards": 0}}),
+            r"backwards \(0\) .* must be an integer of at least 1",
+        ),
+        (
+            altered({"usage": {"clips": True}}),
+            r"field \('clips'\) must be one of alters, backwards",
+        ),
         (altered({"buckets": ["h.0"]}), r"bucket \('h.0'\) must be a JSON object"),
         (
             altered({"size": 1}, "buckets"),

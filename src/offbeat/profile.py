@@ -8,6 +8,7 @@ from offbeat.core.profile import (
     GradientNoise,
     Link,
     Profile,
+    ScriptUsage,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "GradientNoise",
     "Link",
     "Profile",
+    "ScriptUsage",
 ]

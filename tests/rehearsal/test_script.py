@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +153,23 @@ def test_several_processes_and_a_rehearsal_that_was_interrupted(folder, monkeypa
 
 
 @pytest.mark.usefixtures("forked_rehearsals")
+def test_ctrl_c_ends_a_process_that_has_not_failed(folder, capsys):
+    begun = folder / "begun"
+    endless = folder / "endless.py"
+    endless.write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)")
+
+    def interrupt() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert main([*command(folder, "stopped", "bsp,wfbp"), str(endless)]) == 130
+    assert "status" not in capsys.readouterr().err
+    assert not [*(folder / "stopped").glob("*/*/problem.txt")]
+
+
+@pytest.mark.usefixtures("forked_rehearsals")
 def test_a_script_that_prepares_nothing(folder, capsys):
     (folder / "nothing.py").write_text("print('nothing')")
     typed = command(folder, "nothing", "bsp")
@@ -167,6 +187,13 @@ def test_wrong_use(folder, capsys):
         assert main([*typed, str(folder / "train.py")]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert not (folder / "x").exists()
+    rehearsed.profile_of(1).save(folder / "one.json")
+    typed = ["rehearse", "--profile", str(folder / "one.json"), "--ranks", "3"]
+    assert main([*typed[:3], str(folder / "train.py")]) == 2
+    assert main([*typed, str(folder / "train.py")]) == 2
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "ranks and rate (not given) must describe the network" in errors
+    assert errors.endswith("none; add --ranks 4 --rate 200mbit, or --cluster FILE")
 
 
 def test_a_rehearsal_with_other_rates_of_machines_is_another_one(folder, monkeypatch):

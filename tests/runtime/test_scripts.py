@@ -32,9 +32,10 @@ from offbeat import (
 )
 from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.guards.gradients_read import ReadHook
-from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.guards.script_usage import UsageRecorder, combine_usage, conflict_with
 from offbeat.core.verify.check import check as problems
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
+from offbeat.profile import ScriptUsage
 from offbeat.sim import predict_plan
 from offbeat.strategies import USByte
 from offbeat.strategies.partial_sync import average_of
@@ -95,6 +96,8 @@ def test_parameters_are_averaged_before_the_update(loop: Loop) -> None:
     world = replicas(CASE, 2, plain)
     bsp(world, range(2))
     ranks = train(AFTER, loop, observe=2, min_bucket_bytes=1)
+    usage = ScriptUsage(True, reads=True, scales=loop.scale is not None)
+    assert ranks[0].profile.usage == usage
     parameters_averaged(world, range(2, ITERATIONS), before, ranks[0].profile)
     assert_all_same(ranks, world)
 
@@ -429,8 +432,8 @@ def test_variants_at_the_step(strategy: Strategy) -> None:
     assert variant is not None
     assert variant.at_step() is None
     profile = profile_of(CASE, 2)
-    assert everything.conflict_with(strategy.plan(profile)) is not None
-    assert everything.conflict_with(variant.plan(profile)) is None
+    assert conflict_with(everything, strategy.plan(profile)) is not None
+    assert conflict_with(everything, variant.plan(profile)) is None
     assert variant.bound_s(profile) <= predict_plan(variant.plan(profile), profile).iteration_s
 
 
@@ -440,7 +443,7 @@ def test_what_one_rank_does_counts_for_all() -> None:
             ScriptUsage(True, scales=True, alters=True),
             ScriptUsage(reads=True, skips=True, backwards=3, hooks=True),
         ][rank]
-        return ScriptUsage.combine(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
+        return combine_usage(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
     assert (
         run_ranks(2, both) == [ScriptUsage(True, True, True, True, 3, alters=True, hooks=True)] * 2
@@ -487,7 +490,7 @@ def test_which_habits_suit_which_updates(
 ) -> None:
     """Those in backward have not been put off, and happen before the script has its say."""
     profile = profile_of(CASE, 2)
-    suits = [habits.conflict_with(s.plan(profile)) is None for s in (BSP(), AFTER, P3())]
+    suits = [conflict_with(habits, s.plan(profile)) is None for s in (BSP(), AFTER, P3())]
     assert suits == [True, backward, forward]
 
 

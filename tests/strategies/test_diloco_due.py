@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from reference import random_timelines
 from support.models import Case, profile_of
 
-from offbeat.core.guards.script_usage import ScriptUsage
+from offbeat.core.guards.script_usage import conflict_with
 from offbeat.core.verify.check import check
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, Link, Profile, ScriptUsage
 from offbeat.sim import predict
 from offbeat.strategies import DiLoCo
 
@@ -80,7 +80,7 @@ def test_variants_for_scripts_that_clip_have_no_conflict(setting):
     profile = profile_of(Case("mlp", "nesterov"), 2)
     variant = strategy.at_step() or strategy
     assert variant.at_step() is None
-    assert everything.conflict_with(variant.plan(profile)) is None
+    assert conflict_with(everything, variant.plan(profile)) is None
     assert variant.average == setting["average"] or not setting["delay"]
 
 

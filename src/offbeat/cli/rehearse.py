@@ -126,7 +126,7 @@ def _place(
 ) -> Place:
     """Return the machines of the rehearsed job. Messages inside a node count as free, unless the
     profile has measured them."""
-    from offbeat.experiments.advice.place import place_of, place_on_cluster
+    from offbeat.experiments.advice.place import place_of, place_on_cluster, require_network
     from offbeat.lab.units import parse_rate_bps
 
     if per_node is not None:
@@ -134,7 +134,10 @@ def _place(
     if per_node is not None or cluster is not None:
         profile = profile if profile.sharded else profile.of_replicas()
     if cluster is None:
-        return place_of(profile, ranks, parse_rate_bps(rate, "--rate"), per_node or 1)
+        rate_bps = parse_rate_bps(rate, "--rate")
+        if profile.world_size == 1:
+            require_network(ranks, rate_bps, "ranks")
+        return place_of(profile, ranks, rate_bps, per_node or 1)
     there = texts.load_cluster(cluster, example=32, ranks=ranks, rate=rate)
     if there.processes_per_host > 1:
         raise ValueError(

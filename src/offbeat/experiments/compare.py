@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -213,9 +214,9 @@ class _ComparisonRun(Launcher):
         for number, (contestant, repetition) in enumerate(turns):
             begin_s = time.monotonic()
             self._run_repetition(contestant, repetition)
-            labels = [turn[0].label for turn in turns]
+            runs = [turn[0] for turn in turns]
             if number == 0 and (
-                text := remaining_text(labels, self._predicted_s, time.monotonic() - begin_s)
+                text := remaining_text(runs, self._predicted_s, time.monotonic() - begin_s)
             ):
                 self.progress.print_line(text)
         if given is not None:  # the first launch has written the strategy that the script names
@@ -390,19 +391,22 @@ class _ComparisonRun(Launcher):
             predict(strategy, profile, directory, plan, votes)
 
 
-def remaining_text(labels: list[str], predicted_s: dict[str, float], first_s: float) -> str:
-    """Return how long the runs after the first one take; empty below a minute.
+def remaining_text(
+    runs: Sequence[Contestant], predicted_s: Mapping[str, float], first_s: float
+) -> str:
+    """Return how long the runs after the first one take; empty below a minute, and if arguments of
+    a contestant may change its number of iterations.
 
     Args:
-        labels: contestant of each run, in order.
+        runs: contestant of each run, in order.
         predicted_s: predicted seconds per iteration by label; unknown for some.
         first_s: seconds of the first run.
     """
-    one_s = predicted_s.get(labels[0], 1.0)
-    rest_s = sum(first_s * predicted_s.get(label, one_s) / one_s for label in labels[1:])
-    if rest_s < 60:
+    one_s = predicted_s.get(runs[0].label, 1.0)
+    rest_s = sum(first_s * predicted_s.get(run.label, one_s) / one_s for run in runs[1:])
+    if rest_s < 60 or any(run.arguments for run in runs):
         return ""
-    return f"about {duration(rest_s)} for the other {count_text(len(labels) - 1, 'run')}"
+    return f"about {duration(rest_s)} for the other {count_text(len(runs) - 1, 'run')}"
 
 
 def _named_path(run_dir: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core import sim
+from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import Compute, DeviceSpeed
@@ -48,7 +49,9 @@ def predict(
     """
     skip = 0
     if strategy.needs.profile:
-        plan = plan or strategy.plan(profile)
+        if plan is None:
+            strategy = strategy_that_runs(strategy, profile)
+            plan = strategy.plan(profile)
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
     prediction = sim.predict(
@@ -72,7 +75,8 @@ def device_record(
     there, seconds = device.apply(profile), dict[str, float | None]()
     for contestant in contestants:
         try:
-            found = sim.predict(contestant.strategy, there, servers=max(servers, 1))
+            strategy = strategy_that_runs(contestant.strategy, there)
+            found = sim.predict(strategy, there, servers=max(servers, 1))
         except ValueError:
             seconds[contestant.label] = None
         else:

@@ -244,6 +244,8 @@ class _Children:
                 process.terminate()
             code = process.wait()
             self._running.remove(process)
+        if code and self._is_stopped:
+            return
         what = f"{contestant.label}, seed {seed}"
         if code:
             problem = _last_lines(folder / LOG) or f"ended with status {code}"

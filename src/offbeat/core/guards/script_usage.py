@@ -1,68 +1,76 @@
-"""Use of gradients and weights by a script between backward and step, from its first iterations.
-
-A strategy that applies gradients at other times than in `optimizer.step()` depends on it.
-"""
+"""Use of gradients and weights by a script between backward and step, from its first iterations,
+and the strategy that suits it."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, replace
+from typing import Any
 
 from offbeat.core.derive import effects
+from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.plan import Plan
+from offbeat.core.profile import Profile, ScriptUsage
+from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.control import Control
 
 
-@dataclass
-class ScriptUsage:
-    """Use of gradients, weights and the optimizer by a script.
+def combine_usage(usage: ScriptUsage, control: Control) -> ScriptUsage:
+    """Return the union of the usage of all ranks. Every rank must call it."""
+    return ScriptUsage(*map(max, zip(*control.gather(astuple(usage)), strict=True)))
 
-    Attributes:
-        changes: gradients were changed or replaced before a step, as clipping does.
-        reads: gradients were read before a step.
-        scales: a gradient scaler has stepped.
-        skips: an update was skipped after a backward.
-        backwards: largest number of backward passes before one step.
-        alters: weights or settings of param groups were changed between backward and step.
-        drives: the optimizer has stepped in a method of its own, has evaluated a closure several
-            times, or is one of several optimizers.
-        hooks: the optimizer has step hooks. With a step per bucket they would run once per bucket.
+
+def conflict_with(usage: ScriptUsage, plan: Plan) -> str | None:
+    """Return why a script cannot run with a plan; None if it can."""
+    points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
+    if not points & {"grad", "forward"}:
+        return None
+    late = "forward" in points
+    conflicts = [
+        (usage.drives, "steps through several optimizers, or through methods of one"),
+        (usage.scales, "uses a GradScaler"),
+        (usage.changes and not usage.scales, "changes gradients before the step (clipping?)"),
+        (usage.skips and not late, "leaves out updates after backward"),
+        (usage.reads and late and not usage.changes, "reads gradients before the step"),
+        (usage.backwards > 1 and late, "calls backward several times before a step"),
+        (usage.hooks, "has hooks of optimizer.step()"),
+        (
+            usage.alters and "grad" in points,
+            "changes weights or the optimizer's settings between backward and step",
+        ),
+    ]
+    words = [word for holds, word in conflicts if holds]
+    return " and ".join(words) or None
+
+
+def suitable_strategy(strategy: Strategy, plan: Plan, usage: ScriptUsage) -> Strategy:
+    """Return the strategy, or its variant if the usage does not allow the strategy's plan.
+
+    Raises:
+        ValueError: there is no variant that suits the script.
     """
+    why = conflict_with(usage, plan)
+    if why is None:
+        return strategy
+    if (variant := strategy.at_step()) is not None:
+        return variant
+    why = conflict_with(replace(usage, hooks=False), plan)
+    if why is None:  # `StepHooks` allows hooks that only count, for example
+        return strategy
+    raise ValueError(
+        f"the script {why}, but {strategy} applies gradients bucket by bucket, at other times; "
+        f"{early_remedy(plan)}"
+    )
 
-    changes: bool = False
-    reads: bool = False
-    scales: bool = False
-    skips: bool = False
-    backwards: int = 1
-    alters: bool = False
-    drives: bool = False
-    hooks: bool = False
 
-    @classmethod
-    def combine(cls, usage: ScriptUsage, control: Control) -> ScriptUsage:
-        """Return the union of the usage of all ranks. Every rank must call it."""
-        return cls(*map(max, zip(*control.gather(astuple(usage)), strict=True)))
+def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
+    """Return the strategy, or its variant if the script of the profile needs one.
 
-    def conflict_with(self, plan: Plan) -> str | None:
-        """Return why the script cannot run with a plan; None if it can."""
-        points = {apply.at.point for apply in plan.applies if effects.is_update(apply)}
-        if not points & {"grad", "forward"}:
-            return None
-        late = "forward" in points
-        conflicts = [
-            (self.drives, "steps through several optimizers, or through methods of one"),
-            (self.scales, "uses a GradScaler"),
-            (self.changes and not self.scales, "changes gradients before the step (clipping?)"),
-            (self.skips and not late, "leaves out updates after backward"),
-            (self.reads and late and not self.changes, "reads gradients before the step"),
-            (self.backwards > 1 and late, "calls backward several times before a step"),
-            (self.hooks, "has hooks of optimizer.step()"),
-            (
-                self.alters and "grad" in points,
-                "changes weights or the optimizer's settings between backward and step",
-            ),
-        ]
-        words = [word for holds, word in conflicts if holds]
-        return " and ".join(words) or None
+    Raises:
+        ValueError: the strategy has no plan for this profile, or none that suits the script.
+    """
+    if profile.usage == ScriptUsage() or not strategy.needs.profile:
+        return strategy
+    return suitable_strategy(strategy, strategy.plan(profile), profile.usage)
 
 
 class UsageRecorder:
@@ -87,26 +95,28 @@ class UsageRecorder:
             altered: weights or settings were changed since backward.
             hooked: the optimizer has step hooks.
         """
-        self.usage.changes |= changed
-        self.usage.hooks |= hooked
-        self.usage.alters |= altered
-        self.usage.skips |= skipped and self._backwards > 0
-        self.usage.backwards = max(self.usage.backwards, self._backwards)
+        backwards = self._backwards
+        self._add(changes=changed, hooks=hooked, alters=altered, skips=skipped and backwards > 0,
+                  backwards=backwards)  # fmt: skip
         self._backwards = 0
 
     def record_dropped_gradients(self) -> None:
         """Record that gradients were zeroed without a step."""
-        self.usage.skips |= self._backwards > 0
+        self._add(skips=self._backwards > 0)
         self._backwards = 0
 
     def record_read(self) -> None:
         """Record a read of a gradient between backward and step."""
-        self.usage.reads = True
+        self._add(reads=True)
 
     def record_own_step(self) -> None:
         """Record a step that an optimizer makes in a method of its own."""
-        self.usage.drives = True
+        self._add(drives=True)
 
     def record_scaler(self) -> None:
         """Record a step of a gradient scaler."""
-        self.usage.scales = True
+        self._add(scales=True)
+
+    def _add(self, **found: Any) -> None:
+        known = {name: max(getattr(self.usage, name), value) for name, value in found.items()}
+        self.usage = replace(self.usage, **known)

@@ -8,4 +8,5 @@ from offbeat.core.profile.facts import (
     GradientNoise,
     Link,
     Profile,
+    ScriptUsage,
 )

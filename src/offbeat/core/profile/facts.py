@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +26,7 @@ from offbeat.core.profile.records import (
     GradientNoise,
     Link,
     MessageTerms,
+    ScriptUsage,
     Seconds,
     bucket_terms,
     ring_steps,
@@ -81,6 +82,7 @@ class Profile:
         inside: link between the ranks of a replica, which average gradients over it in every
             iteration; None if they do not.
         sharded: whether each rank holds a part of its replica. Sizes are those of these parts.
+        usage: use of gradients by the script, on which some strategies depend.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -104,6 +106,7 @@ class Profile:
     topology: tuple[int, ...] = ()
     inside: Link | None = None
     sharded: bool = False
+    usage: ScriptUsage = field(default_factory=ScriptUsage)
 
     def __getattr__(self, name: str) -> Any:
         # Return the method that a former name stands for, with a warning, until version 0.3.

@@ -7,7 +7,14 @@ from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from offbeat.core.plan.text import compact
-from offbeat.core.profile.records import Bucket, CodecSpeed, Contention, GradientNoise, Link
+from offbeat.core.profile.records import (
+    Bucket,
+    CodecSpeed,
+    Contention,
+    GradientNoise,
+    Link,
+    ScriptUsage,
+)
 
 if TYPE_CHECKING:
     from offbeat.core.profile.facts import Profile
@@ -57,6 +64,7 @@ def read_fields(data: Any, known: set[str]) -> dict[str, Any]:
         values[name] = tuple(_record(record, what, one) for one in data.get(name, ()))
     noise = data.get("noise")
     values["noise"] = _record(GradientNoise, "noise", noise) if noise else None
+    values["usage"] = _record(ScriptUsage, "usage", data.get("usage", {}))
     inside = data.get("inside")
     values["inside"] = _record(Link, "link", inside) if inside else None
     return values

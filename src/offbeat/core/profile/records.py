@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -259,6 +259,43 @@ class GradientNoise:
     noise_sq: float
     step_size: float
     scale_free: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptUsage:
+    """Use of gradients, weights and the optimizer by a script in the measured iterations. A
+    strategy that applies gradients at other times than in `optimizer.step()` depends on it.
+
+    Attributes:
+        changes: gradients were changed or replaced before a step, as clipping does.
+        reads: gradients were read before a step.
+        scales: a gradient scaler has stepped.
+        skips: an update was skipped after a backward.
+        backwards: largest number of backward passes before one step.
+        alters: weights or settings of param groups were changed between backward and step.
+        drives: the optimizer has stepped in a method of its own, has evaluated a closure several
+            times, or is one of several optimizers.
+        hooks: the optimizer has step hooks. With a step per bucket they would run once per bucket.
+
+    Raises:
+        ValueError: a field has another type, or `backwards` is below 1.
+    """
+
+    changes: bool = False
+    reads: bool = False
+    scales: bool = False
+    skips: bool = False
+    backwards: int = 1
+    alters: bool = False
+    drives: bool = False
+    hooks: bool = False
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            value = getattr(self, own.name)
+            if type(value) is not type(own.default) or value < own.default:
+                kind = "an integer of at least 1" if own.name == "backwards" else "true or false"
+                raise ValueError(f"{own.name} ({value!r}) of the script's usage must be {kind}")
 
 
 @dataclass(frozen=True, slots=True)

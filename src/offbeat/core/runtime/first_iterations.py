@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 from offbeat.core.files import write_or_warn
-from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
 from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.idle_links import measure_pauses
@@ -16,6 +17,7 @@ from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session_guards import SessionGuards
@@ -60,7 +62,10 @@ class FirstIterations:
     def begin(self) -> None:
         """Run BSP and measure it from the next iteration on."""
         job, engine, cluster = self._job, self._engine, self._job.cluster
-        engine.set_watched(UsageRecorder())
+        watched = UsageRecorder()
+        if isinstance(engine.optimizer, JointOptimizer):
+            watched.record_own_step()
+        engine.set_watched(watched)
         broadcasts = self._choice.broadcasts(self._choice.strategy)
         first = next(iter(cluster.specs))
         plan = observing_plan(len(engine.flat.buckets), first, broadcasts=broadcasts)
@@ -111,9 +116,7 @@ class FirstIterations:
             write_or_warn(profile.save, save_to, "profile", again, needed=stops)
         if stops:
             raise SystemExit(0)
-        assert self._engine.watched is not None
-        usage = ScriptUsage.combine(self._engine.watched.usage, control)
-        self._runner.run_from(profile, observed, usage)
+        self._runner.run_from(profile, observed, profile.usage)
 
     def _measure(self, observer: Observer) -> Profile:
         """Return the profile, the same on all ranks, after the storage was divided into buckets."""
@@ -131,6 +134,8 @@ class FirstIterations:
         links, contention = measure_cluster(cluster, flat, emulated=emulated)
         links = (*links, *measure_inside(cluster, flat, emulated=emulated))
         profile = observer.profile(specs, flat, links, contention, cluster, how.model)
+        assert engine.watched is not None
+        profile = replace(profile, usage=combine_usage(engine.watched.usage, control))
         engine.set_compute(ComputeObserver())
         if request.pace is not None and not emulated:
             paced = load_object(PACED_PROFILE)(profile, request.pace, cluster)

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
-from offbeat.core.derive.deferred import early_remedy
-from offbeat.core.guards.script_usage import ScriptUsage
+from offbeat.core.guards.script_usage import conflict_with, suitable_strategy
 from offbeat.core.plan import Fact, Plan
-from offbeat.core.profile import Profile
+from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.runtime.members import require_supported_plan
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
@@ -82,19 +81,10 @@ class PlanChoice:
         Raises:
             ValueError: there is no variant that suits the script.
         """
-        why = usage.conflict_with(plan)
-        if why is None:
+        suitable = suitable_strategy(self.strategy, plan, usage)
+        if suitable is self.strategy:
             return plan
-        variant = self.strategy.at_step()
-        if variant is None:
-            why = replace(usage, hooks=False).conflict_with(plan)
-            if why is None:  # `StepHooks` allows hooks that only count, for example
-                return plan
-            raise ValueError(
-                f"the script {why}, but {self.strategy} applies gradients bucket by bucket, at "
-                f"other times; {early_remedy(plan)}"
-            )
-        self._replace(variant, f"the script {why}")
+        self._replace(suitable, f"the script {conflict_with(usage, plan)}")
         return self.plan()
 
     def choose_variant(self) -> None:

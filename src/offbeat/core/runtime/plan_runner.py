@@ -15,10 +15,10 @@ from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.console import console
 from offbeat.core.derive.deferred import defer_updates, early_remedy
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
-from offbeat.core.guards.script_usage import ScriptUsage, UsageRecorder
+from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
 from offbeat.core.measuring.replica_sample import Sample
 from offbeat.core.plan import INSIDE, Plan, base_link, vote_channel
-from offbeat.core.profile import Profile
+from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
@@ -240,7 +240,7 @@ class PlanRunner:
         assert engine.watched is not None
         own = engine.watched.usage
         everyone = [own]  # if a member has failed, only this rank
-        self._run_jointly(lambda: everyone.append(ScriptUsage.combine(own, engine.control)))
+        self._run_jointly(lambda: everyone.append(combine_usage(own, engine.control)))
         usage = everyone[-1]
         engine.set_watched(None)
         plan = self._choice.suitable_plan(self.plan, usage)

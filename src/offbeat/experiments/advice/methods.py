@@ -17,6 +17,7 @@ from typing import Literal
 
 from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.derive.plan_memory import Memory, held_memory
+from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import with_replica_per_rank, with_slower_links
@@ -143,8 +144,9 @@ def is_shardable(strategy: Strategy, plan: Plan) -> bool:
 
 
 def of_strategy(strategy: Strategy, place: Place) -> Method | None:
-    """Return the method of a strategy of any kind; None if it cannot be predicted here, or if it
-    needs a replica per rank and devices share one.
+    """Return the method of a strategy of any kind, or of the variant of it that suits the script of
+    the profile; None if it cannot be predicted here, or if it needs a replica per rank and devices
+    share one.
 
     Votes count as accepted. A strategy with servers has one server on a further machine.
     """
@@ -155,6 +157,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            strategy = strategy_that_runs(strategy, place.profile)
             prediction = _predict(strategy, place, place.profile)
         except ValueError:
             return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from offbeat.core.derive.windows import Windows
+from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import Prediction, predict
@@ -45,7 +46,7 @@ class Option:
 
 
 def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
-    """Simulate a strategy.
+    """Simulate a strategy, or the variant of it that suits the script of the profile.
 
     Returns:
         The option. None if the strategy has no plan for this profile, or if it falls back to the
@@ -54,6 +55,7 @@ def predict_option(strategy: Strategy, profile: Profile) -> Option | None:
     with warnings.catch_warnings():  # warnings of strategies that fall back to others
         warnings.simplefilter("ignore")
         try:
+            strategy = strategy_that_runs(strategy, profile)
             prediction = predict(strategy, profile)
         except ValueError:
             return None

@@ -236,18 +236,26 @@ def place_of(
     return Place(made, devices, estimated=True, networks=(network,))
 
 
-def require_network(hosts: int | None, rate_bps: float | None) -> tuple[int, float]:
-    """Return the arguments, which describe the network for a profile of one rank.
+def require_network(
+    hosts: int | None, rate_bps: float | None, count_name: str = "hosts"
+) -> tuple[int, float]:
+    """Return the number of hosts and the rate, which describe the network for a profile of one
+    rank.
+
+    Args:
+        hosts: number of hosts.
+        rate_bps: rate of each link, in bit/s.
+        count_name: name of the option for the number of hosts, for the message.
 
     Raises:
         ValueError: one of them is None, or there is one machine.
     """
     if hosts is None or rate_bps is None:
-        facts = {"hosts": hosts, "rate": rate_bps}
+        facts = {count_name: hosts, "rate": rate_bps}
         missing = " and ".join(name for name, value in facts.items() if value is None)
         raise ValueError(
             f"{missing} (not given) must describe the network, because a profile of one device has "
-            "none; add --hosts 4 --rate 200mbit, or --cluster FILE"
+            f"none; add --{count_name} 4 --rate 200mbit, or --cluster FILE"
         )
     _require_several(hosts)
     return hosts, rate_bps

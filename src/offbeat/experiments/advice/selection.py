@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 
+from offbeat.core.guards.script_usage import conflict_with
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import with_slower_links
 from offbeat.core.strategy.interface import Strategy
@@ -66,7 +67,10 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         options.append(chosen)
     ranked = sorted(options, key=lambda option: (option.update_s, option.gentleness))
     return Advice(
-        tuple(ranked), chosen, _select_compared(options, chosen), tuple(_notes(profile, options))
+        tuple(ranked),
+        chosen,
+        _select_compared(options, chosen),
+        (*_notes(profile, options), *simulated.notes(profile)),
     )
 
 
@@ -75,13 +79,26 @@ class _Options:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[Option | None, Profile]] = {}
+        self._replaced: Strategy | None = None  # one that the script does not allow
 
     def of(self, strategy: Strategy, profile: Profile) -> Option | None:
         """Return the option of a strategy on a profile; see `predict_option`."""
         key = str(strategy), id(profile)  # the profile is kept, so that its id stays its own
         if key not in self._known:
-            self._known[key] = predict_option(strategy, profile), profile
+            option = predict_option(strategy, profile)
+            self._known[key] = option, profile
+            if option is not None and option.strategy != strategy:
+                self._replaced = strategy
         return self._known[key][0]
+
+    def notes(self, profile: Profile) -> Iterator[str]:
+        """Yield a remark if variants have replaced strategies."""
+        if self._replaced is not None:
+            why = conflict_with(profile.usage, self._replaced.plan(profile))
+            yield (
+                f"the script {why}, so strategies that would apply gradients earlier are predicted "
+                "in the variants that update in optimizer.step()"
+            )
 
 
 def _simulate_candidates(
@@ -122,7 +139,9 @@ def _simulate_candidates(
         if bounds_s[i] > least_s * (1 + WORTH_A_TRY):
             continue
         option = simulated.of(found[i], profile)
-        if option is not None and _is_allowed(option, max_staleness):
+        if option is None or not _is_allowed(option, max_staleness):
+            continue
+        if option not in options.values():  # several strategies can have one variant
             options[i] = option
     return [options[i] for i in sorted(options)]
 
