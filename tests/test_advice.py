@@ -150,6 +150,10 @@ def test_methods_of_scripts_that_clip(tmp_path):
     assert method.iteration_s > of_strategy(P3(), with_plain).iteration_s
     assert of_strategy(Cyclic(), place) is None
     assert of_strategy(Cyclic(), with_plain) is not None
+    scales = replace(place, profile=replace(place.profile, usage=ScriptUsage(scales=True)))
+    assert of_strategy(DeFT(), place) is not None
+    assert of_strategy(DeFT(), scales) is None, "its gradients have several scales"
+    assert of_strategy(P3(), scales) == of_strategy(at_step, scales)
     # So is the prediction of a comparison, before its run.
     seconds = predict_files(P3(), place.profile, tmp_path)
     assert seconds == method.iteration_s

@@ -62,6 +62,15 @@ def suitable_strategy(strategy: Strategy, plan: Plan, usage: ScriptUsage) -> Str
     )
 
 
+def scaler_remedy(plan: Plan) -> str | None:
+    """Return why GradScaler cannot unscale the gradients of a plan, and the alternative; None if it
+    can."""
+    if any(map(effects.is_window_end, plan.applies)):
+        return "gradients of several scales cannot be unscaled together; use WFBP()"
+    remedy = early_remedy(plan)
+    return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
+
+
 def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
     """Return the strategy, or its variant if the script of the profile needs one.
 
@@ -70,7 +79,10 @@ def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
     """
     if profile.usage == ScriptUsage() or not strategy.needs.profile:
         return strategy
-    return suitable_strategy(strategy, strategy.plan(profile), profile.usage)
+    suitable = suitable_strategy(strategy, strategy.plan(profile), profile.usage)
+    if profile.usage.scales and (remedy := scaler_remedy(suitable.plan(profile))):
+        raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
+    return suitable
 
 
 class UsageRecorder:

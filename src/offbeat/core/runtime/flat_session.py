@@ -11,7 +11,6 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
-from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import ReplicaGuard
 from offbeat.core.guards.replicas import (
@@ -20,6 +19,7 @@ from offbeat.core.guards.replicas import (
     require_equal,
     take,
 )
+from offbeat.core.guards.script_usage import scaler_remedy
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
@@ -94,11 +94,7 @@ class FlatSession(Session):
 
     @property
     def scaler_remedy(self) -> str | None:
-        plan = self.engine.plan
-        if any(map(effects.is_window_end, plan.applies)):
-            return "gradients of several scales cannot be unscaled together; use WFBP()"
-        remedy = early_remedy(plan)
-        return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
+        return scaler_remedy(self.engine.plan)
 
     # ---- overridden where members change ----------------------------------------------------
 
