@@ -323,10 +323,10 @@ def row_of(cell: Cell, directory: Path, published: Mapping[Cell, list[Any]] = {}
     Args:
         cell: the cell.
         directory: run directory of the cell.
-        published: rows of the result, which count for cells without a launch in their directory.
+        published: rows of the result, which count for cells with fewer launches in their directory.
     """
-    row = measured_row(cell, directory)
-    return row if row[LAUNCHED] else published.get(cell, row)
+    row, kept = measured_row(cell, directory), published.get(cell)
+    return row if kept is None or row[LAUNCHED] >= kept[LAUNCHED] else kept
 
 
 def measured_row(cell: Cell, directory: Path) -> list[Any]:

@@ -141,7 +141,7 @@ def test_scripts_that_clip_are_advised_the_variants_that_run(seed):
 def test_methods_of_scripts_that_clip(tmp_path):
     """The method of P3 is its variant, in another place too; Cyclic has none, and is left out."""
     usage = ScriptUsage(changes=True)
-    place = place_of(replace(profile_of(1), usage=usage))
+    place = place_of(replace(profile_of(1), usage=usage), None, None)
     at_step = P3().at_step()
     method = of_strategy(P3(), place)
     assert method == of_strategy(at_step, place)
@@ -154,6 +154,9 @@ def test_methods_of_scripts_that_clip(tmp_path):
     assert of_strategy(DeFT(), place) is not None
     assert of_strategy(DeFT(), scales) is None, "its gradients have several scales"
     assert of_strategy(P3(), scales) == of_strategy(at_step, scales)
+    drives = replace(place, profile=replace(place.profile, usage=ScriptUsage(drives=True)))
+    assert of_strategy(DeFT(), drives) is None, "it updates at other steps"
+    assert of_strategy(DreamDDP(due="delayed"), drives) is not None
     # So is the prediction of a comparison, before its run.
     seconds = predict_files(P3(), place.profile, tmp_path)
     assert seconds == method.iteration_s

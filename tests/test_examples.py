@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.forking import ForkedPython
-from support.worlds import run_world
+from support.worlds import free_port, run_world
 
 from offbeat.profile import Bucket, Link, Profile
 
@@ -37,12 +36,6 @@ def environment(**more: str) -> dict[str, str]:
     for name in LAUNCHER:
         kept.pop(name, None)
     return kept | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def example(script: str, *args: str) -> list[str]:

@@ -98,7 +98,8 @@ def measured_cells(tmp_path, monkeypatch, measure, published=types.MappingProxyT
 
     def measured_row(cell, directory):
         launched = 1 if (directory / "done").exists() else 0
-        return [*cell, None, None, None, launched, launched, "", ""]
+        numbers = [[1.0, 1.0, 1.0], 1.0, 0.0] if launched else [None] * 3
+        return [*cell, *numbers, launched, launched, "", ""]
 
     monkeypatch.setattr(predictions, "measure", measure_cell)
     monkeypatch.setattr(predictions, "measured_row", measured_row)

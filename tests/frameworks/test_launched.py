@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from support.forking import ForkedPython
-from support.worlds import TESTS
+from support.worlds import TESTS, free_port
 
 LAUNCH = TESTS.parent / "examples" / "launch"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -191,9 +190,7 @@ def test_the_command_of_the_trainjob(tmp_path: Path) -> None:
     trainer = TrainJob.model_validate(manifests()[2]).spec.trainer
     assert trainer.command[0] == "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", *trainer.command[1:]]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     variables = environment(
         tmp_path,
         OFFBEAT_STRATEGY="dreamddp:period=8",

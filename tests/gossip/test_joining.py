@@ -22,6 +22,7 @@ import pytest
 import torch
 from support.forking import ForkedPython
 from support.gossip_jobs import come, cut, flats, job, kill, together, until, warm
+from support.worlds import free_port
 from torch import Tensor
 
 from offbeat import A2CiD2, cli
@@ -334,8 +335,7 @@ def test_a_script_joins_by_the_command_line(
     exchanges are of parameters, the others of codes. It has a record of its own."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
+    port = free_port()
     for name, value in (("SECRET", "of a test"), ("RECORD", str(tmp_path / "runs"))):
         monkeypatch.setenv(f"OFFBEAT_{name}", value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -12,6 +12,7 @@ from support import observed_jobs
 from support.worlds import run_world, watch_world
 
 from offbeat import Plan, Profile
+from offbeat.experiments.record.run_directory import load_repetition
 from offbeat.experiments.report.job import job_report
 from offbeat.experiments.report.job_text import as_text
 from offbeat.jobs.interval import Interval, combine
@@ -156,3 +157,13 @@ def test_forks_write_close_and_end_nothing(tmp_path: Path) -> None:
         assert (lines.end["how"], lines.damaged, lines.torn) == ("ended", 0, False)
     names = {"run", "alive", "plan", "profile", "predicted"}
     assert {path.name.partition(".")[0] for path in folder.iterdir()} == names | {"rank0", "rank1"}
+
+
+def test_the_launcher_has_no_record_of_a_server(tmp_path: Path) -> None:
+    """Reports join the iterations of all records of a launched run."""
+    said = run_world(observed_jobs.train_launched, 3, str(tmp_path), "ssp", 1)
+    assert said[2] == "served"
+    repetition = load_repetition(tmp_path, 0)
+    assert [record.rank for record in repetition.ranks] == [0, 1]
+    assert repetition.complete
+    assert repetition.trace.iterations == observed_jobs.ITERATIONS

@@ -49,7 +49,6 @@ def test_all_ranks_stop_after_the_same_iteration(
     job = (str(tmp_path), 1_000_000, signalled, (0.0, 0.05), LocalSGD(period=7))
     outcomes = watch_world(jobs.train, 2, *job)
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
-    assert max(one.seconds for one in outcomes) < 15
     [name] = Folder(tmp_path / "kept").names()
     count = name.rpartition("-")[2]
     text = f"Stopped after {count} iterations; the checkpoint is {tmp_path}/kept/{name}"

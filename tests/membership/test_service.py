@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -131,6 +132,9 @@ def test_a_missing_service_is_named_after_the_timeout() -> None:
     assert f"membership service at 127.0.0.1:{port} has not answered for 0.2 s" in text
     assert "offbeat membership --journal FILE" in text
     watch = MembershipWatch(client)
+    deadline_s = time.monotonic() + 30
+    while watch.error is None and time.monotonic() < deadline_s:
+        time.sleep(0.01)
     watch.close()
     watch._thread.join(30)
     assert isinstance(watch.error, ServiceUnreachableError)

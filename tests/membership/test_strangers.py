@@ -266,14 +266,14 @@ def test_a_client_that_reads_no_reply_is_closed(
 
 def test_time_of_connections_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without proof, without HELLO, after a refusal that is not read, and without requests."""
-    for name in ("GREETING_S", "IDLE_S", "ENDING_S"):
-        monkeypatch.setattr(service, name, 0.05)
     with hosted(tmp_path / "j") as host:
         client = host.client()
         begin(client, "a")
         with connected(host) as silent, connected(host) as slow:
             for sock in (silent, slow):
                 assert len(sock.recv(32)) == 32
+            for name in ("GREETING_S", "IDLE_S", "ENDING_S"):
+                monkeypatch.setattr(service, name, 0.05)
             talker = Talker(host)
             with pytest.raises((ConnectionError, TimeoutError)):
                 talker.connection.await_frame(0.01)  # the proof alone
@@ -345,7 +345,7 @@ def test_strangers_of_one_host_do_not_exclude_another(
 def test_a_client_reports_a_broken_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies that are no replies, with the right secret."""
     with hosted(tmp_path / "j") as host:
-        client = host.client(timeout_s=0.3)
+        client, hasty = host.client(), host.client(timeout_s=0.3)
         send = service.MembershipService._send
         monkeypatch.setattr(
             service.MembershipService,
@@ -359,7 +359,7 @@ def test_a_client_reports_a_broken_service(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(service.MembershipService, "_send", lambda *_, **__: None)
         monkeypatch.setattr("offbeat.membership.remote.ANSWER_S", 0.1)
         with pytest.raises(ServiceUnreachableError, match=r"has not answered for 0\.3 s"):
-            client.state()
+            hasty.state()
 
 
 def test_strangers_leave_room_for_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 import time
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_a_process_that_has_not_failed(folder, capsys):
     def interrupt() -> None:
         while not begun.exists():
             time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     assert main([*command(folder, "stopped", "bsp,wfbp"), str(endless)]) == 130

@@ -22,7 +22,7 @@ from offbeat.core.runtime.ddp_session import BackwardClock
 from offbeat.experiments.record import record_file as blocks
 from offbeat.profile import Bucket, Link, Profile
 
-LATE_S, BACKWARD_S, ITERATIONS = 0.15, 0.02, 5
+LATE_S, BACKWARD_S, ITERATIONS = 0.3, 0.02, 5
 
 
 class Late(torch.autograd.Function):
@@ -100,11 +100,11 @@ def test_waiting_within_backward_is_not_compute(tmp_path: Path) -> None:
     for record in zero[:2]:  # rank 0 waits for rank 1 once per iteration
         waits = seconds_of(record, "wait")
         for i in measured:
-            assert waits[i] > 0.8 * LATE_S
+            assert waits[i] > 0.5 * LATE_S
     for record in one[:2]:
         assert min(seconds_of(record, "backward")[i] for i in measured) > 0.9 * LATE_S
     waited = [record["trace"]["notes"]["backward"]["waited_s"] for record in (zero[0], one[0])]
-    assert waited[0] > 0.8 * LATE_S > 0.4 * LATE_S > waited[1]
+    assert waited[0] > 0.5 * LATE_S > waited[1]
     for record in (zero[2], one[2]):  # without times, compute is as profiled
         backward = seconds_of(record, "backward")
         for i in record["trace"]["notes"]["estimated"]:

@@ -157,11 +157,11 @@ def test_every_step_after_a_failure_refers_to_it() -> None:
 def test_missing_rank_at_start(present: tuple[int, ...], cause: str) -> None:
     """Every rank names it, unless it would host the store."""
     size = max(present) + 1 if len(present) > 1 else 2
-    outcomes = watch_world(failing.meet, size, 1.0, ranks=present, timeout_s=PATIENCE_S)
+    outcomes = watch_world(failing.meet, size, 3.0, ranks=present, timeout_s=PATIENCE_S)
     for rank, outcome in zip(present, outcomes, strict=True):
         assert outcome.kind == "RuntimeError", outcome
         assert re.match(
-            rf"rank {rank} could not connect to all {size} ranks at 127.0.0.1:\d+ within 1 s: "
+            rf"rank {rank} could not connect to all {size} ranks at 127.0.0.1:\d+ within 3 s: "
             f"{cause}",
             outcome.error,
         ), outcome.error

@@ -234,7 +234,7 @@ def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) ->
 
 def test_killed_peer_while_a_forward_waits() -> None:
     """The survivors' next forward needs what the dead one has not sent, or their step does."""
-    args = (SLICES, "is killed", 1, 10.0, False)
+    args = (SLICES, "is killed", 1, 30.0, False)
     outcomes = watch_world(failing.train_until, 3, *args, doomed=(1,))
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "RuntimeError", outcome.error
@@ -244,7 +244,7 @@ def test_killed_peer_while_a_forward_waits() -> None:
         )
         assert where, outcome.error
         assert "forward" in outcome.traceback
-        assert outcome.seconds < 10
+        assert outcome.seconds < 30
 
 
 # ---- ranks that do not do the same --------------------------------------------------------------

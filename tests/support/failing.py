@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -244,7 +245,10 @@ def prepare_after_an_error() -> list[str]:
         offbeat.prepare(model, optimizer, BSP(), profile=profile, timeout_s=10)
     except ValueError as error:
         words = str(error)
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("offbeat")]
+    threads, deadline_s = ["offbeat"], time.monotonic() + 10
+    while threads and time.monotonic() < deadline_s:  # they end by themselves
+        time.sleep(0.01)
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("offbeat")]
     with prepared(model, optimizer, BSP(), observe=1) as (model, optimizer):
         for t in range(3):
             iterate(model, optimizer, t)
@@ -315,6 +319,18 @@ def differentiate_in_evaluation(strategy: Strategy) -> bool:
     return ends[0] == ends[1]
 
 
+def settled_threads(least: int | None) -> int:
+    """Threads of this process once their number is `least`, which is waited for, or by default once
+    it has been the same for .2 s."""
+    counts, deadline_s = list[int](), time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        counts.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+        if counts[-1] == least or (least is None and counts[-20:] == counts[-1:] * 20):
+            break
+        time.sleep(0.01)
+    return counts[-1]
+
+
 def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
     """By strategy: how many sessions and parameters are left once nothing refers to the model, and
     how many threads more than after the first."""
@@ -329,7 +345,7 @@ def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
         model.close()
         del model, optimizer
         gc.collect()
-        threads.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+        threads.append(settled_threads(threads[0] if threads else None))
         found.append((sum(one() is not None for one in kept), threads[-1] - threads[0]))
     return found
 

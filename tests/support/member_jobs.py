@@ -239,6 +239,8 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
         if not scenario.at_forward:
             history[t] = snapshot(dict(model.module.named_parameters()))
         if scenario.kills.get(who) == t and not scenario.kill_in_message:
+            if (writer := getattr(model._session._recorder, "_writer", None)) is not None:
+                assert writer.flush(WAIT_S)  # its thread has had time for the first files
             os._exit(9)
         if model.has_left:
             break

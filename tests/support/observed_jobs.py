@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -52,6 +53,17 @@ def train(strategy: str, checkpoint: str | None = None, servers: int = 0) -> str
 
 def train_recorded(folder: str, strategy: str, log: str = "text", servers: int = 0) -> str:
     os.environ |= {"OFFBEAT_RECORD": folder, "OFFBEAT_LOG": log, "OFFBEAT_JOB_NAME": "a-job"}
+    try:
+        return train(strategy, servers=servers)
+    except SystemExit:  # of a server
+        return "served"
+
+
+def train_launched(folder: str, strategy: str, servers: int) -> str:
+    """Train as a rank of a launcher, with a record in a folder."""
+    job = Path(folder, f"job{rank()}.json")
+    job.write_text(json.dumps({"schema": 1, "record_dir": folder}))
+    os.environ["OFFBEAT_JOB"] = str(job)
     try:
         return train(strategy, servers=servers)
     except SystemExit:  # of a server

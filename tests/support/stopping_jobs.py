@@ -106,14 +106,14 @@ def receive_two(folder: str) -> None:
     stopping.SECOND_S = 0.2
     made = open_job(folder, DDP())
     made.train(range(AT))
-    for delay_s in (0.1, 0.5):
+    for delay_s in (0.1, 1.5):
         threading.Timer(delay_s, send_signal).start()
     time.sleep(30.0)
 
 
 def block(folder: str) -> None:
     """Rank 0 is blocked in a collective, as rank 1 hangs in its script."""
-    stopping.STOP_S = 1.5
+    stopping.STOP_S, stopping.LOOK_EVERY_S = 1.5, 0.1
     made = open_job(folder, DDP())
     made.train(range(AT))
     if rank() == 1:

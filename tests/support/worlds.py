@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-GRACE_S = 0.5  # for a rank that has reported and only has to leave
+GRACE_S = 0.5  # for a rank that hangs
+_CHOSEN_PORTS = set[int]()
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,11 @@ def watch_world(
             process.start()
             there.close()
             processes[rank], pipes[rank] = process, here
-        reports = _collect(pipes, set(doomed), started, timeout_s)
-        return [_outcome(rank, processes[rank], reports.get(rank)) for rank in processes]
+        reports, ended = _collect(pipes, set(doomed), started, timeout_s)
+        return [
+            _outcome(rank, process, reports.get(rank), rank in ended)
+            for rank, process in processes.items()
+        ]
     finally:
         for process in processes.values():
             if process.is_alive():
@@ -158,8 +162,9 @@ def start_fork(function: Callable[..., Any], *args: Any) -> Any:
 
 def _collect(
     pipes: dict[int, Connection], doomed: set[int], started: float, timeout_s: float
-) -> dict[int, tuple[dict[str, Any], float]]:
-    """What the ranks reported, and when, until all have that somebody waits for."""
+) -> tuple[dict[int, tuple[dict[str, Any], float]], set[int]]:
+    """What the ranks reported, and when, until all have that somebody waits for; and the ranks whose
+    processes have ended or are about to."""
     reports: dict[int, tuple[dict[str, Any], float]] = {}
     open_pipes = dict(pipes)
     while set(open_pipes) - doomed:
@@ -174,12 +179,14 @@ def _collect(
                     time.monotonic() - started,
                 )
             del open_pipes[rank]
-    return reports
+    return reports, set(pipes) - set(open_pipes)
 
 
-def _outcome(rank: int, process: Any, report: tuple[dict[str, Any], float] | None) -> Outcome:
+def _outcome(
+    rank: int, process: Any, report: tuple[dict[str, Any], float] | None, has_ended: bool
+) -> Outcome:
     if report is None:  # died or hangs: no word from it
-        process.join(GRACE_S)
+        process.join(10 if has_ended else GRACE_S)
         return Outcome(rank, kind="silent", error="no report", exitcode=process.exitcode)
     process.join(10)
     return Outcome(rank, exitcode=process.exitcode, seconds=report[1], **report[0])
@@ -203,9 +210,14 @@ def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port below the ephemeral range, so that no outgoing connection takes it meanwhile."""
+    """A port below the ephemeral range, so that no outgoing connection takes it meanwhile, from the
+    part of this worker of pytest-xdist, and none that this process has chosen before."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000, 24000) + 4000 * (worker % 3)
+        if port in _CHOSEN_PORTS:
+            continue
+        _CHOSEN_PORTS.add(port)
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port

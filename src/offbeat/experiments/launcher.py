@@ -132,8 +132,10 @@ class Launcher:
         profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
         profile.save(path)
         if disturbance := disturbance_of(0, load_in(logs), {}):
-            once_more = "; it is measured once more" if again else ""
-            self.progress.print_line(f"the profile was disturbed: {disturbance.text}{once_more}")
+            consequence = "; it is measured once more"
+            if not again:
+                consequence = "; predictions may be wrong, so measure again on an idle machine"
+            self.progress.print_line(f"the profile was disturbed: {disturbance.text}{consequence}")
             if again:
                 logs.rename(logs.with_name(BEFORE + logs.name))
                 return self.measure(path, logs, least_buckets=least_buckets)

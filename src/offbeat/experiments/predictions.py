@@ -50,7 +50,8 @@ def predict(
     skip = 0
     if strategy.needs.profile:
         if plan is None:
-            strategy = strategy_that_runs(strategy, profile)
+            with suppress(ValueError):  # other arguments may let the strategy run nevertheless
+                strategy = strategy_that_runs(strategy, profile)
             plan = strategy.plan(profile)
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))

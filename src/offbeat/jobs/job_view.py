@@ -48,7 +48,7 @@ def find_run(folder: Path) -> Path:
         )
     raise ValueError(
         f"folder ({folder}) must hold the record of a job; start the job with "
-        f"OFFBEAT_RECORD={folder} to record it there"
+        f"OFFBEAT_RECORD={folder} to record it there, or wait until all its ranks are in prepare"
     )
 
 

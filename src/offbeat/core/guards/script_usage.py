@@ -4,14 +4,17 @@ and the strategy that suits it."""
 from __future__ import annotations
 
 from dataclasses import astuple, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.deferred import early_remedy
+from offbeat.core.derive.windows import Windows
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.strategy.interface import Strategy
-from offbeat.core.transport.control import Control
+
+if TYPE_CHECKING:
+    from offbeat.core.transport.control import Control
 
 
 def combine_usage(usage: ScriptUsage, control: Control) -> ScriptUsage:
@@ -71,17 +74,32 @@ def scaler_remedy(plan: Plan) -> str | None:
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
 
 
+def allows_own_steps(plan: Plan) -> bool:
+    """Return whether an optimizer may step in a method of its own, or be one of several, under a
+    plan that updates in the step."""
+    return not (effects.updates_at_end(plan) or Windows(plan).late or plan.source)
+
+
 def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
     """Return the strategy, or its variant if the script of the profile needs one.
 
     Raises:
         ValueError: the strategy has no plan for this profile, or none that suits the script.
     """
-    if profile.usage == ScriptUsage() or not strategy.needs.profile:
+    usage = profile.usage
+    if usage == ScriptUsage() or not strategy.needs.profile:
         return strategy
-    suitable = suitable_strategy(strategy, strategy.plan(profile), profile.usage)
-    if profile.usage.scales and (remedy := scaler_remedy(suitable.plan(profile))):
+    suitable = suitable_strategy(strategy, strategy.plan(profile), usage)
+    if not (usage.scales or usage.drives):
+        return suitable
+    plan = suitable.plan(profile)
+    if usage.scales and (remedy := scaler_remedy(plan)):
         raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
+    if usage.drives and not allows_own_steps(plan):
+        raise ValueError(
+            f"the script steps through several optimizers, or through methods of one, but {strategy} "
+            "updates at other moments than the step; use WFBP()"
+        )
     return suitable
 
 
@@ -119,7 +137,8 @@ class UsageRecorder:
 
     def record_read(self) -> None:
         """Record a read of a gradient between backward and step."""
-        self._add(reads=True)
+        if not self.usage.reads:  # clipping reads each gradient several times
+            self._add(reads=True)
 
     def record_own_step(self) -> None:
         """Record a step that an optimizer makes in a method of its own."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from offbeat.core.profile.facts import Profile
 
 SCHEMA = 2
-FLAT_SCHEMA = 1  # of profiles in which every replica has one rank; earlier versions read them
+# Of profiles in which every replica has one rank; earlier versions read them without `usage`.
+FLAT_SCHEMA = 1
 # Fields of a profile that are lists of records, with the name of a record in messages.
 RECORDS = (
     ("buckets", "bucket", Bucket),

@@ -74,9 +74,7 @@ class ActivePlan:
         self.actions = self._create_actions(self.program, note_later=self.updates.remedy is None)
         self.messages, self.votes = self.actions.messages, self.actions.votes
         self.cursor: Cursor[Iteration] = Cursor(self.program, self.actions, planned)
-        # True if every update has the moment `end` and no rule has the moment `step`.
-        updates = {a.at.point for a in plan.applies if effects.is_update(a)}
-        self.updates_at_end = updates == {"end"} and all(a.at.point != "step" for a in plan.applies)
+        self.updates_at_end = effects.updates_at_end(plan)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
         self.forward_hooks: ForwardHooks | None = None

@@ -87,6 +87,16 @@ class PlanChoice:
         self._replace(suitable, f"the script {conflict_with(usage, plan)}")
         return self.plan()
 
+    def expected_plan(self, plan: Plan) -> Plan:
+        """Return the plan, or that of the variant if the script of the profile required it. Without
+        a variant the plan is kept, because this script may differ."""
+        usage = self.profile.usage
+        try:
+            suitable_strategy(self.strategy, plan, usage)
+        except ValueError:
+            return plan
+        return self.suitable_plan(plan, usage)
+
     def choose_variant(self) -> None:
         """Select the variant of the strategy that runs between replicas of several ranks."""
         if not self.profile.topology:

@@ -82,7 +82,8 @@ class PlanRunner:
             observed: iterations that were measured.
             usage: observed actions of the script between backward and step. None: nothing was
                 observed yet; then a plan with early updates runs all updates of the first iteration
-                at the step, and the script's actions in it decide about a variant.
+                at the step, and the script's actions in it decide about a variant. If updates
+                cannot be deferred, the usage in the profile decides.
         """
         engine, choice, trial = self.engine, self._choice, None
         choice.profile = profile
@@ -100,6 +101,8 @@ class PlanRunner:
             plan = choice.suitable_plan(plan, usage)
         else:
             trial = defer_updates(plan)
+            if trial is None:
+                plan = choice.expected_plan(plan)
         self.is_trial = trial is not None
         engine.set_watched(UsageRecorder() if self.is_trial else None)
         self.begin(plan, observed, trial)

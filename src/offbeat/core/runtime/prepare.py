@@ -304,7 +304,7 @@ class _Preparation:
                     console.print("notice", text, "warning")
                 observe = self.common.observe
                 console.print("start", startup_message(strategy, cluster, known.profile, observe))
-            recorder = self._create_recorder(cluster, member)
+            recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
             if recorder is not None:
                 undo.callback(recorder.write, {})
             stop_request = None  # a member requests to leave
@@ -388,12 +388,19 @@ class _Preparation:
             raise
         return model, optimizer
 
-    def _create_recorder(self, cluster: Cluster, member: JobMember | None) -> Recorder | None:
-        """Return the recorder of the launcher, otherwise of the job; None if there is no record."""
+    def _create_recorder(
+        self, cluster: Cluster, member: JobMember | None, serves: bool
+    ) -> Recorder | None:
+        """Return the recorder of the launcher, otherwise of the job; None if there is no record.
+
+        The launcher's record is of ranks that train.
+        """
         folder, rank = self.request.record_dir, cluster.control.rank
         if not folder:
             names = () if member is None else member.rank_names
             return load_object(OPEN_OBSERVER)(self.settings, self.strategy, cluster, names)
+        if serves:
+            return None
         recorder = load_object(RUN_RECORDER)(folder, rank, cluster.device)
         recorder.notes["emulated"] = bool(getattr(self.model, "emulated", False))
         recorder.notes.update(cluster.topology.record())

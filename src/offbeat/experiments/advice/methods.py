@@ -196,6 +196,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
 def _strategy_seconds(strategy: Strategy, place: Place) -> float:
     with warnings.catch_warnings():  # of strategies that fall back to others
         warnings.simplefilter("ignore")
+        strategy = strategy_that_runs(strategy, place.profile)
         return _predict(strategy, place, place.profile).iteration_s
 
 

@@ -70,7 +70,7 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         tuple(ranked),
         chosen,
         _select_compared(options, chosen),
-        (*_notes(profile, options), *simulated.notes(profile)),
+        (*_notes(profile, options), *simulated.notes),
     )
 
 
@@ -79,7 +79,7 @@ class _Options:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[Option | None, Profile]] = {}
-        self._replaced: Strategy | None = None  # one that the script does not allow
+        self.notes = dict[str, None]()  # why the script needs variants; keys, in order
 
     def of(self, strategy: Strategy, profile: Profile) -> Option | None:
         """Return the option of a strategy on a profile; see `predict_option`."""
@@ -88,17 +88,16 @@ class _Options:
             option = predict_option(strategy, profile)
             self._known[key] = option, profile
             if option is not None and option.strategy != strategy:
-                self._replaced = strategy
+                self._note_variant(strategy, profile)
         return self._known[key][0]
 
-    def notes(self, profile: Profile) -> Iterator[str]:
-        """Yield a remark if variants have replaced strategies."""
-        if self._replaced is not None:
-            why = conflict_with(profile.usage, self._replaced.plan(profile))
-            yield (
-                f"the script {why}, so strategies that would apply gradients earlier are predicted "
-                "in the variants that update in optimizer.step()"
-            )
+    def _note_variant(self, strategy: Strategy, profile: Profile) -> None:
+        """Note why the script of the profile needs a variant of the strategy."""
+        why = conflict_with(profile.usage, strategy.plan(profile))
+        self.notes[
+            f"the script {why}, so strategies that would apply gradients earlier are predicted in "
+            "the variants that update in optimizer.step()"
+        ] = None
 
 
 def _simulate_candidates(
