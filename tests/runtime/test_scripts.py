@@ -203,6 +203,23 @@ def test_dreamddp_clips_what_the_script_clips() -> None:
     assert_all_same(ranks, world)
 
 
+def test_a_profile_of_a_script_that_clips_needs_no_trial() -> None:
+    """Updates beside an outer optimizer cannot be put off. With the profile's usage the variant
+    runs from the first iteration on; without it the job ends."""
+    outer = DiLoCo(period=3, fragments=2, due="forward")
+    profile = profile_of(CASE, 2)
+    clips = {"profile": replace(profile, usage=ScriptUsage(changes=True, reads=True))}
+    variant = outer.at_step()
+    assert variant is not None
+    for mine, other in zip(
+        train(outer, CLIPPING, **clips), train(variant, CLIPPING, profile=profile), strict=True
+    ):
+        assert_close(mine.model, other.model, "model", 0.0)
+    args = (CASE, outer, range(ITERATIONS), CLIPPING, {"profile": profile})
+    for outcome in watch_world(workers.train_with, 2, *args):
+        assert outcome.kind == "ValueError", outcome
+
+
 def test_without_a_variant_it_is_refused_on_all_ranks() -> None:
     args = (CASE, Cyclic(), range(4), CLIPPING, {"observe": 2, "min_bucket_bytes": 1})
     for outcome in watch_world(workers.train_with, 2, *args):
