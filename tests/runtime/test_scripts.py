@@ -37,7 +37,7 @@ from offbeat.core.verify.check import check as problems
 from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
 from offbeat.profile import ScriptUsage
 from offbeat.sim import predict_plan
-from offbeat.strategies import USByte
+from offbeat.strategies import DiLoCo, USByte
 from offbeat.strategies.partial_sync import average_of
 
 CASE = Case("mlp", "nesterov", "step")
