@@ -141,7 +141,7 @@ def test_scripts_that_clip_are_advised_the_variants_that_run(seed):
 def test_methods_of_scripts_that_clip(tmp_path):
     """The method of P3 is its variant, in another place too; Cyclic has none, and is left out."""
     usage = ScriptUsage(changes=True)
-    place = place_of(replace(profile_of(1), usage=usage), None, None)
+    place = place_of(replace(profile_of(3), usage=usage), None, None)
     at_step = P3().at_step()
     method = of_strategy(P3(), place)
     assert method == of_strategy(at_step, place)

@@ -31,13 +31,17 @@ from offbeat.core.measuring.links import (
     BUDGET_SIZES,
     LAYOUT,
     MOST_S,
+    PAIR_S,
     TOGETHER,
     at_observed_rate,
+    exchange_in_pairs,
     explore,
     fit_link,
+    is_distant,
     least_times,
     measure_cluster,
     measure_link,
+    measure_pairs,
     never_falling,
     worthwhile_bytes,
 )
@@ -284,6 +288,57 @@ def test_where_a_delay_hides_the_rate_large_messages_tell_it() -> None:
     predicted_s = link.seconds(link.latency_s, total / link.bytes_per_s, total)
     assert predicted_s == pytest.approx(probe.seconds(total), rel=0.07)
     assert probe.clock <= BUDGET_S
+
+
+class Pairs(Arithmetic):
+    """Messages between two ranks of some. The last of an odd number sends nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(0.04, 12e6)
+        self.ranks = ranks
+
+    def agree(self, values: Any) -> list[list[float]]:
+        idle = [[0.0] * len(values)] * (self.ranks % 2)
+        return [list(values)] * (self.ranks - len(idle)) + idle
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_over_a_distant_link_the_rate_of_pairs_is_measured(ranks: int) -> None:
+    """An all-reduce of 2 (K - 1) steps that hides three tenths of its bytes behind delay."""
+    steps, total = 2 * (ranks - 1), 2_784_168
+    link = Link("net", 0.04 * steps, 12e6 * ranks / steps / 0.7)
+    assert is_distant(link, ranks)
+    probe = Pairs(ranks)
+    found = measure_pairs(link, probe, MEAN, total)
+    assert found == replace(link, pair_bytes_per_s=pytest.approx(12e6))
+    send_s = found.seconds(found.latency_s, total / found.bytes_per_s, total, "send", ranks)
+    assert send_s == pytest.approx(probe.seconds(total))
+    assert probe.clock < 5 * probe.seconds(total)
+    large = Pairs(ranks)  # no message takes long, however large the model is
+    assert measure_pairs(link, large, MEAN, 10**10).pair_bytes_per_s == pytest.approx(12e6)
+    assert large.clock < 7 * PAIR_S
+    assert measure_pairs(link, probe, MEAN, 4096) == link
+    assert not is_distant(replace(link, latency_s=1e-3 * steps), ranks)
+
+
+def exchanged_in_pairs() -> tuple[list[float], float | None]:
+    measuring_links.DISTANT_S = 0.0
+    dist.init_process_group("gloo")
+    cluster = connect([LinkSpec("net", None, "gloo")], HOST, CPU(), 30.0)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    held = torch.full((3,), float(rank))
+    exchange_in_pairs(cluster.links["net"].collectives.swap, ranks)(held)
+    flat = build_flat(nn.Sequential(nn.Linear(64, 64)), None)
+    (link,), _ = measure_cluster(cluster, flat)
+    assert cluster.close()
+    return held.tolist(), link.pair_bytes_per_s
+
+
+def test_pairs_of_three_ranks_exchange() -> None:
+    (zero, rate), *others = run_world(exchanged_in_pairs, 3)
+    assert [zero, *(held for held, _ in others)] == [[1.0] * 3, [0.0] * 3, [2.0] * 3]
+    assert rate is not None
+    assert [other for _, other in others] == [rate] * 2
 
 
 def test_late_messages_count_where_they_will_again() -> None:

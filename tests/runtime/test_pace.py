@@ -125,6 +125,22 @@ def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> Non
     assert pace.record()["missed"] == 0
 
 
+def test_a_wait_between_iterations_is_not_late(clock: Clock) -> None:
+    """Ranks can wait for each other after the last step, before the forward of the next one."""
+    pace = Pace(PACED, 0)
+    pace.on_iteration_begin(0, clock.now)
+    pace.forward(-1)
+    begin = clock.now
+    clock.now += 10.0
+    pace.on_wait_end()
+    clock.now += 0.01
+    pace.on_iteration_begin(1, begin)
+    assert clock.now == pytest.approx(begin + 10.0 + 0.5)
+    pace.forward(-1)
+    record = pace.record()
+    assert (record["iterations"], record["worst"]) == (1, 0.0)
+
+
 def events_of_an_iteration(text: str, folder: Path) -> list[str]:
     """Return what the pace of this rank is told in the last of three iterations."""
     told: list[str] = []

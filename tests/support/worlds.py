@@ -163,8 +163,8 @@ def start_fork(function: Callable[..., Any], *args: Any) -> Any:
 def _collect(
     pipes: dict[int, Connection], doomed: set[int], started: float, timeout_s: float
 ) -> tuple[dict[int, tuple[dict[str, Any], float]], set[int]]:
-    """What the ranks reported, and when, until all have that somebody waits for; and the ranks whose
-    processes have ended or are about to."""
+    """What the ranks reported, and when, until all have that somebody waits for; and the ranks that
+    have ended or are about to."""
     reports: dict[int, tuple[dict[str, Any], float]] = {}
     open_pipes = dict(pipes)
     while set(open_pipes) - doomed:

@@ -73,7 +73,7 @@ class Pace(ComputeObserver):
         self._update_s: dict[int, tuple[Apply, float]] = {}
         self._scale, self._buckets = scale, buckets
         self._iteration: int | None = None
-        self._clock_s = self._late_s = self._computed_s = 0.0
+        self._clock_s = self._late_s = self._computed_s = self._waited_s = 0.0
         # number of gradients so far, by bucket (`attach_backward_hooks`)
         self._seen = [0] * buckets
         self._is_first = True  # whether no iteration has ended
@@ -88,7 +88,8 @@ class Pace(ComputeObserver):
         if self._iteration is None:
             self._begin_s, self._busy_s, self._kernel_s = begin_s, time.process_time(), kernel_s()
         self._close_iteration()
-        self._iteration, self._clock_s = iteration, begin_s
+        # Ranks can have waited for each other since the end of the last step.
+        self._iteration, self._clock_s = iteration, max(begin_s, self._waited_s)
         self._factor = self._jitter_factor()
         self._forward_done_s = self._backward_done_s = 0.0
         self._advance(self._profile.other_s)
@@ -118,7 +119,8 @@ class Pace(ComputeObserver):
         self._advance(self._profile.update_s * self._scale * self._factor)
 
     def on_wait_end(self) -> None:
-        self._clock_s = max(self._clock_s, time.perf_counter())
+        self._waited_s = time.perf_counter()
+        self._clock_s = max(self._clock_s, self._waited_s)
 
     # ---- the schedule -----------------------------------------------------------------------
 

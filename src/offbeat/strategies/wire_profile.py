@@ -56,6 +56,9 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     share = codes / sum(sizes)
     first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
     least_per_byte_s = per_byte_s
+    pair = link.pair_bytes_per_s
+    if pair is not None:
+        pair = 1 / max(share / pair + per_byte_s, 1e-30)
     if via == "send":  # the link model derives a send's time as a share of an all-reduce's time
         steps = 2 * max(profile.world_size - 1, 1)
         first_s, least_per_byte_s = steps * first_s, steps * per_byte_s
@@ -84,6 +87,7 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
         latency_s=rounds * latency_s + first_s,
         bytes_per_s=1 / max(rounds * each / rate + per_byte_s, 1e-30),
         small=tuple(sorted(floor.items())),
+        pair_bytes_per_s=pair,
         halves={},
         small_halves={},
         after_pause=tuple((round(size / alike), s) for size, s in link.after_pause if alike),

@@ -97,8 +97,8 @@ def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
         raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
     if usage.drives and not allows_own_steps(plan):
         raise ValueError(
-            f"the script steps through several optimizers, or through methods of one, but {strategy} "
-            "updates at other moments than the step; use WFBP()"
+            "the script steps through several optimizers, or through methods of one, but "
+            f"{strategy} updates at other moments than the step; use WFBP()"
         )
     return suitable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,6 +12,8 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.contention import measure_contention
@@ -19,6 +22,8 @@ from offbeat.core.measuring.sending import measure_sending
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.plan import INSIDE, Verb
 from offbeat.core.profile import Contention, Link
+from offbeat.core.profile.facts import DISTANT_S
+from offbeat.core.profile.records import ring_steps
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective, averaging
 
@@ -46,6 +51,7 @@ LARGER = 16  # factor in bytes from a message that does not determine the rate t
 HALF_VERBS: tuple[Verb, ...] = ("reduce_scatter", "all_gather")
 LEAST_PART = 1e-3  # smallest part of the seconds of a message that a fit can resolve
 SLOWER = 0.01  # share of the predicted seconds from which an observed message corrects the rate
+PAIR_S = 0.5  # longest message between two ranks, in seconds
 FREE_PARTS = 4  # a message takes at most this part of a GPU's free memory
 Timer = Callable[[Sequence[int], Budget], list[float]]  # `measure_messages` of one collective
 Points = list[tuple[int, float]]  # (bytes, seconds), ascending
@@ -138,12 +144,55 @@ def _measure_links(
         link = measure_link(name, probe, verbs, smallest, total, budget, 1 / len(names), vote)
         if name in cluster.specs:
             link = replace(link, connections=cluster.specs[name].connections)
+            if cluster.topology.is_flat and is_distant(link, probe.ranks):
+                exchange = exchange_in_pairs(cluster.links[name].collectives.swap, probe.ranks)
+                link = measure_pairs(link, probe, exchange, total)
         measured.append(link)
     # Fits may differ between machines in the last bit, so use those of rank 0.
     links = [Link(**link) for link in cluster.control.share_first([asdict(x) for x in measured])]
     if not emulated and cluster.control.world_size > 1:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), budget
+
+
+def is_distant(link: Link, ranks: int) -> bool:
+    """Return whether a step of a ring of these ranks without bytes takes at least `DISTANT_S`."""
+    return ranks > 1 and link.latency_s / ring_steps(ranks) >= DISTANT_S
+
+
+def exchange_in_pairs(swap: Callable[[Tensor, int, int], None], ranks: int) -> Collective:
+    """Return an exchange of ranks 0 and 1, of 2 and 3, and so on. The last of an odd number of
+    ranks does nothing."""
+
+    def exchange(tensor: Tensor) -> None:
+        one = dist.get_rank() // 2 * 2
+        if one + 1 < ranks:
+            swap(tensor, one, one + 1)
+
+    return exchange
+
+
+def measure_pairs(link: Link, probe: Probe, exchange: Collective, total: int) -> Link:
+    """Return the link with the rate of messages between two ranks.
+
+    The large message takes about `PAIR_S` seconds at most. The first one does not count, as TCP's
+    window has to open.
+
+    Args:
+        link: link with latency and rate of all-reduces.
+        probe: sends and times messages on the link.
+        exchange: exchange of pairs of ranks.
+        total: bytes of all buckets.
+    """
+    ranks = probe.ranks
+    large = min(total, int(PAIR_S * link.send_bytes_per_s(ranks)))
+    if large <= SMALL_BYTES:
+        return link
+    sizes = [large] * (1 + LEAST_REPEATS) + [SMALL_BYTES] * LEAST_REPEATS
+    _, *times = measure_messages(probe, exchange, sizes, Budget(math.inf, math.inf))
+    large_s, small_s = median(times[:LEAST_REPEATS]), median(times[LEAST_REPEATS:])
+    seconds = (large_s - small_s) * ranks / (ranks - ranks % 2)  # means over all ranks
+    return link if seconds <= 0 else replace(link, pair_bytes_per_s=(large - SMALL_BYTES) / seconds)
 
 
 def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:

@@ -228,6 +228,7 @@ def scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Li
         vote_s=None if link.vote_s is None else link.vote_s * steps,
         cpu_s_per_byte=link.cpu_s_per_byte * more,
         asked_rate_bps=link.asked_rate_bps if rate_bps is None else rate_bps,
+        pair_bytes_per_s=link.pair_bytes_per_s if rate_bps is None else None,
     )
 
 

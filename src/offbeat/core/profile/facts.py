@@ -358,9 +358,7 @@ class Profile:
         Args:
             link: name of the link or channel.
         """
-        facts, one = self.link(link), 1 << 30
-        seconds = facts.seconds(0.0, one / facts.bytes_per_s, one, "send", self.world_size)
-        return one / (seconds - facts.seconds(0.0, 0.0, 0, "send", self.world_size))
+        return self.link(link).send_bytes_per_s(self.world_size)
 
     def messages_ending_s(
         self, link: str, kind: Kind, first: int, stop: int

@@ -98,6 +98,9 @@ class Link:
             TCP has returned to its initial window.
         after_pause: (bytes, additional seconds) of all_reduces after such a pause, ascending; empty
             if there is no additional time. Gossip and servers are predicted without it.
+        pair_bytes_per_s: payload bytes per second of a message between two ranks; None: that of a
+            step of a ring all_reduce. An all_reduce over a path with delay transfers a part of its
+            bytes while it waits for round trips, so `bytes_per_s` exceeds the rate of the network.
     """
 
     name: str
@@ -117,6 +120,7 @@ class Link:
     connections: int = 1
     pause_s: float = 0.0
     after_pause: tuple[tuple[int, float], ...] = ()
+    pair_bytes_per_s: float | None = None
 
     def with_times(
         self,
@@ -133,10 +137,12 @@ class Link:
             more: further fields to change.
         """
         latency_s, bytes_per_s = line(self.latency_s, self.bytes_per_s, 1.0)
+        pair = self.pair_bytes_per_s
         return replace(
             self,
             latency_s=latency_s,
             bytes_per_s=bytes_per_s,
+            pair_bytes_per_s=None if pair is None else pair * bytes_per_s / self.bytes_per_s,
             small=points(self.small, 1.0),
             halves={verb: line(*pair, 0.5) for verb, pair in self.halves.items()},
             small_halves={verb: points(one, 0.5) for verb, one in self.small_halves.items()},
@@ -155,8 +161,8 @@ class Link:
 
         The result is the time of the fitted line, but at least the measured time of that size. A
         send counts as one step of a ring all_reduce, which has 2 (K - 1) steps of one K-th of the
-        bytes for K ranks. In such a step each rank sends and receives, so an exchange takes the
-        time of a send. A broadcast is a tree of sends.
+        bytes for K ranks, but at the rate `send_bytes_per_s`. In such a step each rank sends and
+        receives, so an exchange takes the time of a send. A broadcast is a tree of sends.
 
         Args:
             latency_s: latency of an all_reduce of the payload.
@@ -198,8 +204,18 @@ class Link:
         if verb == "broadcast":
             return self.transfer_s(transfer_s, "send", ranks) * _tree_depth(ranks)
         if verb in PAIRED:
-            return transfer_s * (max(ranks, 2) / ring_steps(ranks))
+            return transfer_s * (self.bytes_per_s / self.send_bytes_per_s(ranks))
         return transfer_s if verb == "all_reduce" else transfer_s * self._half(verb)[1]
+
+    def send_bytes_per_s(self, ranks: int) -> float:
+        """Return the bytes per second that one rank sends to another.
+
+        Args:
+            ranks: number of ranks of the all_reduces that `bytes_per_s` is of.
+        """
+        if self.pair_bytes_per_s is not None:
+            return self.pair_bytes_per_s
+        return self.bytes_per_s * ring_steps(ranks) / max(ranks, 2)
 
     def _half(self, verb: Verb) -> tuple[float, float]:
         """Return latency of a half of an all_reduce, and its remaining time over that of the

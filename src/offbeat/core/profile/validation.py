@@ -91,10 +91,10 @@ def _validate_link(link: Link) -> None:
             f"connections of link {link.name!r} ({link.connections!r}) must be at least 1"
         )
     numbers = ("latency_s", "cpu_s_per_message", "cpu_s_per_byte", "jitter", "vote_s", "pause_s")
-    rates = ("bytes_per_s", "asked_rate_bps")
+    rates = ("bytes_per_s", "asked_rate_bps", "pair_bytes_per_s")
     for name in (*numbers, *rates, "asked_latency_s", "asked_loss"):
         value = getattr(link, name)
-        if value is not None or name not in ("vote_s", "asked_rate_bps"):
+        if value is not None or name not in ("vote_s", "asked_rate_bps", "pair_bytes_per_s"):
             _require_number(f"{name} of link {link.name!r}", value, positive=name in rates)
     _validate_points("a small message", link.name, link.small)
     _validate_points("a message after a pause", link.name, link.after_pause)

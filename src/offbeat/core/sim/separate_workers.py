@@ -44,7 +44,7 @@ def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Ser
     """Return one of `servers` equal servers on the profile's default link."""
     ranks, link = ranks or Ranks(), profile.default_link
     hops = max(2 * (profile.world_size - 1), 1)
-    rate, workers = link.bytes_per_s * hops / profile.world_size, range(profile.world_size)
+    rate, workers = link.send_bytes_per_s(profile.world_size), range(profile.world_size)
     caps = [rate * ranks.link_rate(link.name, (n,)) / servers for n in workers]
     receive_caps = [rate * ranks.receive_rate(link.name, n) / servers for n in workers]
     sends, receives = ranks.server_rates.get(link.name, (1.0, 1.0))
