@@ -42,6 +42,7 @@ from offbeat.core.measuring.links import (
     measure_cluster,
     measure_link,
     measure_pairs,
+    measure_two_sizes,
     never_falling,
     worthwhile_bytes,
 )
@@ -319,6 +320,19 @@ def test_over_a_distant_link_the_rate_of_pairs_is_measured(ranks: int) -> None:
     assert large.clock < 7 * PAIR_S
     assert measure_pairs(link, probe, MEAN, 4096) == link
     assert not is_distant(replace(link, latency_s=1e-3 * steps), ranks)
+
+
+def test_over_a_distant_link_halves_are_measured_although_they_are_mostly_latency() -> None:
+    """Each half has half of the steps, and so half of the latency."""
+    probe, total = Arithmetic(0.24, 23e6), 2_843_368
+    link = measure_link("net", probe, VERBS, 95_616, total, Budget(BUDGET_S, BUDGET_SIZES * total))
+    assert sorted(link.halves) == ["all_gather", "reduce_scatter"]
+    for latency_s, bytes_per_s in link.halves.values():
+        assert latency_s == pytest.approx(0.12, rel=0.01)
+        assert bytes_per_s == pytest.approx(46e6, rel=0.01)
+    assert probe.clock < BUDGET_S + 3.0
+    short = Budget(BUDGET_S, 4.0 * total)
+    assert measure_two_sizes(lambda *_: [], total, short) == []
 
 
 def exchanged_in_pairs() -> tuple[list[float], float | None]:

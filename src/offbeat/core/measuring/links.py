@@ -103,8 +103,9 @@ def measure_cluster(
 
     Together with `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times the
     seconds of an all-reduce of the model up to `MOST_S`, and sends `BUDGET_SIZES` model sizes.
-    Halves and contention are left out if the budget is too small. Every rank must call it. It opens
-    a second channel of the first link.
+    Halves and contention are left out if the budget is too small. If messages are mostly latency,
+    a few more are sent to measure halves, and the rate between two ranks. Every rank must call it.
+    It opens a second channel of the first link.
     """
     vote = None if cluster.topology.is_flat else averaging(cluster.everyone)
     links, budget = _measure_links(cluster, flat, [*cluster.specs], emulated, vote)
@@ -175,8 +176,7 @@ def exchange_in_pairs(swap: Callable[[Tensor, int, int], None], ranks: int) -> C
 def measure_pairs(link: Link, probe: Probe, exchange: Collective, total: int) -> Link:
     """Return the link with the rate of messages between two ranks.
 
-    The large message takes about `PAIR_S` seconds at most. The first one does not count, as TCP's
-    window has to open.
+    The large message takes about `PAIR_S` seconds at most.
 
     Args:
         link: link with latency and rate of all-reduces.
@@ -188,11 +188,21 @@ def measure_pairs(link: Link, probe: Probe, exchange: Collective, total: int) ->
     large = min(total, int(PAIR_S * link.send_bytes_per_s(ranks)))
     if large <= SMALL_BYTES:
         return link
-    sizes = [large] * (1 + LEAST_REPEATS) + [SMALL_BYTES] * LEAST_REPEATS
-    _, *times = measure_messages(probe, exchange, sizes, Budget(math.inf, math.inf))
-    large_s, small_s = median(times[:LEAST_REPEATS]), median(times[LEAST_REPEATS:])
+    timer = partial(measure_messages, probe, exchange)
+    (small, small_s), (_, large_s) = measure_two_sizes(timer, large, Budget(math.inf, math.inf))
     seconds = (large_s - small_s) * ranks / (ranks - ranks % 2)  # means over all ranks
-    return link if seconds <= 0 else replace(link, pair_bytes_per_s=(large - SMALL_BYTES) / seconds)
+    return link if seconds <= 0 else replace(link, pair_bytes_per_s=(large - small) / seconds)
+
+
+def measure_two_sizes(timer: Timer, large: int, budget: Budget) -> Points:
+    """Return the median seconds of the smallest and of a large message; nothing if the budget does
+    not allow the bytes. The first message does not count, as TCP's window has to open."""
+    small = min(SMALL_BYTES, large // 2)
+    sizes = [large] * (1 + LEAST_REPEATS) + [small] * LEAST_REPEATS
+    if sum(sizes) > budget.size_bytes:
+        return []
+    _, *times = timer(sizes, budget)
+    return [(small, median(times[LEAST_REPEATS:])), (large, median(times[:LEAST_REPEATS]))]
 
 
 def worthwhile_bytes(cluster: Cluster, flat: Flat) -> int:
@@ -271,6 +281,9 @@ def measure_link(
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
         timer = timers[verb]
         points = median_points(measure_series(timer, smallest, total, half_times(line), share))
+        if not points and message_s(line, total) < min(TELLING * curve[0][1], 2 * PAIR_S):
+            # Latency exceeds the time of the bytes; a half has half of the steps of an all-reduce.
+            points = measure_two_sizes(timer, total, budget)
         if points and points[-1][0] * COMPARABLE >= line[-1][0]:
             fit = fit_link(name, rate_points(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
