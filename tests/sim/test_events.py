@@ -77,6 +77,22 @@ def test_sends_between_different_pairs_run_at_once_and_one_rank_sends_in_order()
     assert [row[0] for row in one_sender.ends_s] == [1.0, 1 + s, 1 + 2 * s, 1.0]
 
 
+@pytest.mark.parametrize(("backward_s", "first_s"), [(1.0, 0.55), (0.02, 0.58)])
+def test_an_early_request_takes_no_time_from_a_message(backward_s, first_s):
+    """Over a path of .05 s: a request, then 100 bytes at 200 per second. The first request is sent
+    at the start, the second after the first message, and the third at the start again."""
+    bucket, link = Bucket("b", 0.0, backward_s, 100), Link("net", 0.4, 150.0)
+    plan = plan_of(sent((0, 1)), sent((0, 1)), sent((0, 2)))
+    distant = Profile((bucket,), (replace(link, pair_bytes_per_s=200.0),), 3)
+    one, two, three = (ends[0] for ends in simulate(plan, distant, iterations=1).ends_s)
+    assert one == backward_s
+    assert two == pytest.approx(backward_s + first_s + 0.6)
+    assert three == pytest.approx(two + 0.55)
+    near = Profile((bucket,), (link,), 3)
+    ends_s = [ends[0] - backward_s for ends in simulate(plan, near, iterations=1).ends_s]
+    assert ends_s == pytest.approx([0.0, 1.2, 1.8])
+
+
 @pytest.mark.parametrize("message_s", [4.0, 1.0])
 def test_a_receiver_must_have_begun_the_iteration(message_s):
     # Rank 1 takes three times as long; from the second iteration on the sender is ahead of it. The

@@ -44,8 +44,9 @@ def run(job: Job) -> Run:
 class _RankQueue(LinkQueue):
     """Messages of one rank on one link."""
 
-    def __init__(self, name: str, pause_s: float | None) -> None:
+    def __init__(self, name: str, pause_s: float | None, rank: int) -> None:
         super().__init__(name, pause_s)
+        self.rank = rank
         self.flows: list[Flow] = []
 
 
@@ -117,7 +118,7 @@ class _World:
             self._costs[key] = costs.message_s(t, ranks), costs.rate_share(t), costs.additional_s(t)
         return self._costs[key]
 
-    def mark_ready(self, flow: Flow, now_s: float) -> None:
+    def mark_ready(self, flow: Flow, now_s: float, rank: int) -> None:
         """Record that a rank has released a message or that its queue has reached it.
 
         Start the message if it has no other missing condition.
@@ -125,7 +126,12 @@ class _World:
         flow.missing -= 1
         if now_s > flow.start_s:
             flow.start_s = now_s
+        if flow.sent and rank == flow.ranks[1]:
+            flow.requested_s = max(flow.requested_s, now_s)
         if not flow.missing:
+            if flow.sent and self._requests_early(flow.link):
+                early_s = flow.start_s - flow.requested_s
+                flow.seconds -= min(early_s, (flow.seconds - flow.transfer_s) / 2)
             if flow.additional_s and is_after_pause(self.queues_of(flow), flow.start_s):
                 flow.seconds += flow.additional_s
             if flow.link in self.job.coupled:
@@ -144,8 +150,16 @@ class _World:
                 if flow.seconds:
                     queue.sent_s = end_s
                 if len(queue.ends_s) < len(queue.flows):
-                    self.mark_ready(queue.flows[len(queue.ends_s)], end_s)
+                    self.mark_ready(queue.flows[len(queue.ends_s)], end_s, queue.rank)
             self.ready += flow.waiters
+
+    def _requests_early(self, link: str) -> bool:
+        """Return whether a receiver's request for a message can arrive before the message is ready.
+
+        The latency of a message between two ranks is that of its request and of its bytes. On near
+        links it is no delay of the path.
+        """
+        return self.job.profile.link(link).pair_bytes_per_s is not None
 
     def queues_of(self, flow: Flow) -> list[_RankQueue]:
         """Return the queue of each rank of a message."""
@@ -179,7 +193,9 @@ class _Worker:
         self.rank, self.world = rank, world
         self.job = world.job
         self.program = world.job.program(rank)
-        self.queues = {name: _RankQueue(name, world.job.pause_s(name)) for name in world.job.links}
+        self.queues = {
+            name: _RankQueue(name, world.job.pause_s(name), rank) for name in world.job.links
+        }
         self.ends_s: list[float] = []
         self.waited_s: list[float] = []
         self.blocked: Slot | VoteSlot | None = None
@@ -228,9 +244,9 @@ class _Worker:
                 flow = self.world.flow(t, iteration, self.rank, is_on=is_on)
                 queue.flows.append(flow)
                 if len(queue.flows) == len(queue.ends_s) + 1:
-                    self.world.mark_ready(flow, queue.free_s)
+                    self.world.mark_ready(flow, queue.free_s, self.rank)
                 if t.only_receives(self.rank):
-                    self.world.mark_ready(flow, now)
+                    self.world.mark_ready(flow, now, self.rank)
 
     def _release_leg(self, iteration: int, leg: Leg, now: float, factor: float) -> None:
         for name, after_s in leg.cast_votes:
@@ -239,7 +255,8 @@ class _Worker:
             queue = self.queues[link]
             begin = queue.begins[iteration]
             for position, seconds in zip(released.positions, released.after_s, strict=True):
-                self.world.mark_ready(queue.flows[begin + position], now + seconds * factor)
+                flow = queue.flows[begin + position]
+                self.world.mark_ready(flow, now + seconds * factor, self.rank)
 
     def deadlock_error(self) -> ValueError:
         """Return the error that names the message or vote for which the rank waits forever."""

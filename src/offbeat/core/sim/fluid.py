@@ -35,6 +35,7 @@ class Flow:
         additional_s: additional seconds after a pause of the link.
         sent: whether it is a send from the first rank to the second. A send uses one direction of
             each rank's connection to the link; any other message uses both.
+        requested_s: time at which the receiver of a send was ready.
         use: `link` and `sent`, which determine its speed beside other flows on a near link.
         ports: ports that the message uses.
         missing: number of open conditions before the start: for each rank, that it has released the
@@ -47,8 +48,8 @@ class Flow:
     """
 
     __slots__ = (
-        "additional_s", "base", "end_s", "left_s", "link", "missing", "ports", "ranks", "seconds",
-        "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "use", "version", "waiters",
+        "additional_s", "base", "end_s", "left_s", "link", "missing", "ports", "ranks",
+        "requested_s", "seconds", "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "use", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +72,7 @@ class Flow:
             self.ports = [(rank, out) for rank in ranks for out in (True, False)]
         self.missing = 2 * len(ranks)
         self.unseen = len(ranks)
-        self.start_s = start_s
+        self.start_s, self.requested_s = start_s, 0.0
         self.end_s: float | None = None
         self.waiters: list[int] = []
         self.left_s = self.since_s = self.speed = 0.0
