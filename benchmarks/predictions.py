@@ -275,11 +275,11 @@ def measure(cell: Cell, directory: Path, launches: int, steps: int = STEPS) -> b
 
 def measure_all(out: Path, numbers: Iterable[int], launches: int, steps: int) -> None:
     """Measure cells in order until all are measured or the process is interrupted."""
-    cells, published = planned_cells(), published_rows()
+    cells, before = planned_cells(), published_rows()
     for number in numbers:
         cell = cells[number - 1]
         directory = out / cell.name(number)
-        row = row_of(cell, directory, published)
+        row = row_of(cell, directory, before)
         if (
             missing_package(cell.model)
             or (directory / FAILED).exists()
@@ -290,7 +290,7 @@ def measure_all(out: Path, numbers: Iterable[int], launches: int, steps: int) ->
         if not measure(cell, directory, launches, steps):
             print("interrupted; the next start continues", flush=True)
             return
-        print(number, *row_of(cell, directory, published), flush=True)
+        print(number, *row_of(cell, directory, before), flush=True)
 
 
 @contextmanager
@@ -309,23 +309,26 @@ def time_limit(minutes: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def published() -> dict[str, Any]:
+    """Return the result of earlier measurements; without tables if there is none."""
+    return tables.load(RESULT) if RESULT in tables.names() else {"tables": []}
+
+
 def published_rows() -> dict[Cell, list[Any]]:
-    """Return the rows of measured cells in the result; none if there is no result."""
-    if RESULT not in tables.names():
-        return {}
-    [cells] = (table for table in tables.load(RESULT)["tables"] if table["name"] == "cells")
-    return {Cell(*row[:5]): row for row in cells["rows"] if row[LAUNCHED]}
+    """Return the rows of measured cells in the result."""
+    found = (table["rows"] for table in published()["tables"] if table["name"] == "cells")
+    return {Cell(*row[:5]): row for rows in found for row in rows if row[LAUNCHED]}
 
 
-def row_of(cell: Cell, directory: Path, published: Mapping[Cell, list[Any]] = {}) -> list[Any]:
+def row_of(cell: Cell, directory: Path, before: Mapping[Cell, list[Any]]) -> list[Any]:
     """Return the row of a cell; its columns are `COLUMNS`.
 
     Args:
         cell: the cell.
         directory: run directory of the cell.
-        published: rows of the result, which count for cells with fewer launches in their directory.
+        before: rows of the result, which count for cells with fewer launches in their directory.
     """
-    row, kept = measured_row(cell, directory), published.get(cell)
+    row, kept = measured_row(cell, directory), before.get(cell)
     return row if kept is None or row[LAUNCHED] >= kept[LAUNCHED] else kept
 
 
@@ -399,10 +402,11 @@ def summary_row(
 
 
 def result(out: Path) -> dict[str, Any]:
-    """Return the result of all cells measured so far."""
-    published = published_rows()
+    """Return the result of all cells measured so far, with the misses and notes of the earlier
+    one."""
+    earlier, before = published(), published_rows()
     cells = enumerate(planned_cells(), 1)
-    rows = [row_of(cell, out / cell.name(number), published) for number, cell in cells]
+    rows = [row_of(cell, out / cell.name(number), before) for number, cell in cells]
     summary = [*summary_rows(rows)]
     return {
         "title": "Predictions against measurements over strategies, models and networks",
@@ -426,8 +430,8 @@ def result(out: Path) -> dict[str, Any]:
                 "rows": rows,
             },
         ],
-        "misses": [],
-        "notes": [],
+        "misses": earlier.get("misses", []),
+        "notes": earlier.get("notes", []),
     }
 
 

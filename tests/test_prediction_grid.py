@@ -61,9 +61,9 @@ def test_folders_of_cells_are_their_own():
 def test_a_cell_without_a_run_is_not_measured(tmp_path):
     cell = predictions.Cell("ddp", "vit", 25, 4, 0)
     nothing = [*cell, None, None, None, 0, 0, ""]
-    assert predictions.row_of(cell, tmp_path) == [*nothing, "not measured"]
+    assert predictions.row_of(cell, tmp_path, {}) == [*nothing, "not measured"]
     (tmp_path / predictions.FAILED).write_text("rank 1 ended\nrank 2 ended\n")
-    assert predictions.row_of(cell, tmp_path) == [*nothing, "rank 1 ended; rank 2 ended"]
+    assert predictions.row_of(cell, tmp_path, {}) == [*nothing, "rank 1 ended; rank 2 ended"]
 
 
 def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
