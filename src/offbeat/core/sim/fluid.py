@@ -49,7 +49,8 @@ class Flow:
 
     __slots__ = (
         "additional_s", "base", "end_s", "left_s", "link", "missing", "ports", "ranks",
-        "requested_s", "seconds", "sent", "since_s", "speed", "start_s", "transfer_s", "unseen", "use", "version", "waiters",
+        "requested_s", "seconds", "sent", "since_s", "speed", "start_s", "transfer_s", "unseen",
+        "use", "version", "waiters",
     )  # fmt: skip
 
     def __init__(
