@@ -189,19 +189,20 @@ def measure_pairs(link: Link, probe: Probe, exchange: Collective, total: int) ->
     if large <= SMALL_BYTES:
         return link
     timer = partial(measure_messages, probe, exchange)
-    (small, small_s), (_, large_s) = measure_two_sizes(timer, large, Budget(math.inf, math.inf))
+    unlimited = Budget(math.inf, math.inf)
+    (_, small_s), (_, large_s) = measure_two_sizes(timer, (SMALL_BYTES, large), unlimited)
     seconds = (large_s - small_s) * ranks / (ranks - ranks % 2)  # means over all ranks
-    return link if seconds <= 0 else replace(link, pair_bytes_per_s=(large - small) / seconds)
+    return link if seconds <= 0 else replace(link, pair_bytes_per_s=(large - SMALL_BYTES) / seconds)
 
 
-def measure_two_sizes(timer: Timer, large: int, budget: Budget) -> Points:
-    """Return the median seconds of the smallest and of a large message; nothing if the budget does
-    not allow the bytes. The first message does not count, as TCP's window has to open."""
-    small = min(SMALL_BYTES, large // 2)
-    sizes = [large] * (1 + LEAST_REPEATS) + [small] * LEAST_REPEATS
-    if sum(sizes) > budget.size_bytes:
+def measure_two_sizes(timer: Timer, sizes: tuple[int, int], budget: Budget) -> Points:
+    """Return the median seconds of a smaller and a larger message; nothing if the budget does not
+    allow the bytes. The first message does not count, as TCP's window has to open."""
+    small, large = sizes
+    messages = [large] * (1 + LEAST_REPEATS) + [small] * LEAST_REPEATS
+    if sum(messages) > budget.size_bytes:
         return []
-    _, *times = timer(sizes, budget)
+    _, *times = timer(messages, budget)
     return [(small, median(times[LEAST_REPEATS:])), (large, median(times[:LEAST_REPEATS]))]
 
 
@@ -283,7 +284,8 @@ def measure_link(
         points = median_points(measure_series(timer, smallest, total, half_times(line), share))
         if not points and message_s(line, total) < min(TELLING * curve[0][1], 2 * PAIR_S):
             # Latency exceeds the time of the bytes; a half has half of the steps of an all-reduce.
-            points = measure_two_sizes(timer, total, budget)
+            # Small halves have fewer steps, as their shards are sent at once.
+            points = measure_two_sizes(timer, (total // 4, total), budget)
         if points and points[-1][0] * COMPARABLE >= line[-1][0]:
             fit = fit_link(name, rate_points(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
