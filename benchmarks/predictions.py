@@ -414,7 +414,7 @@ def result(out: Path) -> dict[str, Any]:
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": "python benchmarks/predictions.py measure --out runs/predictions",
+        "command": "python benchmarks/predictions.py measure; python benchmarks/predictions.py tables",
         "tables": [
             {
                 "name": "errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from itertools import product
 from math import ceil, log2
 from queue import Queue
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ class Wire:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+        pairs = product(range(ranks), repeat=2)
+        self._queues: dict[tuple[int, int], Queue[torch.Tensor]] = {pair: Queue() for pair in pairs}
         self.sent: dict[int, list[int]] = defaultdict(list)  # numbers of rows, by sender
 
     def group(self, rank: int) -> Any:
