@@ -414,7 +414,7 @@ def result(out: Path) -> dict[str, Any]:
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": "python benchmarks/predictions.py measure; python benchmarks/predictions.py tables",
+        "command": "; ".join(f"python benchmarks/predictions.py {act}" for act in ("measure", "tables")),
         "tables": [
             {
                 "name": "errors",
