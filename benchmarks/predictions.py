@@ -49,6 +49,7 @@ import tables
 
 HERE = Path(__file__).parent
 PLANNED, RESULT = "predictions_planned", "predictions"
+COMMAND = "python benchmarks/predictions.py"
 SEED, CELLS, LAUNCHES, TRIED = 42, 150, 3, 300
 STEPS = (
     22  # iterations of a launch: periods are at most 5 iterations, of which the first is left out
@@ -414,7 +415,7 @@ def result(out: Path) -> dict[str, Any]:
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
-        "command": "; ".join(f"python benchmarks/predictions.py {act}" for act in ("measure", "tables")),
+        "command": f"{COMMAND} measure; {COMMAND} tables",
         "tables": [
             {
                 "name": "errors",
