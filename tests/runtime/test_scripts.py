@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +37,7 @@ from offbeat.core.derive.deferred import defer_updates
 from offbeat.core.guards.gradients_read import ReadHook
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage, conflict_with
 from offbeat.core.verify.check import check as problems
-from offbeat.plan import Apply, Buffer, Moment, Phases, Vote, local
+from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, Vote, local
 from offbeat.profile import ScriptUsage
 from offbeat.sim import predict_plan
 from offbeat.strategies import DiLoCo, USByte
@@ -218,6 +221,24 @@ def test_a_profile_of_a_script_that_clips_needs_no_trial() -> None:
     args = (CASE, outer, range(ITERATIONS), CLIPPING, {"profile": profile})
     for outcome in watch_world(workers.train_with, 2, *args):
         assert outcome.kind == "ValueError", outcome
+
+
+def train_launched(folder: Path, *args: Any) -> Trained:
+    """As a rank of a launcher, with a record in a folder."""
+    job = folder / f"job{workers.rank()}.json"
+    job.write_text(json.dumps({"schema": 1, "record_dir": str(folder)}))
+    os.environ["OFFBEAT_JOB"] = str(job)
+    return workers.train_with(*args)
+
+
+def test_the_record_of_a_run_holds_the_variant(tmp_path: Path) -> None:
+    """A comparison predicts the plan in it."""
+    profile, variant = profile_of(CASE, 2), P3().at_step()
+    assert variant is not None
+    args = (CASE, P3(), range(4), CLIPPING, {"profile": profile})
+    run_world(train_launched, 2, tmp_path, *args)
+    recorded = Plan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
+    assert recorded.digest == variant.plan(profile).digest != P3().plan(profile).digest
 
 
 def test_without_a_variant_it_is_refused_on_all_ranks() -> None:

@@ -146,13 +146,21 @@ class RunRecorder(Recorder):
         self.strategy, self.plan, self.observed = strategy, plan, observed
         window = WINDOW_PERIODS * (plan.period if plan else 1)
         self._spans = deque(maxlen=max(2, window))
-        if plan is not None and self._rank == 0:
-            path = self._blocks.path.with_name("plan.json")
-            write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
+        if plan is not None:
+            self._save_plan(plan)
 
     def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
         self._record_pending()
         super().set_plan(plan, profile)
+        # After `start`: a variant that the first iteration of the script requires.
+        if self.strategy and self._reached <= self.observed:
+            self._save_plan(plan)
+
+    def _save_plan(self, plan: Plan) -> None:
+        """On rank 0, write the plan, of which the prediction of the run is made."""
+        if self._rank == 0:
+            path = self._blocks.path.with_name("plan.json")
+            write_or_warn(partial(_write_plan, plan), str(path), "plan", needed=False)
 
     def on_step_begin(self, iteration: int) -> None:
         self._reached = iteration
