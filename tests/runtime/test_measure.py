@@ -37,7 +37,6 @@ from offbeat.core.measuring.links import (
     exchange_in_pairs,
     explore,
     fit_link,
-    is_distant,
     least_times,
     measure_cluster,
     measure_link,
@@ -48,6 +47,7 @@ from offbeat.core.measuring.links import (
 )
 from offbeat.core.measuring.observe import Observer, least_message_s, timed_modules
 from offbeat.core.measuring.timing import Budget, Probe
+from offbeat.core.profile import records
 from offbeat.core.runtime import first_iterations
 from offbeat.core.runtime.iteration import Timestamps
 from offbeat.core.runtime.plan_session import build_flat
@@ -308,7 +308,7 @@ def test_over_a_distant_link_the_rate_of_pairs_is_measured(ranks: int) -> None:
     """An all-reduce of 2 (K - 1) steps that hides three tenths of its bytes behind delay."""
     steps, total = 2 * (ranks - 1), 2_784_168
     link = Link("net", 0.04 * steps, 12e6 * ranks / steps / 0.7)
-    assert is_distant(link, ranks)
+    assert link.has_long_steps(ranks)
     probe = Pairs(ranks)
     found = measure_pairs(link, probe, MEAN, total)
     assert found == replace(link, pair_bytes_per_s=pytest.approx(12e6))
@@ -319,7 +319,7 @@ def test_over_a_distant_link_the_rate_of_pairs_is_measured(ranks: int) -> None:
     assert measure_pairs(link, large, MEAN, 10**10).pair_bytes_per_s == pytest.approx(12e6)
     assert large.clock < 7 * PAIR_S
     assert measure_pairs(link, probe, MEAN, 4096) == link
-    assert not is_distant(replace(link, latency_s=1e-3 * steps), ranks)
+    assert not replace(link, latency_s=1e-3 * steps).has_long_steps(ranks)
 
 
 def test_over_a_distant_link_halves_are_measured_although_they_are_mostly_latency() -> None:
@@ -336,7 +336,7 @@ def test_over_a_distant_link_halves_are_measured_although_they_are_mostly_latenc
 
 
 def exchanged_in_pairs() -> tuple[list[float], float | None]:
-    measuring_links.DISTANT_S = 0.0
+    records.DISTANT_S = 0.0
     dist.init_process_group("gloo")
     cluster = connect([LinkSpec("net", None, "gloo")], HOST, CPU(), 30.0)
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -36,7 +36,8 @@ def predict(
         strategy: the contestant's strategy.
         profile: profile of the model and its network.
         directory: folder of the contestant.
-        plan: the executed plan; None plans anew. Strategies with servers and gossip have no plan.
+        plan: the executed plan; None plans anew, with the variant that the script of the profile
+            needs. Strategies with servers and gossip have no plan.
         votes: outcomes of the strategy's votes, by name; None predicts a yes in each vote.
         servers: number of servers.
         ranks: rates of the ranks, for strategies without a plan; None: the rates of the profile.

@@ -89,10 +89,10 @@ def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
     usage = profile.usage
     if usage == ScriptUsage() or not strategy.needs.profile:
         return strategy
-    suitable = suitable_strategy(strategy, strategy.plan(profile), usage)
-    if not (usage.scales or usage.drives):
-        return suitable
-    plan = suitable.plan(profile)
+    plan = strategy.plan(profile)
+    suitable = suitable_strategy(strategy, plan, usage)
+    if suitable is not strategy and (usage.scales or usage.drives):
+        plan = suitable.plan(profile)
     if usage.scales and (remedy := scaler_remedy(plan)):
         raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
     if usage.drives and not allows_own_steps(plan):

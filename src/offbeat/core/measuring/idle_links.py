@@ -15,7 +15,7 @@ from statistics import median
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.timing import Probe
 from offbeat.core.profile import Link, Profile
-from offbeat.core.profile.facts import ring_steps
+from offbeat.core.profile.records import ring_steps
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective
 

@@ -22,8 +22,6 @@ from offbeat.core.measuring.sending import measure_sending
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
 from offbeat.core.plan import INSIDE, Verb
 from offbeat.core.profile import Contention, Link
-from offbeat.core.profile.facts import DISTANT_S
-from offbeat.core.profile.records import ring_steps
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective, averaging
 
@@ -145,20 +143,26 @@ def _measure_links(
         link = measure_link(name, probe, verbs, smallest, total, budget, 1 / len(names), vote)
         if name in cluster.specs:
             link = replace(link, connections=cluster.specs[name].connections)
-            if cluster.topology.is_flat and is_distant(link, probe.ranks):
-                exchange = exchange_in_pairs(cluster.links[name].collectives.swap, probe.ranks)
-                link = measure_pairs(link, probe, exchange, total)
         measured.append(link)
     # Fits may differ between machines in the last bit, so use those of rank 0.
     links = [Link(**link) for link in cluster.control.share_first([asdict(x) for x in measured])]
+    links = [_with_pairs(cluster, link, like, total) for link in links]
     if not emulated and cluster.control.world_size > 1:
         links = measure_sending(cluster, links, like, total, budget.share(SENDING))
     return tuple(links), budget
 
 
-def is_distant(link: Link, ranks: int) -> bool:
-    """Return whether a step of a ring of these ranks without bytes takes at least `DISTANT_S`."""
-    return ranks > 1 and link.latency_s / ring_steps(ranks) >= DISTANT_S
+def _with_pairs(cluster: Cluster, link: Link, like: Tensor, total: int) -> Link:
+    """Return a distant link between replicas of one rank with the rate of messages between two
+    ranks, any other link unchanged. Every rank must call it with the same link."""
+    ranks, topology = cluster.control.world_size, cluster.topology
+    if link.name not in cluster.specs or not topology.is_flat or ranks == 1:
+        return link
+    if not link.has_long_steps(ranks):
+        return link
+    exchange = exchange_in_pairs(cluster.links[link.name].collectives.swap, ranks)
+    probe = Probe(cluster.probe_group(link.name), like, cluster.device)
+    return measure_pairs(link, probe, exchange, total)
 
 
 def exchange_in_pairs(swap: Callable[[Tensor, int, int], None], ranks: int) -> Collective:

@@ -20,6 +20,7 @@ from offbeat.core.files import replace_text
 from offbeat.core.plan import BUFFERS, BUILT_IN, Kind, Payload, Verb, base_link
 from offbeat.core.profile.profile_json import fields_as_json, read_fields
 from offbeat.core.profile.records import (
+    DISTANT_S,
     Bucket,
     CodecSpeed,
     Contention,
@@ -29,7 +30,6 @@ from offbeat.core.profile.records import (
     ScriptUsage,
     Seconds,
     bucket_terms,
-    ring_steps,
 )
 from offbeat.core.profile.validation import validate
 from offbeat.former_names import REMOVED_IN
@@ -40,9 +40,6 @@ SIMULTANEOUS_SPEED = 2 / 3
 The link then carries 4/3 of its rate. Source: ASC-WFBP. On distant links see
 `Profile.shares_rate_only`.
 """
-
-DISTANT_S = 2e-3
-"""Seconds of one step of a ring without bytes, a round trip, from which a link is distant."""
 
 FORMER_METHODS = {
     "alone_s": "bucket_message_s",
@@ -244,7 +241,7 @@ class Profile:
             return False
         if facts.asked_rate_bps is not None:
             return 2 * facts.asked_latency_s >= DISTANT_S
-        return facts.latency_s / ring_steps(self.world_size) >= DISTANT_S
+        return facts.has_long_steps(self.world_size)
 
     def shares_rate_only(self, link: str) -> bool:
         """Return whether the channels of a link share only the time of bytes, not the latency.

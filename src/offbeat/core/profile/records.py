@@ -15,6 +15,8 @@ from offbeat.core.plan import Kind, Verb
 Seconds = Any  # a float, or an array of them: one per message
 Points = tuple[tuple[int, float], ...]  # (bytes, seconds) of messages, ascending
 PAIRED = ("send", "exchange")  # verbs between two ranks
+DISTANT_S = 2e-3
+"""Seconds of one step of a ring without bytes, a round trip, from which a link is distant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,12 @@ class Link:
             more: further fields to change.
         """
         latency_s, bytes_per_s = line(self.latency_s, self.bytes_per_s, 1.0)
-        pair = self.pair_bytes_per_s
+        between = self.pair_bytes_per_s
         return replace(
             self,
             latency_s=latency_s,
             bytes_per_s=bytes_per_s,
-            pair_bytes_per_s=None if pair is None else pair * bytes_per_s / self.bytes_per_s,
+            pair_bytes_per_s=between and between * bytes_per_s / self.bytes_per_s,
             small=points(self.small, 1.0),
             halves={verb: line(*pair, 0.5) for verb, pair in self.halves.items()},
             small_halves={verb: points(one, 0.5) for verb, one in self.small_halves.items()},
@@ -206,6 +208,14 @@ class Link:
         if verb in PAIRED:
             return transfer_s * (self.bytes_per_s / self.send_bytes_per_s(ranks))
         return transfer_s if verb == "all_reduce" else transfer_s * self._half(verb)[1]
+
+    def has_long_steps(self, ranks: int) -> bool:
+        """Return whether a step of a ring all_reduce without bytes takes at least 2 ms.
+
+        Args:
+            ranks: number of ranks of the all_reduces that `latency_s` is of.
+        """
+        return self.latency_s / ring_steps(ranks) >= DISTANT_S
 
     def send_bytes_per_s(self, ranks: int) -> float:
         """Return the bytes per second that one rank sends to another.

@@ -95,7 +95,7 @@ class PlanChoice:
             suitable_strategy(self.strategy, plan, usage)
         except ValueError:
             return plan
-        return self.suitable_plan(plan, usage)
+        return self.suitable_plan(plan, usage)  # its errors are of the variant's plan
 
     def choose_variant(self) -> None:
         """Select the variant of the strategy that runs between replicas of several ranks."""

@@ -64,6 +64,11 @@ class _World:
         # Messages that at least one of their ranks has not yet queued.
         self._flows: dict[tuple[int, int, int], Flow] = {}
         self._costs: dict[tuple[int, int], tuple[float, float, float]] = {}
+        # Links on which half of a send's latency is that of its request, which may be sent early.
+        # On near links latency is no delay of the path.
+        self._distant = {
+            link for link in job.links if job.profile.link(link).pair_bytes_per_s is not None
+        }
         self._ending: deque[tuple[Flow, float]] = deque()  # messages with their ends
         self._fluid = Fluid(job.profile)
         # Number of ranks that have voted and time of the last one, by vote and iteration.
@@ -129,7 +134,7 @@ class _World:
         if flow.sent and rank == flow.ranks[1]:
             flow.requested_s = max(flow.requested_s, now_s)
         if not flow.missing:
-            if flow.sent and self._requests_early(flow.link):
+            if flow.sent and flow.link in self._distant:
                 early_s = flow.start_s - flow.requested_s
                 flow.seconds -= min(early_s, (flow.seconds - flow.transfer_s) / 2)
             if flow.additional_s and is_after_pause(self.queues_of(flow), flow.start_s):
@@ -152,14 +157,6 @@ class _World:
                 if len(queue.ends_s) < len(queue.flows):
                     self.mark_ready(queue.flows[len(queue.ends_s)], end_s, queue.rank)
             self.ready += flow.waiters
-
-    def _requests_early(self, link: str) -> bool:
-        """Return whether a receiver's request for a message can arrive before the message is ready.
-
-        The latency of a message between two ranks is that of its request and of its bytes. On near
-        links it is no delay of the path.
-        """
-        return self.job.profile.link(link).pair_bytes_per_s is not None
 
     def queues_of(self, flow: Flow) -> list[_RankQueue]:
         """Return the queue of each rank of a message."""

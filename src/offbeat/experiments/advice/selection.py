@@ -79,7 +79,7 @@ class _Options:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[Option | None, Profile]] = {}
-        self.notes = dict[str, None]()  # why the script needs variants; keys, in order
+        self.notes = list[str]()  # why the script needs a variant: of the first one
 
     def of(self, strategy: Strategy, profile: Profile) -> Option | None:
         """Return the option of a strategy on a profile; see `predict_option`."""
@@ -87,17 +87,17 @@ class _Options:
         if key not in self._known:
             option = predict_option(strategy, profile)
             self._known[key] = option, profile
-            if option is not None and option.strategy != strategy:
+            if option is not None and option.strategy != strategy and not self.notes:
                 self._note_variant(strategy, profile)
         return self._known[key][0]
 
     def _note_variant(self, strategy: Strategy, profile: Profile) -> None:
         """Note why the script of the profile needs a variant of the strategy."""
         why = conflict_with(profile.usage, strategy.plan(profile))
-        self.notes[
+        self.notes.append(
             f"the script {why}, so strategies that would apply gradients earlier are predicted in "
             "the variants that update in optimizer.step()"
-        ] = None
+        )
 
 
 def _simulate_candidates(
