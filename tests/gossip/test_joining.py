@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -68,14 +67,14 @@ def test_a_worker_joins_with_the_state_of_another() -> None:
 
 def test_a_worker_that_died_comes_back_as_another_process() -> None:
     x = flats(4)
-    with job(nx.cycle_graph(4), x, silent_s=0.5) as workers:
+    with job(nx.cycle_graph(4), x, silent_s=1.0) as workers:
         warm(workers)
         until(lambda: all(worker.count() for worker in workers))
         with pytest.raises(RuntimeError, match="worker 1 is there already"):
             come(workers, x[1], worker=1)
         kill(workers.pop(1))
         until(lambda: all(worker.gossip.view.dead_workers() == [1] for worker in workers))
-        back = come(workers, torch.empty_like(x[1]), worker=1, silent_s=0.5)
+        back = come(workers, torch.empty_like(x[1]), worker=1, silent_s=1.0)
         assert (back.gossip.me, back.gossip.view.neighbours_of(1)) == (1, [0, 2])
         warm([back])
         until(lambda: back.gossip.counts.exchanges.keys() == {0, 2})
@@ -90,7 +89,7 @@ def test_a_worker_that_died_comes_back_as_another_process() -> None:
 def test_what_is_in_doubt_with_the_dead_is_kept_when_another_process_takes_its_place() -> None:
     """Its counts begin anew, so it cannot say what the dead one had."""
     x, reverted = flats(3), list[Any]()
-    with job(nx.complete_graph(3), x, silent_s=0.3) as workers:
+    with job(nx.complete_graph(3), x, silent_s=1.0) as workers:
         warm(workers)
         kill(workers.pop(2))
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
@@ -111,7 +110,7 @@ def test_what_is_in_doubt_with_the_dead_is_kept_when_another_process_takes_its_p
 def test_who_joins_does_not_wait_for_the_dead() -> None:
     """It has its place from a worker that does not know yet that a neighbour has died."""
     x = flats(4)
-    with job(nx.complete_graph(3), x[:3], silent_s=0.5) as workers:
+    with job(nx.complete_graph(3), x[:3], silent_s=1.0) as workers:
         warm(workers)
         addresses = dict(workers[0].gossip._addresses)
         dead = workers.pop()
@@ -121,7 +120,7 @@ def test_who_joins_does_not_wait_for_the_dead() -> None:
         # As if that had not been noticed: it is still given as a neighbour.
         workers[0].gossip._peers.reachable = lambda: [1, 2]
         workers[0].gossip._addresses.update(addresses)
-        newcomer = come(workers, x[3], silent_s=0.5)
+        newcomer = come(workers, x[3], silent_s=1.0)
         del workers[0].gossip._peers.reachable
         assert newcomer.gossip.take_notices() == [
             "worker 3: workers 2 do not answer; it begins without them"
@@ -152,12 +151,12 @@ def test_a_joining_worker_needs_one_neighbour(reachable: list[int]) -> None:
 
 def test_who_has_come_back_gives_places_too() -> None:
     x = flats(5)
-    with job(nx.cycle_graph(4), x[:4], silent_s=0.5) as workers:
+    with job(nx.cycle_graph(4), x[:4], silent_s=1.0) as workers:
         warm(workers)
         kill(workers.pop())
         until(lambda: all(worker.gossip.view.dead_workers() == [3] for worker in workers))
-        back = come(workers, x[3], worker=3, silent_s=0.5)
-        newcomer = come(workers, x[4], through=workers.index(back), silent_s=0.5)
+        back = come(workers, x[3], worker=3, silent_s=1.0)
+        newcomer = come(workers, x[4], through=workers.index(back), silent_s=1.0)
         assert 3 in newcomer.gossip._peers.reachable()
         assert together([worker.consolidate for worker in workers]) == [None] * 5
         assert all(torch.equal(x[0], one) for one in x)
@@ -227,10 +226,8 @@ def test_who_is_no_worker_of_this_job(about: dict, words: str) -> None:
 
 
 def test_nobody_is_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        address = sock.getsockname()
     with job(nx.complete_graph(2), flats(2)) as workers:
-        workers[0].gossip._listen_address = address
+        workers[0].gossip._listen_address = ("127.0.0.1", 1)
         with pytest.raises(RuntimeError, match=r"cannot be joined: .*refused"):
             come(workers, flats(1)[0])
 
@@ -268,7 +265,7 @@ def test_a_name_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_place_that_is_never_taken_stops_nobody() -> None:
     x = flats(3)
-    with job(nx.complete_graph(2), x[:2], silent_s=0.3) as workers:
+    with job(nx.complete_graph(2), x[:2], silent_s=1.0) as workers:
         warm(workers)
         with pytest.raises(ZeroDivisionError):
             come(workers, _Unwilling(x[2]))  # type: ignore[arg-type]

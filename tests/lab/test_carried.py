@@ -60,7 +60,7 @@ def test_the_record_has_what_the_report_shows():
     assert record["rate_bps"] == pytest.approx(0.95 * record["asked_rate_bps"])
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("namespaces")
 def test_what_cannot_be_carried_is_refused_and_little_is_not_measured():
     with Lab(Cluster.simple(6, "32gbit")) as lab, pytest.raises(LabError, match="6 hosts"):

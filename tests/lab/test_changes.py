@@ -10,7 +10,7 @@ from offbeat.lab.supervisor import Schedule
 from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
 from offbeat.lab.templates import change_messages, link_plan
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(30)
 
 MBIT = 1_000_000
 

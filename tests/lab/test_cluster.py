@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from offbeat.lab import Change, Cluster, HostOverride, Link, Pair
 from offbeat.lab.units import format_rate, format_time, parse_rate_bps, parse_time_s
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(30)
 
 FULL = Cluster(
     hosts=4,

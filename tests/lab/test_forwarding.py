@@ -9,7 +9,7 @@ from offbeat.lab.switch.forwarding import Crossbar
 from offbeat.lab.switch.link_state import LinkPlan, PairPlan
 from offbeat.lab.switch.tap import HEADER_BYTES, wire_bytes
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(30)
 
 MBIT = 1_000_000
 PLAN = LinkPlan("net", (None, None, None), (0.0,) * 3, (0.0,) * 3)

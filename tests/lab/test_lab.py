@@ -17,7 +17,7 @@ from offbeat.lab.shaping import (
     segments_bytes,
 )
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 # Rank 0 receives from every other rank over the link LINK as many bytes as BYTES says and prints
 # the seconds that this took; every rank prints its congestion control.

@@ -13,7 +13,7 @@ from support.leftovers import alive, eventually, namespace_users
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, launch
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(60)
 
 # Starts a child that ignores SIGTERM in a session of its own, prints its process id, and stays.
 WITH_GRANDCHILD = """

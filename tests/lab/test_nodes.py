@@ -156,7 +156,7 @@ else:
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.timeout(40)
+@pytest.mark.timeout(80)
 def test_ranks_of_a_host_send_at_the_rate_inside(program: Any, tmp_path: Path) -> None:
     """Also to the address of the host on a faster link: the kernel uses the loopback."""
     lines: list[str] = []

@@ -10,7 +10,7 @@ from support.leftovers import alive, eventually, namespace_users
 
 from offbeat.lab import Change, Cluster, HostOverride, Lab, LabError, Link, Pair, launch
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("namespaces", "switching")]
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("namespaces", "switching")]
 
 UNEVEN = Cluster(
     hosts=3,
@@ -69,7 +69,7 @@ def test_hosts_and_pairs_get_what_is_asked_of_them():
 
 
 def test_a_change_holds_while_ranks_run_and_no_longer(program, tmp_path: Path):
-    cluster = Cluster(hosts=2, changes=(Change(at="0.6s", latency="30ms", hosts=(1,)),))
+    cluster = Cluster(hosts=2, changes=(Change(at="0.6s", latency="150ms", hosts=(1,)),))
     lines: list[str] = []
     with Lab(cluster) as lab:
         result = launch(
@@ -86,9 +86,9 @@ def test_a_change_holds_while_ranks_run_and_no_longer(program, tmp_path: Path):
     [(at_s, number)] = result.changes
     assert (at_s >= 0.6, number, unchanged.changes) == (True, 0, ())
     trips = [tuple(map(float, line.split()[1:])) for line in lines if line.startswith("took")]
-    slow = [took_s >= 0.06 for _, took_s in trips]
+    slow = [took_s >= 0.3 for _, took_s in trips]
     assert (slow[0], slow[-1]) == (False, True)
-    assert after.latency_s < 0.03
+    assert after.latency_s < 0.15
 
 
 def test_a_transfer_survives_loss(program, tmp_path: Path):
