@@ -136,6 +136,20 @@ def test_the_result_of_an_agreement_without_this_worker_counts(
     assert reductions.held[OWN] == (number if taken else 3)
 
 
+@pytest.mark.parametrize(("number", "taken"), [(2, False), (3, False), (4, True)])
+def test_an_agreement_that_the_others_have_completed_ends(number: int, taken: bool) -> None:
+    """It was begun after a pause, and would wait for ever. The result of the same one completes
+    it."""
+    reductions = TreeReductions(View(0, [(0, 1)]), Mock(), {OWN: 3})
+    reductions.begin(OWN, [torch.zeros(1)], 0.0, Mock())
+    frame: Any = SimpleNamespace(
+        header=SimpleNamespace(clock=2 * number + OWN, kind=Kind.DOWN), meta={"digest": RESULT}
+    )
+    assert reductions.take_missed_result(frame) is taken
+    assert reductions.is_under_way(OWN) is not taken
+    assert reductions.held[OWN] == (4 if taken else 3)
+
+
 @pytest.mark.parametrize("kind", [Kind.UP, Kind.DOWN])
 def test_chunks_of_reductions_have_a_largest_size(kind: Kind) -> None:
     """A neighbour could otherwise take any memory."""

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from offbeat.server.client import Client, ServerGoneError
 from offbeat.server.outer_rules import WEIGHT, QuorumShard
 from offbeat.server.protocol import Kind
 from offbeat.server.serving import common_secret
+from offbeat.server.session import SSPSession
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.upstream import RefusedError
 
@@ -127,7 +129,8 @@ def test_numbers_of_a_worker_that_has_left_are_not_averaged() -> None:
 
 
 def frame(kind: Kind, shard: int, clock: int) -> Any:
-    return SimpleNamespace(header=SimpleNamespace(kind=kind, shard=shard, clock=clock))
+    header = SimpleNamespace(kind=kind, shard=shard, clock=clock)
+    return SimpleNamespace(header=header, body=None)
 
 
 def test_pulled_parameters_are_as_old_as_their_oldest_shard() -> None:
@@ -242,7 +245,6 @@ BAD = {
     "version": bytearray(pack(Kind.PUSH, 0, meta=GOOD, body_bytes=40) + BODY),
     "size": pack(Kind.PUSH, 0, meta=GOOD, body_bytes=39) + BODY,
     "shard": pack(Kind.PUSH, 0, shard=7, meta=GOOD, body_bytes=40) + BODY,
-    "clock": pack(Kind.PUSH, 0, clock=3, meta=GOOD, body_bytes=40) + BODY,
     "rank": pack(Kind.PUSH, 1, meta=GOOD, body_bytes=40) + BODY,
     "kind": pack(Kind.WELCOME, 0),
     "settings": pack(Kind.PUSH, 0, meta={"settings": 3}, body_bytes=40) + BODY,
@@ -370,6 +372,74 @@ def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was(tmp_path: Path) -
     assert log.problem == "rank 0 has connected again"
 
 
+def test_buffers_are_averaged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.server.session.MOST_NUMBERS", 3)
+    session, sizes = SSPSession.__new__(SSPSession), list[int]()
+
+    def average(numbers: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(numbers))
+        return 2 * numbers
+
+    session._client = SimpleNamespace(average=average)  # type: ignore[assignment]
+    buffers = [torch.arange(4.0), torch.tensor(7)]
+    for held, expected in ((buffers, [3, 2]), ([], [0])):
+        sizes.clear()
+        session._buffers = lambda held=held: held  # type: ignore[method-assign]
+        session._average_buffers()
+        assert sizes == expected
+    assert buffers[0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert buffers[1].item() == 14
+
+
+def test_a_clock_that_another_server_has_given_is_accepted() -> None:
+    """That server had removed the worker, and the others had not: they have lower clocks of it."""
+    with job(5, 2, 1) as j:
+        client = j.client(0)
+        j.push(client, 1.0)
+        client.settle()
+        client.clock = 4
+        j.push(client, 2.0)
+        assert bool((pulled(client, need=5) == -3).all())
+        client.close()
+
+
+def test_the_second_answer_of_a_request_that_was_repeated_is_ignored() -> None:
+    """It was queued while the connection broke, and repeated when it was back."""
+    with job(5, 2, 1) as j:
+        client = j.client(0)
+        for clock in range(3):
+            client.pull(0)
+            client._run_in_thread(lambda: [client._send_pull(up) for up in client._ups])
+            client.await_arrival()
+            client.release_incoming()
+            j.push(client, 1.0)
+            assert client.average(torch.full((1,), float(clock), dtype=torch.float64)) == clock
+            number = client._averages
+            client._run_in_thread(
+                lambda n=number: [
+                    client._send(up, Kind.MEET, memory_of(torch.zeros(0)), clock=n)
+                    for up in client._ups
+                ]
+            )
+        assert bool((pulled(client, need=3) == -3).all())
+        client.close()
+
+
+def test_a_worker_whose_frame_takes_long_is_not_silent() -> None:
+    with job(5, 1, 1, silent_s=1.0) as j:
+        client, [service] = j.client(0, beat_s=60.0), j.services
+        pulled(client)
+        [peer] = list(service._peers)
+        for _ in range(20):  # bytes of a frame arrive, and the frame is not complete
+            peer.connection.received_s = time.monotonic()
+            service._last_frame_s[0] = -1e9
+            j.wake()
+            time.sleep(0.02)
+        assert list(service.store.clocks()) == [0]
+        service._last_frame_s[0] = time.monotonic()
+        client.close()
+
+
 def _abandon(client: Client) -> None:
     """As if its process had been killed."""
     client._closing = True
@@ -478,6 +548,23 @@ def test_a_snapshot_is_on_the_disk_before_it_has_its_name(
             snapshots.save(clock, j.services[0].store)
     file, folder = (path.stat().st_ino for path in (tmp_path / "server0-6.pt", tmp_path))
     assert done == [file, "server0-6.pt", folder, "server0-2.pt removed"]
+
+
+def test_snapshots_without_a_common_clock_are_kept_apart(tmp_path: Path) -> None:
+    """The next snapshot of a job that begins from the start is none of theirs."""
+    with job(5, 1, 1, directory=tmp_path) as j:
+        client, [service] = j.client(0), j.services
+        for clock in (300, 400):
+            (tmp_path / f"server0-{clock}.pt").write_bytes(b"")
+        assert service._snapshots is not None
+        with pytest.warns(RuntimeWarning, match=r"\(clock 300, 400\) have no clock that all"):
+            service._snapshots.set_aside()
+        for _ in range(4):
+            j.push(client, 1.0)
+        until(lambda: service._snapshots is not None and 4 in service._snapshots.clocks())
+        assert service._snapshots.clocks() == [2, 4]
+        assert len([*tmp_path.glob("*.unused")]) == 2
+        client.close()
 
 
 def test_a_resumed_server_removes_the_snapshots_of_lost_clocks(tmp_path: Path) -> None:

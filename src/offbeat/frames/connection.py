@@ -169,12 +169,12 @@ class Connection(Generic[K]):
         """Send queued frames, and return the next received frame.
 
         Raises:
-            TimeoutError: no frame has arrived within `limit_s` seconds.
+            TimeoutError: no frame is complete, and nothing has arrived for `limit_s` seconds.
         """
-        end = time.monotonic() + limit_s
+        begun_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
             key = selector.register(self.sock, selectors.EVENT_READ)
-            while time.monotonic() < end:
+            while time.monotonic() < (end := max(begun_s, self.received_s) + limit_s):
                 self.flush()
                 for frame in self.receive():
                     return frame

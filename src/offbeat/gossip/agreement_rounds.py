@@ -64,8 +64,10 @@ class AgreementRounds:
 
     @property
     def due_at(self) -> float | None:
-        """Label of the next agreement; None while one is under way, or for an immediate one."""
-        return None if self._reductions.is_under_way(OWN) else self.agreed.again_at
+        """Label of the next agreement; None while one is under way, for an immediate one, and
+        before the gradient time is known."""
+        waits = self._gradients < GRADIENTS or self._reductions.is_under_way(OWN)
+        return None if waits else self.agreed.again_at
 
     def record_gradient(self, seconds: float) -> bool:
         """Update the mean gradient time. Return whether it can be used from now on. Called by the
@@ -97,12 +99,10 @@ class AgreementRounds:
         self._reductions.begin(OWN, [numbers], 0.0, self._on_result, self._note)
 
     def _note(self) -> dict[str, Any]:
-        """Return the note of the root: the common time, and the edges if they have changed."""
-        edges = self._view.edges()
-        return {
-            "now_s": self._clock.common_s(),
-            "edges": None if edges == self.agreed.edges else [list(edge) for edge in edges],
-        }
+        """Return the note of the root: the common time, and the edges, also for a worker that has
+        missed their last change."""
+        edges = [list(edge) for edge in self._view.edges()]
+        return {"now_s": self._clock.common_s(), "edges": edges}
 
     def _on_result(self, reduction: TreeReduction) -> None:
         """Derive unit, share and constants from the result of an agreement.

@@ -225,6 +225,8 @@ class Peers(ConnectionLoop[_Peer]):
         line.peer, self._connections[peer], self._tries[peer] = peer, line, 0
         if peer > self.me:
             self._retry_at_s.pop(peer, None)
+        else:  # also a worker that has come back with an edge to this one
+            self._retry_at_s.setdefault(peer, 0.0)
         self._gossip.on_connect(peer, frame.meta)
 
     def _buffer(self, line: _Peer, header: Header[Kind]) -> tuple[Any, memoryview]:

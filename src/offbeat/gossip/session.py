@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.event_log import EventLog, open_event_log
 from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.session import Position

@@ -143,12 +143,17 @@ class TreeReductions:
 
     def take_missed_result(self, frame: Frame[Kind]) -> bool:
         """Return whether a frame is the result of an OWN reduction without this worker. If so,
-        update the count.
+        update the count, and end a reduction that the others have completed earlier.
         """
         held, channel = divmod(frame.header.clock, 2)
         result = frame.header.kind is Kind.DOWN and frame.meta.get("digest") == RESULT
-        if channel != OWN or not result or OWN in self._rounds or held < self.held[OWN]:
+        if channel != OWN or not result or held < self.held[OWN]:
             return False
+        if OWN in self._rounds:
+            if held == self.held[OWN]:  # the result of this reduction
+                return False
+            del self._rounds[OWN], self._callbacks[OWN]
+            self._postponed = [waiting for waiting in self._postponed if waiting[0] != OWN]
         self.held[OWN] = held
         return True
 

@@ -27,6 +27,8 @@ ANSWERS_S = 3.0  # longest wait for the workers' clocks while an error message i
 # Kinds of events of a worker in a log: results of looking for parameters that have arrived.
 MISSING = "n"  # number of consecutive ones
 ARRIVED = "y"
+# Body of a second answer: a request made while a connection breaks may be sent twice.
+UNUSED = object()
 MOST_FAILURES = 5  # largest number of broken connections to a server without a frame between them
 
 
@@ -93,6 +95,7 @@ class Client(ConnectionLoop[Upstream]):
         # Kind of the awaited answer, and a function that repeats the request.
         self._pending_request: dict[Kind, Callable[[Upstream], None]] = {}
         self._answer: Any = None
+        self._awaited = (0, 0)  # shard and clock of the awaited answer
         self._averages = 0  # so far; the server recognises a repeated request by its number
         self._reconnecting = set[Upstream]()
         self._commands: deque[Callable[[], object]] = deque()
@@ -191,7 +194,7 @@ class Client(ConnectionLoop[Upstream]):
         def send(up: Upstream) -> None:
             self._send(up, Kind.MEET, body, clock=number)
 
-        return self._request(Kind.MET, up, send, "all workers to meet")
+        return self._request(Kind.MET, up, send, "all workers to meet", clock=number)
 
     def clocks(self) -> dict[int, tuple[int, float]]:
         """Return by rank the clock of each worker and the seconds since its last frame."""
@@ -209,7 +212,9 @@ class Client(ConnectionLoop[Upstream]):
                 def send(up: Upstream, number: int = shard.number) -> None:
                     self._send(up, Kind.STATE, shard=number)
 
-                values = self._request(Kind.STATE_IS, up, send, "the optimizer's state")
+                values = self._request(
+                    Kind.STATE_IS, up, send, "the optimizer's state", shard=shard.number
+                )
                 states.append((shard.number, values))
         return states
 
@@ -280,11 +285,18 @@ class Client(ConnectionLoop[Upstream]):
         return ", ".join(map(str, behind or self._ups))
 
     def _request(
-        self, kind: Kind, up: Upstream, send: Callable[[Upstream], None], what: str
+        self,
+        kind: Kind,
+        up: Upstream,
+        send: Callable[[Upstream], None],
+        what: str,
+        *,
+        shard: int = 0,
+        clock: int = 0,
     ) -> Any:
-        """Send a request to one server and return its answer."""
+        """Send a request to one server and return its answer, which has this shard and clock."""
         with self._changed:
-            self._answer = None
+            self._answer, self._awaited = None, (shard, clock)
             self._pending_request = {kind: lambda other: send(other) if other is up else None}
         self._run_in_thread(lambda: send(up))
         self._wait(lambda: not self._pending_request, what)
@@ -364,14 +376,18 @@ class Client(ConnectionLoop[Upstream]):
         """Return (body, its memory) for a frame. WireError without a request for this frame."""
         if header.kind is Kind.PARAMETERS:
             shard_spec = {shard.number: shard for shard in up.shards}.get(header.shard)
-            if shard_spec is None or self._missing is None or header.shard not in self._missing:
-                raise WireError(f"shard {header.shard} was not requested")
+            if shard_spec is None:
+                raise WireError(f"shard {header.shard} is not on this server")
+            if self._missing is None or header.shard not in self._missing:
+                return UNUSED, memoryview(bytearray(header.body_bytes))
             return None, memory_of(
                 self.incoming[shard_spec.dtype][shard_spec.start : shard_spec.stop]
             )
         if header.kind in (Kind.MET, Kind.STATE_IS):
-            if header.kind not in self._pending_request or header.body_bytes > 1 << 30:
-                raise WireError(f"{header.kind.name} was not requested")
+            if header.body_bytes > 1 << 30:
+                raise WireError(f"{header.kind.name} ({header.body_bytes} bytes) is too large")
+            if not self._is_awaited(header):
+                return UNUSED, memoryview(bytearray(header.body_bytes))
             body = torch.empty(header.body_bytes, dtype=torch.uint8, device="cpu")
             return body, memory_of(body)
         return None, NOTHING
@@ -380,6 +396,8 @@ class Client(ConnectionLoop[Upstream]):
         header = frame.header
         with self._changed:
             peer.failures = 0
+            if frame.body is UNUSED:
+                return
             if header.kind is Kind.TAKEN:
                 if header.clock == peer.push_clock:
                     self._pending.discard(header.shard)
@@ -391,12 +409,17 @@ class Client(ConnectionLoop[Upstream]):
                     self._missing, self._arrived = None, int(self._low)
             elif header.kind is Kind.REFUSED:
                 raise RefusedError(f"{peer} refuses this rank: {frame.meta.get('why')}")
-            elif header.kind in self._pending_request:
+            elif self._is_awaited(header):
                 self._answer = _answer(frame)
                 self._pending_request = {}
             else:
                 return  # the wait for this answer has ended
             self._changed.notify_all()
+
+    def _is_awaited(self, header: Header) -> bool:
+        return (
+            header.kind in self._pending_request and (header.shard, header.clock) == self._awaited
+        )
 
     # ---- reconnection -----------------------------------------------------------------------
 

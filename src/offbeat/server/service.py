@@ -171,8 +171,6 @@ class Service(ServiceLoop[_Peer]):
                 raise WireError(f"shard ({header.shard}) is not on this server")
             if kind is Kind.STATE:
                 return None, NOTHING
-            if header.clock > shard.clocks[header.rank]:
-                raise WireError(f"clock ({header.clock}) must be {shard.clocks[header.rank]}")
             if kind is Kind.PUSH:
                 if header.body_bytes != shard.spec.bytes:
                     raise WireError(
@@ -246,7 +244,13 @@ class Service(ServiceLoop[_Peer]):
         self._on_clock_change()
 
     def _shard(self, frame: Frame) -> Shard:
-        return self.store.shards[frame.header.shard]
+        """Return the shard of a push, with the clock of its worker: another server may have removed
+        the worker meanwhile, and have given it a later clock."""
+        shard, header = self.store.shards[frame.header.shard], frame.header
+        if header.kind in (Kind.PUSH, Kind.SKIP) and header.clock > shard.clocks[header.rank]:
+            shard.join(header.rank, header.clock)
+            self._refuse_repetition(f"rank {header.rank} has skipped clocks")
+        return shard
 
     def _pull(self, peer: _Peer, frame: Frame) -> None:
         peer.need = frame.header.clock
@@ -298,7 +302,7 @@ class Service(ServiceLoop[_Peer]):
         rank, number = frame.header.rank, frame.header.clock
         last, mean = self._last_averages.get(rank, (0, None))
         if number == last and mean is not None:  # a repeated request: the answer was lost
-            self._send(peer, Kind.MET, memory_of(mean))
+            self._send(peer, Kind.MET, memory_of(mean), clock=number)
             return
         if any(len(numbers) != len(frame.body) for _, numbers in self._waiting_averages.values()):
             raise WireError("the numbers to average must have the same length on all workers")
@@ -315,12 +319,12 @@ class Service(ServiceLoop[_Peer]):
         mean = torch.stack([self._waiting_averages[rank][1] for rank in sorted(present)]).mean(
             dim=0
         )
-        self._last_averages |= {
-            rank: (number, mean) for rank, (number, _) in self._waiting_averages.items()
-        }
+        numbers = {rank: number for rank, (number, _) in self._waiting_averages.items()}
+        self._last_averages |= {rank: (number, mean) for rank, number in numbers.items()}
         self._waiting_averages = {}
         for peer in [p for p in self._peers if p.rank in present and p.started]:
-            self._send(peer, Kind.MET, memory_of(mean))
+            assert peer.rank is not None
+            self._send(peer, Kind.MET, memory_of(mean), clock=numbers[peer.rank])
 
     def _state(self, peer: _Peer, frame: Frame) -> None:
         shard = self._shard(frame)
@@ -346,8 +350,12 @@ class Service(ServiceLoop[_Peer]):
         for peer in [p for p in self._peers if p.rank is None]:
             if now - peer.connection.sent_s > GREETING_S:
                 self._drop(peer)
+        heard_s = dict(self._last_frame_s)
+        for peer in self._peers:  # a frame may take longer than `silent_s`
+            if peer.rank is not None:
+                heard_s[peer.rank] = max(heard_s[peer.rank], peer.connection.received_s)
         for rank, clock in self.store.clocks().items():
-            if now - self._last_frame_s[rank] <= self._silent_s:
+            if now - heard_s[rank] <= self._silent_s:
                 continue
             for peer in [p for p in self._peers if p.rank == rank]:
                 self._drop(peer)

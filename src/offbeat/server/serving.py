@@ -37,6 +37,8 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
         snapshots.restore(store, clock)
         if log is not None:
             log.refuse(f"servers resumed from the snapshot of clock {clock}")
+    elif snapshots is not None:
+        snapshots.set_aside()
     _free_model(model, optimizer)
     listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.iteration import MomentTimes
 from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.session import Position
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from offbeat.lab.pace import Pace
 
 NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+MOST_NUMBERS = 1 << 17  # numbers of one average: 1 MiB, so that heartbeats pass between them
 BEFORE = (
     "load it before offbeat.prepare on every rank: afterwards the servers hold parameters and "
     "optimizer state"
@@ -113,7 +114,8 @@ class SSPSession(LoopSession):
         """Average the model's buffers over all workers."""
         buffers = self._buffers()
         numbers = [b.detach().to("cpu", torch.float64).reshape(-1) for b in buffers]
-        means = self._client.average(torch.cat([*numbers, NOTHING]))
+        parts = torch.cat([*numbers, NOTHING]).split(MOST_NUMBERS)  # without numbers: one part
+        means = torch.cat([self._client.average(part) for part in parts])
         self._set_buffers(means.split([b.numel() for b in buffers]) if buffers else [])
 
     def capture_position(self) -> Position:

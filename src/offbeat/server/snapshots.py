@@ -76,6 +76,22 @@ class Snapshots:
         self.base = clock
         self._remove(newer for newer in self.clocks() if newer > clock)
 
+    def set_aside(self) -> None:
+        """Rename this server's snapshots with a warning, if no clock was saved by all servers: a
+        job that begins from the start must not count them as its own."""
+        clocks = self.clocks()
+        for clock in clocks:
+            self._path(clock).replace(self._path(clock).with_suffix(".unused"))
+        if clocks:
+            listed = ", ".join(map(str, clocks))
+            warnings.warn(
+                f"server {self._server}: the snapshots in {self._directory} (clock {listed}) have "
+                "no clock that all servers have saved, so training begins from the start; they "
+                f"are kept as server{self._server}-*.unused",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def save_if_due(self, low: float, store: Store) -> None:
         """Save if `low` has passed a multiple of `every`. A failed write is a warning."""
         if low == float("inf") or int(low) // self._every <= self._last:
