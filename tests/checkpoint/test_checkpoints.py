@@ -23,7 +23,7 @@ from support.worlds import run_world, watch_world
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import offbeat
-from offbeat.core.checkpoint import checkpoints, shard
+from offbeat.core.checkpoint import checkpoints, saving, shard
 from offbeat.core.checkpoint.checkpoints import (
     _choose_checkpoint,
     _extra_state,
@@ -272,7 +272,7 @@ def test_a_process_that_ends_waits_for_it(tmp_path: Path) -> None:
 
 def test_ranks_save_in_turn_and_under_one_name(tmp_path: Path) -> None:
     """Above all that any host has; where their iterations differ nobody saves."""
-    saver, theirs, over = Saver(None), [(7, 3)], []
+    saver, theirs, over = Saver(None), [(7, 3, False)], []
 
     def gather(mine: Any) -> list[Any]:
         over.append(saver._last is None or saver._last.done)
@@ -282,13 +282,13 @@ def test_ranks_save_in_turn_and_under_one_name(tmp_path: Path) -> None:
         time.sleep(0.05)
         return [mine]
 
-    saver.company = Mock(gather=gather, gather_in_thread=gather_in_thread)
+    saver.company = Mock(gather=gather, gather_in_thread=gather_in_thread, is_lost=False)
     args = Folder(tmp_path), lambda: freeze(1, {}), manifest(), 1
     assert saver.save(*args).path.name == "000007-iteration-3"
-    theirs[:] = [(1, 3)]
+    theirs[:] = [(1, 3, False)]
     assert saver.save(*args).wait().name == "000008-iteration-3"
     assert over == [True, True]
-    theirs[:] = [(9, 4)]
+    theirs[:] = [(9, 4, False)]
     with pytest.raises(ValueError, match="rank 0 has 3, rank 1 4"):
         saver.save(*args)
 
@@ -307,18 +307,35 @@ def test_older_ones_go_only_when_all_have_the_new_one(tmp_path: Path, others: li
     assert not [*tmp_path.glob(".unfinished*")]
 
 
-@pytest.mark.parametrize("has_members", [True, False])
-def test_members_leave_the_group_of_a_checkpoint_in_which_one_has_failed(
-    tmp_path: Path, has_members: bool
-) -> None:
-    """Otherwise the others would wait in it. A job whose members stay ends anyway."""
+def test_ranks_leave_the_group_of_a_checkpoint_in_which_one_has_failed(tmp_path: Path) -> None:
+    """Otherwise the others would wait in it."""
     lost = Mock(side_effect=RuntimeError("connection closed"))
-    company: Any = Mock(has_members=has_members, gather_in_thread=lost)
+    company: Any = Mock(gather_in_thread=lost)
     saving = Saving(Folder(tmp_path), "000001-iteration-3", freeze(1, {}), manifest(), company, 1)
     with pytest.raises(RuntimeError, match="rank 0 lost the others: connection closed"):
         saving.wait()
-    assert company.drop_group.called == has_members
+    assert company.drop_group.called
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("has_members", "created"), [(False, 2), (True, 1)])
+def test_the_next_checkpoint_has_a_new_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_members: bool, created: int
+) -> None:
+    """A slow disk of one rank ends a checkpoint, not all later ones. Changes of members create
+    groups of their own."""
+    groups = list[object]()
+    monkeypatch.setattr(saving, "_create_group", lambda _: groups.append(object()) or groups[-1])
+    monkeypatch.setattr(saving.dist, "is_initialized", lambda: False)
+    control: Any = SimpleNamespace(
+        world_size=2, rank=0, has_members=has_members, gather=lambda own: [own, own]
+    )
+    saver = Saver(control)
+    saver.company.drop_group()
+    saver.company.gather_in_thread = lambda own: [own, own]  # type: ignore[method-assign]
+    saver.save(Folder(tmp_path), lambda: freeze(1, {}), manifest(), 1).wait()
+    assert len(groups) == created
+    assert saver.company.is_lost is False
 
 
 def test_a_rank_without_the_others_completes_no_checkpoint() -> None:
@@ -384,9 +401,10 @@ def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     session, acts = SimpleNamespace(iteration=0, observing=True), list[Any]()
     session.save_at_changes = lambda _: None  # its members do not change
+    session.add_follower = acts.append
     job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
     model: Any = SimpleNamespace(_session=session)
-    optimizer: Any = SimpleNamespace(after_step=acts.append)
+    optimizer: Any = SimpleNamespace()
     checkpoints.enable_checkpoints(job, model, optimizer)
     for session.iteration in range(1, 7):
         session.observing = session.iteration < 3

@@ -13,6 +13,8 @@ from support.worlds import run_world
 from torch.utils.data import DataLoader, IterableDataset
 
 import offbeat
+from offbeat.data import DefDP
+from offbeat.data.shortest import UNSIZED, _length
 
 
 class Stream(IterableDataset[int]):
@@ -97,6 +99,17 @@ def test_one_ahead(asked: list[Any]) -> None:
     assert [*batches] == [1]
     assert [has for has, _ in asked] == [1, 1, 0]
     assert control.collective.call_count == 3
+
+
+def test_an_epoch_that_resumes_has_no_known_length() -> None:
+    """The loader's length is that of a whole epoch."""
+    sampler = DefDP(30, rank=0, world_size=1)
+    loader = DataLoader(range(30), batch_size=5, sampler=sampler)  # type: ignore[arg-type]
+    lengths = [_length(loader)]
+    sampler.load_state_dict(sampler.state_dict(used=10))
+    lengths.append(_length(loader))
+    assert len(list(loader)) == 4
+    assert [*lengths, _length(loader)] == [6, UNSIZED, 6]
 
 
 def test_alone() -> None:

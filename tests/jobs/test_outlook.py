@@ -156,6 +156,18 @@ def test_the_cause_explains_the_intervals_that_it_is_derived_from(
     assert notices[-1].event == "recovered"
 
 
+def test_accumulated_batches_are_no_slow_compute() -> None:
+    """A profile counts all but the last batch as the rest of the loop, intervals as compute."""
+    earlier_s = 7 * (PROFILE.forward_s + PROFILE.backward_s)
+    profile, strategy = replace(PROFILE, other_s=PROFILE.other_s + earlier_s), WFBP()
+    job = Job(Outlook.of(strategy, strategy.plan(profile), profile, HOSTS, 0))
+    job.own_s += earlier_s
+    assert job.run(120) == []
+    (notice,) = job.run(900, link=30.0)
+    assert notice.cause is not None
+    assert notice.cause.name == "slow_link"
+
+
 def test_a_departure_that_grows_by_half_is_reported_again(expected: Outlook) -> None:
     job = Job(expected)
     assert [n.event for n in job.run(300, compute={2: 2.1})] == ["notice"]

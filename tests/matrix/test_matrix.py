@@ -25,7 +25,8 @@ pytestmark = pytest.mark.xdist_group("matrix")  # all of them share what DDP lea
 # optimizers, and whoever looks at the model or changes it.
 QUARTER = (
     "plain", "clip_norm", "scaler_overflow", "accumulation", "two_losses", "dropped", "idle", "nan",
-    "batch_norm", "dropout", "unused_by_one", "adamw", "clamped", "loaded", "unfrozen_later",
+    "batch_norm", "dropout", "unused_by_one", "adamw", "clamped", "loaded", "frozen_later",
+    "unfrozen_later", "ema",
 )  # fmt: skip
 MEASURED = ("dropout", "clip_norm", "accumulation")  # where a profile is measured
 REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"

@@ -83,6 +83,11 @@ def test_averages_after_steps_of_several_optimizers() -> None:
         assert counts == (idioms.STEPS, idioms.STEPS // 2 - 1)
 
 
+def test_a_scaler_skips_one_of_several_optimizers() -> None:
+    """As with torch alone: the other one steps, and the scale is halved."""
+    assert run_world(idioms.overflow_of_one_optimizer, 2) == [(True, False, 512.0)] * 2
+
+
 def test_what_several_optimizers_cannot_do() -> None:
     first, second = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters()) for _ in range(2))
     model = torch.nn.Linear(2, 2)

@@ -263,8 +263,7 @@ def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
     most_s = max(BUDGET_S, min(MOST_S, BUDGET_MODELS * 1.1 * probe.seconds(total)))
     assert probe.clock + together_s <= most_s
     assert sum(probe.sent) + RUNS * COUNT * load <= BUDGET_SIZES * total
-    assert link.vote_s in (None, pytest.approx(probe.seconds(16), rel=1e-9))
-    assert link.vote_s is not None or probe.seconds(16) > 0.1
+    assert link.vote_s == pytest.approx(probe.seconds(16), rel=1e-9)  # also if it takes seconds
     if total < 1_000_000:  # around the least time no line is exact
         return
     for size in (total // 20, total // 4, total):
@@ -342,7 +341,7 @@ def exchanged_in_pairs() -> tuple[list[float], float | None]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     held = torch.full((3,), float(rank))
     exchange_in_pairs(cluster.links["net"].collectives.swap, ranks)(held)
-    flat = build_flat(nn.Sequential(nn.Linear(64, 64)), None)
+    flat = build_flat(nn.Sequential(nn.Linear(2048, 2048)), None)
     (link,), _ = measure_cluster(cluster, flat)
     assert cluster.close()
     return held.tolist(), link.pair_bytes_per_s

@@ -102,12 +102,12 @@ class FullDisk:
 
 def test_training_goes_on_if_a_log_cannot_be_written() -> None:
     """One warning names the directory. Other errors of the log are errors of the script."""
-    session = Mock(traffic=dict[str, int])
+    session = Mock(traffic=dict[str, int], iteration=1)
     writer = FullDisk()
     meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
     with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
-        meter.on_step_end()
-    meter.on_step_end()  # warnings are errors here
+        meter.on_iteration_end()
+    meter.on_iteration_end()  # warnings are errors here
     meter.close()
     assert writer.calls == 2
 
@@ -116,12 +116,12 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
 
     meter = Meter(Metrics(log, every=1), session, CPU(), None, 0, [])
     with pytest.raises(KeyError):
-        meter.on_step_end()
+        meter.on_iteration_end()
     meter.close()
 
 
 def test_a_closed_meter_keeps_no_iterations() -> None:
-    session = Mock(traffic=dict[str, int])
+    session = Mock(traffic=dict[str, int], iteration=1)
     meter = Meter(Metrics(print), session, CPU(), None, 0, [])
     listener = session.listen.call_args.args[0]
     listener(Mock())

@@ -126,8 +126,21 @@ def test_refused_in_a_rehearsal(options: dict[str, Any]) -> None:
 def test_refused_when_prepared_already() -> None:
     [[model, again, optimizer]] = run_world(failing.prepare_again, 1)
     assert model == again
-    assert model.startswith("the model is prepared already; call prepare once, or model.close()")
-    assert optimizer == "the optimizer is prepared already; call prepare once"
+    assert model.startswith("the model is prepared already; call prepare once, or call model.close")
+    assert optimizer.endswith("prepare model.module with optimizer.inner")
+
+
+def test_a_model_that_is_closed_after_an_exception_has_failed() -> None:
+    """Lightning closes it before the exception has left the script."""
+    others, closed = run_world(failing.close_after_an_exception, 2)
+    assert closed == "closed"
+    assert "failed with KeyError" in others
+
+
+@pytest.mark.parametrize("strategy", [WFBP(), LocalSGD()], ids=str)
+def test_followers_are_called_after_iterations_without_an_update(strategy: Strategy) -> None:
+    """Such as those that save: other ranks save in the same iteration."""
+    assert run_world(failing.followed_iterations, 2, strategy) == [[1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(), DreamDDP(period=2)], ids=str)

@@ -21,9 +21,9 @@ from offbeat import ASCWFBP, BSP, P3, WFBP, DreamDDP, LocalSGD, Plan, Profile, S
 from offbeat.core.derive.exactness import have_same_bits, is_reorderable
 from offbeat.core.measuring.drift import Drift, Level, steps_of, weighted_median
 from offbeat.core.profile.elsewhere import with_slower_links, with_slower_replicas
-from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.iteration import Iteration, MomentTimes, Timestamps
 from offbeat.core.runtime.launch_request import current_replan
-from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps
+from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps, compute_s
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.prediction import BOUNDARY_FACT
 from offbeat.core.sim.ranks import Ranks
@@ -163,6 +163,14 @@ def test_messages_that_slow_each_other_down_are_left_out() -> None:
 
 
 # ---- plans with the same bits ---------------------------------------------------------------
+
+
+def test_compute_is_that_of_the_last_batch_as_in_a_profile() -> None:
+    marks = Timestamps(begin=0.0, first_forward=1.0, forward=8.0, forward_end=9.0)
+    marks.backward_end, marks.waited, marks.step, marks.end = 11.0, 11.5, 11.5, 12.0
+    marks.acted = [MomentTimes(0, begin=7.5, waited=7.75, applied=7.75)]
+    done = SimpleNamespace(marks=marks)
+    assert compute_s(done, CPU()) == 1.0 + 2.0 + 0.5  # type: ignore[arg-type]
 
 
 def test_additional_time_after_a_pause_is_no_slower_link() -> None:

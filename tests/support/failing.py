@@ -24,6 +24,7 @@ from torch import nn
 import offbeat
 from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
 from offbeat.core.measuring import network_check
+from offbeat.core.transport.heartbeat import publish_exception
 from support.models import Case, batch, build_model, loss_of, profile_of
 from support.oddities import build
 from support.workers import bits, bits_of, prepared, rank, snapshot, world_size
@@ -201,10 +202,44 @@ def prepare_again() -> list[str]:
             words.append(str(error))
     wrapped.close()
     wrapped.close()
-    model, optimizer = offbeat.prepare(model, plain, LocalSGD(), profile=profile)
+    again = wrapped.module, optimizer.inner
+    model, optimizer = offbeat.prepare(*again, LocalSGD(), profile=profile)
     iterate(model, optimizer, 0)
     model.close()
     return words
+
+
+def close_after_an_exception() -> str:
+    """How the ranks end if a framework reports an exception of rank 1 and closes the model."""
+    model, plain = build(CASE)
+    options = {"profile": profile_of(CASE, world_size()), "timeout_s": 60.0}
+    model, optimizer = offbeat.prepare(model, plain, WFBP(), **options)
+    iterate(model, optimizer, 0)
+    if rank() == 1:
+        publish_exception(KeyError("x"), None)
+        model.close()
+        return "closed"
+    try:
+        iterate(model, optimizer, 1)
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def followed_iterations(strategy: Strategy) -> list[int]:
+    """Iterations after which a follower was called: two with an update, and two without."""
+    model, plain = build(CASE)
+    profile = profile_of(CASE, world_size())
+    model, optimizer = offbeat.prepare(model, plain, strategy, profile=profile)
+    seen = list[int]()
+    model._session.add_follower(lambda: seen.append(offbeat.iteration(model)))
+    iterate(model, optimizer, 0)
+    model.skip_step()
+    loss_of(model, *batch(CASE, rank(), 2)).backward()
+    optimizer.zero_grad()  # drops the backward
+    iterate(model, optimizer, 3)
+    model.close()
+    return seen
 
 
 def pass_without_steps(strategy: Strategy, passes: int) -> list[list[str]]:

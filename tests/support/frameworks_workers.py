@@ -75,7 +75,10 @@ def accelerate_script(where: Path) -> dict[str, Any]:
     assert accelerator.prepare(model) is model  # no DDP around it, either
     assert model.to(accelerator.device) is model
     seen = summary(names["losses"], model.module)
+    with torch.no_grad():
+        next(model.module.parameters()).add_(rank())  # as after a local step
     accelerator.save_state(str(where))
+    seen["after_save"] = digest(model.module)
     if rank() == 0:
         seen["saved"] = same_as_saved(model.module, where / "model.safetensors")
     model.close()

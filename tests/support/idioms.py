@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import Profile, Strategy
+from offbeat import WFBP, Profile, Strategy
 from support.strangers import batch_of
 from support.workers import rank, world_size
 
@@ -477,6 +477,29 @@ def iterations_of_both(strategy: Strategy) -> tuple[int, int]:
     found = offbeat.iteration(mine), averages
     mine.close()
     return found
+
+
+def overflow_of_one_optimizer() -> tuple[bool, bool, float]:
+    """Whether matrices and vectors change in an iteration in which the gradient of a vector is
+    infinite on one rank, and the scale after it."""
+    model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 5, bias=False))
+    options = {"observe": 2, "min_bucket_bytes": 1}
+    mine, steps = offbeat.prepare(model, both(model), WFBP(fusion="none"), **options)
+    scaler, x = torch.amp.GradScaler("cpu", 1024.0), torch.ones(2, 5)
+    for t in range(STEPS):
+        before = [p.detach().clone() for p in model.parameters()]
+        factor = torch.inf if t == STEPS - 1 and rank() == 1 else 1.0
+        handle = model[1].weight.register_hook(lambda g, factor=factor: g * factor)
+        scaler.scale((mine(x) ** 2).sum()).backward()
+        for optimizer in steps:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in steps:
+            optimizer.zero_grad()
+        handle.remove()
+    changed = [not torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True)]
+    mine.close()
+    return changed[0] and changed[3], changed[1] or changed[2], scaler.get_scale()
 
 
 def attributes() -> dict[str, Any]:

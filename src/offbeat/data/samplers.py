@@ -82,6 +82,11 @@ class ChunkSampler(Sampler[int], ABC):
     def __len__(self) -> int:
         """Return the number of samples of this worker in an epoch."""
 
+    @property
+    def resumes(self) -> bool:
+        """Return whether the next iteration begins within an epoch, so that it is shorter."""
+        return self._start > 0
+
     def __iter__(self) -> Iterator[int]:
         """Yield the sample numbers of the epoch, from its start or from a loaded position."""
         self._position, self._start = self._start, 0

@@ -70,8 +70,10 @@ class Joined(Generic[Batch]):
 
 def _length(loader: Iterable[Any]) -> int:
     """Return the number of batches, or UNSIZED. A DataLoader over a stream has a `__len__` that
-    raises.
+    raises, and one whose sampler resumes within an epoch counts the whole epoch.
     """
+    if getattr(getattr(loader, "sampler", None), "resumes", False):
+        return UNSIZED
     try:
         return len(loader) if isinstance(loader, Sized) else UNSIZED
     except TypeError:

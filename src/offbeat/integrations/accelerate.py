@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Unpack
 
 import torch
@@ -94,13 +94,14 @@ def _apply_autocast(accelerator: Accelerator, model: Model) -> None:
 
 def _replace_methods(accelerator: Accelerator) -> None:
     """Make `no_sync` and `unwrap_model` of an accelerator accept a prepared model as they accept
-    DDP.
+    DDP, and `save_state` save the mean of all replicas.
 
     Scripts, the Trainer and PEFT test the class of the unwrapped model.
     """
     if "unwrap_model" in vars(accelerator):
         return
     no_sync_of_ddp, unwrap_ddp = accelerator.no_sync, accelerator.unwrap_model
+    save_replica = accelerator.save_state
 
     @contextmanager
     def no_sync(model: nn.Module) -> Iterator[None]:
@@ -110,4 +111,12 @@ def _replace_methods(accelerator: Accelerator) -> None:
     def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return unwrap_ddp(model.module if isinstance(model, Model) else model, *args, **kwargs)
 
+    @wraps(save_replica)
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        for model in accelerator._models:
+            if isinstance(model, Model):
+                model.consolidate()
+        return save_replica(*args, **kwargs)
+
     accelerator.no_sync, accelerator.unwrap_model = no_sync, unwrap_model
+    accelerator.save_state = save_state

@@ -11,6 +11,7 @@ from torch import nn
 
 from offbeat.core.runtime.prepare import prepare as prepare_training
 from offbeat.core.runtime.prepared import Model
+from offbeat.core.transport.heartbeat import publish_exception
 from offbeat.integrations.options import Options
 from offbeat.strategies import Strategy
 
@@ -83,6 +84,12 @@ class TrainerStrategy(_Configured):
     def on_train_end(self) -> None:
         self._consolidate()
         super().on_train_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Publish the exception before `teardown` closes the model."""
+        if isinstance(self.model, Model):
+            publish_exception(exception, exception.__traceback__)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         self._close_model()

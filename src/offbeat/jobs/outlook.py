@@ -227,6 +227,9 @@ class Outlook:
         assert self.profile is not None
         profile, ratios = self.profile, dict[int, float]()
         own_s = profile.forward_s + profile.backward_s + profile.update_s
+        # The rest of the loop also contains accumulated batches, which intervals count as compute.
+        rest_s = [max(0.0, profile.other_s - one.script_s / one.n) for one in newest.values()]
+        own_s += min(rest_s)
         expected = {rank: own_s * scale for rank, scale in enumerate(profile.scale_of_ranks)}
         for rank, interval in newest.items():
             if rank in expected:

@@ -144,9 +144,9 @@ def load(
         The loaded checkpoint.
 
     Raises:
-        FileNotFoundError: there is no checkpoint that is complete on every rank, or this process
-            has joined a running job, whose members have sent their state.
-        ValueError: this job cannot continue from the checkpoint.
+        FileNotFoundError: no rank has a checkpoint, or this process has joined a running job, whose
+            members have sent their state.
+        ValueError: this job cannot continue from the checkpoint, or none is complete on every rank.
         RuntimeError: the checkpoint is damaged.
     """
     session, whole = _session(model, optimizer)
@@ -181,7 +181,8 @@ def _load(
     read = partial(shard.read, directory)
     if not exact:
         read = partial(_read_replica, folder, name, manifest, model, optimizer)
-    found = _read(read if exact or session.worker == 0 else None, company, session.worker)
+    reads = exact or session.worker == 0 or session.alone
+    found = _read(read if reads else None, company, session.worker)
     if not exact:
         found = cut_whole(model, optimizer, company.share(found))
     found = as_shards(model, optimizer, found)
@@ -242,7 +243,7 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
         if session.iteration % every == 0 and not session.observing:
             save(path, model, optimizer)
 
-    optimizer.after_step(act)
+    session.add_follower(act)
 
 
 # ---- contents -------------------------------------------------------------------------------
@@ -333,18 +334,18 @@ def _choose_checkpoint(
             )
         _require_usable(folder.path / name, manifest, session, company)
         return name, manifest
-    raise FileNotFoundError(_describe_missing(folder, everyone))
-
-
-def _describe_missing(folder: Folder, everyone: Sequence[Mapping[str, Manifest]]) -> str:
     here = [rank for rank, by_name in enumerate(everyone) if by_name]
     if not here:
-        return f"there is no checkpoint in {folder.path} on any rank; save one with offbeat.save"
+        raise FileNotFoundError(
+            f"there is no checkpoint in {folder.path} on any rank; save one with offbeat.save"
+        )
     without = next((rank for rank, by_name in enumerate(everyone) if not by_name), 0)
-    return (
+    # A job that began from the start would delete these parts as old checkpoints.
+    raise ValueError(
         f"there is no checkpoint in {folder.path} that is complete on every rank: rank {here[0]} "
         f"has {next(iter(everyone[here[0]]))}, rank {without} "
-        f"{next(iter(everyone[without]), 'none')}; bring every rank's part to its host"
+        f"{next(iter(everyone[without]), 'none')}; bring every rank's part to its host, or move "
+        "all parts away to begin from the start"
     )
 
 
@@ -373,12 +374,15 @@ def _own_job(session: Session, company: SaveGroup) -> tuple[int, str, Mapping[st
 
 def _require_usable(path: Path, manifest: Manifest, session: Session, company: SaveGroup) -> None:
     if not manifest.alike and not _same_job(manifest, session, company):
-        own = _own_job(session, company)
+        own, remedy = _own_job(session, company), "start the job alike"
+        if manifest.world_size > 1:  # otherwise each worker saves its own replica
+            remedy += (
+                ", or call model.consolidate() before offbeat.save: any number of ranks, any nodes "
+                "and any strategy can go on from that"
+            )
         raise ValueError(
             f"the checkpoint {path} is of {_describe_job(*_job_of(manifest))}, whose ranks have "
-            f"states of their own, and here are {_describe_job(*own)}; start the job alike, or "
-            "call model.consolidate() before offbeat.save: any number of ranks, any nodes and any "
-            "strategy can go on from that"
+            f"states of their own, and here are {_describe_job(*own)}; {remedy}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,17 @@ class SaveGroup:
     def drop_group(self) -> None:
         """Drop the process group after a failure, so that other ranks do not wait in it."""
         self._group, self._is_lost = None, True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process group was dropped, and all ranks may create another one."""
+        return self._is_lost and not self.has_members  # changes of members create another one
+
+    def create_group_again(self) -> None:
+        """Replace the process group. Every rank must call it."""
+        assert self._control is not None
+        self.close()
+        self._group, self._is_lost = _create_group(self._control), False
 
 
 def _create_group(control: Control) -> dist.ProcessGroup:
@@ -138,8 +149,7 @@ class Saving:
                 return
         except Exception as error:
             words = f"rank {self._worker} lost the others: {error}"
-            if self._company.has_members:  # the session destroys the group
-                self._company.drop_group()
+            self._company.drop_group()
             self._error = self._describe_failure([words])
         folder.drop(name, self._worker)
         console.print("checkpoint", str(self._error), "error", rank=self._worker)
@@ -197,9 +207,13 @@ class Saver:
     ) -> Saving:
         """Wait for the previous checkpoint, and begin to save a new one."""
         self.settle()
-        numbers = self.company.gather((folder.next_number(), manifest.iteration))
-        _require_alike([iteration for _, iteration in numbers])
-        name = f"{max(n for n, _ in numbers):06d}-iteration-{manifest.iteration}"
+        company = self.company
+        own = folder.next_number(), manifest.iteration, company.is_lost
+        numbers, iterations, lost = zip(*company.gather(own), strict=True)
+        _require_alike(iterations)
+        if any(lost):  # a rank was slower than the timeout, and all are here again
+            company.create_group_again()
+        name = f"{max(numbers):06d}-iteration-{manifest.iteration}"
         self._last = Saving(folder, name, frozen(), manifest, self.company, keep)
         return self._last
 
@@ -214,7 +228,7 @@ class Saver:
         self.company.close()
 
 
-def _require_alike(iterations: list[int]) -> None:
+def _require_alike(iterations: Sequence[int]) -> None:
     odd = next((rank for rank, count in enumerate(iterations) if count != iterations[0]), None)
     if odd is not None:
         raise ValueError(

@@ -92,7 +92,7 @@ class ForeignStepGuard:
         raise RuntimeError(
             f"{type(optimizer).__name__} steps parameters that another optimizer was prepared for, "
             "so nothing of its updates is averaged when it should be; step the optimizer that "
-            "offbeat.prepare returned, or call model.close() and prepare the model with this one"
+            "offbeat.prepare returned, or call model.close() and prepare model.module with this one"
         )
 
     def _wraps_prepared(self, optimizer: Optimizer) -> bool:

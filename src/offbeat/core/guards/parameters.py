@@ -18,7 +18,7 @@ T = TypeVar("T")
 _address = methodcaller("data_ptr")
 REMEDY = (
     "it has no place on the other ranks, so it would never be averaged; change the model before "
-    "offbeat.prepare, or call model.close() and prepare it again"
+    "offbeat.prepare, or call model.close() and prepare model.module again"
 )
 ELSEWHERE = (
     "share_memory(), a queue of torch.multiprocessing, to() and `p.data = ...` do that, and values "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters
 from offbeat.core.buckets.shards import reshard
@@ -88,21 +90,17 @@ class Observer:
             engine.set_noise_meter(self._meter)
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
-            module.register_forward_pre_hook(self._enter(name))
+            module.register_forward_pre_hook(UncopiedHook(partial(self._record_entry, name)))
             for name, module in timed_modules(model)
         ]
 
     def _parameter_ready(self, p: nn.Parameter) -> None:
         self._ready.append((self._names[id(p)], self._device.mark()))
 
-    def _enter(self, name: str):
-        def record_entry(_module: nn.Module, _inputs: object) -> None:
-            if not torch.is_grad_enabled():
-                return
+    def _record_entry(self, name: str) -> None:
+        if torch.is_grad_enabled():
             self.memory.place = name
             self._entered.append((name, self._device.mark()))
-
-        return record_entry
 
     def iteration(self, done: Iteration) -> None:
         """Record one finished iteration."""

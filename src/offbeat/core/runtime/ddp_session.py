@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.replicas import average_replicas, repair, require_equal
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
@@ -82,7 +83,7 @@ class DDPSession(LoopSession):
             **{BUFFERS_OPTION: job.watch.broadcast_buffers},  # type: ignore[arg-type]
         )
         self._handles = [
-            model.register_forward_pre_hook(self._end_wait_for_buffers, prepend=True),
+            model.register_forward_pre_hook(UncopiedHook(self._end_wait_for_buffers), prepend=True),
             trained[-1].register_hook(lambda _: queue(self._wait_in_backward)),
         ]
         self._forward_seen = False  # whether DDP has seen a forward in this iteration
@@ -167,7 +168,7 @@ class DDPSession(LoopSession):
         set_wait(None)
         return output
 
-    def _end_wait_for_buffers(self, *_: object) -> None:
+    def _end_wait_for_buffers(self) -> None:
         self._cluster.control.set_wait_in_torch(None)
         if self._pace is not None:
             self._pace.on_wait_end()

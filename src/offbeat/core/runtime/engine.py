@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._C import _current_graph_task_id as current_graph_task_id
 
+from offbeat.core.buckets.attached import NamedParameters
 from offbeat.core.buckets.autograd_gradients import AutogradGradients, ShardGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
@@ -28,7 +29,6 @@ from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
 from offbeat.core.plan.cursor import State
 from offbeat.core.runtime.active_plan import ActivePlan
-from offbeat.core.runtime.attached import NamedParameters
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.hooks import BackwardHooks
 from offbeat.core.runtime.iteration import Iteration, Reports, Timestamps
@@ -83,6 +83,7 @@ class Engine:
         self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself
+        self._scaled = False  # whether a gradient scaler steps in this iteration
         self.repeats = False  # whether gradients were averaged more than once before a step
         self.passes_without_step = 0  # backward passes since the last step, except in no_sync()
         self._repeated = False  # whether all ranks have run several backward passes before a step
@@ -551,7 +552,7 @@ class Engine:
         now.abandoned = abandoned = abandoned and not self._stepped_by_script
         if not abandoned:
             self.passes_without_step = 0
-        self._stepped_by_script = False
+        self._stepped_by_script = self._scaled = False
         self._looks.close()
         if self.watched is not None and not abandoned:
             updates = self.run.updates
@@ -602,10 +603,17 @@ class Engine:
         self.end_backward(skip_update=False)
         self._looks.close()
         if self.suspects is not None:
-            self.suspects.check()
+            # A scaler has checked all gradients of the optimizer that it lets step.
+            self.suspects.check(unused=self._scaled)
         if self.watched is not None:
             self.watched.record_own_step()
         self._stepped_by_script = True
+
+    def note_scaler_step(self) -> None:
+        """Note that a gradient scaler decides whether an optimizer steps."""
+        self._scaled = True
+        if self.watched is not None:
+            self.watched.record_scaler()
 
     @property
     def awaits_step(self) -> bool:

@@ -188,8 +188,7 @@ class FlatSession(Session):
         self.runner.on_step_end()
 
     def on_scaler_step(self) -> None:
-        if self.engine.watched is not None:
-            self.engine.watched.record_scaler()
+        self.engine.note_scaler_step()
 
     def skip_step(self) -> None:
         skipping = self.engine.require_skippable()
@@ -198,7 +197,10 @@ class FlatSession(Session):
             self._guards.replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:
+        before = self.iteration
         self.engine.zero_grad(set_to_none)
+        if self.iteration != before:  # it had a backward and no step
+            self.finish_iteration()
 
     def flush(self) -> None:
         self.engine.pauses.flush()
@@ -288,7 +290,8 @@ class FlatSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        if getattr(sys, "last_value", None) is None:  # after an uncaught exception, do not wait
+        if not (self._cluster.control.has_failed or getattr(sys, "last_value", None)):
+            # After an exception that ends training, other ranks send nothing any more.
             self.engine.pauses.settle()
             if self._have_replicas_diverged():
                 self._print_difference()

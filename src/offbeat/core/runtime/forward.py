@@ -12,8 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.hooks import calling_code
 
 

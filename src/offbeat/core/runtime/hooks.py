@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Protocol
 
@@ -126,16 +127,13 @@ class BackwardHooks(BackwardPasses):
         self._handles = [self._register(i, p) for i, p in enumerate(gradients.parameters)]
 
     def _register(self, index: int, p: nn.Parameter) -> RemovableHandle:
-        on_gradient, trains = self._hook(index), p.requires_grad
-        p.requires_grad_(True)  # torch refuses hooks on parameters that the script has frozen
-        try:
-            if self.lasting:
-                return p.register_post_accumulate_grad_hook(on_gradient)
+        on_gradient = self._hook(index)
+        if self.lasting:
+            return register_lasting(p, on_gradient)
+        with require_gradient(p):
             node = get_gradient_edge(p).node
-            self._nodes.append(node)
-            return node.register_hook(lambda *_: on_gradient(p))
-        finally:
-            p.requires_grad_(trains)
+        self._nodes.append(node)
+        return node.register_hook(lambda *_: on_gradient(p))
 
     def expect(self, buckets: Sequence[int]) -> None:
         """Set the buckets that are reported to the listener, each when all buckets up to it are
@@ -224,6 +222,24 @@ class BackwardHooks(BackwardPasses):
             self._gradients.mark_fresh(b)
             if self._reported[b]:
                 self._listener.on_bucket_ready(b)
+
+
+@contextmanager
+def require_gradient(p: Tensor) -> Iterator[None]:
+    """Let a parameter require gradients within the context: torch refuses hooks on one that the
+    script has frozen."""
+    trains = p.requires_grad
+    p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        p.requires_grad_(trains)
+
+
+def register_lasting(p: Tensor, act: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook that runs after each gradient of a parameter, which may be frozen now."""
+    with require_gradient(p):
+        return p.register_post_accumulate_grad_hook(act)
 
 
 def is_nested_backward() -> bool:

@@ -149,7 +149,8 @@ class LoopSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        has_failed = getattr(sys, "last_value", None) is not None  # an uncaught exception
+        uncaught = getattr(sys, "last_value", None) is not None
+        has_failed = uncaught or self._cluster.control.has_failed
         if not has_failed:
             self._leave()
         self._disconnect()

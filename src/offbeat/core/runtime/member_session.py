@@ -138,6 +138,8 @@ class MemberSession(FlatSession):
     def resume_samples(self, saved: tuple[Any, Any] | None) -> None:
         if saved is not None:
             self._stream_state = saved
+            if self.samples is not None:
+                require_equal_settings(self.samples.stream.settings, saved[0])
         if self.samples is not None:
             self.samples.resume(None if saved is None else saved[1], self.iteration)
 

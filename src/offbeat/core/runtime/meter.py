@@ -69,7 +69,7 @@ class SampleBoard:
 
 
 class Meter:
-    """Counter of steps that measures and logs a training run.
+    """Measures iterations of a training run and logs them.
 
     Args:
         metrics: log and its period; None on a rank that logs nothing and only leaves samples.
@@ -92,7 +92,7 @@ class Meter:
         self._metrics, self._session, self._device = metrics, session, device
         self._board, self._sample_every = board, sample_every
         self._chosen = SampledElements(parameters) if board is not None else None
-        self._steps, self._warned = 0, False
+        self._count, self._warned = 0, False  # iterations since the last log
         self._samples: deque[int] = deque(maxlen=SLOTS)  # samples that no log contains
         self._tap: LossTap | None = None
         if metrics is not None:
@@ -102,33 +102,35 @@ class Meter:
             self._since_s, self._sent = time.perf_counter(), session.traffic()
             session.listen(self._on_iteration)
 
-    def on_step_end(self) -> None:
-        """Handle the end of `optimizer.step()`."""
-        self._steps += 1
-        if self._board is not None and self._steps % self._sample_every == 0:
-            self._sample(self._board)
+    def on_iteration_end(self) -> None:
+        """Handle the end of an iteration."""
+        self._count += 1
+        iteration = self._session.iteration
+        if self._board is not None and iteration % self._sample_every == 0:
+            self._sample(self._board, iteration // self._sample_every)
         if self._metrics is None or self._tap is None:
             return
         if (loss := self._tap.take()) is not None:
             self._losses.append(loss)
-        if self._steps % self._metrics.every == 0:
-            self._log(self._metrics)
+        if iteration % self._metrics.every == 0:
+            self._log(self._metrics, iteration)
 
-    def _log(self, metrics: Metrics) -> None:
+    def _log(self, metrics: Metrics, iteration: int) -> None:
         """Pass the metrics to the log. Warn once if the log cannot write them."""
-        numbers = self._collect_metrics(metrics.every)
+        numbers = self._collect_metrics(self._count)
+        self._count = 0
         try:
-            metrics.log(numbers, self._steps)
+            metrics.log(numbers, iteration)
         except OSError as error:
             if not self._warned:
                 self._warned = True
                 path = error.filename or getattr(metrics.log, "path", None)
                 warnings.warn(
                     f"metrics ({_log_name(metrics.log)}) cannot be written"
-                    f"{f' to {path}' if path else ''} after iteration {self._steps}: "
+                    f"{f' to {path}' if path else ''} after iteration {iteration}: "
                     f"{error.strerror or error}; training goes on without them. Make room there",
                     RuntimeWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
     def close(self) -> None:
@@ -141,9 +143,8 @@ class Meter:
         if self._tap is not None:  # the session still calls a closed meter
             self._marks.append(done.marks)
 
-    def _sample(self, board: SampleBoard) -> None:
+    def _sample(self, board: SampleBoard, number: int) -> None:
         assert self._chosen is not None
-        number = self._steps // self._sample_every
         board.post(number, self._chosen.numbers())
         self._samples.append(number)
 

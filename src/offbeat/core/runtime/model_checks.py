@@ -118,10 +118,14 @@ def _join_optimizers(
 
 def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Optimizer):
-        raise ValueError("the optimizer is prepared already; call prepare once")
+        raise ValueError(
+            "the optimizer is prepared already; call prepare once, or call model.close() and "
+            "prepare model.module with optimizer.inner"
+        )
     if isinstance(model, Model) or model in _open_clusters():
         raise ValueError(
-            "the model is prepared already; call prepare once, or model.close() before"
+            "the model is prepared already; call prepare once, or call model.close() and prepare "
+            "model.module"
         )
 
 

@@ -113,11 +113,21 @@ class PlanRunner:
         for warning in caught:
             self._decisions.print(str(warning.message))
 
-    def begin(self, plan: Plan, observed: int = 0, trial: Plan | None = None) -> None:
-        """Adopt the strategy's first plan, record it, and start the strategy's monitor."""
+    def begin(
+        self,
+        plan: Plan,
+        observed: int = 0,
+        trial: Plan | None = None,
+        *,
+        has_fallen_back: bool = False,
+    ) -> None:
+        """Adopt the strategy's first plan, or one of its fallback, record it, and start the
+        strategy's monitor."""
         engine, recorder, strategy = self.engine, self._recorder, self._choice.strategy
         self._create_replanner()
-        self._adopt(plan, trial)
+        self._monitor, self._has_fallen_back = strategy.monitor(), has_fallen_back
+        fallback = self._monitor.fallback if self._monitor and has_fallen_back else None
+        self._adopt(plan, trial, strategy=fallback)
         reports = engine.reports
         reports.listener, reports.needs_ready_times = None, False
         if recorder:
@@ -127,7 +137,6 @@ class PlanRunner:
             if not engine.flat.is_sharded:  # ranks of a node hold different parameters
                 recorder.set_sample(partial(Sample.of, engine.flat))
         self.stop_monitor()
-        self._monitor = strategy.monitor()
         if self._monitor is not None:
             self.convergence = ConvergenceGuard(engine.control, engine.optimizer)
             engine.set_noise_meter(self.convergence.meter)
@@ -292,6 +301,7 @@ class PlanRunner:
             self._decisions.warn(
                 f"{finding.problem}: fell back from {choice.strategy} to {fallback}"
             )
+            self._has_fallen_back = True
             self._change(plan, strategy=fallback)
         elif finding.noise is not None:
             choice.profile = replace(choice.profile, noise=finding.noise)
@@ -336,6 +346,7 @@ class PlanRunner:
             "engine": capture(self.engine),
             "trying": self.is_trial,
             "varied": self._choice.is_variant,
+            "fallen_back": self._has_fallen_back,
             "held": self.engine.hooks.held,
         }
 
@@ -357,7 +368,8 @@ class PlanRunner:
             return
         self.is_trial = False
         engine.set_watched(None)
-        self.begin(Plan.from_dict(state["plan"]))
+        fallen_back = state.get("fallen_back", False)  # unknown in former checkpoints
+        self.begin(Plan.from_dict(state["plan"]), has_fallen_back=fallen_back)
         engine.hooks.held = state["held"]
         if state["guard"] is None:
             self.stop_monitor()

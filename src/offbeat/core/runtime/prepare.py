@@ -374,7 +374,9 @@ class _Preparation:
         close_at_exit(session, cluster)
         meter = self._create_meter(job, session, samples)
         model = Model(self.model, session, meter)
-        optimizer = Optimizer(self.optimizer, session, meter)
+        optimizer = Optimizer(self.optimizer, session)
+        if meter is not None:
+            session.add_follower(meter.on_iteration_end)
         resumes = job.request.resume and job.joining is None  # otherwise members send the state
         try:
             enable_checkpoints(replace(job.request, resume=resumes), model, optimizer)

@@ -81,7 +81,7 @@ class Model(nn.Module):
             ValueError: backward has already sent or applied the gradients.
         """
         self._session.skip_step()
-        self._session.stop_if_requested()
+        self._session.finish_iteration()
 
     def consolidate(self, repair: bool = False) -> None:
         """Average the differences between replicas, so that all replicas are bit-identical. Every
@@ -347,12 +347,11 @@ class Optimizer(torch.optim.Optimizer):
     unchanged.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, session: Session, meter: Meter | None = None):
+    def __init__(self, inner: torch.optim.Optimizer, session: Session):
         self._sealed = False
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
-        self._session, self._meter = session, meter
-        self._after_step: Callable[[], None] | None = None
+        self._session = session
         self._parts: list[OptimizerPart] = []
         self._alias()
         self._sealed = True
@@ -388,11 +387,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _end_iteration(self, *, skip_update: bool) -> None:
         self._session.step(skip_update=skip_update)
-        if self._meter is not None:
-            self._meter.on_step_end()
-        if self._after_step is not None:
-            self._after_step()
-        self._session.stop_if_requested()
+        self._session.finish_iteration()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's optimizer. A call of a method that steps the optimizer
@@ -424,10 +419,6 @@ class Optimizer(torch.optim.Optimizer):
     def __class__(self) -> type:  # type: ignore[override]
         """Class of the user's optimizer, for `isinstance`; `type()` returns this class."""
         return type(self.inner) if self.__dict__.get("_sealed") else type(self)
-
-    def after_step(self, act: Callable[[], None]) -> None:
-        """Set a callback that runs at the end of each iteration."""
-        self._after_step = act
 
     def _unscale_gradients(self) -> bool:
         """Return whether GradScaler has found a gradient that is not finite, after unscaling the

@@ -44,11 +44,12 @@ def message_s(message: Message, device: Device) -> float:
 
 
 def compute_s(done: Iteration, device: Device) -> float | None:
-    """Return the measured seconds of forward, backward and update; None without a forward."""
+    """Return the measured seconds of the last forward, of backward and update, as in a profile;
+    None without a forward."""
     marks, at = done.marks, device.seconds
     if marks.first_forward is None or marks.end is None:
         return None
-    forward_s = at(marks.first_forward)
+    forward_s = at(marks.forward)
     before = ((at(one.begin), at(one.waited)) for one in marks.acted)
     waited_s = sum(end - start for start, end in before if end <= forward_s)
     return at(marks.end) - forward_s - (exposed_communication_s(marks, device) - waited_s)

@@ -14,7 +14,13 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.core.buckets.autograd_gradients import AutogradGradients
-from offbeat.core.runtime.hooks import NESTED, BackwardListener, BackwardPasses, is_nested_backward
+from offbeat.core.runtime.hooks import (
+    NESTED,
+    BackwardListener,
+    BackwardPasses,
+    is_nested_backward,
+    register_lasting,
+)
 from offbeat.core.runtime.outputs import tensors_of
 
 NO_TASK = -1
@@ -88,9 +94,7 @@ class Sentinels(BackwardPasses):
         for handle in self._everywhere:
             handle.remove()
         parameters = self._parameters if watching else []
-        self._everywhere = [
-            p.register_post_accumulate_grad_hook(self._on_parameter_gradient) for p in parameters
-        ]
+        self._everywhere = [register_lasting(p, self._on_parameter_gradient) for p in parameters]
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -171,9 +175,7 @@ class Sentinels(BackwardPasses):
             if self._posts[b][0] == index:
                 return
             self._posts[b][1].remove()
-        handle = self._parameters[index].register_post_accumulate_grad_hook(
-            self._on_parameter_gradient
-        )
+        handle = register_lasting(self._parameters[index], self._on_parameter_gradient)
         self._posts[b], self._last[b] = (index, handle), index
 
     def _on_parameter_gradient(self, _: Tensor) -> None:

@@ -65,6 +65,7 @@ class Session(ABC):
     saver: Saver | None = None
     stop_request: StopRequest | None = None
     _recorder: Recorder | None = None
+    _followers: tuple[Callable[[], None], ...] = ()
 
     @property
     def record(self) -> str | None:
@@ -240,8 +241,16 @@ class Session(ABC):
         """End one iteration without an update; see `Model.skip_step`."""
         self.step(skip_update=True)
 
-    def stop_if_requested(self) -> None:
-        """At the end of an iteration, end the process if it is the last one after SIGTERM."""
+    def add_follower(self, act: Callable[[], None]) -> None:
+        """Call `act` after each iteration, with or without an update, in the order of these
+        calls."""
+        self._followers = (*self._followers, act)
+
+    def finish_iteration(self) -> None:
+        """Call the functions of `add_follower`, and end the process if the iteration is the last
+        one after SIGTERM."""
+        for act in self._followers:
+            act()
         if self.stop_request is not None:
             self.stop_request.on_iteration_end(self.iteration)
 

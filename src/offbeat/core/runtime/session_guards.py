@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.buckets.shards import local_of
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import Comparison, ReplicaGuard, SettingsGuard
@@ -12,7 +13,6 @@ from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.plan import Plan
-from offbeat.core.runtime.attached import UncopiedHook
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.training_job import TrainingJob

@@ -22,6 +22,7 @@ from offbeat.core.transport.agreement import require_equal
 from offbeat.core.transport.failure_detector import (
     ABORTED,
     ACTIVE,
+    FAILED,
     IN_SCRIPT,
     REPORTED,
     RUNNING,
@@ -220,6 +221,11 @@ class Control:
             self._heartbeat = None
         with suppress(AttributeError):
             del self.group
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether this rank has published an error of its own."""
+        return self._heartbeat is not None and self._heartbeat.state == FAILED
 
     def abort(self) -> None:
         """Publish that this rank has stopped waiting, so that other ranks stop, too."""

@@ -42,6 +42,7 @@ class Message:
     tensors: Sequence[Tensor] = ()
     errors: Sequence[Tensor] = ()  # encoding errors, to be stored with the result
     coded: Coded | None = None  # sends encoded tensors in place of the collective
+    coded_bytes: int = 0  # bytes of the encoded payload
     sent_bytes: int = 0  # bytes that the link's own group has sent
     passed: bool = False  # whether the message is skipped
     released: Mark | None = None
@@ -214,6 +215,7 @@ class MessageLink:
             message.tensors, culprits, sent, message.errors = message.coded(
                 act, leaves_out=self.leaves_out
             )
+            message.coded_bytes = sent
             if self.guard is not None:
                 message.culprits = culprits
             between = act if act.levels is None else act.levels.column
