@@ -28,7 +28,7 @@ from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.experiments.advice.methods import ESTIMATED
 from offbeat.experiments.advice.other_networks import Network, on_networks
 from offbeat.experiments.advice.question import Answer, Question, answer
-from offbeat.experiments.advice.verdict_text import rate
+from offbeat.experiments.advice.verdict_text import least_rate, rate
 from offbeat.experiments.advice.work import Work
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, Link, Profile
@@ -318,7 +318,7 @@ def verdict_rows(story: Story, found: Answer) -> Iterator[list[Any]]:
             f"{row.method.label}{' (taken)' if row is verdict.best else ''}",
             row.method.change,
             *(float(f"{seconds / 3600:.3g}") for seconds in (row.seconds, *row.range_s)),
-            None if needed is None else rate(needed),
+            None if needed is None else least_rate(needed),
             float(f"{row.memory.total_bytes / 1e9:.3g}"),
             None if row.fits is None else ("yes" if row.fits else "no"),
         ]

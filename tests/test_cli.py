@@ -294,6 +294,29 @@ def test_simulate_text(capsys):
     assert "exposed communication: 0.1195" in text
 
 
+def test_a_plan_has_no_settings(capsys):
+    where = ["--profile", "profile.json", "--strategy", "ddp", "-o", "plan.json"]
+    assert cli.main(["plan", *where]) == 0
+    capsys.readouterr()
+    for option in (["--set", "period=3"], ["--servers", "3"]):
+        argv = ["simulate", "--profile", "profile.json", "--plan", "plan.json", *option]
+        assert "must be left out with --plan" in error_of(capsys, *argv)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_the_variant_that_a_script_needs_is_named(here, command, capsys):
+    (here / "clips.json").write_text(json.dumps({**PROFILE, "usage": {"changes": True}}))
+    (here / "scales.json").write_text(json.dumps({**PROFILE, "usage": {"scales": True}}))
+    for profile, words in (
+        ("profile.json", ""),
+        ("clips.json", "note: a job of this script runs p3:update=at_step instead of p3\n"),
+    ):
+        assert cli.main([command, "--profile", profile, "--strategy", "p3"]) == 0
+        assert capsys.readouterr().err == words
+    assert cli.main([command, "--profile", "scales.json", "--strategy", "deft"]) == 0
+    assert "note: the script uses a GradScaler with deft" in capsys.readouterr().err
+
+
 def test_simulate_over_a_product_is_one_table(capsys):
     argv = ["simulate", "--profile", "profile.json", "--strategy", "dreamddp", "--iterations", "4"]
     axes = ["--rate", "10mbit,0.1gbit", "--hosts", "4,32", "--jitter", ".1", "--period", "5,10"]

@@ -17,6 +17,8 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.forking import launch_forks
@@ -867,6 +869,32 @@ def test_what_the_library_says_to_a_scripts_user_stays(capsys: pytest.CaptureFix
     assert "OFFBEAT_SECRET" in said
     assert "step 1" not in said
     assert "of the script" not in said
+
+
+def test_a_disturbed_profile_is_not_kept_if_its_repetition_ends(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `--resume` would take it for a good one."""
+    launches = list[Path]()
+
+    def launch(_: str, logs: Path, *__: Any, save_profile: str, **___: Any) -> tuple[None, None]:
+        launches.append(logs)
+        if len(launches) > 1:
+            raise KeyboardInterrupt
+        logs.mkdir()
+        Profile((Bucket("b", 0.1, 0.2, 4),), (Link("net", 0.1, 1e6),), 2).save(save_profile)
+        return None, None
+
+    setup = Setup(("train.py",), Cluster.simple(2, "10mbit"), shaped=False)
+    made = Launcher(setup, None, Outcome(here), Progress())  # type: ignore[arg-type]
+    made.launch = launch  # type: ignore[assignment]
+    monkeypatch.setattr(
+        launcher, "disturbance_of", lambda *_: SimpleNamespace(text="other programs ran")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        made.measure(here / "profile.json", here / "profiling", again=True)
+    assert len(launches) == 2
+    assert not (here / "profile.json").exists()
 
 
 def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:

@@ -213,6 +213,13 @@ def test_what_cannot_be_computed_of_nodes(profile, per_node, words):
         with_nodes(profile, per_node)
 
 
+def test_the_rate_inside_sharded_replicas_cannot_be_changed():
+    sharded = replace(NODES, inside=None, sharded=True)
+    for per_node in (NODES.topology[0], 4):
+        with pytest.raises(ValueError, match=r"inside \(1000 Mbit/s\) must be left out"):
+            with_nodes(sharded, per_node, 1e9)
+
+
 def test_a_sweep_over_ranks_per_node(tmp_path, capsys):
     PROFILE.save(tmp_path / "profile.json")
     argv = ["simulate", "--profile", str(tmp_path / "profile.json"), "--strategy", "dreamddp"]

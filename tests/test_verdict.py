@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from offbeat.cli import entry as cli
+from offbeat.core.plan import INSIDE
 from offbeat.core.profile.elsewhere import extrapolate, with_slower_links
 from offbeat.core.strategy.parsing import text_of
 from offbeat.core.strategy.registry import strategy_names
@@ -22,9 +23,10 @@ from offbeat.experiments.advice import needs
 from offbeat.experiments.advice.commands import launch_command
 from offbeat.experiments.advice.other_networks import Network, on_networks, with_smaller_messages
 from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
+from offbeat.experiments.advice.question import Question
 from offbeat.experiments.advice.sharded import hsdp, zero3
 from offbeat.experiments.advice.verdict import decide, predict_methods
-from offbeat.experiments.advice.verdict_text import rate, span, verdict_text
+from offbeat.experiments.advice.verdict_text import least_rate, rate, span, verdict_text
 from offbeat.experiments.advice.work import Work
 from offbeat.experiments.progress import Progress
 from offbeat.jobs.verdict_file import KeptVerdict
@@ -342,12 +344,12 @@ def test_the_command_of_machines_with_several_devices(tmp_path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     profile_of(ranks=1).save("one.json")
     (tmp_path / "nodes.toml").write_text('hosts = 2\nranks = 2\nrate = "20mbit"')
-    (tmp_path / "own.toml").write_text('hosts = 2\nrate = "20mbit"\nprocesses_per_host = 2')
+    (tmp_path / "one.toml").write_text('hosts = 2\nrate = "20mbit"')
     there = ["--hosts", "2", "--rate", "20mbit", "--per-host", "2"]
     expected = {
         tuple(there): "--per-node 2 --strategies",
         ("--cluster", "nodes.toml"): "--cluster nodes.toml --strategies",
-        ("--cluster", "own.toml"): None,
+        ("--cluster", "one.toml", "--per-host", "2"): None,
     }
     for argv, words in expected.items():
         options = ["--profile", "one.json", "--max-staleness", "0", "--json"]
@@ -358,6 +360,24 @@ def test_the_command_of_machines_with_several_devices(tmp_path, capsys, monkeypa
         if words is not None:
             assert cli.main([*found["command"].split()[1:-1], "missing.py"]) == 2
             assert "missing.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("delay", "profiled"), [('latency = "20ms"', False), ("", True)], ids=["delayed", "plain"]
+)
+def test_the_command_takes_a_profile_that_can_be_converted(
+    delay, profiled, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    profile_of().save("p.json")
+    (tmp_path / "c.toml").write_text(f'hosts = 4\nrate = "20mbit"\n{delay}')
+    argv = ["--profile", "p.json", "--cluster", "c.toml", "--iteration-s", ".035", "--json"]
+    assert cli.main(["advise", *argv, "--max-staleness", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert ("--profile p.json" in found["command"]) == profiled
+    assert "--device-speed 0.035s" in found["command"]
+    assert cli.main([*found["command"].split()[1:-1], "missing.py"]) == 2
+    assert "missing.py" in capsys.readouterr().err
 
 
 # --- places --------------------------------------------------------------------------------------
@@ -394,6 +414,7 @@ def test_places_of_one_device_and_of_a_measured_network():
     assert place_of(many, None, None).profile == many
     assert place_of(many, 8, None).profile == extrapolate(many, hosts=8)
     assert not place_of(many, None, None).estimated
+    assert place_of(many, 8, None).estimated
     assert place.by_device == place.profile
     assert replace(place, devices=2).by_device.world_size == 8
     for hosts, rate_bps in ((None, 1e8), (4, None), (1, 1e8)):
@@ -432,6 +453,61 @@ def test_places_of_cluster_files():
     assert rest.with_even_times() is None
     with pytest.raises(ValueError, match="rate of link 'net'"):
         place_on_cluster(profile_of(), Cluster.simple(2))
+
+
+def test_loss_also_limits_other_rates_of_a_measured_network():
+    network = Network("net", 1e9, 0.02, 0.01)
+    described = on_networks(profile_of(), 4, [network])
+    for rate_bps in (5e8, 2e9, 2e6):
+        there = Place(described).at_rate(rate_bps).profile.default_link
+        expected = on_networks(profile_of(), 4, [replace(network, rate_bps=rate_bps)]).default_link
+        assert there.bytes_per_s == pytest.approx(expected.bytes_per_s)
+        assert there.asked_rate_bps == rate_bps
+
+
+def test_another_rate_changes_all_networks_by_the_same_factor():
+    networks = (Network("net", 5e7), Network("fast", 1e9))
+    profile = on_networks(profile_of(), 4, networks)
+    for place in (Place(profile), Place(profile, networks=networks)):
+        rates = [link.asked_rate_bps for link in place.at_rate(1e8).profile.links]
+        assert rates == [1e8, pytest.approx(2e9)]
+        assert place.at_rate(5e7).profile.links[1].bytes_per_s == pytest.approx(
+            profile.links[1].bytes_per_s
+        )
+
+
+def nodes_of(*sizes):
+    inside = Link(INSIDE, 1e-4, 1e9)
+    return replace(profile_of(ranks=len(sizes)), topology=sizes, inside=inside)
+
+
+def test_noise_of_measured_nodes_is_that_of_their_ranks():
+    """The mean of two nodes of four ranks is that of eight gradients."""
+    nodes = replace(nodes_of(4, 4), noise=GradientNoise(1.0, 4.0, 8.0, 0.1))
+    for per_host, expected in ((None, 8.0), (8, 4.0), (1, 32.0)):
+        place = Question(Work.of(), devices=per_host).place(nodes)
+        assert place.profile.noise.noise_sq == expected
+        assert place.profile.topology == (() if per_host == 1 else (per_host or 4,) * 2)
+
+
+def test_machines_of_unequal_sizes_are_refused():
+    file = 'hosts = 2\nranks = 8\nrate = "1gbit"\n[[overrides]]\nhost = 1\nranks = 4'
+    with pytest.raises(ValueError, match=r"ranks of the hosts \(8, 4\) must be equal"):
+        place_on_cluster(profile_of(ranks=1), Cluster.from_toml(file))
+    nodes = nodes_of(8, 4)
+    with pytest.raises(ValueError, match=r"topology of the profile \(8, 4\) must be equal"):
+        Question(Work.of()).place(nodes)
+    own = Cluster.from_toml('hosts = 2\nrate = "20mbit"\nprocesses_per_host = 2')
+    with pytest.raises(ValueError, match=r"processes_per_host \(2\) must be 1"):
+        place_on_cluster(profile_of(ranks=1), own)
+
+
+def test_jitter_of_the_question_replaces_that_of_the_hosts(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('hosts = 2\nrate = "20mbit"\n[[overrides]]\nhost = 1\njitter = 0.1')
+    for jitter, expected in ((0.2, [0.2, 0.2]), (None, [0.0, 0.1])):
+        place = Question(Work.of(), cluster=file, jitter=jitter).place(profile_of(ranks=1))
+        assert [*place.profile.jitters] == expected
 
 
 def test_uplinks_bound_collectives_and_not_servers():
@@ -558,9 +634,22 @@ def test_the_last_machine_that_pays_is_that_of_a_scan(latency_s):
     alone_s = place.profile.compute_s
     speeds = [1 / alone_s] + [n / seconds_at(place.with_machines(n)) for n in range(2, 20)]
     gains = [(b - a) * alone_s for a, b in pairwise(speeds)]
-    expected = next((n for n, gain in enumerate(gains, 1) if gain < needs.PAYS), None)
-    found = needs.last_paying_machine(seconds_at, place, most=18)
-    assert found == (expected or 18)
+    expected = max((n for n, gain in enumerate(gains, 2) if gain >= needs.PAYS), default=1)
+    assert needs.last_paying_machine(seconds_at, place, most=19) == expected
+
+
+@pytest.mark.parametrize(("exposed", "expected"), [(0.4, 19), (2.0, 1)])
+def test_a_second_machine_that_does_not_pay_does_not_end_the_search(exposed, expected):
+    """From one machine to two, a ring begins to send; from two to many, bytes only double."""
+    place = Place(profile_of(ratio=0.3))
+    compute_s = place.profile.compute_s
+
+    def seconds_at(there):
+        return compute_s * (1 + exposed * 2 * (there.machines - 1) / there.machines)
+
+    second = 2 / seconds_at(place.with_machines(2)) - 1 / compute_s
+    assert second < needs.PAYS / compute_s
+    assert needs.last_paying_machine(seconds_at, place, most=19) == expected
 
 
 def test_noise_gives_the_machines_that_double_the_samples():
@@ -780,7 +869,8 @@ def test_slower_links_take_longer_in_every_method():
 
 
 def test_texts_of_rates_and_times():
-    assert [rate(x) for x in (None, 1e5, 9.96e8, 1.234e8, 2e12)] == [
+    assert rate(5e4) == "50 kbit/s"
+    assert [least_rate(x) for x in (None, 1e5, 9.96e8, 1.234e8, 2e12)] == [
         *("-", "any", "1 Gbit/s", "120 Mbit/s", "2 Tbit/s"),
     ]
     assert [span(x) for x in (2.0, 400.0, 40 * 3600, 40 * 86400)] == [
@@ -834,7 +924,9 @@ def test_the_verdict_of_a_profile_of_one_device(tmp_path, capsys, monkeypatch):
         (["--profile", "p.json", "--device-memory", "24"], "as in 24GB"),
         (["--profile", "p.json", "--iteration-s", "0"], "must be a number of seconds above 0"),
         (["--profile", "p.json", "--iteration-s", "1", "--device-speed", "2x"], "give one"),
-        (["--profile", "p.json", "--price", "-1"], "price (-1) must be a number above 0"),
+        (["--hosts", "2", "--rate", "1gbit", "--price", "-1", "t.py"], "price (-1) must be a nu"),
+        (["--profile", "p.json", "--max-staleness", "-1"], "max_staleness (-1) must be at least"),
+        (["--profile", "p.json", "--rate", "unlimited"], "--rate (unlimited) must be a number"),
         (["--profile", "p.json", "--per-host", "0"], "--per-host (0) must be at least 1"),
         (["--profile", "p.json", "--cluster", "c.toml", "--hosts", "2"], "--cluster replaces"),
         (["--profile", "p.json", "--rehearse"], "--rehearse needs a script"),

@@ -130,8 +130,8 @@ def test_consolidate_averages_and_training_goes_on():
 
 
 def test_exchanges_take_the_slower_direction():
-    """With one worker per host, an exchange lasts the latency plus the bytes at the smallest of
-    both uplinks and both downlinks."""
+    """With one worker per host, an exchange lasts a request, its answer, and the bytes at the
+    smallest rate of both uplinks and both downlinks."""
     profile = quadratic_profile(K)
     strategy = parse("ad-psgd:topology=complete")
     even = server_of(profile, 1)
@@ -144,7 +144,7 @@ def test_exchanges_take_the_slower_direction():
         timeline.exchange_edge, timeline.exchange_start_s, timeline.exchange_end_s, strict=True
     ):
         rate = even.caps[0] * min(up[i], up[j], down[i], down[j])
-        assert end_s - start_s == pytest.approx(even.latency_s + size_bytes / rate, rel=1e-9)
+        assert end_s - start_s == pytest.approx(2 * even.latency_s + size_bytes / rate, rel=1e-9)
     _, seen = rehearse_quadratic("ad-psgd:topology=complete", differences=ranks)
     expected, _ = equations(strategy, profile, ranks)
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.comparison import Contestant
 from offbeat.experiments.progress import Progress
 from offbeat.rehearsal import rehearse
+from offbeat.rehearsal.child import CURVE
 from offbeat.rehearsal.command import RehearsalOutcome, ScriptRehearsal, _Children
 from offbeat.rehearsal.rehearse import RehearsedCurve, run_all
 
@@ -141,6 +143,25 @@ def test_processes_that_do_not_compute_are_forked_again(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearse, "_compute", wait_once)
     curves = run_all(curve_after(1), STRATEGIES, 2, None)
     assert [curve.strategy for curve in curves] == ["bsp", "wfbp"]
+
+
+def test_curves_are_in_the_order_of_the_seeds(tmp_path):
+    """Also if a later one has ended first, or one has failed."""
+    contestants = tuple(Contestant(name, parse(name)) for name in ("bsp", "wfbp"))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    rehearsal = ScriptRehearsal(
+        (str(script),), contestants, rehearsed.profile_of(2), seeds=(5, 6, 7)
+    )
+    children = _Children(rehearsal, RehearsalOutcome(tmp_path), Progress())
+    for label, repetition in (("wfbp", 2), ("bsp", 1), ("wfbp", 0), ("bsp", 0)):
+        curve = RehearsedCurve(label, 2, 2, (float(repetition),), (1.0,))
+        (folder := tmp_path / label / f"rep{repetition}").mkdir(parents=True)
+        (folder / CURVE).write_text(json.dumps(curve.to_dict()))
+        assert children._keep(contestants[label == "wfbp"], folder)
+    found = {label: [c.losses[0] for c in curves] for label, curves in children.curves.items()}
+    assert found == {"bsp": [0.0, 1.0], "wfbp": [0.0, 2.0]}
+    assert [*found] == ["bsp", "wfbp"]
 
 
 def test_a_script_that_begins_during_an_interrupt_is_terminated(tmp_path, monkeypatch):

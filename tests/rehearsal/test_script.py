@@ -18,6 +18,7 @@ from support import rehearsed
 from offbeat.cli import main
 from offbeat.core.strategy.registry import create
 from offbeat.experiments.comparison import Contestant
+from offbeat.profile import Profile
 from offbeat.rehearsal.command import ScriptRehearsal, _Children, rehearse_script
 from offbeat.sim import Ranks
 
@@ -58,6 +59,13 @@ model.consolidate()
 found = [None] * 3
 dist.all_gather_object(found, rehearsed.flat(module).sum().item())
 print("equal", len(set(found)) == 1)
+settings = [{"rank": 0} if rank == 0 else None]
+dist.broadcast_object_list(settings)
+settings[0]["rank"] += rank  # a copy of its own, as in a process
+dist.all_gather_object(found, settings[0])
+found[0]["rank"] += 10
+dist.barrier()
+print("own", settings[0]["rank"] == rank, [one["rank"] for one in found])
 """
 
 
@@ -94,7 +102,7 @@ def test_a_script_as_it_is(folder, monkeypatch, capsys):
     logs = [(repetition / f"rank{r}.log").read_text() for r in range(3)]
     for rank, log in enumerate(logs):
         lines = log.splitlines()
-        assert lines[-1] == "equal True"
+        assert lines[-2:] == ["equal True", "own True [10, 1, 2]"]
         assert lines[0].startswith(f"rank {rank} iteration 0 mean ")
     assert len({log.partition("mean ")[2].split()[0] for log in logs}) == 1
     assert not (folder / "checkpoints").exists()
@@ -151,6 +159,21 @@ def test_several_processes_and_a_rehearsal_that_was_interrupted(folder, monkeypa
         # The number of threads of a process changes sums by rounding.
         np.testing.assert_allclose(first["losses"], second["losses"], rtol=0, atol=1e-12)
         assert first["ends_s"] == second["ends_s"]
+
+
+def test_a_profile_to_resume_with_is_that_before_another_device(folder, monkeypatch):
+    kept = []
+
+    def stop(rehearsal, *_, **__):
+        kept.append(rehearsal)
+        raise ValueError("stop")
+
+    monkeypatch.setattr("offbeat.rehearsal.command.rehearse_script", stop)
+    argv = [*command(folder, "fast", "bsp", "--device-speed", "2x"), str(folder / "train.py")]
+    assert main(argv) == 2
+    [one], measured = kept, Profile.load(folder / "profile.json")
+    assert one.measured == measured
+    assert one.profile.compute_s == pytest.approx(measured.compute_s / 2)
 
 
 @pytest.mark.usefixtures("forked_rehearsals")

@@ -74,10 +74,12 @@ def test_a_metric_is_recorded_shown_and_a_target(tmp_path, monkeypatch, capsys):
 
 
 def test_a_target_is_reached_from_either_side():
-    assert reach(curve(0.1, 0.5, 0.9), 0.5) == (1, 1.0)
-    assert reach(curve(9.0, 5.0, 4.0), 5.0) == (1, 1.0)
-    assert reach(curve(0.1, 0.2), 0.5) is None
-    assert reach(curve(), 0.5) is None
+    assert reach(curve(0.1, 0.5, 0.9), 0.5, rising=True) == (1, 1.0)
+    assert reach(curve(9.0, 5.0, 4.0), 5.0, rising=False) == (1, 1.0)
+    assert reach(curve(0.1, 0.2), 0.5, rising=True) is None
+    assert reach(curve(), 0.5, rising=True) is None
+    assert reach(curve(0.6, 0.9, 0.4), 0.5, rising=True) == (0, 0.0)
+    assert reach(curve(4.0, 3.0, 6.0), 5.0, rising=False) == (0, 0.0)
 
 
 def test_metrics_outside_of_a_run_are_discarded():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,10 @@ from offbeat.cli.options import (
 )
 from offbeat.cli.output import print_result, terminal_width
 from offbeat.core.files import write_text
+from offbeat.core.guards.script_usage import strategy_that_runs
+from offbeat.core.profile import Profile
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.parsing import text_of
 from offbeat.experiments.advice import MAX_STALENESS
 from offbeat.strategies import find, strategy_names
 
@@ -49,16 +54,18 @@ def plan(
 
     Example: offbeat plan --profile profile.json --strategy dreamddp --set period=5
     """
-    made = texts.strategy(strategy, set_).plan(texts.load_profile(profile))
+    facts, chosen = texts.load_profile(profile), texts.strategy(strategy, set_)
+    made = chosen.plan(facts)
     if out is not None:
         write_text(out, json.dumps(made.to_dict(), indent=1))
-    facts = [
+    shown = [
         f"{f.name}: "
         + (f"{f.value:.4g}" if isinstance(f.value, float) else str(f.value))
         + (f" ({f.meaning})" if f.meaning else "")
         for f in made.facts
     ]
-    print_result(json_, made.to_dict(), "\n".join([made.text(), *facts]))
+    print_result(json_, made.to_dict(), "\n".join([made.text(), *shown]))
+    _print_variants([chosen], facts)
     return 0
 
 
@@ -107,11 +114,17 @@ def simulate(
         raise ValueError("simulate takes either --plan FILE or --strategy NAME")
     if plan is not None and period is not None:
         raise ValueError(f"period ({period}) is the plan's already; give --strategy NAME instead")
+    if plan is not None and (set_ or servers != 1):
+        raise ValueError(
+            "--set and --servers must be left out with --plan, which is a finished plan; give "
+            "--strategy NAME instead"
+        )
     facts, speed = texts.load_profile(profile), texts.parse_device_speed(device_speed)
     compute = Compute.of(facts, speed)
     if speed is not None:
         facts = speed.apply(facts)
     contestants: list[tuple[dict[str, Any], sweep.Predict]] = []
+    named: list[Strategy] = []
     if plan is not None:
         made = texts.load_plan(plan, facts)
         columns = {"strategy": made.strategy, "period": made.period}
@@ -152,6 +165,7 @@ def simulate(
         print_result(json_, {**one.to_dict(), **added}, _prediction_text(one))
     if compute.text and not json_:
         print(f"note: {compute.text}", file=sys.stderr if csv else sys.stdout)
+    _print_variants(named, facts)
     return 0
 
 
@@ -215,10 +229,9 @@ def advise(
     Example: offbeat advise --hosts 4 --rate 200mbit --samples 10M --batch 32 train.py
     """
     from offbeat.cli import advise as advising
-    from offbeat.experiments.advice.place import require_network
+    from offbeat.experiments.advice.place import given_rate_bps, require_network
     from offbeat.experiments.advice.question import Question, answer
     from offbeat.experiments.advice.work import Work
-    from offbeat.lab.units import parse_rate_bps
 
     speed = texts.parse_compute_speed(device_speed, iteration_s)
     counts = [
@@ -232,7 +245,7 @@ def advise(
         cluster=cluster,
         max_staleness=max_staleness,
         device=speed,
-        device_text=device_speed,
+        device_text=device_speed if iteration_s is None else f"{float(iteration_s):g}s",
         device_memory=texts.parse_size("--device-memory", device_memory),
         price=price,
         jitter=how.jitter,
@@ -246,7 +259,7 @@ def advise(
         texts.load_cluster(cluster, hosts=hosts, rate=rate)
     settings = how.settings(None if counts[1] is None else round(counts[1])) if rehearse else {}
     if profile is None and cluster is None:  # before a script is measured for minutes
-        require_network(hosts, parse_rate_bps(rate, "--rate"))
+        require_network(hosts, given_rate_bps(rate))
     facts, code = None, 0
     if script is not None:
         facts, code = advising.profile_here(script, args, profile, how.resume, stderr=True)
@@ -318,6 +331,21 @@ def strategies(
     rows = [explained.record_of(*item) for item in known.items()]
     print_result(json_, rows, "\n".join(explained.short_text(*item) for item in known.items()))
     return 0
+
+
+def _print_variants(strategies: Iterable[Strategy], profile: Profile) -> None:
+    """Print a note on stderr for each strategy that the script of the profile does not allow as it
+    is."""
+    for strategy in strategies:
+        try:
+            suitable = strategy_that_runs(strategy, profile)
+        except ValueError as error:
+            note = str(error)
+        else:
+            if suitable is strategy:
+                continue
+            note = f"a job of this script runs {text_of(suitable)} instead of {text_of(strategy)}"
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _prediction_text(prediction: Prediction) -> str:

@@ -91,6 +91,7 @@ def rehearse(
     facts, code = profile_here(script, args, profile, how.resume, stderr=json_)
     if facts is None:
         return code
+    measured = facts
     if device := texts.parse_device_speed(device_speed):
         facts = device.apply(facts)
     place = _place(facts, ranks, rate, cluster, per_node)
@@ -104,7 +105,7 @@ def rehearse(
             whole,
             contestants,
             there,
-            measured=facts,
+            measured=measured,
             differences=place.ranks,
             order=order,
             **settings,
@@ -126,22 +127,23 @@ def _place(
 ) -> Place:
     """Return the machines of the rehearsed job. Messages inside a node count as free, unless the
     profile has measured them."""
-    from offbeat.experiments.advice.place import place_of, place_on_cluster, require_network
-    from offbeat.lab.units import parse_rate_bps
+    from offbeat.experiments.advice.place import (
+        given_rate_bps,
+        place_of,
+        place_on_cluster,
+        require_network,
+    )
 
     if per_node is not None:
         texts.require_range("--per-node", per_node, 1, "it is the number of ranks of a replica")
-    if per_node is not None or cluster is not None:
-        profile = profile if profile.sharded else profile.of_replicas()
+    measured = 1
+    if (per_node is not None or cluster is not None) and not profile.sharded:
+        measured = max(profile.topology, default=1)
+        profile = profile.of_replicas()
     if cluster is None:
-        rate_bps = parse_rate_bps(rate, "--rate")
+        rate_bps = given_rate_bps(rate)
         if profile.world_size == 1:
             require_network(ranks, rate_bps, "ranks")
-        return place_of(profile, ranks, rate_bps, per_node or 1)
+        return place_of(profile, ranks, rate_bps, per_node or 1, measured)
     there = texts.load_cluster(cluster, example=32, ranks=ranks, rate=rate)
-    if there.processes_per_host > 1:
-        raise ValueError(
-            f"processes_per_host ({there.processes_per_host}) of {cluster} must be 1 in a "
-            "rehearsal; write as many hosts as replicas, or ranks for ranks that share one"
-        )
-    return place_on_cluster(profile, there, per_node or 1)
+    return place_on_cluster(profile, there, per_node or 1, measured)

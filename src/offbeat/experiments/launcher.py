@@ -130,7 +130,6 @@ class Launcher:
             return False
         profile = Profile.load(draft)
         profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
-        profile.save(path)
         if disturbance := disturbance_of(0, load_in(logs), {}):
             consequence = "; it is measured once more"
             if not again:
@@ -139,6 +138,7 @@ class Launcher:
             if again:
                 logs.rename(logs.with_name(BEFORE + logs.name))
                 return self.measure(path, logs, least_buckets=least_buckets)
+        profile.save(path)
         return True
 
     def launch(

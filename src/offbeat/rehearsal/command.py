@@ -107,7 +107,7 @@ class RehearsalOutcome:
 
     Attributes:
         run_dir: run directory.
-        curves: curves by label, one per seed.
+        curves: curves by label, one per seed in the order of the seeds.
         failures: messages of the failures, in order.
         interrupted: whether Ctrl-C ended the rehearsal.
         report: path of the HTML page; None without a curve.
@@ -153,10 +153,12 @@ def rehearse_script(
     rehearsal.profile.save(run_dir / "profile.json")
     (rehearsal.measured or rehearsal.profile).save(run_dir / MEASURED)
     progress.print_line(f"what the script prints goes to {run_dir / 'STRATEGY/repN/rankR.log'}")
+    children = _Children(rehearsal, outcome, progress)
     try:
-        _Children(rehearsal, outcome, progress).run()
+        children.run()
     except KeyboardInterrupt:
         outcome.interrupted = True
+    outcome.curves = children.curves
     record["interrupted"] = outcome.interrupted
     write_json(run_dir / "run.json", record)
     if any(map(records_in, run_dir.glob("*/rep*"))):
@@ -174,6 +176,19 @@ class _Children:
         self._folders: list[Path] = []  # of the repetitions to rehearse
         self._running: list[subprocess.Popen[bytes]] = []
         self._is_stopped = False
+        self._curves: dict[tuple[str, str], RehearsedCurve] = {}  # by label and repetition
+
+    @property
+    def curves(self) -> dict[str, list[RehearsedCurve]]:
+        """Return the curves so far by label, in the order of the seeds."""
+        names = [f"rep{repetition}" for repetition in range(len(self._rehearsal.seeds))]
+        labels = [contestant.label for contestant in self._rehearsal.contestants]
+        known = self._curves
+        found = {
+            label: [known[label, name] for name in names if (label, name) in known]
+            for label in labels
+        }
+        return {label: curves for label, curves in found.items() if curves}
 
     def run(self) -> None:
         """Run all processes; several at the same time."""
@@ -263,7 +278,7 @@ class _Children:
 
     def _add_curve(self, contestant: Contestant, folder: Path) -> RehearsedCurve:
         curve = RehearsedCurve.from_dict(json.loads((folder / CURVE).read_text()))
-        self._outcome.curves.setdefault(contestant.label, []).append(curve)
+        self._curves[contestant.label, folder.name] = curve
         return curve
 
     def _environ(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,15 +143,18 @@ class ScriptGroup:
         return _DoneWork()
 
     def all_gather_object(self, object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
-        object_list[:] = self.exchange.gather(self.rank, obj, "torch.distributed.all_gather_object")
+        object_list[:] = self._exchange_copies(obj, "torch.distributed.all_gather_object")
 
     def broadcast_object_list(
         self, object_list: list[Any], src: int = 0, *_: Any, **__: Any
     ) -> None:
-        given = self.exchange.gather(
-            self.rank, list(object_list), "torch.distributed.broadcast_object_list"
-        )
-        object_list[:] = given[src]
+        what = "torch.distributed.broadcast_object_list"
+        object_list[:] = self._exchange_copies(list(object_list), what)[src]
+
+    def _exchange_copies(self, value: Any, what: str) -> list[Any]:
+        """Return copies of every rank's object: a process has its own ones, which others do not
+        change."""
+        return deepcopy(self.exchange.gather(self.rank, deepcopy(value), what))
 
     def _share(self, tensor: Tensor, what: str) -> list[Tensor]:
         return self.exchange.gather(self.rank, tensor.detach().clone(), what)

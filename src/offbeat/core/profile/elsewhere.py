@@ -19,6 +19,7 @@ from offbeat.core.profile.facts import Bucket, Link, Profile, scaled_compute
 from offbeat.core.profile.records import Points
 
 T = TypeVar("T")
+SEGMENT_BITS = 8 * 1448  # payload of a TCP segment on Ethernet
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
 
 
@@ -194,6 +195,25 @@ def ring_passes(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
+def tcp_rate_bps(rate_bps: float, delay_s: float, loss: float, connections: int) -> float:
+    """Return the rate that TCP reaches: at most `sqrt(3 / 2) MSS / (RTT sqrt(loss))` per
+    connection.
+
+    Args:
+        rate_bps: rate of the network in bit/s.
+        delay_s: one-way delay.
+        loss: share of lost packets.
+        connections: number of connections.
+
+    Source: Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm,
+    1997, equation 3.
+    """
+    if not loss or not delay_s:
+        return rate_bps
+    one_bps = math.sqrt(1.5 / loss) * SEGMENT_BITS / (2 * delay_s)
+    return min(rate_bps, connections * one_bps)
+
+
 def network_rate_bps(link: Link, ranks: int) -> float:
     """Return the rate of the network in bit/s: the recorded rate, or the one that the link's
     payload rate implies."""
@@ -206,7 +226,10 @@ def scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Li
     steps, more = (count - 1) / (ranks - 1), ring_passes(count) / ring_passes(ranks)
     rate = link.bytes_per_s / more
     if rate_bps is not None:
-        rate = PAYLOAD * rate_bps / 8 / ring_passes(count)
+        reached_bps = tcp_rate_bps(
+            rate_bps, link.asked_latency_s, link.asked_loss, link.connections
+        )
+        rate = PAYLOAD * reached_bps / 8 / ring_passes(count)
     faster = rate / link.bytes_per_s
 
     def scale_points(small: Points, before: float) -> Points:

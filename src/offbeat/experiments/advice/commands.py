@@ -10,6 +10,8 @@ from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
 from offbeat.core.strategy.parsing import text_of
 from offbeat.experiments.advice.verdict import Verdict
+from offbeat.experiments.profile_for_network import compute_for
+from offbeat.lab import Cluster
 
 if TYPE_CHECKING:
     from offbeat.experiments.advice.question import Question
@@ -37,6 +39,8 @@ def compare_command(
     elif place.devices > 1:
         where += ["--per-node", str(place.devices)]
     same_nodes = max(profile.topology, default=1) == place.devices
+    if question.cluster is not None:
+        same_nodes = _is_convertible(profile, Cluster.load(question.cluster))
     if file is not None and profile.world_size > 1 and same_nodes:
         where += ["--profile", str(file)]
     where += ["--device-speed", question.device_text] if question.device_text else []
@@ -48,6 +52,14 @@ def compare_command(
     names = ",".join(map(text_of, strategies))
     script = question.script or ("train.py",)
     return shlex.join(["offbeat", "compare", *where, "--strategies", names, *script])
+
+
+def _is_convertible(profile: Profile, cluster: Cluster) -> bool:
+    try:
+        compute_for(profile, cluster, cluster.world_size, shaped=True, pace=None, file="")
+    except ValueError:
+        return False
+    return True
 
 
 def launch_command(verdict: Verdict) -> str | None:

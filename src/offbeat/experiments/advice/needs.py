@@ -208,8 +208,9 @@ def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MA
     """Return the number of machines beyond which a further one adds less than `PAYS` of the speed
     of one machine alone.
 
-    The number of machines is bisected, as each further machine adds less than the one before.
-    `most` means that even the last one pays.
+    Where each byte of a ring is sent again by each further machine, the first ones may add less
+    than later ones. So the search begins with the largest numbers. `most` means that even the last
+    machine pays.
 
     Args:
         seconds_at: seconds per iteration of the method in a place.
@@ -227,11 +228,9 @@ def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MA
     def pays(machines: int) -> bool:
         return speed(machines + 1) - speed(machines) >= PAYS / alone_s
 
-    if not pays(1):
-        return 1
-    if pays(most - 1):
-        return most
-    below, above = 1, most - 1
+    above, below = most, most - 1
+    while below and not pays(below):
+        above, below = below, below * 2 // 3
     while above - below > 1:
         middle = (below + above) // 2
         if pays(middle):

@@ -4,20 +4,24 @@ of another number of ranks, messages of fewer bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Link, Profile
-from offbeat.core.profile.elsewhere import PAYLOAD, repeated_ranks, ring_passes, scale_link
+from offbeat.core.profile.elsewhere import (
+    PAYLOAD,
+    repeated_ranks,
+    ring_passes,
+    scale_link,
+    tcp_rate_bps,
+)
 from offbeat.core.profile.records import Points
 
 # Of an all_reduce of N ranks, measured with gloo: 83 ms with 20 ms of delay each way and 2 ranks,
 # 245 ms with 4 ranks, 605 ms with 50 ms and 4 ranks (benchmarks, connections).
 DELAYS_PER_STEP = 4.0  # one-way delays per N - 1
 STEP_S = 3e-4  # seconds per N - 1 without a delay
-SEGMENT_BITS = 8 * 1448  # payload of a TCP segment on Ethernet
 
 
 @dataclass(frozen=True)
@@ -40,16 +44,8 @@ class Network:
 
     @property
     def tcp_rate_bps(self) -> float:
-        """Return the rate that TCP reaches: at most `sqrt(3 / 2) MSS / (RTT sqrt(loss))` per
-        connection.
-
-        Source: Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm,
-        1997, equation 3.
-        """
-        if not self.loss or not self.delay_s:
-            return self.rate_bps
-        one_bps = math.sqrt(1.5 / self.loss) * SEGMENT_BITS / (2 * self.delay_s)
-        return min(self.rate_bps, self.connections * one_bps)
+        """Return the rate that TCP reaches on all connections together."""
+        return tcp_rate_bps(self.rate_bps, self.delay_s, self.loss, self.connections)
 
     @property
     def window_bytes(self) -> float:
@@ -135,6 +131,11 @@ def with_nodes(profile: Profile, per_node: int, inside_bps: float | None = None)
             "other ones are computed"
         )
     if profile.sharded:
+        if inside_bps is not None:
+            raise ValueError(
+                f"inside ({inside_bps / 1e6:g} Mbit/s) must be left out for a profile of sharded "
+                "replicas, as messages inside are part of their compute"
+            )
         return _with_more_shards(profile, before, per_node)
     if profile.inside is not None and per_node > 1:
         inside = scale_link(profile.inside, before, per_node, inside_bps)

@@ -51,10 +51,19 @@ class Place:
         return network_rate_bps(self.profile.default_link, self.profile.world_size)
 
     def at_rate(self, rate_bps: float) -> Place:
-        """Return the place with another rate of all networks, and their delay and loss."""
+        """Return the place with another rate of the default network, and their delay and loss.
+
+        The rates of further networks change by the same factor.
+        """
+        links, ranks = self.profile.links, self.machines
+        times = rate_bps / self.rate_bps
+        rates = {link.name: network_rate_bps(link, ranks) * times for link in links[1:]}
+        rates[links[0].name] = rate_bps
         if self.networks:
-            return self._with_networks([replace(one, rate_bps=rate_bps) for one in self.networks])
-        profile = extrapolate(self.profile, rate_bps=rate_bps)
+            return self._with_networks(
+                [replace(one, rate_bps=rates[one.name]) for one in self.networks]
+            )
+        profile = extrapolate(self.profile, rate_bps=rates)
         return replace(self, profile=profile, estimated=True, ranks=Ranks())
 
     def with_connections(self, count: int) -> Place:
@@ -148,7 +157,9 @@ def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:
     )
 
 
-def place_on_cluster(profile: Profile, cluster: Cluster, devices: int = 1) -> Place:
+def place_on_cluster(
+    profile: Profile, cluster: Cluster, devices: int = 1, measured_devices: int = 1
+) -> Place:
     """Return the place of a cluster description.
 
     A message between all machines is as slow as the slowest way between two of them, so the
@@ -160,14 +171,23 @@ def place_on_cluster(profile: Profile, cluster: Cluster, devices: int = 1) -> Pl
         profile: measured profile of the model.
         cluster: description of the machines.
         devices: number of devices of each machine, if it is above the file's number of ranks.
+        measured_devices: number of devices of each measured machine.
 
     Raises:
-        ValueError: the cluster has one host, or a link without a rate.
+        ValueError: the cluster has one host, a link without a rate, unequal numbers of ranks on its
+            hosts, or several replicas on a host.
     """
     from offbeat.experiments.profile_for_network import ranks_on, worst_way
 
     hosts = range(cluster.hosts)
     _require_several(cluster.hosts)
+    if cluster.processes_per_host > 1:
+        raise ValueError(
+            f"processes_per_host ({cluster.processes_per_host}) must be 1 where no job runs; write "
+            "as many hosts as replicas, or ranks for ranks that share one"
+        )
+    sizes = [cluster.ranks_of(host) for host in hosts]
+    require_equal_sizes(sizes, "ranks of the hosts")
     networks = []
     for link in cluster.links:
         way = worst_way(cluster, hosts, link.name)
@@ -185,23 +205,44 @@ def place_on_cluster(profile: Profile, cluster: Cluster, devices: int = 1) -> Pl
         made = replace(made, rank_scale=scale, **scaled_compute(made, mean))
     if any(jitters):
         made = replace(made, rank_jitter=tuple(jitters))
-    devices = max(devices, *map(cluster.ranks_of, hosts))
+    devices = max(devices, *sizes)
     rates = ranks_on(cluster, cluster.hosts)
-    made = with_free_nodes(made, devices)
+    made = with_free_nodes(made, devices, measured_devices)
     return Place(made, devices, estimated=True, networks=tuple(networks), ranks=rates)
 
 
-def with_free_nodes(profile: Profile, devices: int) -> Profile:
-    """Return the profile whose replicas each have some ranks, with free messages between them."""
-    if devices == 1:
+def with_free_nodes(profile: Profile, devices: int, measured_devices: int = 1) -> Profile:
+    """Return the profile whose replicas each have some ranks, with free messages between them.
+
+    Args:
+        profile: profile of replicas.
+        devices: number of ranks of each replica.
+        measured_devices: number of ranks of a replica as the noise of gradients was measured.
+    """
+    if devices == measured_devices == 1:
         return profile
     noise = profile.noise
     return replace(
         profile,
-        topology=(devices,) * profile.world_size,
-        inside=Link(INSIDE, 0.0, FREE_BYTES_PER_S),
-        noise=noise and replace(noise, noise_sq=noise.noise_sq / devices),
+        topology=(devices,) * profile.world_size if devices > 1 else (),
+        inside=Link(INSIDE, 0.0, FREE_BYTES_PER_S) if devices > 1 else None,
+        noise=noise and replace(noise, noise_sq=noise.noise_sq * measured_devices / devices),
     )
+
+
+def require_equal_sizes(sizes: Sequence[int], name: str) -> None:
+    """Raise ValueError unless all machines have as many devices.
+
+    Args:
+        sizes: number of devices of each machine.
+        name: what `sizes` are, for the message.
+    """
+    if len({*sizes}) > 1:
+        listed = ", ".join(map(str, sizes))
+        raise ValueError(
+            f"{name} ({listed}) must be equal, as unequal machines are not predicted; leave out "
+            "the smaller ones, or describe them with the ranks that all have"
+        )
 
 
 def _of_one_rank(profile: Profile) -> Profile:
@@ -210,7 +251,11 @@ def _of_one_rank(profile: Profile) -> Profile:
 
 
 def place_of(
-    profile: Profile, hosts: int | None, rate_bps: float | None, devices: int = 1
+    profile: Profile,
+    hosts: int | None,
+    rate_bps: float | None,
+    devices: int = 1,
+    measured_devices: int = 1,
 ) -> Place:
     """Return the place of a number of machines with one network.
 
@@ -220,6 +265,7 @@ def place_of(
         hosts: number of machines; None for the profile's ranks.
         rate_bps: rate of the network in bits per second; None for the measured one.
         devices: number of devices of each machine.
+        measured_devices: number of devices of each measured machine.
 
     Raises:
         ValueError: hosts or rate are missing for a profile of one rank, or one machine is left.
@@ -228,12 +274,30 @@ def place_of(
         count = profile.world_size if hosts is None else hosts
         _require_several(count)
         made = extrapolate(profile, hosts=count, rate_bps=rate_bps)
-        made = with_free_nodes(made, devices)
-        return Place(made, devices, estimated=rate_bps is not None)
+        made = with_free_nodes(made, devices, measured_devices)
+        estimated = rate_bps is not None or count != profile.world_size
+        return Place(made, devices, estimated=estimated)
     hosts, rate_bps = require_network(hosts, rate_bps)
     network = Network(profile.default_link.name, rate_bps)
-    made = with_free_nodes(on_networks(profile, hosts, [network]), devices)
+    made = with_free_nodes(on_networks(profile, hosts, [network]), devices, measured_devices)
     return Place(made, devices, estimated=True, networks=(network,))
+
+
+def given_rate_bps(text: str | None) -> float | None:
+    """Return the bits per second of the option `--rate`; None if it is not given.
+
+    Raises:
+        ValueError: the rate is unlimited or no rate.
+    """
+    from offbeat.lab.units import parse_rate_bps
+
+    rate_bps = parse_rate_bps(text, "--rate")
+    if text is not None and rate_bps is None:
+        raise ValueError(
+            f"--rate ({text}) must be a number with a unit, as messages are estimated from it; "
+            "write 200mbit, or leave it out for the measured one"
+        )
+    return rate_bps
 
 
 def require_network(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,23 @@ from offbeat.core.profile.elsewhere import extrapolate
 from offbeat.core.strategy.parsing import text_of
 from offbeat.experiments.advice.commands import compare_command
 from offbeat.experiments.advice.needs import SHARES
-from offbeat.experiments.advice.place import Place, place_of, place_on_cluster
-from offbeat.experiments.advice.selection import MAX_STALENESS, excluded_strategies
-from offbeat.experiments.advice.verdict import Predictions, Verdict, decide
+from offbeat.experiments.advice.place import (
+    Place,
+    given_rate_bps,
+    place_of,
+    place_on_cluster,
+    require_equal_sizes,
+)
+from offbeat.experiments.advice.selection import (
+    MAX_STALENESS,
+    excluded_strategies,
+    require_staleness,
+)
+from offbeat.experiments.advice.verdict import Predictions, Verdict, decide, require_amounts
 from offbeat.experiments.advice.verdict_text import SHOWN_SHARE, rate, verdict_text
 from offbeat.experiments.advice.work import Work
 from offbeat.jobs.words import seconds
 from offbeat.lab import Cluster
-from offbeat.lab.units import parse_rate_bps
 
 MEASURES = ("change", "staleness", "iteration_s", "update_s")  # fields in the JSON output
 
@@ -42,6 +51,9 @@ class Question:
         jitter: relative standard deviation of compute times; None for that of the profile.
         everything: whether all strategies and all shares of computing time are computed.
         script: script or module with its arguments; empty if it is not given.
+
+    Raises:
+        ValueError: a number is out of range, or the rate is no number.
     """
 
     work: Work
@@ -58,23 +70,32 @@ class Question:
     everything: bool = False
     script: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        require_amounts(self.device_memory, self.price)
+        require_staleness(self.max_staleness)
+        given_rate_bps(self.rate)
+
     def place(self, profile: Profile) -> Place:
         """Return the machines of the question, with the model of a profile."""
         if self.device is not None:
             profile = self.device.apply(profile)
-        if self.jitter is not None:
-            profile = extrapolate(profile, jitter=self.jitter)
         if profile.sharded:
             raise ValueError(
                 "the profile must be of whole replicas, as sizes of shards do not state the memory "
                 "of a model; measure it on one device with `offbeat advise train.py`"
             )
         # The legs of messages inside a machine are part of the profile's message times.
-        devices = self.devices or max(profile.topology, default=1)
-        profile = profile.of_replicas()
+        if self.devices is None:
+            require_equal_sizes(profile.topology, "topology of the profile")
+        measured = max(profile.topology, default=1)
+        sizes, profile = (self.devices or measured, measured), profile.of_replicas()
         if self.cluster is None:
-            return place_of(profile, self.hosts, parse_rate_bps(self.rate, "--rate"), devices)
-        return place_on_cluster(profile, Cluster.load(self.cluster), devices)
+            place = place_of(profile, self.hosts, given_rate_bps(self.rate), *sizes)
+        else:
+            place = place_on_cluster(profile, Cluster.load(self.cluster), *sizes)
+        if self.jitter is None:
+            return place
+        return replace(place, profile=extrapolate(place.profile, jitter=self.jitter))
 
     def has_nodes(self, devices: int) -> bool:
         """Return whether the ranks of each host of the cluster file share a replica, as the devices

@@ -57,8 +57,7 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
     Raises:
         ValueError: `max_staleness` is negative.
     """
-    if max_staleness < 0:
-        raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
+    require_staleness(max_staleness)
     simulated = _Options()
     options = _simulate_candidates(profile, max_staleness, simulated)
     chosen = _gentlest_option(_near_fastest(options, AS_GOOD))
@@ -72,6 +71,12 @@ def advise(profile: Profile, *, max_staleness: int = MAX_STALENESS) -> Advice:
         _select_compared(options, chosen),
         (*_notes(profile, options), *simulated.notes),
     )
+
+
+def require_staleness(max_staleness: int) -> None:
+    """Raise ValueError for a largest staleness below 0."""
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness ({max_staleness}) must be at least 0, which is DDP's")
 
 
 class _Options:

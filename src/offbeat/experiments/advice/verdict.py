@@ -261,9 +261,7 @@ def decide(
         ValueError: a number is out of range, nothing fits into a device, or no method reaches the
             loss.
     """
-    for name, value in (("device_memory", device_memory), ("price", price)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name} ({value:g}) must be a number above 0")
+    require_amounts(device_memory, price)
     if predicted is None:
         predicted = predict_methods(place, max_staleness=max_staleness, everything=everything)
     advice = predicted.advice
@@ -293,6 +291,13 @@ def decide(
         device_memory=device_memory,
         price=price,
     )
+
+
+def require_amounts(device_memory: float | None, price: float | None) -> None:
+    """Raise ValueError for bytes of a device or a price that are no number above 0."""
+    for name, value in (("device_memory", device_memory), ("price", price)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} ({value:g}) must be a number above 0")
 
 
 def _methods(place: Place, advice: Advice, *, everything: bool) -> list[Method]:

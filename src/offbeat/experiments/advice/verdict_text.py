@@ -69,14 +69,16 @@ def span(seconds: float) -> str:
     return f"{digits(seconds / scale, 2)} {SHORT[unit]}"
 
 
-def rate(rate_bps: float | None, count: int = 2) -> str:
-    """Return a rate as '150 Mbit/s', with `count` digits; '-' for None, 'any' for the least rate
-    of a search."""
+def rate(rate_bps: float, count: int = 2) -> str:
+    """Return a rate as '150 Mbit/s', with `count` digits."""
+    return words.rate(float(f"{rate_bps:.{count}g}"))
+
+
+def least_rate(rate_bps: float | None) -> str:
+    """Return the result of a search for a least rate; '-' for None, 'any' for the lowest rate."""
     if rate_bps is None:
         return "-"
-    if rate_bps <= LEAST_RATE_BPS:
-        return "any"
-    return words.rate(float(f"{rate_bps:.{count}g}"))
+    return "any" if rate_bps <= LEAST_RATE_BPS else rate(rate_bps)
 
 
 def _headline(verdict: Verdict) -> str:
@@ -174,7 +176,10 @@ def _help_together(verdict: Verdict) -> str:
     enough = [one.text for one in verdict.helps if all_s * (1 - one.saved) < one_s]
     if verdict.worthwhile_bps is not None:
         twice = rate(2 * verdict.place.rate_bps)  # also enough if it is above the least rate
-        enough = [f"{rate(verdict.worthwhile_bps)} or more", *(e for e in enough if e != twice)]
+        enough = [
+            f"{least_rate(verdict.worthwhile_bps)} or more",
+            *(e for e in enough if e != twice),
+        ]
     if enough:
         conditions = ", or with ".join(enough)
         return f"With {conditions}, all machines together ({name}) are faster than one."
@@ -241,7 +246,7 @@ def _cells(row: Row, verdict: Verdict, scale: float) -> list[str]:
         low, high = (digits(s / scale, 2) for s in row.range_s)
         cells += [digits(row.seconds / scale), f"{low}-{high}"]
     if any(one.rates_bps for one in verdict.rows):
-        cells.append(rate(row.rates_bps.get(SHOWN_SHARE)))
+        cells.append(least_rate(row.rates_bps.get(SHOWN_SHARE)))
     if verdict.device_memory is not None:
         mark = "!" if row.fits is False else "/" * row.sharded
         cells.append(size(row.memory.total_bytes) + mark)
@@ -290,7 +295,7 @@ def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
     if verdict.best.method.machines > 1 and verdict.work.target_loss is None:
         if verdict.last_machine > place.machines:
             yield (
-                f"up to {verdict.last_machine} machines, each further one adds at least half a "
+                f"the last of {verdict.last_machine} machines would still add at least half a "
                 "machine's speed"
             )
         else:

@@ -83,7 +83,11 @@ class VoteLog:
         """Add a finished iteration with these votes."""
         self._iterations.append(done.number)
         sent = [m for m in done.messages if not m.passed and base_link(m.transfer.link) != INSIDE]
-        self._sent.append(sum(x.nbytes for m in sent for x in m.tensors))
+        payloads = (
+            m.coded_bytes if m.transfer.wire is not None else sum(x.nbytes for x in m.tensors)
+            for m in sent
+        )
+        self._sent.append(sum(payloads))
         self._spared.append(done.spared_bytes)
         for name in votes:
             numbers = {k: float(f"{x:.6g}") for k, x in done.shown.get(name, {}).items()}

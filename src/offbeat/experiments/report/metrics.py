@@ -42,12 +42,23 @@ def final_metrics(contestant: Contestant) -> dict[str, float]:
     return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
-def reach(curve: Curve, target: float) -> tuple[int, float] | None:
+def rises(contestants: Iterable[Contestant], name: str, target: float) -> bool:
+    """Return whether a metric reaches its target from below: all runs begin below it, or the metric
+    rises in all runs together."""
+    curves = [metric_curve(rep, name) for one in contestants for rep in one.complete]
+    ends = [(curve.losses[0], curve.losses[-1]) for curve in curves if len(curve)]
+    return all(first < target for first, _ in ends) or sum(b - a for a, b in ends) > 0
+
+
+def reach(curve: Curve, target: float, *, rising: bool) -> tuple[int, float] | None:
     """Return (iteration, seconds) at which a metric reaches its target; None if it does not.
 
-    A target above the first value is reached from below, and one below it from above.
+    Args:
+        curve: values of the metric.
+        target: value to reach.
+        rising: whether the metric rises during training, so that it reaches a target from below.
     """
-    if len(curve) and curve.losses[0] < target:
+    if rising:
         flipped = tuple(-value for value in curve.losses)
         return Curve(curve.iterations, curve.seconds, flipped).reach(-target)
     return curve.reach(target)

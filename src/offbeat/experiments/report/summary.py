@@ -26,7 +26,7 @@ from offbeat.experiments.report.losses import (
     spread_of_final_losses,
     target_loss,
 )
-from offbeat.experiments.report.metrics import final_metrics, metric_curve, reach
+from offbeat.experiments.report.metrics import final_metrics, metric_curve, reach, rises
 from offbeat.experiments.report.traffic import link_loads
 from offbeat.experiments.report.votes import votes_of
 
@@ -310,9 +310,9 @@ def _row(run: Run, contestant: Contestant, target: float | None) -> Row:
     if run.target is not None:
         name, value = run.target["name"], run.target["value"]
         row = replace(row, target_metric=name, target_value=value)
-        return _with_target_times(
-            row, [reach(shift_curve(rep, metric_curve(rep, name)), value) for rep in reps]
-        )
+        rising = rises(run.contestants, name, value)
+        curves = [shift_curve(rep, metric_curve(rep, name)) for rep in reps]
+        return _with_target_times(row, [reach(one, value, rising=rising) for one in curves])
     diverged = row.final_loss is None
     return row if target is None or diverged else _with_target(row, reps, target)
 
