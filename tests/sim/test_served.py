@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,10 @@ def test_from_a_profile() -> None:
     assert server.caps == pytest.approx((0.75e5,) * 4)
     assert server.latency_s == pytest.approx(0.001)
     assert server.size_bytes == 4000
+    distant = replace(profile(4), links=(Link("net", 0.24, 1e5),))  # steps of two delays of 20 ms
+    assert server_of(distant, 2).latency_s == pytest.approx(0.02)
+    paced = profile(4, update_s=0.1, pace=5.0)
+    assert server_of(paced, 2).apply_s == pytest.approx(0.01)
 
 
 def test_predict_is_ssps() -> None:

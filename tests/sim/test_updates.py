@@ -183,8 +183,8 @@ def test_windows_must_go_on_closing():
 @pytest.mark.parametrize(
     ("halves", "seconds"),
     [
-        ({}, (0.5 + 2.0, 0.5 + 2.0)),  # half of what is not latency
-        ({"all_gather": (0.25, 50.0)}, (0.5 + 2.0, 0.25 + 2.0)),
+        ({}, (0.25 + 2.0, 0.25 + 2.0)),  # half of the time
+        ({"all_gather": (0.5, 50.0)}, (0.25 + 2.0, 0.5 + 2.0)),
         ({"reduce_scatter": (1.0, 25.0), "all_gather": (0.0, 100.0)}, (1.0 + 4.0, 1.0)),
     ],
 )

@@ -220,7 +220,9 @@ def dear_event_loop(groups: list[range], profile: Profile) -> float:
 
     def half_s(group: range, verb: str) -> float:
         sizes = [profile.buckets[b].size_bytes for b in group]
-        latency_s, bytes_per_s = facts.halves.get(verb, (facts.latency_s, 2 * facts.bytes_per_s))
+        latency_s, bytes_per_s = facts.halves.get(
+            verb, (facts.latency_s / 2, 2 * facts.bytes_per_s)
+        )
         return latency_s + sum(sizes) / bytes_per_s if any(sizes) else 0.0
 
     ready_s, now_s = {}, 0.0

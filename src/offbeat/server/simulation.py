@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from offbeat.server.strategies import SSP
 
 CLOCKS = 200  # simulated clocks if compute times have no jitter
+LEAST_JITTER = 0.03  # relative standard deviation of compute
 LEAST_RATE = 1e-300  # bytes per second; avoids a division by 0
 
 
@@ -330,7 +331,14 @@ def simulate_served(
     strategy: SSP, profile: Profile, ranks: Ranks, server: Server, clocks: int, seed: int
 ) -> tuple[Timeline, NDArray[np.float64]]:
     """Simulate `clocks` clocks of a job. Return the timeline and the compute seconds `[clock,
-    worker]`."""
+    worker]`.
+
+    Workers that need not wait for each other have at least `LEAST_JITTER`: exactly equal ones would
+    stay in step, push and then pull all at once, and leave each direction of the server's link idle
+    for half of the time.
+    """
+    if strategy.s > 0 and not any(ranks.jitters(profile)):
+        ranks = replace(ranks, jitter=LEAST_JITTER)
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
     if strategy.updates_locally:

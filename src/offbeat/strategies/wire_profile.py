@@ -67,7 +67,7 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     latency_s, rate = link.latency_s, link.bytes_per_s
     small: Iterable[tuple[int, float]] = link.small
     if via in ("gather", "scatter"):
-        latency_s, rate = link.halves.get("all_gather", (latency_s, 2 * rate))
+        latency_s, rate = link.halves.get("all_gather", (latency_s / 2, 2 * rate))
         small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
     rounds = {"scatter": 2, "reduce": used.rounds}.get(via, 1)
     # Bytes of one round, and bytes of the equivalent all-reduce, both per byte of the numbers.

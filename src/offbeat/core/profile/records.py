@@ -80,7 +80,7 @@ class Link:
         small: measured (bytes, seconds) of small messages, ascending. They take longer than the
             fitted line predicts: with gloo on TCP, up to about 40 KB, a constant time.
         halves: "reduce_scatter" or "all_gather" to (latency_s, bytes_per_s). Without an entry,
-            a half takes the latency of an all_reduce and half of its remaining time.
+            a half takes half of the time of an all_reduce, as it has half of the steps.
         cpu_s_per_message: processor seconds that a rank spends to send a message. Compute of
             the rank is delayed by this time; 0 if a device computes.
         cpu_s_per_byte: processor seconds that a rank spends per byte sent; 0 if a device
@@ -230,7 +230,7 @@ class Link:
     def _half(self, verb: Verb) -> tuple[float, float]:
         """Return latency of a half of an all_reduce, and its remaining time over that of the
         whole."""
-        latency_s, rate = self.halves.get(verb, (self.latency_s, 2 * self.bytes_per_s))
+        latency_s, rate = self.halves.get(verb, (self.latency_s / 2, 2 * self.bytes_per_s))
         return latency_s, self.bytes_per_s / rate
 
     def additional_s(self, size_bytes: float, verb: Verb = "all_reduce", ranks: int = 2) -> float:

@@ -41,9 +41,15 @@ class Server:
 
 
 def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Server:
-    """Return one of `servers` equal servers on the profile's default link."""
+    """Return one of `servers` equal servers on the profile's default link.
+
+    A message to a server takes one delay of the network, and a step of a ring over a distant link
+    two, for the request and the chunk. Servers of emulated hosts update without their pace.
+    """
     ranks, link = ranks or Ranks(), profile.default_link
     hops = max(2 * (profile.world_size - 1), 1)
+    if profile.is_distant(link.name):
+        hops *= 2
     rate, workers = link.send_bytes_per_s(profile.world_size), range(profile.world_size)
     caps = [rate * ranks.link_rate(link.name, (n,)) / servers for n in workers]
     receive_caps = [rate * ranks.receive_rate(link.name, n) / servers for n in workers]
@@ -54,7 +60,7 @@ def server_of(profile: Profile, servers: int, ranks: Ranks | None = None) -> Ser
         rate=rate * receives,
         caps=tuple(caps),
         latency_s=link.latency_s / hops,
-        apply_s=profile.update_s / servers,
+        apply_s=profile.update_s / (profile.pace or 1.0) / servers,
         send_rate=rate * sends,
         receive_caps=tuple(receive_caps),
     )
