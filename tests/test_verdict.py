@@ -463,6 +463,9 @@ def test_loss_also_limits_other_rates_of_a_measured_network():
         expected = on_networks(profile_of(), 4, [replace(network, rate_bps=rate_bps)]).default_link
         assert there.bytes_per_s == pytest.approx(expected.bytes_per_s)
         assert there.asked_rate_bps == rate_bps
+    better = replace(described, links=(replace(described.default_link, bytes_per_s=1e6),))
+    twice = Place(better).at_rate(2e9).profile.default_link
+    assert twice.bytes_per_s == pytest.approx(1e6)  # more than by the formula, and no less than now
 
 
 def test_another_rate_changes_all_networks_by_the_same_factor():

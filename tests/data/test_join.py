@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.worlds import run_world
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import offbeat
 from offbeat.data import DefDP
-from offbeat.data.shortest import UNSIZED, _length
+from offbeat.data.shortest import _length
 
 
 class Stream(IterableDataset[int]):
@@ -101,15 +101,18 @@ def test_one_ahead(asked: list[Any]) -> None:
     assert control.collective.call_count == 3
 
 
-def test_an_epoch_that_resumes_has_no_known_length() -> None:
-    """The loader's length is that of a whole epoch."""
-    sampler = DefDP(30, rank=0, world_size=1)
-    loader = DataLoader(range(30), batch_size=5, sampler=sampler)  # type: ignore[arg-type]
-    lengths = [_length(loader)]
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_an_epoch_that_resumes_has_the_batches_that_are_left(drop_last: bool) -> None:
+    """The loader's own length is that of a whole epoch."""
+    sampler, data = DefDP(32, rank=0, world_size=1), range(32)
+    loader = DataLoader(data, batch_size=5, sampler=sampler, drop_last=drop_last)  # type: ignore[arg-type]
+    whole = _length(loader)
     sampler.load_state_dict(sampler.state_dict(used=10))
-    lengths.append(_length(loader))
-    assert len(list(loader)) == 4
-    assert [*lengths, _length(loader)] == [6, UNSIZED, 6]
+    left = _length(loader)
+    assert len(list(loader)) == left == 5 - drop_last
+    assert _length(loader) == whole == 7 - drop_last
+    other = DataLoader(data, batch_sampler=BatchSampler(sampler, 5, drop_last))  # type: ignore[arg-type]
+    assert _length(other) == whole
 
 
 def test_alone() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from offbeat.cli import entry as cli
 from offbeat.cli import texts
 from offbeat.core.measuring.reported import set_receiver
 from offbeat.experiments import report
+from offbeat.experiments.report import metrics
 from offbeat.experiments.report.losses import Curve
 from offbeat.experiments.report.metrics import reach
 from offbeat.profile import Bucket, Link, Profile
@@ -80,6 +82,21 @@ def test_a_target_is_reached_from_either_side():
     assert reach(curve(), 0.5, rising=True) is None
     assert reach(curve(0.6, 0.9, 0.4), 0.5, rising=True) == (0, 0.0)
     assert reach(curve(4.0, 3.0, 6.0), 5.0, rising=False) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("runs", "target", "rising"),
+    [
+        ([(0.1, 0.9), (0.2, 0.8)], 0.5, True),
+        ([(0.972, 0.98), (0.96, 0.971)], 0.97, True),
+        ([(9.0, 4.0)], 5.0, False),
+        ([(4.1, 3.0), (4.2, 3.1)], 4.3, False),
+        ([(0.5, 0.5)], 0.97, True),
+    ],
+)
+def test_the_direction_of_a_metric_is_that_of_all_runs(monkeypatch, runs, target, rising):
+    monkeypatch.setattr(metrics, "metric_curve", lambda rep, _: curve(*rep))
+    assert metrics.rises([SimpleNamespace(complete=runs)], "accuracy", target) is rising
 
 
 def test_metrics_outside_of_a_run_are_discarded():

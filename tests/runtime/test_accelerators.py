@@ -432,7 +432,7 @@ def test_unscaling_takes_few_launches() -> None:
         p.grad = torch.full((3,), float(i))
     optimizer: Any = SimpleNamespace(
         param_groups=[{"params": parameters[:5]}, {"params": parameters[5:]}],
-        _session=SimpleNamespace(on_scaler_step=lambda: None),
+        _session=SimpleNamespace(on_scaler_step=lambda **_: None),
         found_inf=torch.tensor(0.0),
         grad_scale=torch.tensor(4.0),
     )

@@ -107,6 +107,7 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
     meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
     with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
         meter.on_iteration_end()
+    session.iteration = 2
     meter.on_iteration_end()  # warnings are errors here
     meter.close()
     assert writer.calls == 2
@@ -118,6 +119,23 @@ def test_training_goes_on_if_a_log_cannot_be_written() -> None:
     with pytest.raises(KeyError):
         meter.on_iteration_end()
     meter.close()
+
+
+def test_logs_count_all_iterations_from_a_resume_on() -> None:
+    """Also if a call follows several iterations, as with accumulation of separate averages."""
+    seen = list[tuple[float, int]]()
+    session = Mock(traffic=lambda: {"net": sent}, iteration=0)
+    sent = 0
+
+    def log(numbers: dict[str, float], iteration: int) -> None:
+        seen.append((numbers["bytes_per_iteration/net"], iteration))
+
+    meter = Meter(Metrics(log, every=10), session, CPU(), None, 0, [])
+    for session.iteration in (48, 56, 64, 72, 80):
+        sent += 8 * 5
+        meter.on_iteration_end()
+    meter.close()
+    assert seen == [(80 / 9, 56), (5, 64), (5, 72), (5, 80)]
 
 
 def test_a_closed_meter_keeps_no_iterations() -> None:

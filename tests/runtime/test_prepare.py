@@ -140,7 +140,7 @@ def test_a_model_that_is_closed_after_an_exception_has_failed() -> None:
 @pytest.mark.parametrize("strategy", [WFBP(), LocalSGD()], ids=str)
 def test_followers_are_called_after_iterations_without_an_update(strategy: Strategy) -> None:
     """Such as those that save: other ranks save in the same iteration."""
-    assert run_world(failing.followed_iterations, 2, strategy) == [[1, 2, 3, 4]] * 2
+    assert run_world(failing.followed_iterations, 2, strategy) == [[1, 2, 4]] * 2
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(), DreamDDP(period=2)], ids=str)

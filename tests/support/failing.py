@@ -227,7 +227,8 @@ def close_after_an_exception() -> str:
 
 
 def followed_iterations(strategy: Strategy) -> list[int]:
-    """Iterations after which a follower was called: two with an update, and two without."""
+    """Iterations after which a follower was called: two with an update and one without, and not one
+    whose backward was dropped."""
     model, plain = build(CASE)
     profile = profile_of(CASE, world_size())
     model, optimizer = offbeat.prepare(model, plain, strategy, profile=profile)

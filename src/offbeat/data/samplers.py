@@ -87,6 +87,11 @@ class ChunkSampler(Sampler[int], ABC):
         """Return whether the next iteration begins within an epoch, so that it is shorter."""
         return self._start > 0
 
+    @property
+    def samples_left(self) -> int:
+        """Return the number of samples of the next iteration."""
+        return len(self) - self._start
+
     def __iter__(self) -> Iterator[int]:
         """Yield the sample numbers of the epoch, from its start or from a loaded position."""
         self._position, self._start = self._start, 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from offbeat.core.transport.control import OPEN_CONTROL, Control
 from offbeat.data.numbers import require_positive
+from offbeat.data.samplers import ChunkSampler
 
 Batch = TypeVar("Batch")
 UNSIZED = -1
@@ -70,10 +71,15 @@ class Joined(Generic[Batch]):
 
 def _length(loader: Iterable[Any]) -> int:
     """Return the number of batches, or UNSIZED. A DataLoader over a stream has a `__len__` that
-    raises, and one whose sampler resumes within an epoch counts the whole epoch.
+    raises, and that of one whose sampler resumes within an epoch counts the whole epoch.
     """
-    if getattr(getattr(loader, "sampler", None), "resumes", False):
-        return UNSIZED
+    sampler, size = (getattr(loader, name, None) for name in ("sampler", "batch_size"))
+    if isinstance(sampler, ChunkSampler) and sampler.resumes:
+        if size is None:
+            return UNSIZED
+        return (
+            sampler.samples_left // size if loader.drop_last else -(-sampler.samples_left // size)
+        )  # type: ignore[attr-defined]
     try:
         return len(loader) if isinstance(loader, Sized) else UNSIZED
     except TypeError:

@@ -113,8 +113,9 @@ def _replace_methods(accelerator: Accelerator) -> None:
 
     @wraps(save_replica)
     def save_state(*args: Any, **kwargs: Any) -> Any:
-        for model in accelerator._models:
-            if isinstance(model, Model):
+        prepared = [model for model in accelerator._models if isinstance(model, Model)]
+        for model in prepared if accelerator.sync_gradients else ():
+            if not model._session.keeps_replicas_equal:
                 model.consolidate()
         return save_replica(*args, **kwargs)
 

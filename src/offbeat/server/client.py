@@ -378,7 +378,8 @@ class Client(ConnectionLoop[Upstream]):
             shard_spec = {shard.number: shard for shard in up.shards}.get(header.shard)
             if shard_spec is None:
                 raise WireError(f"shard {header.shard} is not on this server")
-            if self._missing is None or header.shard not in self._missing:
+            missing = self._missing or ()
+            if header.shard not in missing or header.clock < self._need:
                 return UNUSED, memoryview(bytearray(header.body_bytes))
             return None, memory_of(
                 self.incoming[shard_spec.dtype][shard_spec.start : shard_spec.stop]

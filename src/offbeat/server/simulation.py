@@ -333,11 +333,11 @@ def simulate_served(
     """Simulate `clocks` clocks of a job. Return the timeline and the compute seconds `[clock,
     worker]`.
 
-    Workers that need not wait for each other have at least `LEAST_JITTER`: exactly equal ones would
+    Workers that may be at different clocks have at least `LEAST_JITTER`: exactly equal ones would
     stay in step, push and then pull all at once, and leave each direction of the server's link idle
     for half of the time.
     """
-    if strategy.s > 0 and not any(ranks.jitters(profile)):
+    if strategy.s > 0 and max(ranks.jitters(profile), default=0.0) < LEAST_JITTER:
         ranks = replace(ranks, jitter=LEAST_JITTER)
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)

@@ -145,7 +145,8 @@ class Saving:
         try:
             written = self._run_on_all(lambda: shard.write(part, frozen, manifest))
             if written and self._run_on_all(lambda: folder.finish(name, self._worker)):
-                folder.prune(self._keep)
+                with suppress(OSError):  # the next checkpoint tries again
+                    folder.prune(self._keep)
                 return
         except Exception as error:
             words = f"rank {self._worker} lost the others: {error}"

@@ -229,6 +229,8 @@ def scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Li
         reached_bps = tcp_rate_bps(
             rate_bps, link.asked_latency_s, link.asked_loss, link.connections
         )
+        known_bps = 8 * link.bytes_per_s * ring_passes(ranks) / PAYLOAD  # may exceed the formula
+        reached_bps = max(reached_bps, min(rate_bps, known_bps))
         rate = PAYLOAD * reached_bps / 8 / ring_passes(count)
     faster = rate / link.bytes_per_s
 

@@ -83,7 +83,7 @@ class Engine:
         self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself
-        self._scaled = False  # whether a gradient scaler steps in this iteration
+        self._scaled = False  # whether a gradient scaler lets the next optimizer step
         self.repeats = False  # whether gradients were averaged more than once before a step
         self.passes_without_step = 0  # backward passes since the last step, except in no_sync()
         self._repeated = False  # whether all ranks have run several backward passes before a step
@@ -602,16 +602,17 @@ class Engine:
             )
         self.end_backward(skip_update=False)
         self._looks.close()
-        if self.suspects is not None:
-            # A scaler has checked all gradients of the optimizer that it lets step.
-            self.suspects.check(unused=self._scaled)
+        # A scaler has checked all gradients of the optimizer that it lets step.
+        if self.suspects is not None and not self._scaled:
+            self.suspects.check()
+        self._scaled = False
         if self.watched is not None:
             self.watched.record_own_step()
         self._stepped_by_script = True
 
-    def note_scaler_step(self) -> None:
-        """Note that a gradient scaler decides whether an optimizer steps."""
-        self._scaled = True
+    def note_scaler_step(self, *, steps: bool) -> None:
+        """Note whether a gradient scaler lets an optimizer step."""
+        self._scaled = steps
         if self.watched is not None:
             self.watched.record_scaler()
 

@@ -187,8 +187,8 @@ class FlatSession(Session):
             recorder.on_step_end(engine.iteration - 1)
         self.runner.on_step_end()
 
-    def on_scaler_step(self) -> None:
-        self.engine.note_scaler_step()
+    def on_scaler_step(self, *, steps: bool) -> None:
+        self.engine.note_scaler_step(steps=steps)
 
     def skip_step(self) -> None:
         skipping = self.engine.require_skippable()
@@ -197,10 +197,7 @@ class FlatSession(Session):
             self._guards.replicas.skipped += 1
 
     def zero_grad(self, set_to_none: bool) -> None:
-        before = self.iteration
         self.engine.zero_grad(set_to_none)
-        if self.iteration != before:  # it had a backward and no step
-            self.finish_iteration()
 
     def flush(self) -> None:
         self.engine.pauses.flush()

@@ -92,7 +92,8 @@ class Meter:
         self._metrics, self._session, self._device = metrics, session, device
         self._board, self._sample_every = board, sample_every
         self._chosen = SampledElements(parameters) if board is not None else None
-        self._count, self._warned = 0, False  # iterations since the last log
+        self._iteration: int | None = None  # of the last call
+        self._logged, self._warned = 0, False  # iteration of the last log
         self._samples: deque[int] = deque(maxlen=SLOTS)  # samples that no log contains
         self._tap: LossTap | None = None
         if metrics is not None:
@@ -103,22 +104,26 @@ class Meter:
             session.listen(self._on_iteration)
 
     def on_iteration_end(self) -> None:
-        """Handle the end of an iteration."""
-        self._count += 1
+        """Handle the end of one or several iterations."""
         iteration = self._session.iteration
-        if self._board is not None and iteration % self._sample_every == 0:
-            self._sample(self._board, iteration // self._sample_every)
+        if self._iteration is None:  # a checkpoint may have been loaded before
+            self._iteration = self._logged = iteration - 1
+        before, self._iteration = self._iteration, iteration
+        if self._board is not None:
+            number = iteration // self._sample_every
+            if number > before // self._sample_every:
+                self._sample(self._board, number)
         if self._metrics is None or self._tap is None:
             return
         if (loss := self._tap.take()) is not None:
             self._losses.append(loss)
-        if iteration % self._metrics.every == 0:
+        if iteration // self._metrics.every > before // self._metrics.every:
             self._log(self._metrics, iteration)
 
     def _log(self, metrics: Metrics, iteration: int) -> None:
         """Pass the metrics to the log. Warn once if the log cannot write them."""
-        numbers = self._collect_metrics(self._count)
-        self._count = 0
+        numbers = self._collect_metrics(iteration - self._logged)
+        self._logged = iteration
         try:
             metrics.log(numbers, iteration)
         except OSError as error:

@@ -369,6 +369,7 @@ class _Preparation:
             job.recorder.attach(session)
         cluster = job.cluster
         session.strategy = str(self.strategy)
+        session.keeps_replicas_equal = self.strategy.synchronous
         note_prepared(self.model, cluster)
         cluster.served = self.strategy.needs.servers
         close_at_exit(session, cluster)

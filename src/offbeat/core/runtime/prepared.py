@@ -434,7 +434,8 @@ class Optimizer(torch.optim.Optimizer):
             found_inf = getattr(self.inner, "found_inf", None)
         if found_inf is None:
             return False
-        self._session.on_scaler_step()
+        found = bool(found_inf)
+        self._session.on_scaler_step(steps=not found)
         scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if scale is not None:
             inverse, by_dtype = scale.double().reciprocal().reshape(()), defaultdict(list)
@@ -443,7 +444,7 @@ class Optimizer(torch.optim.Optimizer):
                     by_dtype[p.grad.dtype].append(p.grad)
             for dtype, gradients in by_dtype.items():
                 torch._foreach_mul_(gradients, inverse.to(dtype))
-        return bool(found_inf)
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients.

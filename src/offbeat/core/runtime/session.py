@@ -65,6 +65,7 @@ class Session(ABC):
     saver: Saver | None = None
     stop_request: StopRequest | None = None
     _recorder: Recorder | None = None
+    keeps_replicas_equal: bool = False
     _followers: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -234,7 +235,7 @@ class Session(ABC):
         """Call `listener` with every complete iteration. By default the times of iterations are
         unknown, and the listener is never called."""
 
-    def on_scaler_step(self) -> None:  # noqa: B027 - nothing to do by default
+    def on_scaler_step(self, *, steps: bool) -> None:  # noqa: B027 - nothing to do by default
         """Handle the start of a step by a gradient scaler."""
 
     def skip_step(self) -> None:
@@ -242,8 +243,10 @@ class Session(ABC):
         self.step(skip_update=True)
 
     def add_follower(self, act: Callable[[], None]) -> None:
-        """Call `act` after each iteration, with or without an update, in the order of these
-        calls."""
+        """Call `act` after each `optimizer.step()` and `skip_step()`, in the order of these calls.
+
+        Not after a backward that `zero_grad()` drops: weights may be perturbed then.
+        """
         self._followers = (*self._followers, act)
 
     def finish_iteration(self) -> None:

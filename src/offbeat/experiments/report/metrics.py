@@ -43,11 +43,12 @@ def final_metrics(contestant: Contestant) -> dict[str, float]:
 
 
 def rises(contestants: Iterable[Contestant], name: str, target: float) -> bool:
-    """Return whether a metric reaches its target from below: all runs begin below it, or the metric
-    rises in all runs together."""
+    """Return whether a metric reaches its target from below: it rises in all runs together, or it
+    does not change, and all runs begin below."""
     curves = [metric_curve(rep, name) for one in contestants for rep in one.complete]
     ends = [(curve.losses[0], curve.losses[-1]) for curve in curves if len(curve)]
-    return all(first < target for first, _ in ends) or sum(b - a for a, b in ends) > 0
+    change = sum(last - first for first, last in ends)
+    return change > 0 if change else all(first < target for first, _ in ends)
 
 
 def reach(curve: Curve, target: float, *, rising: bool) -> tuple[int, float] | None:
