@@ -187,8 +187,12 @@ def test_ctrl_c_ends_a_process_that_has_not_failed(folder, capsys):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert main([*command(folder, "stopped", "bsp,wfbp"), str(endless)]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        assert main([*command(folder, "stopped", "bsp,wfbp"), str(endless)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "status" not in capsys.readouterr().err
     assert not [*(folder / "stopped").glob("*/*/problem.txt")]
 
