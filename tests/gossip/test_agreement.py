@@ -79,3 +79,17 @@ def test_each_end_of_an_edge_requests_half_of_its_exchanges() -> None:
         gossip._request_exchanges()
     assert abs(requests[1] - 500) < 100
     assert abs(requests[2] - 1500) < 150
+
+
+def test_no_agreement_is_due_before_the_gradient_time_is_known() -> None:
+    """The thread would wake up for it again and again, and begin nothing."""
+    nothing: Any = None
+    reductions: Any = SimpleNamespace(is_under_way=lambda _: False)
+    rounds = AgreementRounds(
+        Agreement(RING, again_at=400.0), 1.0, True, nothing, nothing, nothing, Counts(),
+        reductions, lambda: None,
+    )  # fmt: skip
+    assert rounds.due_at is None
+    while not rounds.record_gradient(1.0):
+        assert rounds.due_at is None
+    assert rounds.due_at == 400.0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.core.sim.trace import Trace
 from offbeat.experiments.predictions import outcomes_of
+from offbeat.experiments.record.recorder import VoteLog
 from offbeat.experiments.report import load, summarize, write
 from offbeat.experiments.report.curves import vote_seconds
 from offbeat.experiments.report.table import render_details
@@ -85,3 +89,21 @@ def test_the_page_and_the_table_say_so_only_where_there_are_votes(tmp_path):
     plain = write_tiny(tmp_path / "plain", {"ddp": [[record(0, steady(1.0, 5), [2.0] * 5)]]})
     assert "Averaged in" not in write(plain).read_text()
     assert "votes" not in render_details(summarize(load(plain)), 100)
+
+
+def test_bytes_of_encoded_messages_are_those_of_the_codes() -> None:
+    """As those that a vote spares. The tensors hold the decoded mean."""
+
+    def message(wire: object, coded_bytes: int) -> Any:
+        transfer = SimpleNamespace(link="net", wire=wire)
+        tensors = [torch.zeros(10)]
+        return SimpleNamespace(
+            transfer=transfer, tensors=tensors, passed=False, coded_bytes=coded_bytes
+        )
+
+    log = VoteLog()
+    done: Any = SimpleNamespace(number=0, spared_bytes=7, shown={}, voted={})
+    done.messages = [message(None, 0), message("int4", 5)]
+    log.add_iteration(done, [])
+    columns = log.pop_columns()
+    assert (columns["sent_bytes"], columns["spared_bytes"]) == ([40 + 5], [7])

@@ -74,6 +74,16 @@ def test_incast_bounds_a_stale_job() -> None:
     assert steady_s(server, [1.0] * 8, 20) == pytest.approx(4.0, rel=0.02)
 
 
+def test_equal_workers_of_a_profile_keep_the_link_of_the_server_busy() -> None:
+    """They do not stay in step, as exactly equal ones would, which wait for all pulls at once."""
+    facts = replace(profile(8), links=(Link("net", 0.006, 6e4),))
+    server = server_of(facts, 1)
+    in_step_s = steady_s(server, [0.6] * 8, 2)
+    bound_s = 8 * server.size_bytes / server.rate
+    assert in_step_s > 1.3 * bound_s
+    assert predict(SSP(s=2), facts).iteration_s == pytest.approx(bound_s, rel=0.1)
+
+
 def test_staleness_hides_messages_that_compute_covers() -> None:
     server = Server(2.0, 20.0, (20.0,) * 4)
     assert steady_s(server, [1.0] * 4, 4) == pytest.approx(1.0, rel=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -287,8 +286,7 @@ class FlatSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        if not (self._cluster.control.has_failed or getattr(sys, "last_value", None)):
-            # After an exception that ends training, other ranks send nothing any more.
+        if not self._cluster.control.has_failed:  # otherwise others send nothing any more
             self.engine.pauses.settle()
             if self._have_replicas_diverged():
                 self._print_difference()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -149,8 +148,7 @@ class LoopSession(Session):
     def close(self) -> None:
         if self._cluster.closed:
             return
-        uncaught = getattr(sys, "last_value", None) is not None
-        has_failed = uncaught or self._cluster.control.has_failed
+        has_failed = self._cluster.control.has_failed
         if not has_failed:
             self._leave()
         self._disconnect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -224,8 +225,10 @@ class Control:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether this rank has published an error of its own."""
-        return self._heartbeat is not None and self._heartbeat.state == FAILED
+        """Return whether an exception ends training on this rank: an uncaught one, or one that was
+        published before."""
+        published = self._heartbeat is not None and self._heartbeat.state == FAILED
+        return published or getattr(sys, "last_value", None) is not None
 
     def abort(self) -> None:
         """Publish that this rank has stopped waiting, so that other ranks stop, too."""

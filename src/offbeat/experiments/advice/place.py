@@ -183,8 +183,8 @@ def place_on_cluster(
     _require_several(cluster.hosts)
     if cluster.processes_per_host > 1:
         raise ValueError(
-            f"processes_per_host ({cluster.processes_per_host}) must be 1 where no job runs; write "
-            "as many hosts as replicas, or ranks for ranks that share one"
+            f"processes_per_host ({cluster.processes_per_host}) must be 1 for a prediction or a "
+            "rehearsal; write as many hosts as replicas, or ranks for ranks that share one"
         )
     sizes = [cluster.ranks_of(host) for host in hosts]
     require_equal_sizes(sizes, "ranks of the hosts")
