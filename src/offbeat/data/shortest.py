@@ -77,9 +77,8 @@ def _length(loader: Iterable[Any]) -> int:
     if isinstance(sampler, ChunkSampler) and sampler.resumes:
         if size is None:
             return UNSIZED
-        return (
-            sampler.samples_left // size if loader.drop_last else -(-sampler.samples_left // size)
-        )  # type: ignore[attr-defined]
+        whole, rest = divmod(sampler.samples_left, size)
+        return whole + (rest > 0 and not getattr(loader, "drop_last", False))
     try:
         return len(loader) if isinstance(loader, Sized) else UNSIZED
     except TypeError:
