@@ -14,6 +14,7 @@ import pytest
 from offbeat.cli import commands
 from offbeat.cli import entry as cli
 from offbeat.core.guards.script_usage import conflict_with, strategy_that_runs
+from offbeat.core.profile.elsewhere import with_device_speed
 from offbeat.core.strategy.parsing import parse, text_of
 from offbeat.core.strategy.registry import BUILT_IN, find, module_names
 from offbeat.core.strategy.suggestions import periods
@@ -24,7 +25,7 @@ from offbeat.experiments.advice import (
     predict_option,
 )
 from offbeat.experiments.advice import selection as advising
-from offbeat.experiments.advice.methods import of_strategy
+from offbeat.experiments.advice.methods import _planned_seconds, of_strategy
 from offbeat.experiments.advice.place import place_of
 from offbeat.experiments.advice.question import Question, answer
 from offbeat.experiments.advice.selection import candidates, excluded_strategies
@@ -33,7 +34,7 @@ from offbeat.experiments.compare import given_profile
 from offbeat.experiments.predictions import predict as predict_files
 from offbeat.plan import Plan
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile, ScriptUsage
-from offbeat.sim import predict
+from offbeat.sim import predict, predict_plan
 from offbeat.strategies import DDP, P3, WFBP, Cyclic, DeFT, DreamDDP, FedAvg, LocalSGD, create
 from offbeat.strategies.compressible import SUGGESTED_WIRES as WIRES
 from offbeat.strategies.methods.demo import DeMo
@@ -162,6 +163,14 @@ def test_methods_of_scripts_that_clip(tmp_path):
     assert seconds == method.iteration_s
     kept = Plan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
     assert kept == at_step.plan(place.profile)
+
+
+def test_a_plan_keeps_no_bound_in_a_faster_place():
+    jittery = replace(fast(), jitter=0.1)
+    plan = DDP().plan(with_device_speed(jittery, 0.25))
+    expected_s = predict_plan(replace(plan, bound_s=None), jittery).iteration_s
+    assert expected_s < plan.bound_s
+    assert _planned_seconds(DDP(), plan, jittery) == expected_s
 
 
 def fast():

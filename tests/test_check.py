@@ -263,6 +263,35 @@ def test_strangers_are_not_accepted() -> None:
             accept(listener, b"secret", 1, 8, time.monotonic() + 0.05)
 
 
+def test_links_inside_nodes_have_no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a link connects only ranks of one host."""
+    addresses = {"eth0": "127.0.0.1", "lo": "127.0.0.2"}
+    monkeypatch.setattr(
+        command,
+        "find_endpoint",
+        lambda spec: Endpoint(spec.interface, addresses[spec.interface], 1500, ""),
+    )
+    monkeypatch.setenv("OFFBEAT_LINKS", "inside=lo,eth0")
+    two: Any = SimpleNamespace(world_size=2)
+    facts, listeners = command._listen(two, None)
+    for listener in listeners:
+        listener.close()
+    assert facts.problem is None
+    assert [point.interface for point in facts.endpoints] == ["eth0"]
+    assert len(listeners) == 1
+
+
+def test_a_port_beyond_the_last_one_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second rank of a host, which listens on the port after the given one."""
+    monkeypatch.setenv("OFFBEAT_LINKS", "lo")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    two: Any = SimpleNamespace(world_size=2)
+    facts, listeners = command._listen(two, 65535)
+    assert listeners == []
+    assert facts.problem is not None
+    assert facts.problem.startswith("--port (65536) must be at most 65535")
+
+
 def test_a_message_is_divided_between_connections() -> None:
     """Until it is acknowledged, or until its time has passed if the other end does not read."""
     size = 3_000_000

@@ -33,7 +33,7 @@ from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.launcher import Launcher, Outcome
 from offbeat.experiments.new_run import default_run_dir
 from offbeat.experiments.progress import Progress
-from offbeat.experiments.record.run_directory import Repetition
+from offbeat.experiments.record.run_directory import BEFORE, Repetition
 from offbeat.lab import Cluster
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, SelSync
@@ -501,6 +501,26 @@ def test_run_takes_the_strategy_that_the_script_names(given, here, capsys):
     assert note in printed.out
 
 
+@forked
+def test_run_json_is_complete_while_the_comparison_runs(here, monkeypatch):
+    """The strategy that the script names, and what the lab has changed so far."""
+    real, seen = Launcher.launch, []
+
+    def launch(*args, **fields):
+        if fields.get("stop_after_profile"):
+            return real(*args, **fields)
+        seen.append(read(here / "out" / "run.json"))
+        problem, _ = real(*args, **fields)
+        return problem, [{"at_s": 1.0, "change": "rate 5mbit for all hosts"}]
+
+    monkeypatch.setattr(Launcher, "launch", launch)
+    asked = Comparison(setup("names=dreamddp:period=3", hosts=1), None, 2)
+    assert compare.compare(asked, here / "out").measured == 2
+    entries = [run["contestants"] for run in seen]
+    assert [[entry["strategy"] for entry in one] for one in entries] == [["dreamddp"]] * 2
+    assert [[change["repetition"] for change in run["changed"]] for run in seen] == [[], [0]]
+
+
 OWN = """
 import torch
 from dataclasses import dataclass
@@ -895,6 +915,27 @@ def test_a_disturbed_profile_is_not_kept_if_its_repetition_ends(
         made.measure(here / "profile.json", here / "profiling", again=True)
     assert len(launches) == 2
     assert not (here / "profile.json").exists()
+
+
+def test_a_disturbed_profile_of_an_interrupted_run_is_replaced(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_: str, logs: Path, *__: Any, save_profile: str, **___: Any) -> tuple[None, None]:
+        logs.mkdir()
+        Profile((Bucket("b", 0.1, 0.2, 4),), (Link("net", 0.1, 1e6),), 2).save(save_profile)
+        return None, None
+
+    earlier = here / f"{BEFORE}profiling"
+    earlier.mkdir()
+    (earlier / "rank0.log").write_text("of the interrupted run")
+    setup = Setup(("train.py",), Cluster.simple(2, "10mbit"), shaped=False)
+    made = Launcher(setup, None, Outcome(here), Progress())  # type: ignore[arg-type]
+    made.launch = launch  # type: ignore[assignment]
+    found = iter([SimpleNamespace(text="other programs ran"), None])
+    monkeypatch.setattr(launcher, "disturbance_of", lambda *_: next(found))
+    assert made.measure(here / "profile.json", here / "profiling", again=True)
+    assert (here / "profile.json").exists()
+    assert [path.name for path in earlier.iterdir()] == ["profile.json"]
 
 
 def test_a_disturbed_repetition_is_marked_and_repeated_once(here: Path) -> None:

@@ -11,6 +11,7 @@ from offbeat.core.profile.elsewhere import (
     PAYLOAD,
     extrapolate,
     for_members,
+    with_slower_links,
     with_slower_replicas,
 )
 from offbeat.experiments.advice.other_networks import with_nodes
@@ -126,6 +127,12 @@ def test_equal_members_change_no_time():
     assert for_members(PROFILE, 4, [0, 1, 2, 3]) is PROFILE
 
 
+def test_slower_links_have_slower_votes():
+    unknown = replace(PROFILE, links=(replace(LINK, vote_s=None),))
+    assert with_slower_links(PROFILE, 3.0).links[0].vote_s == pytest.approx(0.006)
+    assert with_slower_links(unknown, 3.0).links[0].vote_s is None
+
+
 def test_a_jitter_is_all_ranks():
     there = extrapolate(PROFILE, jitter=0.2)
     assert there.jitters == (0.2,) * 4
@@ -174,6 +181,12 @@ def test_more_ranks_inside_send_no_more_between_nodes():
     assert link.latency_s + 1e6 / link.bytes_per_s == pytest.approx(before_s + longer_s)
     assert link.small[0][1] == pytest.approx(0.004 + 0.002 + 1000 * (1 / inside.bytes_per_s - 1e-8))
     assert there.noise.noise_sq == pytest.approx(4.0)
+
+
+def test_nodes_that_remain_keep_their_numbers_of_ranks():
+    uneven = replace(NODES, world_size=3, topology=(2, 2, 4), rank_scale=(), rank_jitter=())
+    there = for_members(uneven, 2, [0, 2])
+    assert (there.topology, there.ranks, there.world_size) == ((2, 4), 6, 2)
 
 
 def test_single_ranks_become_nodes_and_nodes_single_ranks_again():

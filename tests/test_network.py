@@ -134,6 +134,15 @@ def test_paced_hosts_of_other_speeds_are_refused():
     assert computed(made, uneven).quantities == ()
 
 
+@pytest.mark.parametrize("setting", ["speed = 0.5", "jitter = 0.1"])
+def test_hosts_that_differ_need_a_pace(setting):
+    toml = 'hosts = 4\nrate = "200mbit"\n[[overrides]]\nhost = 0\n'
+    cluster = Cluster.from_toml(f"{toml}{setting}\n")
+    with pytest.raises(ValueError, match=r"need a pace, and p.json has none"):
+        computed(KNOWN, cluster)
+    assert computed(KNOWN, cluster, 2.0).profile.pace == 2.0
+
+
 def test_without_a_lab_nothing_is_compared():
     there = computed(KNOWN, Cluster.simple(4), shaped=False)
     assert (there.profile, there.quantities, there.compared) == (KNOWN, (), False)

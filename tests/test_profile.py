@@ -179,6 +179,7 @@ def test_the_slowest_rank_plans():
         (altered({"world_size": 1.5}), r"world_size \(1.5\) must be an integer"),
         (altered({"update_s": -1}), r"update_s \(-1\) must be a finite number of at least 0"),
         (altered({"other_s": "1"}), r"other_s \('1'\) must be a finite number"),
+        (altered({"element_bytes": 0}), r"element_bytes \(0\) must be a finite number above 0"),
         (altered({"buckets": []}), r"buckets \(\[\]\) must not be empty"),
         (altered({"links": []}), r"links \(\[\]\) must not be empty"),
         (altered({"links": CONTRACT["links"] * 2}), r"link name \('net'\) must be unique"),
@@ -319,3 +320,26 @@ def test_processor_time_of_a_message():
     assert [profile.sending_s(p, "net") for p in payloads] == [1.25, 0.5, 0.0]
     assert profile.sending_s(payloads[0], "net", "all_gather") == 0.625
     assert PROFILE.sending_s(payloads[0], "net") == 0.0
+
+
+def test_halves_of_known_pairs_have_their_own_steps():
+    """As measured over a distant link, where gloo's all_gather has a delay more."""
+    link = Link("net", 0.234186, 5.7e6, pair_bytes_per_s=5.953e6)
+    profile = Profile((Bucket("all", 0.1, 0.2, 1_624_232),), (link,), world_size=4)
+
+    def half_s(profile, verb):
+        return profile.message_s(Payload("grad", range(1)), "net", verb)
+
+    assert half_s(profile, "reduce_scatter") == pytest.approx(0.3217, abs=1e-4)
+    assert half_s(profile, "all_gather") == pytest.approx(0.3607, abs=1e-4)
+    assert link.half("reduce_scatter", 4) == pytest.approx((0.234186 / 2, 5.953e6 * 4 / 3))
+    plain = replace(link, pair_bytes_per_s=None)
+    assert plain.half("all_gather", 4) == (0.234186 / 2, 2 * 5.7e6)
+    measured = replace(link, halves={"all_gather": (0.1, 1e7)})
+    assert measured.half("all_gather", 4) == (0.1, 1e7)
+
+
+def test_bytes_of_elements_survive_a_file():
+    half = replace(PROFILE, element_bytes=2.5)
+    assert Profile.from_dict(json.loads(json.dumps(half.to_dict()))) == half
+    assert "element_bytes" not in PROFILE.to_dict()

@@ -113,6 +113,18 @@ def test_stages_are_even() -> None:
     assert stages[0][0] is model[0]
 
 
+def test_timing_of_stages_leaves_gradients_and_random_numbers_as_they_are() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4)), torch.randn(2, 4)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    state = torch.get_rng_state()
+    split(model, 2, x, balance="time")
+    assert torch.equal(torch.get_rng_state(), state)
+    for p in model.parameters():
+        assert p.grad is not None
+        assert torch.equal(p.grad, torch.ones_like(p))
+
+
 class Skips(nn.Module):
     """No sequence, but it can be cut between its halves."""
 

@@ -80,6 +80,33 @@ def test_equals_its_equations(placement: Placement, n: int, anew: int | None) ->
                 torch.testing.assert_close(value, theta[key], rtol=0, atol=1e-12)
 
 
+def nesterov(n: int) -> list[dict[str, Tensor]]:
+    """By placement: all parameters in the end, of an optimizer whose step writes to gradients."""
+    dist.init_process_group("gloo")
+    found = []
+    placements: tuple[Placement, ...] = ("single", "workers")
+    for placement in placements:
+        model = chain(n)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True
+        )
+        trainer = Interleaved([*model], optimizer, nn.functional.mse_loss, None, placement, 20)
+        for t in range(ITERATIONS):
+            trainer.step([batch(i, t) for i in range(1, n + 1)])
+        trainer.consolidate()
+        found.append(dict(model.state_dict()))
+    dist.destroy_process_group()
+    return found
+
+
+def test_copies_of_a_stage_stay_equal_where_steps_write_to_gradients() -> None:
+    """Each worker steps its copy with the average gradient, which they pass on one by one."""
+    n = 3
+    for alone, together in run_world(nesterov, n, n):
+        for key, value in together.items():
+            torch.testing.assert_close(value, alone[key], rtol=0, atol=1e-12)
+
+
 def resumed(n: int, placement: Placement) -> list[Any]:
     """Two iterations, a checkpoint, and the rest with a new trainer that starts from it."""
     dist.init_process_group("gloo")

@@ -186,3 +186,11 @@ def test_sharing_needs_the_other_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RuntimeError, match="must be initialized before 3 workers"):
         next(iter(Injected([torch.zeros(5)], INJECTION, batch=BATCH)))
+
+
+def test_a_job_with_servers_cannot_share(monkeypatch):
+    for name, value in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 4)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setenv("OFFBEAT_SERVERS", "1")
+    with pytest.raises(ValueError, match=r"an injected loader exchanges .* 1 of them are servers"):
+        next(iter(Injected([torch.zeros(5)], INJECTION, batch=BATCH)))

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import offbeat
 from offbeat.data import DefDP
-from offbeat.data.shortest import _length
+from offbeat.data.shortest import UNSIZED, _length
 
 
 class Stream(IterableDataset[int]):
@@ -113,6 +113,31 @@ def test_an_epoch_that_resumes_has_the_batches_that_are_left(drop_last: bool) ->
     assert _length(loader) == whole == 7 - drop_last
     other = DataLoader(data, batch_sampler=BatchSampler(sampler, 5, drop_last))  # type: ignore[arg-type]
     assert _length(other) == whole
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_batch_sampler_of_an_epoch_that_resumes_has_the_batches_that_are_left(
+    drop_last: bool,
+) -> None:
+    sampler = DefDP(32, rank=0, world_size=1)
+    loader = DataLoader(range(32), batch_sampler=BatchSampler(sampler, 5, drop_last))  # type: ignore[arg-type]
+    sampler.load_state_dict(sampler.state_dict(used=10))
+    left = _length(loader)
+    assert len(list(loader)) == left == 5 - drop_last
+    assert _length(loader) == 7 - drop_last
+
+
+def test_a_loader_of_batches_of_a_stream_has_no_length() -> None:
+    """Its batch sampler has a `__len__` that raises, too."""
+    assert _length(DataLoader(Stream(3), batch_size=2)) == UNSIZED
+
+
+def test_a_job_with_servers_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setenv("OFFBEAT_SERVERS", "1")
+    with pytest.raises(ValueError, match=r"offbeat\.join exchanges .* and 1 of them are servers"):
+        next(iter(offbeat.join([1, 2])))
 
 
 def test_alone() -> None:

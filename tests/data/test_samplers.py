@@ -6,11 +6,13 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from offbeat.data import Chunks, DefDP, Dirichlet, Partition, SelDP
+from offbeat.data.place import place
 
 quick = settings(max_examples=40, deadline=None)
 UNEVEN = Partition(([0, 3, 5, 7, 9], [1, 2], [4, 6, 8]))  # type: ignore[arg-type]
@@ -98,6 +100,25 @@ def test_place_comes_from_the_launcher(monkeypatch):
     sampler = DefDP(10)
     assert (sampler.rank, sampler.world_size) == (2, 3)
     assert list(sampler) == list(DefDP(10, rank=2, world_size=3))
+
+
+@pytest.mark.usefixtures("no_world")
+@pytest.mark.parametrize("source", ["torchrun", "offbeat run", "torch.distributed"])
+@pytest.mark.parametrize(("rank", "worker"), [(0, 0), (2, 2), (3, 0), (4, 1)])
+def test_servers_have_no_share(monkeypatch, source, rank, worker):
+    """They are the last two of five ranks, and a script also runs on them until `prepare`."""
+    if source == "torch.distributed":
+        for name, value in (("is_initialized", True), ("get_rank", rank), ("get_world_size", 5)):
+            monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    else:
+        prefix = "OFFBEAT_" if source == "offbeat run" else ""
+        monkeypatch.setenv("WORLD_SIZE", "3")  # `offbeat run` counts workers only
+        monkeypatch.setenv(f"{prefix}RANK", str(rank))
+        monkeypatch.setenv(f"{prefix}WORLD_SIZE", "5")
+    monkeypatch.setenv("OFFBEAT_SERVERS", "2")
+    assert place() == (worker, 3)
+    sampler = DefDP(9)
+    assert (sampler.rank, sampler.world_size, len(sampler)) == (worker, 3, 3)
 
 
 # --- on from the middle --------------------------------------------------------------------------

@@ -99,6 +99,22 @@ def test_first_rank_to_raise(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("world_size", "is_silent"), [(4, True), (1024, False)])
+def test_an_old_heartbeat_of_many_ranks_is_no_silence(
+    tmp_path: Path, world_size: int, is_silent: bool
+) -> None:
+    """While the job runs, and before the first error of another rank."""
+    job = make_job(tmp_path / "a", world_size, intervals=1, writers=[0])
+    data = json.loads((job / ALIVE_FILE).read_text())
+    data["ranks"][1]["age_s"] = 10.0
+    (job / ALIVE_FILE).write_text(json.dumps(data))
+    running = report_of(job, later_s=0.0)
+    assert running.state == "running"
+    assert ("rank 1 (host-1) silent for 10.0 s" in running.ending) is is_silent
+    add_end(job, 0, data["t"], how="raised", text="KeyError: 'x'")
+    assert report_of(job).state == ("silent" if is_silent else "raised")
+
+
 def test_signal(tmp_path: Path) -> None:
     job = make_job(tmp_path / "a", 2, intervals=3)
     for rank in (0, 1):

@@ -14,6 +14,7 @@ import pytest
 from offbeat import WFBP, Profile
 from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
+from offbeat.core.transport.topology import Topology
 from offbeat.jobs import outlook
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
 from offbeat.jobs.outlook import Notice, Outlook
@@ -202,6 +203,25 @@ def test_ranks_that_are_slower_by_the_profile_are_not_late(expected: Outlook) ->
     (notice,) = job.run(300, compute={1: 1.6, 2: 3.0})
     assert notice.cause is not None, "1 s longer counts more than 1.6 times as long"
     assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 2)
+
+
+def test_scales_of_interleaved_nodes_belong_to_their_ranks(expected: Outlook) -> None:
+    """The second node, of ranks 1 and 3, computes twice as long by the profile."""
+    inside = Link("inside", latency_s=1e-4, bytes_per_s=4e7)
+    nodes: dict[str, Any] = {"world_size": 2, "topology": (2, 2), "inside": inside}
+    profile = replace(PROFILE, **nodes, rank_scale=(1.0, 2.0), jitter=0.0)
+    topology = Topology(((0, 2), (1, 3)))
+    found = Outlook.of(WFBP(), None, profile, HOSTS, 0, topology=topology)
+    newest = Job(expected).interval(compute={1: 2.0, 2: 1.5, 3: 2.0})
+    cause = found._slow_compute(newest)
+    assert (cause.name, cause.rank) == ("slow_rank", 2)
+
+
+def test_the_only_member_is_predicted_without_messages() -> None:
+    alone, strategy = replace(PROFILE, world_size=1, jitter=0.0), WFBP()
+    found = Outlook.of(strategy, strategy.plan(alone), alone, HOSTS[:1], 0)
+    assert found.iteration_s == pytest.approx(alone.compute_s)
+    assert found.bound_s is None
 
 
 def test_long_iterations_are_compared(expected: Outlook) -> None:

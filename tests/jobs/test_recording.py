@@ -160,6 +160,19 @@ def test_iterations_of_the_measurement_are_not_those_of_the_strategy(
     assert "8 iterations; the last 5 in 1.25 s, 250 ms each" in text
 
 
+def test_iterations_that_only_measure_are_counted(
+    opened: Callable[..., Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = opened()
+    job.run(3)
+    job.observer.start("wfbp", WFBP().plan(PROFILE), 3, PROFILE)
+    capsys.readouterr()
+    job.observer.end("ended")
+    text = " ".join(capsys.readouterr().err.split())
+    assert "3 iterations, all before the plan" in text
+    assert "no iteration has ended" not in text
+
+
 def test_an_end_is_written_once_and_nothing_keeps_the_observer(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

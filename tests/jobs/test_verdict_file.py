@@ -74,6 +74,14 @@ def test_sentences_about_a_run() -> None:
     assert kept.compare("ddp", 0, 1.2).endswith("within the range")  # hosts are not known
 
 
+def test_machines_of_servers_count_in_a_comparison() -> None:
+    served = METHODS[2] | {"method": "ssp", "strategy": "ssp", "machines": 5}
+    kept = KeptVerdict.from_dict(VERDICT | {"methods": [*METHODS, served]})
+    assert kept.compare("ssp", 5, 1.2).endswith("within the range")
+    assert "is for 5 machines and the run has 4" in kept.compare("ssp", 4, 1.2)
+    assert kept.compare("ddp", 4, 1.2).endswith("within the range")
+
+
 def test_a_verdict_of_the_command_is_read(tmp_path: Path) -> None:
     facts = Profile((Bucket("b", 0.1, 0.2, 10**6),), (Link("net", 1e-3, 1e6),), 4)
     verdict = decide(place_of(facts, None, None), Work.of(), max_staleness=1, shares=())

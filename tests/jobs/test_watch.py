@@ -94,6 +94,18 @@ def test_screen_of_a_silent_rank(tmp_path: Path, width: int) -> None:
     assert text.splitlines()[-1] == "inspect it: ssh host-21 py-spy dump --pid 48122"
 
 
+@pytest.mark.parametrize(("world_size", "is_silent"), [(4, True), (1024, False)])
+def test_heartbeats_of_many_ranks_may_be_older(
+    tmp_path: Path, world_size: int, is_silent: bool
+) -> None:
+    job = make_job(tmp_path / "run", world_size, intervals=1, writers=[0])
+    data = json.loads((job / ALIVE_FILE).read_text())
+    data["ranks"][1]["age_s"] = 10.0
+    (job / ALIVE_FILE).write_text(json.dumps(data))
+    ranks = view(JobFollower(job)).ranks
+    assert [rank.rank for rank in ranks if rank.silent] == [1] * is_silent
+
+
 def test_screen_of_a_job_that_was_stopped(tmp_path: Path) -> None:
     text = drawn(make_job(tmp_path / "run", 4, end=RAISED, writers=[0]), 60)
     assert "STOPPED by an exception" in text

@@ -44,6 +44,25 @@ def test_uplinks_stay_when_rates_change():
     assert plan_of(links=(Link(rate="10mbit"),)).uplinks_bps == ()
 
 
+def test_hosts_without_an_uplink_change_in_both_directions():
+    plan = plan_of(
+        links=(Link(rate="10mbit"),),
+        overrides=(HostOverride(host=1, uplinks={"net": "2mbit"}),),
+    )
+    changes = (Change(at=1, rate="5mbit", hosts=(0, 1)),)
+    (message,) = change_messages(Cluster(hosts=3, changes=changes))
+    plan = ChangePlan(**message).apply_to(LinkPlan.from_message(plan.to_message()))
+    assert plan.rates_bps == (5 * MBIT, 5 * MBIT, 10 * MBIT)
+    assert [plan.uplink_bps(host) for host in range(3)] == [5 * MBIT, 2 * MBIT, 10 * MBIT]
+
+
+def test_an_unlimited_uplink_is_unshaped():
+    plan = plan_of(links=(Link(rate="10mbit", uplink="unlimited"),))
+    assert plan.rates_bps == (10 * MBIT,) * 3
+    assert [plan.uplink_bps(host) for host in range(3)] == [None] * 3
+    assert LinkPlan.from_message(plan.to_message()) == plan
+
+
 @pytest.mark.parametrize(
     ("settings", "switched"),
     [

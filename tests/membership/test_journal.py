@@ -148,6 +148,19 @@ def test_two_services_cannot_share_a_journal(tmp_path: Path) -> None:
     Journal(path).close()
 
 
+def test_a_journal_needs_a_file_system_with_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another service does not have it open."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=r"a file system with locks \(No locks available\)"):
+        Journal(tmp_path / "j")
+
+
 def test_a_full_disk_refuses_and_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-written command has no effect, in memory or on disk, and the next one is complete."""
     path = tmp_path / "j"

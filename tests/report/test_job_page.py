@@ -18,6 +18,8 @@ from support.synthetic_runs import profile
 from offbeat import cli, sim
 from offbeat.core.files import replace_text
 from offbeat.core.sim.trace import COMPUTE, Span, spans_to_dict
+from offbeat.experiments.report.job import job_report
+from offbeat.experiments.report.job_charts import TimeAxis, time_plot
 from offbeat.jobs.record_folder import remove_older
 from offbeat.jobs.record_lines import LineWriter, load
 from offbeat.strategies import WFBP
@@ -144,6 +146,20 @@ def test_page_and_export_of_a_chain(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert float(rows[5][name]) == pytest.approx(value), name
     assert report(tmp_path / "b", "--export", "svg") == 2
     assert "--export (svg) must be csv or json for a job" in capsys.readouterr().err
+
+
+def test_a_restart_has_its_iteration_though_a_warning_is_earlier(tmp_path: Path) -> None:
+    warned = {"iteration": 0, "event": "warning", "text": "another network"}
+    loaded = {"iteration": 30, "event": "checkpoint", "continues": "a", "text": "continued"}
+    make_job(tmp_path / "a", 2, intervals=3, end=ENDED)
+    make_job(tmp_path / "b", 2, intervals=3, end=ENDED, events=[warned, loaded])
+    chain = [load([tmp_path / name]) for name in ("a", "b")]
+    found = job_report(chain[-1], 0.0)
+    events = time_plot(chain, found, TimeAxis(found.started_t, "s", 1.0)).events
+    assert [(event["text"], event["place"]) for event in events] == [
+        ("restarted as b", "iteration 30"),
+        ("another network", "iteration 0"),
+    ]
 
 
 def test_a_page_in_another_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

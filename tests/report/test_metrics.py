@@ -119,3 +119,10 @@ def test_targets_on_the_command_line(capsys):
             texts.parse_target(text, None)
     with pytest.raises(ValueError, match="give one"):
         texts.parse_target("loss=1", 2.0)
+
+
+def test_targets_may_have_blanks_around_the_sign_and_not_in_the_name():
+    assert texts.parse_target("loss = 4.3", None) == (None, 4.3)
+    assert texts.parse_target(" accuracy = .97 ", None) == (("accuracy", 0.97), None)
+    with pytest.raises(ValueError, match="must be a metric and a number"):
+        texts.parse_target("top 1=.9", None)

@@ -10,7 +10,7 @@ from support.tiny_runs import record, steady, write_tiny
 
 from offbeat.experiments.record.disturbed import Disturbance
 from offbeat.experiments.report import load, words
-from offbeat.experiments.report.table import render, render_details
+from offbeat.experiments.report.table import grid, render, render_details
 
 DETAILED = replace(
     FAST,
@@ -69,6 +69,12 @@ def test_columns_by_width(run):
     assert heads[80] == [*heads[60][:4], "waits", "for", "vs", "prediction", "a", "host"]
     assert heads[100][-1] == "final"
     assert "predicted" in heads[100]
+
+
+def test_a_target_with_blanks_in_its_name_has_a_column():
+    """As in runs of earlier versions."""
+    earlier = replace(DDP, target_loss=None, target_metric="top 1", target_value=0.9)
+    assert ("to top 1", "0.9") in grid([earlier]).heads
 
 
 def test_cells(run):

@@ -459,6 +459,25 @@ def test_anchors_of_different_origin_are_an_error(name, via, origins):
     run_ranks(2, life)
 
 
+@pytest.mark.parametrize(
+    ("name", "via"), [("int8", "gather"), ("int8", "scatter"), (LINEAR[0], "reduce")]
+)
+def test_anchors_of_different_origin_are_laid_to_ranks_of_the_job(name, via):
+    """Their numbers in the group of the link are others."""
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        part = Part(torch.ones(4), torch.empty(0), {})
+        act = replace(link.collectives, members=[4, 7])
+        try:
+            with pytest.raises(OriginError, match=r"rank 7 counts .* than rank 4"):
+                average(part, Settings(of(name), via, 0, True, origin=rank), act)
+        finally:
+            link.close()
+
+    run_ranks(2, life)
+
+
 # ---- within plans ---------------------------------------------------------------------------
 
 STRATEGIES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from offbeat import BSP, WFBP, ByteScheduler, LocalSGD, PartialSync, Strategy
 from offbeat.core.buckets.coupling import find_coupling
+from offbeat.core.buckets.optimizer_state import StateStore
 from offbeat.core.measuring.optimizer_calls import call_s
 from offbeat.core.transport.device import device_of
 
@@ -126,6 +128,19 @@ def test_independent_ones_pass(build: Build) -> None:
 )
 def test_coupled_ones_are_found(build: Build, text: str) -> None:
     assert text in (find_coupling(build(parameters())) or "")
+
+
+def test_an_optimizer_that_fails_in_a_trial_step_has_the_state_that_it_holds() -> None:
+    """Its tensors of the shape of a parameter, by the first parameter of the group with a state."""
+    first, second, _ = parameters()
+    optimizer = Picky([first, second], lr=0.1)
+    flat: Any = SimpleNamespace(buckets=[SimpleNamespace(parameters=[p]) for p in (first, second)])
+    store = StateStore(optimizer, flat)
+    with pytest.raises(KeyError, match="a parameter that it does not know"):
+        store.bytes_of(0)  # nothing is known yet
+    optimizer.state[second] = {"memory": torch.ones_like(second), "count": torch.ones(())}
+    assert [store.bytes_of(b) for b in range(2)] == [first.nbytes, second.nbytes]
+    assert torch.equal(first, torch.ones_like(first))
 
 
 def test_nothing_of_the_user_is_touched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
 from offbeat.core.guards.finite import FiniteGuard, all_finite, is_finite, require_policy
+from offbeat.core.plan import INSIDE
 from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
 from offbeat.strategies.methods.noloco import NoLoCo
 
@@ -65,6 +67,22 @@ def test_nobody_left_to_average() -> None:
         assert culprits == [0, 1, 2]
         with pytest.raises(RuntimeError, match="ranks 0, 1, 2"):
             FiniteGuard("skip", 0, 3, str).check_message(MESSAGE, 7, culprits, [result])
+
+
+@pytest.mark.parametrize(("link", "warning_ranks"), [(INSIDE, [0, 2]), ("net", [0])])
+def test_one_rank_of_an_average_warns_that_values_are_left_out(
+    link: str, warning_ranks: list[int]
+) -> None:
+    """Of an average inside a node, the first rank of the node."""
+    warned = list[int]()
+    for rank in range(4):
+        node = (0, 1) if rank < 2 else (2, 3)
+        guard = FiniteGuard("skip", rank, 4, str, node)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            guard.check_message(replace(MESSAGE, link=link), 7, [node[1]], [torch.zeros(2)])
+        warned += [rank for _ in caught]
+    assert warned == warning_ranks
 
 
 def test_what_the_user_has_mended_is_used() -> None:

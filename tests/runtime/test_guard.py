@@ -262,6 +262,28 @@ def test_tap_takes_scalars_only() -> None:
         tap.close()
 
 
+def test_tap_keeps_a_copy_of_the_loss() -> None:
+    """The script may change its tensor in place before the loss is read."""
+    tap, loss = LossTap(), loss_of(2.0)
+    try:
+        loss.backward()
+        loss.detach().zero_()
+        assert float(tap.take() or 0.0) == 2.0
+    finally:
+        tap.close()
+
+
+def test_tap_keeps_a_loss_of_one_element_as_a_scalar() -> None:
+    tap = LossTap()
+    try:
+        loss_of(3.0).reshape(1).backward()
+        found = tap.take()
+    finally:
+        tap.close()
+    assert found is not None
+    assert (found.shape, float(found)) == ((), 3.0)
+
+
 def test_tap_adds_the_losses_of_an_accumulation() -> None:
     """Those within `accumulation`, and the next one; other backward passes replace the loss."""
     tap, scaler = LossTap(), torch.amp.GradScaler("cpu", init_scale=1024.0)

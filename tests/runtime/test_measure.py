@@ -482,6 +482,23 @@ def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
     assert len(observer._times) == 1  # no time of a backward is known
 
 
+def test_recomputed_modules_add_no_time_to_the_forward() -> None:
+    """The backward of checkpointed modules enters them again, after the end of the forward."""
+    observer = Observer.__new__(Observer)
+    observer._device = SimpleNamespace(seconds=float)
+    observer._tap = SimpleNamespace(began=None, ended=None, take=lambda: None)
+    observer._times, observer._losses, observer.order = [], [], []
+    observer._entered = [("a", 1.0), ("b", 2.0), ("b", 4.0), ("a", 5.5)]
+    observer._ready = [("b", 5.0), ("a", 7.0)]
+    marks = Timestamps(
+        begin=0.0, forward=1.0, forward_end=3.0, backward_end=7.0, waited=7.0, step=7.0, stepped=8.0
+    )
+    observer._record_times(marks)
+    [times] = observer._times
+    assert dict(times.forward) == {"a": 1.0, "b": 1.0}
+    assert times.backward == {"b": 2.0, "a": 2.0}
+
+
 # --- messages of observed iterations -------------------------------------------------------------
 
 

@@ -34,6 +34,25 @@ def test_a_process_is_present_until_it_ends() -> None:
     assert is_gone(place, "a/0")
 
 
+def test_a_process_answers_again_after_it_has_had_too_many_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept, failures = socket.socket.accept, list[int]()
+
+    def accept_later(listener: socket.socket) -> Any:
+        if not failures:
+            failures.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    presence = Presence(HOST, "a/0")
+    assert probe((HOST, presence.port), "a/0") == "alive"
+    assert failures
+    presence.close()
+    assert probe((HOST, presence.port), "a/0") == "ended"
+
+
 def test_a_rank_that_has_given_up_an_epoch_takes_part_in_the_next() -> None:
     presences = {name: Presence(HOST, name) for name in ("a", "b", "c")}
     places = {name: (HOST, one.port) for name, one in presences.items()}

@@ -313,12 +313,22 @@ def test_a_member_dies_in_an_average_that_is_repeated(inject: dict[int, str], la
     assert [(len(e.members), e.first_iteration) for e in epochs] == [(4, 0), (3, 6), (2, 6)]
 
 
-def test_a_member_dies_while_another_one_leaves_with_gradients_that_are_due_later() -> None:
-    """Process 1 leaves at the boundary in which process 2 dies, and the averages of the last
-    iteration, which the next forward would await, have arrived on no rank."""
+# The boundary of a plan with a prologue of one iteration is one iteration later. Then the average
+# of the last but one iteration has not arrived.
+@pytest.mark.parametrize(
+    ("strategy", "boundary"),
+    [(P3(), 8), (DiLoCo(period=8, delay=1), 9)],
+    ids=["gradients", "delayed with an outer step"],
+)
+def test_a_member_dies_while_another_one_leaves_with_averages_that_are_due_later(
+    strategy: Strategy, boundary: int
+) -> None:
+    """Process 1 leaves at the boundary in which process 2 dies, and the averages of iteration 7,
+    which the next forward would await, have arrived on no rank."""
     inject = {1: "send in union", 2: "end before union"}
-    outcomes, epochs = run(Scenario(P3(), 12, leaves={1: 4}, inject=inject))
-    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 8), (1, 8)]
+    outcomes, epochs = run(Scenario(strategy, 12, leaves={1: 4}, inject=inject))
+    found = [(len(e.members), e.first_iteration) for e in epochs]
+    assert found == [(3, 0), (2, boundary), (1, boundary)]
     assert [o and o.has_left for o in outcomes] == [False, True, None]
 
 

@@ -19,7 +19,9 @@ from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import MomentTimes, Timestamps
 from offbeat.core.runtime.meter import Meter, exposed_communication_s, gamma
 from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
+from offbeat.core.runtime.prepare import _Preparation
 from offbeat.core.transport.device import CPU
+from offbeat.core.transport.topology import Topology
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
 
@@ -147,6 +149,34 @@ def test_a_closed_meter_keeps_no_iterations() -> None:
     meter.close()
     listener(Mock())
     assert not meter._marks
+
+
+def test_the_mean_of_losses_of_one_element_is_logged() -> None:
+    seen = list[float]()
+    session = Mock(traffic=dict[str, int], iteration=0)
+
+    def log(numbers: dict[str, float], _: int) -> None:
+        seen.append(numbers["loss"])
+
+    meter = Meter(Metrics(log, every=2), session, CPU(), None, 0, [])
+    for session.iteration, value in ((1, 1.0), (2, 3.0)):
+        torch.full((1,), value, requires_grad=True).backward()
+        meter.on_iteration_end()
+    meter.close()
+    assert seen == [2.0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_with_parts_of_the_model_leave_no_samples(sharded: bool) -> None:
+    nodes = Topology(((0, 1), (2, 3)), sharded)
+    cluster = Mock(control=Mock(rank=0), topology=nodes, device=CPU())
+    job = Mock(cluster=cluster, ranks=Mock(workers=range(4)))
+    preparation = Mock(metrics=Metrics(print), model=torch.nn.Linear(2, 1))
+    session = Mock(traffic=dict[str, int], iteration=0)
+    meter = _Preparation._create_meter(preparation, job, session, [100] * 4)
+    assert meter is not None
+    meter.close()
+    assert (meter._board is None) is sharded
 
 
 @pytest.mark.parametrize("name", ["every", "divergence_every"])

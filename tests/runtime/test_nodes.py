@@ -405,7 +405,7 @@ def test_values_that_are_not_finite(i: int) -> None:
     assert [error for error, _ in left_out] == ["nothing"] * 4
     assert all(finite for _, (finite, *_) in left_out)
     warned = [text for _, (_, texts, _) in left_out for text in texts]
-    assert any("rank 2 left out of the gradient" in text for text in warned) == averages_gradients
+    assert any("rank 2 left out of the gradient" in text for text in warned)
     if averages_gradients:
         tolerance = 1e-12 if case is ADAM else WITH_CODES
         for _, (*_, weights) in left_out:

@@ -23,7 +23,7 @@ from offbeat.core.measuring.drift import Drift, Level, steps_of, weighted_median
 from offbeat.core.profile.elsewhere import with_slower_links, with_slower_replicas
 from offbeat.core.runtime.iteration import Iteration, MomentTimes, Timestamps
 from offbeat.core.runtime.launch_request import current_replan
-from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps, compute_s
+from offbeat.core.runtime.replanning import BoundaryMeter, _overlaps, _plan_seconds, compute_s
 from offbeat.core.sim.costs import Costs
 from offbeat.core.sim.prediction import BOUNDARY_FACT
 from offbeat.core.sim.ranks import Ranks
@@ -223,6 +223,16 @@ def test_the_prediction_contains_the_message_of_a_boundary() -> None:
     assert seconds > 0
     more_s = predict_plan(measured, PROFILE).iteration_s - predict_plan(plan, PROFILE).iteration_s
     assert more_s == pytest.approx(seconds / 20)
+
+
+def test_the_bound_of_a_plan_does_not_hold_for_a_faster_profile() -> None:
+    """With jitter, a prediction is no less than the bound of its plan."""
+    fast, strategy = replace(PROFILE, jitter=0.1), BSP()
+    plan = strategy.plan(with_slower_replicas(with_slower_links(fast, 4.0), [4.0, 4.0]))
+    expected_s = predict_plan(replace(plan, bound_s=None), fast).iteration_s
+    assert plan.bound_s is not None
+    assert expected_s < plan.bound_s
+    assert _plan_seconds(strategy, plan, fast) == expected_s
 
 
 def test_invalid_policy(monkeypatch: pytest.MonkeyPatch) -> None:

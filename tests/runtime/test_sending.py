@@ -59,11 +59,13 @@ def test_without_a_budget_nothing_is_sent() -> None:
 
 
 def test_a_link_takes_processors_that_compute_would_use() -> None:
-    assert crowding([("a", 16, 1), ("a", 16, 1)]) == 0
-    assert crowding([("a", 2, 1), ("a", 2, 1)]) == 1  # two threads of links, no processor left
-    assert crowding([("a", 3, 1), ("a", 3, 1)]) == 0.5
-    assert crowding([("a", 8, 8), ("b", 8, 4)]) == 0.5  # only the first machine is full
+    two, three, eight, many = ((1 << count) - 1 for count in (2, 3, 8, 16))
+    assert crowding([("a", many, 1), ("a", many, 1)]) == 0
+    assert crowding([("a", two, 1), ("a", two, 1)]) == 1  # two threads of links, no processor left
+    assert crowding([("a", three, 1), ("a", three, 1)]) == 0.5
+    assert crowding([("a", eight, 8), ("b", eight, 4)]) == 0.5  # only the first machine is full
     assert crowding([("a", 1, 4)]) == 1
+    assert crowding([("a", two << at, 1) for at in (0, 2, 4)]) == 0  # each has two of its own
 
 
 def test_two_sizes_tell_the_message_from_its_bytes() -> None:

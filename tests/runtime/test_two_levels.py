@@ -12,13 +12,17 @@ import torch.distributed as dist
 from support.worlds import run_world
 from torch import Tensor
 
+from offbeat.core.codecs import codec
+from offbeat.core.codecs.average import Part, Settings, equivalent_bytes
+from offbeat.core.runtime.coding import CodedMessage
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import Native
 from offbeat.core.transport.control import new_group
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.interfaces import LinkSpec
+from offbeat.core.transport.link import Message
 from offbeat.core.transport.topology import NodeClaim, Topology
-from offbeat.plan import INSIDE, vote_channel
+from offbeat.plan import INSIDE, Moment, transfer, vote_channel
 
 HOST = torch.device("cpu")
 RANKS = 6
@@ -143,3 +147,72 @@ def test_native_halves_with_fewer_owners() -> None:
         np.testing.assert_allclose(whole, mean, rtol=0, atol=1e-12)
         assert [rank[n][1] for rank in ranks] == [ranks[0][n][1]] * 3
         assert ranks[0][n][0] + ranks[1][n][0] == ranks[0][n][1]
+
+
+PAIRS, HALF = ((0, 1), (2, 3)), 4  # nodes, and elements of a shard of each rank
+KEPT = 0.25  # error of earlier messages
+INT8 = codec("int8", {})
+
+
+def send_codes() -> tuple[list[tuple[list[int], Any]], int]:
+    """Bad ranks and errors after a message in which rank 1 has a NaN, and after one whose values
+    are too large for codes; bytes that a link counts for a message."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    specs = [LinkSpec("net", None, "gloo"), LinkSpec(INSIDE, "lo", "gloo")]
+    cluster = connect(specs, HOST, CPU(), 30.0, NodeClaim("test", nodes=PAIRS))
+    cluster.open([vote_channel("net"), INSIDE])
+    link: Any = cluster.links["net"]
+    grad, step = Moment("grad"), Moment("step")
+    sent = transfer("grad", range(1), after=grad, before=step, phases=[0], link="net")
+
+    def encoded(x: Tensor, error: Tensor) -> CodedMessage:
+        how = Settings(INT8, "gather", 0, keeps=True)
+        return CodedMessage(sent, [Part(x, x[:0].clone(), {})], [([error], [])], how)
+
+    spoilt = values(rank, 2 * HALF)
+    if rank == 1:
+        spoilt[0] = torch.nan
+    large = torch.full((2 * HALF,), 1e300, dtype=torch.float64)
+    for x in (spoilt, large):
+        error = torch.full_like(x, KEPT)
+        _, bad, *_ = encoded(x, error)(link.collectives, leaves_out=True)
+        found.append((list(bad), error.numpy()))
+    x = values(rank, 2 * HALF)
+    message = Message(sent, 0, 0, coded=encoded(x, torch.zeros_like(x)))
+    link._send(message)
+    assert cluster.close()
+    return found, message.coded_bytes
+
+
+@cache
+def coded() -> list[tuple[list[tuple[list[int], Any]], int]]:
+    return run_world(send_codes, 4)
+
+
+def test_a_rank_that_is_left_out_keeps_the_new_error_of_its_shard() -> None:
+    """It encodes a shard of its node's average, to which it adds zeros."""
+    given = [values(rank, 2 * HALF).numpy() for rank in range(4)]
+    given[1][:] = 0
+    nodes = [KEPT + np.mean([given[rank] for rank in node], axis=0) for node in PAIRS]
+    for place in range(2):
+        shard = slice(HALF * place, HALF * (place + 1))
+        _, lost = INT8.average([node[shard] for node in nodes], "gather")
+        for node, mine in zip(PAIRS, lost, strict=True):
+            bad, error = coded()[node[place]][0][0]
+            assert bad == [1]
+            expected = np.full(2 * HALF, KEPT)
+            expected[shard] = mine
+            np.testing.assert_allclose(error, expected, rtol=0, atol=1e-12)
+
+
+def test_finite_values_that_codes_cannot_hold_name_all_ranks() -> None:
+    for found, _ in coded():
+        bad, error = found[1]
+        assert bad == [0, 1, 2, 3]
+        assert (error == KEPT).all()
+
+
+def test_a_message_of_codes_counts_the_shards_of_its_node() -> None:
+    each = equivalent_bytes(INT8, "gather", HALF, 8, 0, 2)
+    assert [count for _, count in coded()] == [2 * each] * 4

@@ -16,10 +16,15 @@ from support.server_jobs import job, until
 from support.server_workers import Worked, refused, sparsely, work
 from support.worlds import run_world, watch_world
 
-from offbeat import BSP, PSBSP, SSP
+from offbeat import BSP, PSBSP, SSP, Profile
+from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.transport.device import CPU
+from offbeat.experiments.record.record_file import path_of, read
+from offbeat.experiments.record.recorder import RunRecorder
+from offbeat.profile import Bucket, Link
 from offbeat.server.serving import _free_model
 from offbeat.server.session import SSPSession
+from offbeat.sim import predict
 
 ITERATIONS = 6
 
@@ -176,3 +181,23 @@ def test_a_new_job_begins_from_the_last_snapshot_of_all_servers(tmp_path: Path) 
     bsp(world, [0, 1, 2, 3, 0, 1])
     expected = dict(world[0].model.named_parameters())
     assert_close({n: again.model[n] for n in expected}, expected, "continued")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_uneven"), [(SSP(s=2), True), (SSP(s=0), False), (PSBSP(), False)], ids=str
+)
+def test_a_predicted_trace_is_uneven_if_workers_do_not_wait(strategy: SSP, is_uneven: bool) -> None:
+    facts = Profile((Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4)
+    assert predict(strategy, facts, servers=1).trace.uneven is is_uneven
+
+
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_a_record_states_whether_iterations_are_uneven(is_uneven: bool, tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path, 0, CPU())
+    recorder.is_uneven = is_uneven
+    recorder.start("ssp", None, observed=0)
+    names = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")
+    marks = Timestamps(**dict.fromkeys(names, 0.5), begin=0.0, end=1.0)
+    recorder.add_iteration(Iteration(0, marks, []))
+    recorder.write({})
+    assert read(path_of(tmp_path, 0))["trace"]["uneven"] is is_uneven

@@ -14,6 +14,8 @@ from support.forking import ForkedPython
 from offbeat import WFBP
 from offbeat.cli import main
 from offbeat.core.strategy import registry
+from offbeat.core.strategy.registry import read_plan
+from offbeat.plan import Plan
 from offbeat.strategies import create, find, reference_of, strategy_names
 
 MODULE = '''
@@ -171,6 +173,23 @@ def test_two_packages_with_one_name(package: Path) -> None:
     registry._entry_points.cache_clear()
     with pytest.raises(ValueError, match=r"foreign\) is declared by foreign and rival"):
         find("foreign")
+
+
+@pytest.mark.usefixtures("package")
+def test_plans_load_the_module_of_their_strategy() -> None:
+    """It may register the rules of the plan."""
+    plan = Plan("foreign-alone", 1, ())
+    assert "foreign_strategies" not in sys.modules
+    assert read_plan(plan.to_dict()) == plan
+    assert "foreign_strategies" in sys.modules
+
+
+def test_plans_of_a_name_of_two_packages_load_no_module(package: Path) -> None:
+    (package / "rival-1.dist-info" / "entry_points.txt").write_text(POINTS)
+    registry._entry_points.cache_clear()
+    plan = Plan("foreign-alone", 1, ())
+    assert read_plan(plan.to_dict()) == plan
+    assert "foreign_strategies" not in sys.modules
 
 
 NAMES = ("foreign_strategies:Planned", "foreign-alone")

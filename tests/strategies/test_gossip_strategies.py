@@ -110,6 +110,28 @@ def test_exchanges_are_predicted_with_their_wire() -> None:
     assert exchanged("int4", slow)[1] == pytest.approx(520 * byte_s + 4000 * 5e-6)
 
 
+@pytest.mark.parametrize(
+    ("wire", "size"), [("none", 2000), ("bf16", 2000), ("int8", 1032), ("int4", 520)]
+)
+def test_exchanges_of_bfloat16_have_the_bytes_of_their_elements(wire: str, size: int) -> None:
+    """A thousand of them, as in float32."""
+    buckets = (replace(PROFILE.buckets[0], size_bytes=2000),)
+    found = sim.predict(A2CiD2(wire=wire), replace(PROFILE, buckets=buckets, element_bytes=2.0))
+    assert found.trace.notes["gossip"]["exchanges"][0][4] == size
+
+
+def test_coding_of_bfloat16_takes_as_long_as_of_float32() -> None:
+    single = replace(PROFILE, codecs=(CodecSpeed("int4", 1e-6, 2e-6),))
+    buckets = (replace(PROFILE.buckets[0], size_bytes=2000),)
+    half = replace(single, buckets=buckets, element_bytes=2.0)
+
+    def shortest_s(profile: Profile) -> float:
+        found = sim.predict(A2CiD2(wire="int4"), profile).trace.notes["gossip"]["exchanges"]
+        return min(end - start for _, _, start, end, _ in found)
+
+    assert shortest_s(half) == pytest.approx(shortest_s(single))
+
+
 def test_a_world_of_one_sends_nothing() -> None:
     found = sim.predict(A2CiD2(), replace(PROFILE, world_size=1, rank_scale=()))
     assert found.bytes_per_iteration == {"net": 0.0}

@@ -24,6 +24,7 @@ from offbeat.core.codecs.tensor_codecs import code
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import Strategy, create
+from offbeat.strategies.methods.des_loc import moment_count
 from offbeat.strategies.outer_optimizer import OuterSGD
 from offbeat.testing.conformance import conforms, interpret_plan
 from offbeat.testing.replicas import Optimizer, Task, adam, momentum
@@ -438,6 +439,31 @@ def test_zeros_stay_zeros_in_two_bits() -> None:
     x[3], x[70] = 2.0, -1.0
     found = codec("topk2", {"fraction": 0.1}).round_trip(x)
     assert set(np.flatnonzero(found)) == {3, 70}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "moments"),
+    [
+        ([(7000, 7000), (3000, 6000)], 2),
+        ([(1000, 1300)], 2),  # a bucket with parameters of both kinds
+        ([(1000, 1000), (2000, 0)], 1),  # the optimizer steps a third of the model
+        ([(3000, 1000)], 1),
+        ([(1000, 2000), (0, 0)], 2),
+        ([(1000, 0)], 0),
+    ],
+)
+def test_moments_are_those_of_the_parameters_with_the_most(
+    sizes: Sequence[tuple[int, int]], moments: int
+) -> None:
+    """By bucket, the bytes of its parameters and those of their moments."""
+    buckets = tuple(
+        Bucket(f"b{b}", 0.01, 0.02, size, state_bytes=state)
+        for b, (size, state) in enumerate(sizes)
+    )
+    profile = Profile(buckets, (Link("net", 0.001, 1e6),), world_size=2)
+    assert moment_count(profile) == moments
+    kept = [buffer.name for buffer in create("des-loc").plan(profile).buffers]
+    assert kept == [f"state.{k}" for k in range(moments)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from support.models import USUAL, Case, build_model, build_optimizer, profile_of
+from support.workers import User, in_turn, prepared, rank, snapshot
+from support.worlds import run_world
 from torch import nn
 
 import offbeat
@@ -13,6 +16,7 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.check import check
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DiLoCo, DreamDDP, LocalSGD, OuterSGD, PartialSync
+from offbeat.strategies.methods.eager import Eager
 from offbeat.testing.conformance import interpret_plan
 from offbeat.testing.replicas import Task
 
@@ -138,3 +142,31 @@ def test_weights_that_are_loaded_are_where_the_outer_optimizer_begins():
     for value in own.state_dict().values():
         assert torch.equal(value, torch.full_like(value, 3.0))
     model.close()
+
+
+CASE = Case("mlp", "sgd")
+
+
+def trained_after_a_load(iterations: int) -> dict[str, torch.Tensor]:
+    """Weights of five iterations that begin with loaded weights, after some with others. Averages
+    are in flight for two iterations."""
+    model = build_model(CASE, seed=rank())
+    optimizer = build_optimizer(CASE, model)
+    profile = profile_of(CASE, 2)
+    with prepared(model, optimizer, Eager(period=2), profile=profile) as (model, optimizer):
+        user = User(CASE, model, optimizer, USUAL)
+        for t in range(iterations):
+            user.iterate(t)
+        model.load_state_dict(build_model(CASE, seed=9).state_dict())
+        for t in range(10, 15):
+            user.iterate(t)
+        return snapshot(model.state_dict())
+
+
+def test_a_load_drops_the_average_in_flight():
+    """In the middle of a period, and at its end: training goes on as from a start."""
+    calls = [(0,), (3,), (2,)]
+    for expected, *others in run_world(in_turn, 2, trained_after_a_load, calls):
+        for found in others:
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), name

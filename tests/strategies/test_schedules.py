@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +16,9 @@ from offbeat.strategies.bytescheduler import ByteScheduler
 from offbeat.strategies.dear import DeAR, decoupled_iteration_s
 from offbeat.strategies.p3 import P3
 from offbeat.strategies.slices import MOST_MESSAGES, TIE, order_s
-from offbeat.strategies.solvers import cap_fusion
+from offbeat.strategies.solvers import cap_fusion, fusion_finish
 from offbeat.strategies.us_byte import USByte
+from offbeat.strategies.wfbp import message_seconds
 
 BY_FORWARD = [
     P3(),
@@ -265,6 +267,33 @@ def test_dear_equals_the_event_loop_and_is_tuned(profile, cap_bytes):
 def dear_s(plan: Plan, profile: Profile) -> float:
     groups = [t.payload.buckets for t in plan.transfers if t.verb == "reduce_scatter"]
     return dear_event_loop(groups, profile)
+
+
+def test_dear_at_the_step_is_tuned_to_the_end_of_its_messages():
+    """One message of each half saves a latency under the forward; whole messages end earlier one
+    by one."""
+    buckets = tuple(Bucket(f"h.{i}", 0.0, 1.0, 2) for i in range(2))
+    profile = Profile(buckets, (Link("net", 0.5, 8.0),), world_size=2)
+    at_step, on_arrival = (
+        [t.payload.buckets for t in DeAR(update=update).plan(profile).transfers]
+        for update in ("at_step", "on_arrival")
+    )
+    assert at_step == [range(1), range(1, 2)]
+    assert on_arrival == [range(2)] * 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(profile=profiles())
+def test_dear_at_the_step_ends_no_later_than_with_another_cap(profile):
+    """Of caps that are sizes of runs from the output side on."""
+
+    def end_s(fusion_bytes=None):
+        plan = DeAR(fusion_bytes=fusion_bytes, update="at_step").plan(profile)
+        groups = [t.payload.buckets for t in plan.transfers]
+        return fusion_finish(groups, profile.slowest().ready_s, message_seconds(profile))
+
+    caps = {1, *accumulate(bucket.size_bytes for bucket in profile.buckets)} - {0}
+    assert end_s() <= min(map(end_s, caps)) * (1 + 1e-9)
 
 
 def test_dear_gathers_in_forward_order_from_the_step_on():

@@ -19,7 +19,7 @@ from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.strategy.registry import module_names
 from offbeat.core.verify.check import check
 from offbeat.plan import Payload
-from offbeat.profile import Bucket, Link, Profile
+from offbeat.profile import Bucket, CodecSpeed, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import (
     BSP,
@@ -40,6 +40,7 @@ from offbeat.strategies import (
 from offbeat.strategies import dreamddp_due as later
 from offbeat.strategies.partial_sync import Piece, average_of, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
+from offbeat.strategies.wire_profile import profile_for_wire
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
@@ -504,6 +505,26 @@ def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
     plan = later.forward_plan(setting, choice)
     assert later.steady_s(plan, profile) * 2 == pytest.approx(choice.closed_s)
     assert later.forward_plan_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "topk:0.01", "powersgd:4"])
+def test_codes_of_bfloat16_are_those_of_float32(wire):
+    """Of as many elements in half of the bytes: bytes, times, and what planners are told."""
+    strategy = LocalSGD(period=2, wire=wire)
+    used = strategy.plan(SMALL).transfers[0].wire
+    speed = CodecSpeed(used.name, 1e-9, 2e-9, 1e-4, 1e-4, 1e-4)
+    single = replace(SMALL, codecs=(speed,))
+    halved = tuple(replace(b, size_bytes=b.size_bytes // 2) for b in single.buckets)
+    half = replace(single, buckets=halved, element_bytes=2.0)
+    one, other = (predict(strategy, profile) for profile in (single, half))
+    assert other.bytes_per_iteration == one.bytes_per_iteration
+    assert other.iteration_s == pytest.approx(one.iteration_s)
+    payload = Payload("param", range(len(halved)))
+    told_s, expected_s = (
+        profile_for_wire(profile, used).message_s(payload, profile.default_link.name)
+        for profile in (half, single)
+    )
+    assert told_s == pytest.approx(expected_s)
 
 
 def test_what_hiding_costs():

@@ -23,6 +23,7 @@ from offbeat.check.verdicts import (
     facts_verdicts,
     link_verdicts,
 )
+from offbeat.core.plan import INSIDE
 from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.runtime.launchers import torchrun_variables
 from offbeat.frames.job_secret import common_secret
@@ -141,6 +142,8 @@ def _listen(meeting: Meeting, port: int | None) -> tuple[RankFacts, list[socket.
     problem = None
     try:
         for spec in current_links():
+            if spec.name == INSIDE:  # only between the ranks of a node
+                continue
             endpoint = find_endpoint(spec)
             if endpoint.address in [known.address for known in endpoints]:
                 continue  # the same interface twice

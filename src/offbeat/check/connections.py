@@ -9,6 +9,7 @@ import time
 from offbeat.frames.greeting import Greeting
 
 LIMIT_S = 3.0  # longest time to open a connection
+MOST_PORT = 65535
 PROOF_S = 1.0  # longest time for the proof of a client: strangers must not delay the check
 _HELLO = struct.Struct("!II")  # rank and step of the client
 
@@ -17,8 +18,10 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
     """Return a socket that listens on one address.
 
     Raises:
-        ValueError: the port is in use.
+        ValueError: the port is in use, or does not exist.
     """
+    if port > MOST_PORT:
+        raise ValueError(f"--port ({port}) must be at most {MOST_PORT}; give a smaller port")
     try:
         return socket.create_server((address, port), backlog=backlog)
     except OSError as error:

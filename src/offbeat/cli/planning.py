@@ -127,6 +127,8 @@ def simulate(
     named: list[Strategy] = []
     if plan is not None:
         made = texts.load_plan(plan, facts)
+        if speed is not None or any(axis is not None for axis in (rate, hosts, jitter, per_node)):
+            made = replace(made, bound_s=None)  # that of the profile that the plan was made for
         columns = {"strategy": made.strategy, "period": made.period}
         predict = partial(
             sim.predict_plan,

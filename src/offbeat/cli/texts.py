@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from offbeat.core.measuring.reported import LOSS, is_name
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import DeviceSpeed
@@ -154,11 +155,11 @@ def parse_target(
         return None, target_loss
     if text is None:
         return None, None
-    name, _, number = text.partition("=")
+    name, _, number = map(str.strip, text.partition("="))
     value = number_or_nan(number)
-    if not name.strip() or not math.isfinite(value):
+    if not is_name(name) or not math.isfinite(value):
         raise ValueError(f"--target ({text!r}) must be a metric and a number, as in accuracy=.97")
-    return (None, value) if name == "loss" else ((name, value), None)
+    return (None, value) if name == LOSS else ((name, value), None)
 
 
 def with_arguments(

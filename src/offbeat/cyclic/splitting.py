@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.strategies.solvers.stages import cut
 
 REPEATS = 3  # measurements of a child, of which the fastest one is used
@@ -53,7 +54,9 @@ def split(
     children = [*model.children()]
     if isinstance(balance, str):
         costs = _times_s if balance == "time" else _flops
-        runs = cut(costs(children, example), stages)
+        used = {x.device for x in (*example, *model.parameters())}
+        with preserve_random_states(used):
+            runs = cut(costs(children, example), stages)
     else:
         if len(balance) != stages or sum(balance) != len(children) or min(balance) < 1:
             raise ValueError(
@@ -94,19 +97,28 @@ def _times_s(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list
         timed = [_time_child(child, inputs) for _ in range(REPEATS)]
         costs.append(min(seconds for seconds, _ in timed))
         inputs = (timed[-1][1],)
-    for child in children:
-        child.zero_grad()
     return costs
 
 
 def _time_child(child: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, Tensor]:
-    """Return the seconds of one forward and backward of a child, and its output."""
+    """Return the seconds of one forward and backward of a child, and its output. Gradients of its
+    parameters stay as they are."""
     given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    begin_s = time.perf_counter()
+    wanted = [x for x in (*given, *child.parameters()) if x.requires_grad]
+    devices = {x.device for x in wanted}
+    begin_s = end_of_work_s(devices)
     output = child(*given)
     if output.requires_grad:
-        torch.autograd.backward(output, torch.ones_like(output))
-    return time.perf_counter() - begin_s, output.detach()
+        torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+    return end_of_work_s(devices) - begin_s, output.detach()
+
+
+def end_of_work_s(devices: Iterable[torch.device]) -> float:
+    """Return the time in seconds at which devices have ended their work."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _flops(children: Sequence[nn.Module], example: tuple[Tensor, ...]) -> list[float]:

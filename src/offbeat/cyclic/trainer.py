@@ -10,7 +10,6 @@ in the step in which it is sent, and waits only for messages that were sent in e
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.guards.comparison import agree_on_optimizer
 from offbeat.core.runtime.stepper import BucketStepper, Settings
 from offbeat.cyclic.exchange import Exchange
-from offbeat.cyclic.splitting import require_stages
+from offbeat.cyclic.splitting import end_of_work_s, require_stages
 from offbeat.cyclic.stage import Stage
 from offbeat.cyclic.timetable import Message, Placement, Timetable, What, Work
 from offbeat.cyclic.traffic import Traffic
@@ -251,7 +250,7 @@ class Interleaved:
             else:
                 x = passing.passed[j - 1].y.detach()
             x.requires_grad_()
-        begin_s = time.perf_counter()
+        begin_s = self._time_s(stage)
         number = self._versions.version_of(batch, j)
         y, leaves = stage.forward(x, number)
         if not isinstance(y, Tensor) or not (j == last or y.is_floating_point()):
@@ -260,11 +259,15 @@ class Interleaved:
         if j == last:
             y = self._loss(y, target)
             self._losses.append(y.detach())
-        self._span_s = begin_s, time.perf_counter()
+        self._span_s = begin_s, self._time_s(stage)
         if j < last and self.table.device(batch, j + 1) != self._rank:
             self._traffic.provide("activation", j + 1, batch, [y.detach()])
         passing.passed[j] = _Forward(x, y, stage.versions[number], leaves)
         self._remove_old_versions(j, self._time + 1)
+
+    def _time_s(self, stage: Stage) -> float:
+        """Return the time in seconds, with a record after all work of the stage's device."""
+        return end_of_work_s(() if self.on_work is None else (stage.device,))
 
     def _backward(self, work: Work) -> None:
         batch, j = work.batch, work.stage
@@ -272,12 +275,12 @@ class Interleaved:
         one, gradient = passing.passed.pop(j), passing.gradient
         if self._traffic.is_expected("gradient", j, batch):
             gradient = self._traffic.wait_for("gradient", j, batch, stage.device)[0]
-        begin_s = time.perf_counter()
+        begin_s = self._time_s(stage)
         wanted = [one.leaves[name] for name in stage.trained]
         gradients = torch.autograd.grad(
             one.y, [one.x, *wanted] if j else wanted, gradient, allow_unused=True
         )
-        self._span_s = begin_s, time.perf_counter()
+        self._span_s = begin_s, self._time_s(stage)
         if j:
             passing.gradient = torch.zeros_like(one.x) if gradients[0] is None else gradients[0]
             gradients = gradients[1:]
@@ -326,7 +329,10 @@ class Interleaved:
 
     def _update(self, t: int, j: int, mean: Vectors) -> None:
         """Step a stage with the gradient of iteration t, and pass the gradient to the next copy."""
-        stage = self._stages[j]
+        stage, copies = self._stages[j], self.table.total_messages(t, j)
+        onward = [message for message in copies if message.source == self._rank]
+        # Optimizers may write to gradients in their step, as Nesterov momentum does.
+        given = [flat.clone() for flat in mean.flats] if onward else []
         if t < self._versions.skipped:
             stage.versions[t + 1] = stage.versions[t]
         else:
@@ -334,9 +340,8 @@ class Interleaved:
             self._stepper.step(range(j, j + 1), self._settings[t], compare=True)
             stage.end_update()
         self._remove_old_versions(j, self._time)
-        for message in self.table.total_messages(t, j):
-            if message.source == self._rank:
-                self._traffic.provide("total", j, message.batch, mean.flats)
+        for message in onward:
+            self._traffic.provide("total", j, message.batch, given)
 
     def _remove_old_versions(self, j: int, since: int) -> None:
         """Remove versions that this device does not use from a time step on."""

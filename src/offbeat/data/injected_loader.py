@@ -13,7 +13,7 @@ from offbeat.core.transport.control import OPEN_CONTROL, Control
 from offbeat.data.batches import kind, leaves, pool, rebuild, samples_of
 from offbeat.data.injection import Injection
 from offbeat.data.numbers import require_count, require_positive
-from offbeat.data.place import place
+from offbeat.data.place import place, require_no_servers
 
 ENDED = (0, "no batch")  # values that a rank sends after the end of its loader
 
@@ -87,6 +87,7 @@ class Injected:
                 f"torch.distributed must be initialized before {workers} workers can share "
                 "samples; call offbeat.prepare or init_process_group before the first batch"
             )
+        require_no_servers("an injected loader")
         control = OPEN_CONTROL.get()(self._timeout_s)
         settings = f"{self.injection} with batch={self.batch} from iteration {self._iteration}"
         control.agree("injection", settings, "make it with the same settings")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from offbeat.core.transport.control import OPEN_CONTROL, Control
 from offbeat.data.numbers import require_positive
+from offbeat.data.place import require_no_servers
 from offbeat.data.samplers import ChunkSampler
 
 Batch = TypeVar("Batch")
@@ -30,6 +31,7 @@ class Joined(Generic[Batch]):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield from self.loader
             return
+        require_no_servers("offbeat.join")
         control = self._control = self._control or OPEN_CONTROL.get()(self._timeout_s)
         own = _length(self.loader)
         lengths = control.gather(own)
@@ -73,12 +75,15 @@ def _length(loader: Iterable[Any]) -> int:
     """Return the number of batches, or UNSIZED. A DataLoader over a stream has a `__len__` that
     raises, and that of one whose sampler resumes within an epoch counts the whole epoch.
     """
-    sampler, size = (getattr(loader, name, None) for name in ("sampler", "batch_size"))
+    # A DataLoader with a batch sampler has a sampler of its own, which is not used.
+    batches = getattr(loader, "batch_sampler", None)
+    batches = loader if batches is None else batches
+    sampler, size = (getattr(batches, name, None) for name in ("sampler", "batch_size"))
     if isinstance(sampler, ChunkSampler) and sampler.resumes:
         if size is None:
             return UNSIZED
         whole, rest = divmod(sampler.samples_left, size)
-        return whole + (rest > 0 and not getattr(loader, "drop_last", False))
+        return whole + (rest > 0 and not getattr(batches, "drop_last", False))
     try:
         return len(loader) if isinstance(loader, Sized) else UNSIZED
     except TypeError:
@@ -111,5 +116,6 @@ def join(loader: Iterable[Batch], *, timeout_s: float = 120.0) -> Joined[Batch]:
     Raises:
         RuntimeError: a rank was missing for `timeout_s` seconds; the message names it. Raised
             during iteration.
+        ValueError: the job has servers. Raised during iteration.
     """
     return Joined(loader, timeout_s)

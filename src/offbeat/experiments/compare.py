@@ -85,7 +85,7 @@ def compare(
     with comparison.setup.lab() as lab:
         outcome = Outcome(run_dir, notes=list(comparison.notes))
         run = _ComparisonRun(comparison, lab, outcome, progress)
-        record = describe_run(comparison, lab) | {"probed": run.probe_links()}
+        record = run.record = describe_run(comparison, lab) | {"probed": run.probe_links()}
         record["profile"] = None if given is None else given.record()
         known = run_dir / "profile.json"
         if resume:
@@ -97,7 +97,7 @@ def compare(
                 require_same_profile(given, known)
                 record["profile"] = before.get("profile")
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(run_dir / "run.json", record)
+        run.write_record()
         if kept is not None:
             write_json(run_dir / VERDICT_FILE, kept)
         for note in outcome.notes:
@@ -180,6 +180,14 @@ class _ComparisonRun(Launcher):
         super().__init__(comparison.setup, lab, outcome, progress)
         self.comparison, self.run_dir = comparison, outcome.run_dir
         self._predicted_s: dict[str, float] = {}  # per iteration, by label
+        self.record: dict[str, Any] = {}  # content of run.json
+
+    def write_record(self) -> None:
+        """Write run.json, which a report during the run and a resumed run read."""
+        if self.outcome.contestants:
+            self.record["contestants"] = contestant_entries(self.outcome.contestants)
+        self.record["changed"] = self.outcome.changed
+        write_json(self.run_dir / "run.json", self.record)
 
     def run_contestants(self, given: Profile | None) -> None:
         """Measure the profile unless it is given; predict all contestants and run them in turns."""
@@ -206,6 +214,7 @@ class _ComparisonRun(Launcher):
                 f"is {100 * busy:.0f} % busy with it"
             )
         outcome.contestants = self._contestants()
+        self.write_record()
         self._note_unused_strategy()
         ready = [c for c in outcome.contestants if self._predict(c, profile)]
         if comparison.device is not None:
@@ -214,6 +223,8 @@ class _ComparisonRun(Launcher):
         for number, (contestant, repetition) in enumerate(turns):
             begin_s = time.monotonic()
             self._run_repetition(contestant, repetition)
+            if outcome.changed:
+                self.write_record()
             runs = [turn[0] for turn in turns]
             if number == 0 and (
                 text := remaining_text(runs, self._predicted_s, time.monotonic() - begin_s)

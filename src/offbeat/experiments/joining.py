@@ -12,17 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.core.files import write_text
-from offbeat.core.runtime.launch_request import (
-    JOIN_VARIABLE,
-    RANK_VARIABLE,
-    SCHEMA,
-    VARIABLE,
-    WORKER_VARIABLE,
-    WORLD_SIZE_VARIABLE,
-)
+from offbeat.core.runtime.launch_request import JOIN_VARIABLE, SCHEMA, VARIABLE, WORKER_VARIABLE
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import reference_of
 from offbeat.core.transport.addresses import parse_address
+from offbeat.core.transport.job_place import RANK_VARIABLE, WORLD_SIZE_VARIABLE
 from offbeat.experiments.script import require_runnable
 from offbeat.frames.secret import VARIABLE as SECRET_VARIABLE
 

@@ -136,7 +136,9 @@ class Launcher:
                 consequence = "; predictions may be wrong, so measure again on an idle machine"
             self.progress.print_line(f"the profile was disturbed: {disturbance.text}{consequence}")
             if again:
-                logs.rename(logs.with_name(BEFORE + logs.name))
+                before = logs.with_name(BEFORE + logs.name)
+                shutil.rmtree(before, ignore_errors=True)  # of an interrupted run
+                logs.rename(before)
                 return self.measure(path, logs, least_buckets=least_buckets)
         profile.save(path)
         return True

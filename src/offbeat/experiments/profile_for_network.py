@@ -284,10 +284,16 @@ def _with_pace(
 
 
 def _require_speeds(profile: Profile, cluster: Cluster, file: str) -> None:
-    """Raise ValueError if speeds or jitters of a paced profile differ from the cluster's."""
-    if not profile.pace:
-        return
+    """Raise ValueError if speeds or jitters of a paced profile differ from the cluster's, or if the
+    cluster has them and the profile has no pace."""
     speeds, jitters = _host_speeds(profile, cluster)
+    if not profile.pace:
+        if any(jitters) or any(speed != 1 for speed in speeds):
+            raise ValueError(
+                f"speed and jitter of the cluster's hosts need a pace, and {file} has none; add "
+                "--pace K, or leave the profile out"
+            )
+        return
     times = [1 / speed for speed in speeds]
     scale = [time * len(times) / sum(times) for time in times]
     for name, was, here in (

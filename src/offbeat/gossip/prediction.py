@@ -167,15 +167,14 @@ def graph_of(strategy: Gossip, server: Server, size_bytes: int) -> nx.Graph:
 
 
 def message_bytes(strategy: Gossip, profile: Profile) -> int:
-    """Return the bytes of an exchange in each direction, with the bucket sizes of the profile as
-    sizes in float32.
+    """Return the bytes of an exchange in each direction.
 
     The first exchange of an edge sends more, because no codes are possible without anchors.
     """
     total, codec = sum(bucket.size_bytes for bucket in profile.buckets), strategy.codec
     if codec is not None:
-        return codec.bytes_of(math.ceil(total / ELEMENT_BYTES))
-    return math.ceil(total / 2) if strategy.wire == "bf16" else total
+        return codec.bytes_of(math.ceil(total / profile.element_bytes))
+    return math.ceil(2 * total / profile.element_bytes) if strategy.wire == "bf16" else total
 
 
 def _coding_s(strategy: Gossip, profile: Profile) -> float:
@@ -188,7 +187,7 @@ def _coding_s(strategy: Gossip, profile: Profile) -> float:
     total = sum(bucket.size_bytes for bucket in profile.buckets)
     passes_s = speed.encode_s_per_pass + 2 * speed.decode_s_per_pass
     per_byte_s = speed.encode_s_per_byte + 2 * speed.decode_s_per_byte
-    return passes_s + total * per_byte_s
+    return passes_s + total * per_byte_s * ELEMENT_BYTES / profile.element_bytes
 
 
 def _as_json(timeline: Timeline, size_bytes: int) -> dict[str, Any]:

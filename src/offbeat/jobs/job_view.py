@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from offbeat.core.transport.heartbeat_traffic import interval_s
 from offbeat.jobs.interval import Interval
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import ALIVE_TIMEOUT_S, as_object, find_runs, read_object
@@ -21,12 +22,20 @@ from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_
 from offbeat.jobs.verdict_file import verdict_of_run
 from offbeat.jobs.words import one_line
 
-HEARTBEAT_TIMEOUT_S = 5.0  # another rank is silent if its last heartbeat is older
+HEARTBEAT_TIMEOUT_S = 5.0  # lower bound of `heartbeat_timeout_s`
 SERIES_POINTS, EVENTS = 4000, 8  # newest intervals and events that are kept
 LATE_SHARE, SAME_SHARE = 0.1, 0.02  # shares of an iteration, see `delaying_ranks`
 ACTIVE = ("running", "waiting")  # states of a heartbeat; all others are final
 FAILED = ("failed", "aborted", "reported")
 LEFT = "left"  # end of the record of a member that has left
+
+
+def heartbeat_timeout_s(ranks: int) -> float:
+    """Return the age in seconds above which a heartbeat states that its rank is silent.
+
+    Heartbeats of many ranks are rare, and the store of the job is read as rarely.
+    """
+    return max(HEARTBEAT_TIMEOUT_S, 2.5 * interval_s(ranks))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -320,8 +329,11 @@ def view(job: JobFollower) -> JobView:
     intervals = {entry["rank"]: _as_interval(entry.get("interval")) for entry in entries}
     late = delaying_ranks([i for i in intervals.values() if i is not None])
     silent_s = job.unchanged_s if job.is_silent else None
+    timeout_s = heartbeat_timeout_s(len(entries))
     ranks = tuple(
-        _rank_view(entry, intervals[rank], late, silent_s if rank == job.writer else None)
+        _rank_view(
+            entry, intervals[rank], late, silent_s if rank == job.writer else None, timeout_s
+        )
         for entry in entries
         for rank in [entry["rank"]]
     )
@@ -380,7 +392,11 @@ def _state(job: JobFollower, ranks: Sequence[RankView]) -> str:
 
 
 def _rank_view(
-    entry: Mapping[str, Any], interval: Interval | None, late: set[int], silent_s: float | None
+    entry: Mapping[str, Any],
+    interval: Interval | None,
+    late: set[int],
+    silent_s: float | None,
+    timeout_s: float,
 ) -> RankView:
     """Return the view of an entry of alive.json.
 
@@ -389,6 +405,7 @@ def _rank_view(
         interval: interval of the entry.
         late: result of `delaying_ranks`.
         silent_s: for a silent rank 0, seconds for which it has not written; else None.
+        timeout_s: see `heartbeat_timeout_s`.
     """
     rank, state = entry["rank"], str(entry.get("state", "running"))
     age_s = float(entry.get("age_s") or 0.0) if silent_s is None else silent_s
@@ -409,7 +426,7 @@ def _rank_view(
         iteration=max(int(entry.get("iteration", -1)), -1 if interval is None else interval.stop),
         state=state,
         activity=one_line(entry.get("activity")),
-        silent=state in ACTIVE and (silent_s is not None or age_s > HEARTBEAT_TIMEOUT_S),
+        silent=state in ACTIVE and (silent_s is not None or age_s > timeout_s),
         delays_others=rank in late,
         **sums,
     )

@@ -16,6 +16,7 @@ from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.failure_detector import LEFT
+from offbeat.core.transport.topology import Topology
 from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
@@ -164,7 +165,9 @@ class JobMonitor:
         """Predict the plan, and print what it does."""
         is_first = self._outlook is None
         hosts = [self._facts["hosts"][number] for number in self._numbers]
-        outlook = Outlook.of(self._strategy, plan, profile, hosts, self._servers, self._numbers)
+        nodes = Topology.from_record(self._facts)
+        job = hosts, self._servers, self._numbers, nodes
+        outlook = Outlook.of(self._strategy, plan, profile, *job)
         self._outlook = outlook
         lines, numbers = [], dict[str, Any]()
         if profile is not None:
@@ -232,9 +235,10 @@ class JobMonitor:
     def _describe_end(
         self, how: str, text: str, total: Interval | None, iterations: int
     ) -> list[str]:
-        if total is None:
-            return [f"no iteration has ended{f'; {text}' if text else ''}"]
         count = count_text(iterations, "iteration")
+        if total is None:
+            done = f"{count}, all before the plan" if iterations else "no iteration has ended"
+            return [f"{done}{f'; {text}' if text else ''}"]
         first = count if how != "raised" else f"stopped by {text.partition(':')[0]} after {count}"
         predicted_s = None if self._outlook is None else self._outlook.iteration_s
         if total.n < iterations:  # the others have measured the profile, or came before a load

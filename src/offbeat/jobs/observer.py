@@ -24,12 +24,12 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.launch_request import current_servers
 from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.runtime.session import Session
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.heartbeat import run_at_process_exit
+from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.peer_errors import describe_exception
 from offbeat.jobs.board import Board
 from offbeat.jobs.interval import Interval, combine

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from statistics import median
 from typing import Any
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Link, Profile
+from offbeat.core.profile.elsewhere import with_free_links
 from offbeat.core.sim.prediction import Prediction, predict
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import BASELINE, create
+from offbeat.core.transport.topology import Topology
 from offbeat.jobs.interval import Interval, recent
 from offbeat.jobs.words import count_text, digits, percent, prediction_error, seconds, size
 
@@ -73,6 +75,7 @@ class Outlook:
         period: period of the plan.
         hosts: host of each rank, for messages.
         numbers: number of each rank's process in the record, for messages.
+        ranks: ranks in the order of the profile's replicas; empty for their own order.
     """
 
     prediction: Prediction | None
@@ -81,6 +84,7 @@ class Outlook:
     period: int
     hosts: Sequence[str]
     numbers: Sequence[int]
+    ranks: Sequence[int] = ()
     _suspected: bool = False  # whether the last comparison has found a departure
     _reported: Notice | None = None
     _reported_s: float = float("-inf")
@@ -96,6 +100,7 @@ class Outlook:
         hosts: Sequence[str],
         servers: int,
         numbers: Sequence[int] | None = None,
+        topology: Topology | None = None,
     ) -> Outlook:
         """Return the outlook of a plan, or of a strategy without a plan.
 
@@ -106,13 +111,15 @@ class Outlook:
             hosts: see the class.
             servers: number of ranks that serve.
             numbers: see the class; None where they are the ranks.
+            topology: nodes of the job; None if every rank holds a replica of its own.
         """
         prediction = baseline = None
         if profile is not None:
             prediction = _predict(strategy, profile, plan, servers)
             baseline = _predict(create(BASELINE), profile, None, servers)
         period, numbers = plan.period if plan else 1, numbers or range(len(hosts))
-        return cls(prediction, baseline, profile, period, hosts, numbers)
+        ranks = [] if topology is None else [rank for node in topology.nodes for rank in node]
+        return cls(prediction, baseline, profile, period, hosts, numbers, ranks)
 
     @property
     def iteration_s(self) -> float | None:
@@ -230,7 +237,9 @@ class Outlook:
         # The rest of the loop also contains accumulated batches, which intervals count as compute.
         rest_s = [max(0.0, profile.other_s - one.script_s / one.n) for one in newest.values()]
         own_s += min(rest_s)
-        expected = {rank: own_s * scale for rank, scale in enumerate(profile.scale_of_ranks)}
+        scales = profile.scale_of_ranks
+        ranks = self.ranks if len(self.ranks) == len(scales) else range(len(scales))
+        expected = {r: own_s * scale for r, scale in zip(ranks, scales, strict=True)}
         for rank, interval in newest.items():
             if rank in expected:
                 ratios[rank] = interval.own_s / interval.n / expected[rank]
@@ -296,6 +305,9 @@ def _predict(
     strategy: Strategy, profile: Profile, plan: Plan | None, servers: int
 ) -> Prediction | None:
     """Return the prediction; None if the strategy cannot be predicted from this profile."""
+    if profile.world_size == 1 and profile.inside is None and not servers:  # the only member
+        profile = with_free_links(profile)
+        plan = plan and replace(plan, bound_s=None)
     try:
         return predict(strategy, profile, servers=max(1, servers), ran=plan)
     except ValueError:

@@ -24,7 +24,7 @@ class VerdictMethod:
     Attributes:
         label: name of the method, or text of the strategy.
         strategy: strategy with its settings; None for a method of other libraries.
-        machines: number of machines.
+        machines: number of machines, with those of servers.
         iteration_s: predicted seconds per iteration.
         range_s: least and greatest of these by the uncertainty.
         to_loss_s: least, mean and greatest seconds to the loss of the verdict; None if it is
@@ -118,13 +118,14 @@ class KeptVerdict:
             measured_s: measured seconds per iteration; None without a measurement.
             to_loss_s: measured seconds to the loss of the verdict; None without a measurement.
         """
-        if machines not in (0, self.machines):
-            return [
-                f"the verdict is for {count_text(self.machines, 'machine')} and the run has "
-                f"{machines:,}, so times cannot be compared"
-            ]
         parts, loss = [], self.target_loss
         own = next((one for one in self.methods if one.strategy == strategy), None)
+        expected = self.machines if own is None else own.machines  # with those of servers
+        if machines not in (0, expected):
+            return [
+                f"the verdict is for {count_text(expected, 'machine')} and the run has "
+                f"{machines:,}, so times cannot be compared"
+            ]
         if own is None:
             parts.append(f"{strategy} is not in the verdict")
         elif own is not self.best:

@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat.lab.description import Cluster
 from offbeat.lab.parts import Change, Pair
-from offbeat.lab.switch.link_state import ChangePlan, LinkPlan, PairPlan
+from offbeat.lab.switch.link_state import UNSHAPED, ChangePlan, LinkPlan, PairPlan
 from offbeat.lab.units import parse_loss, parse_rate_bps, parse_time_s
 
 
@@ -32,6 +32,7 @@ def link_plan(cluster: Cluster, link: str) -> LinkPlan:
     ways = [cluster.attachment(host, link) for host in hosts]
     rates = [cluster.rate_bps(host, link) for host in hosts]
     uplinks = [cluster.uplink_bps(host, link) for host in hosts]
+    own = [None if up == rate else up or UNSHAPED for up, rate in zip(uplinks, rates, strict=True)]
     pairs = tuple(_pair_plan(pair, link) for pair in cluster.pairs if _concerns(pair, link))
     uniform = len({(way.latency_s, way.loss) for way in ways}) == 1
     index = cluster.link_index(link)
@@ -42,7 +43,7 @@ def link_plan(cluster: Cluster, link: str) -> LinkPlan:
     return LinkPlan(
         name=link,
         rates_bps=tuple(rates),
-        uplinks_bps=() if uplinks == rates else tuple(uplinks),
+        uplinks_bps=tuple(own) if any(up is not None for up in own) else (),
         latencies_s=tuple(way.latency_s for way in ways),
         losses=tuple(way.loss for way in ways),
         pairs=pairs,

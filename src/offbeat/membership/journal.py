@@ -140,12 +140,18 @@ def _open_locked(path: Path) -> BinaryIO:
         file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115, PTH123
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.close()
             raise ValueError(
                 f"journal ({path}) must be open in one service, and another one has it open; end "
                 "that service, or give another journal"
             ) from None
+        except OSError as error:
+            file.close()
+            raise ValueError(
+                f"journal ({path}) must be on a file system with locks ({error.strerror}); give a "
+                "local path"
+            ) from error
         with suppress(FileNotFoundError):
             # Otherwise another service has replaced the file before the lock.
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:

@@ -45,6 +45,8 @@ class SSPSession(LoopSession):
         watch.attach(p for p in job.model.parameters() if p.requires_grad)
         super().__init__(job, pace, watch, client.log)
         self._strategy, self._client, layout = strategy, client, client.layout
+        if self._recorder:
+            self._recorder.is_uneven = strategy.s > 0
         self._held = layout.parameters
         self._outgoing = layout.views(client.outgoing)
         self._incoming = layout.views(client.incoming)

@@ -396,6 +396,7 @@ def _trace(strategy: SSP, timeline: Timeline, workers: int) -> Trace:
         starts_s=(0.0,) * workers,
         spans=tuple(spans) if strategy.accumulate == 1 else (),
         notes={"ranks": workers, "staleness": fmean(timeline.staleness)},
+        uneven=strategy.s > 0,
     )
 
 

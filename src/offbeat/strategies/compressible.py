@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from offbeat.core.codecs import WIRES, Codec, PowerSGD, Sign, codec
-from offbeat.core.codecs.cost import ELEMENT_BYTES, Encoded
+from offbeat.core.codecs.cost import Encoded
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Buffer, Fact, Kind, Payload, Plan, Transfer, Wire
@@ -255,7 +255,7 @@ def _require_smaller(wire: Wire, transfers: Iterable[Transfer], profile: Profile
     if not isinstance(used, PowerSGD):
         return
     sizes = [profile.payload_bytes("grad", t.payload.buckets) // t.payload.parts for t in transfers]
-    most = max(sizes, default=0) // ELEMENT_BYTES
+    most = int(max(sizes, default=0) / profile.element_bytes)
     if used.is_dense(most):
         sides = matrix_shape(most)
         raise ValueError(

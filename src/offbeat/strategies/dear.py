@@ -12,7 +12,8 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.strategies.compressible import NONE, Synchronous
 from offbeat.strategies.slices import Update, compute_of
-from offbeat.strategies.solvers import Fusion, cap_fusion
+from offbeat.strategies.solvers import Fusion, cap_fusion, fusion_finish
+from offbeat.strategies.wfbp import message_seconds
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class DeAR(Synchronous):
     """
 
     fusion_bytes: int | None = None
-    """Size at which a group of buckets is closed; 1: no fusion; None: tuned by simulation."""
+    """Size at which a group of buckets is closed; 1: no fusion; None: tuned by equations."""
     update: Update = "on_arrival"
     """Time of the updates: when the all-gather of a group has completed (`on_arrival`), or in
     `optimizer.step()` (`at_step`), for scripts that clip or read gradients before the step."""
@@ -55,7 +56,7 @@ class DeAR(Synchronous):
             )
 
     def schedule(self, profile: Profile) -> Plan:
-        cap_bytes = self.fusion_bytes or _best_cap_bytes(profile.slowest())
+        cap_bytes = self.fusion_bytes or self._best_cap_bytes(profile)
         groups = cap_fusion([bucket.size_bytes for bucket in profile.buckets], cap_bytes)
         link = profile.default_link.name
         if self.update == "at_step":
@@ -70,6 +71,24 @@ class DeAR(Synchronous):
             (local(len(profile.buckets), updated, [0]),),
             facts=(Fact("fusion_bytes", cap_bytes, "a group is closed as soon as it holds them"),),
         )
+
+    def _best_cap_bytes(self, profile: Profile) -> int:
+        """Return the cap with the shortest iteration, or with `at_step` with the earliest end of
+        all messages; ties go to the largest cap.
+
+        Candidates are the sizes of the runs of buckets from the output side.
+        """
+        slowest, sizes = profile.slowest(), [bucket.size_bytes for bucket in profile.buckets]
+        message_s = message_seconds(profile)
+
+        def end_s(cap_bytes: int) -> float:
+            groups = cap_fusion(sizes, cap_bytes)
+            if self.update == "at_step":
+                return fusion_finish(groups, slowest.ready_s, message_s)
+            return decoupled_iteration_s(groups, slowest)
+
+        caps = {max(total, 1) for total in (1, *accumulate(sizes))}
+        return min(sorted(caps, reverse=True), key=end_s)
 
     def at_step(self) -> Strategy | None:
         return replace(self, update="at_step") if self.update == "on_arrival" else None
@@ -105,16 +124,6 @@ def decoupled_iteration_s(groups: Sequence[range], profile: Profile) -> float:
         gathered_s += _half_s(profile, group, "all_gather")
         now_s = max(now_s, gathered_s) + sum(compute.forward_s[group.start : group.stop])
     return now_s
-
-
-def _best_cap_bytes(profile: Profile) -> int:
-    """Return the cap with the shortest iteration; ties go to the largest cap.
-
-    Candidates are the sizes of the runs of buckets from the output side.
-    """
-    sizes = [bucket.size_bytes for bucket in profile.buckets]
-    caps = sorted({max(total, 1) for total in (1, *accumulate(sizes))}, reverse=True)
-    return min(caps, key=lambda cap: decoupled_iteration_s(cap_fusion(sizes, cap), profile))
 
 
 def _reduces(groups: Fusion, link: str, verb: Verb) -> tuple[Transfer, ...]:

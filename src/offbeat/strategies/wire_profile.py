@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 from offbeat.core.codecs import Codec, codec, way
-from offbeat.core.codecs.cost import ELEMENT_BYTES, coding_s
+from offbeat.core.codecs.cost import coding_s
 from offbeat.core.plan import Wire
 from offbeat.core.profile import Link, Profile
 
@@ -52,7 +53,7 @@ def profile_for_wire(profile: Profile, wire: Wire, *, sends: bool = False) -> Pr
 
 def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     sizes = [b.size_bytes for b in profile.buckets if b.size_bytes]
-    codes = sum(used.bytes_of(-(-size // ELEMENT_BYTES)) for size in sizes)
+    codes = sum(used.bytes_of(ceil(size / profile.element_bytes)) for size in sizes)
     share = codes / sum(sizes)
     first_s, per_byte_s = busy_first_s, busy_s = coding_s(profile, used, via)
     least_per_byte_s = per_byte_s
@@ -67,7 +68,7 @@ def _link_for_wire(profile: Profile, link: Link, used: Codec, via: str) -> Link:
     latency_s, rate = link.latency_s, link.bytes_per_s
     small: Iterable[tuple[int, float]] = link.small
     if via in ("gather", "scatter"):
-        latency_s, rate = link.halves.get("all_gather", (latency_s / 2, 2 * rate))
+        latency_s, rate = link.half("all_gather", profile.world_size)
         small = link.small_halves.get("all_gather") or [(size, s / 2) for size, s in small]
     rounds = {"scatter": 2, "reduce": used.rounds}.get(via, 1)
     # Bytes of one round, and bytes of the equivalent all-reduce, both per byte of the numbers.

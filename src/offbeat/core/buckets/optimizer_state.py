@@ -111,15 +111,22 @@ def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.
     """Return names and dtypes of the state that an optimizer keeps for a parameter of a group.
 
     A copy of the optimizer steps a trial parameter once. So the result is the same on all ranks,
-    although ranks may have used different parameters so far.
+    although ranks may have used different parameters so far. If it cannot, the first parameter of
+    the group with a state counts.
     """
     if is_wrapper(optimizer):  # a copy would step the parameters of the inner optimizer
         return _state_names(optimizer.state.get(p, {}), p)
     trial = nn.Parameter(torch.zeros(2, 3, dtype=p.dtype, device=p.device))
     trial.grad = torch.zeros_like(trial)
     copy = trial_copy(optimizer, [{**group, "params": [trial]}])
-    with preserve_random_states({p.device}), shield_parameters(optimizer):
-        copy.step()
+    try:
+        with preserve_random_states({p.device}), shield_parameters(optimizer):
+            copy.step()
+    except Exception:  # of an optimizer of the user, which may have created its state before
+        known = next((q for q in group["params"] if optimizer.state.get(q)), None)
+        if known is None:
+            raise
+        return _state_names(optimizer.state[known], known)
     return _state_names(copy.state[trial], trial)
 
 

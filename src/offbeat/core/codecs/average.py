@@ -181,7 +181,7 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
     codes.encode(x, rows.codes(own))
     rows.plain_numbers(own, part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](table.view(-1))
-    bad_ranks = _check_heads(table)
+    bad_ranks = _check_heads(table, act)
     mean = part.zeros()
     codes.add_all(rows.codes(table), mean)
     part.mean = mean.div_(act.size)
@@ -219,7 +219,7 @@ def _average_in_parts(
         codes.add_all(rows.codes(table), mean[cut])
     for finish in sent:
         finish()
-    bad_ranks = _check_heads(tables[0])
+    bad_ranks = _check_heads(tables[0], act)
     part.mean = mean.div_(act.size)
     part.plain = _plain_mean(tables[-1], layouts[-1], part.plain)
     return Outcome(bad_ranks, sum(table.nbytes for table in tables) // 2)
@@ -237,7 +237,7 @@ def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) 
         given = table[first : first + len(shards_of_x)]
         codes.encode(shards_of_x, rows.codes(given, code_bytes[first]))
     act.exchange(table.view(-1))
-    bad_ranks, sent = _check_heads(table), table.nbytes
+    bad_ranks, sent = _check_heads(table, act), table.nbytes
     own_cut, count = cuts[act.rank], code_bytes[act.rank]
     shard = x.new_zeros(own_cut.stop - own_cut.start)
     codes.add_all(rows.codes(table, count), shard)
@@ -316,7 +316,7 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
     part.mean, part.plain = mean, tail.to(part.plain.dtype)
     heads = flags.view(-1, HEAD)
     bad_ones = [rank for rank, share in enumerate(heads[:, 0].tolist()) if share > 0]
-    _require_same([tuple(origin) for origin in heads[:, 1:].tolist()])
+    _require_same([tuple(origin) for origin in heads[:, 1:].tolist()], act)
     return Outcome(bad_ones, sent)
 
 
@@ -325,18 +325,19 @@ def _is_finite(x: Tensor) -> bool:
     return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
-def _check_heads(table: Tensor) -> list[int]:
+def _check_heads(table: Tensor, act: Collectives) -> list[int]:
     """Return the ranks with values that are not finite; raise OriginError if origins differ."""
     bad, origins = read_heads(table)
-    _require_same(origins)
+    _require_same(origins, act)
     return bad
 
 
-def _require_same(origins: Sequence[Any]) -> None:
+def _require_same(origins: Sequence[Any], act: Collectives) -> None:
     """Raise OriginError unless all origins are equal. All-reduced origins are compared too."""
     odd = next((rank for rank, origin in enumerate(origins) if origin != origins[0]), None)
     if odd is not None:
-        raise OriginError(odd, 0)
+        ranks = act.members or range(len(origins))
+        raise OriginError(ranks[odd], ranks[0])
 
 
 def _plain_mean(table: Tensor, rows: Rows, like: Tensor) -> Tensor:

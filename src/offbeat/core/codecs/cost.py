@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import ceil
 
 from offbeat.core.codecs import Codec, codec, way
 from offbeat.core.plan import Payload, Verb, Wire
 from offbeat.core.profile import Profile
 
-ELEMENT_BYTES = 4  # bytes of an encoded element; a profile holds no dtypes
+ELEMENT_BYTES = 4  # bytes of an element of float32, in which codecs are measured
 
 
 class Encoded:
@@ -51,7 +52,7 @@ class Encoded:
         with its first collective.
         """
         ranks, plain = self._profile.world_size, self._plain
-        codes = self._codec.bytes_of(-(-self._numbers // ELEMENT_BYTES))
+        codes = self._codec.bytes_of(ceil(self._numbers / self._profile.element_bytes))
         if not self._gathers:
             count = 1 if self._verb == "send" else self._codec.rounds
             return [codes // count + plain, *[codes // count] * (count - 1)]
@@ -118,4 +119,5 @@ def coding_s(profile: Profile, used: Codec, via: str) -> tuple[float, float]:
     decodes_s = speed.decode_s_per_pass if decoded else 0.0
     per_round_s = speed.s_per_message + speed.encode_s_per_pass + decodes_s
     per_byte_s = encoded * speed.encode_s_per_byte + decoded * speed.decode_s_per_byte
+    per_byte_s *= ELEMENT_BYTES / profile.element_bytes
     return rounds * per_round_s, per_byte_s / owners

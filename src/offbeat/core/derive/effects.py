@@ -120,6 +120,15 @@ def delayed_applies(plan: Plan) -> Sequence[Apply]:
     ]
 
 
+def has_late_messages(plan: Plan) -> bool:
+    """Return whether messages arrive in a later iteration than that of the next forward, by which
+    every message is completed between two iterations."""
+    return any(
+        t.before.lag > 1 or (t.before.lag == 1 and t.before.point != "forward")
+        for t in plan.transfers
+    )
+
+
 def delayed_buffers(plan: Plan) -> Sequence[str]:
     """Return the buffers whose contents a later iteration writes into the parameters.
 

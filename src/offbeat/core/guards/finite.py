@@ -50,11 +50,11 @@ class FiniteGuard:
         rank: int,
         world_size: int,
         names: Callable[[range], str],
-        node_size: int = 1,
+        node: Sequence[int] = (),
         averaging: int | None = None,
     ):
         self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
-        self._node_size = node_size  # number of ranks that average on the link `INSIDE`
+        self._node = node or (rank,)  # ranks that average on the link `INSIDE`
         # Number of ranks that average on the other links: all, or the replicas of a sharded model.
         self._averaging = world_size if averaging is None else averaging
         # Whether this rank's values were bad, for each average between its two halves.
@@ -129,8 +129,8 @@ class FiniteGuard:
 
     def _averaging_on(self, link: str) -> int:
         """Return the number of ranks that average with each other on a link."""
-        inside = base_link(link) == INSIDE and self._node_size > 1
-        return self._node_size if inside else self._averaging
+        inside = base_link(link) == INSIDE and len(self._node) > 1
+        return len(self._node) if inside else self._averaging
 
     def _vote(
         self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int, bad: bool
@@ -157,7 +157,8 @@ class FiniteGuard:
     ) -> None:
         """Check the result of a message with culprits before it is used.
 
-        Warns on rank 0 if the values of the culprits were left out of the average.
+        Warns on rank 0 if the values of the culprits were left out of the average. The first rank
+        of a node warns about averages inside the node.
 
         Raises:
             RuntimeError: policy `raise`, and user code has not replaced the bad values; or no rank
@@ -176,7 +177,7 @@ class FiniteGuard:
         if transfer.ranks is not None:
             raise self._spoilt_sum(culprits, payload.buckets, iteration)
         if self._policy == "skip" and len(culprits) < self._averaging_on(transfer.link):
-            if self._rank == 0:
+            if self._rank == (self._node[0] if base_link(transfer.link) == INSIDE else 0):
                 warnings.warn(f"{who} left out of the {what}: not finite", stacklevel=2)
             return
         if all(is_finite(t) for t in tensors if t.numel()):

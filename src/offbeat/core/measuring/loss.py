@@ -40,8 +40,8 @@ class LossTap:
 
     So scripts need not report their loss. The scalars of an accumulation are added up, as most
     scripts divide them by their number. A scalar that a GradScaler has scaled is recorded as it was
-    before. The cost is one attribute look-up per iteration. Taps may be nested and closed in any
-    order.
+    before. The cost is one attribute look-up and one copy of a scalar per iteration. Taps may be
+    nested and closed in any order.
 
     Attributes:
         began: mark of the start of the last backward, by the function `mark`.
@@ -86,7 +86,9 @@ class LossTap:
 
     def _add(self, loss: Tensor) -> None:
         earlier = self._loss if getattr(self._threads, "accumulates", False) else None
-        self._loss = loss if earlier is None else earlier.reshape(()) + loss.reshape(())
+        # The script may change its tensor in place before the loss is read.
+        own = loss.reshape(())
+        self._loss = own.clone() if earlier is None else earlier + own
         self._threads.accumulates = is_accumulating()
 
     def take(self) -> Tensor | None:

@@ -120,10 +120,12 @@ class Observer:
         seconds, times = self._device.seconds, _Times()
         first, end = self._forward_marks(marks)
         at = start = seconds(first)
-        current = None
+        current, end_s = None, seconds(end)
         for name, mark in [*self._entered, (None, end)]:
             now = seconds(mark)
-            if now >= start:  # earlier marks belong to an evaluation or a micro-batch
+            # Earlier marks belong to an evaluation or a micro-batch, later ones to checkpointed
+            # modules, which the backward runs again.
+            if start <= now <= end_s:
                 times.forward[current or name or ""] += now - at
                 current, at = name, now
         # Gradients that were ready before this forward are of the backward of an earlier one.
@@ -233,7 +235,8 @@ class Observer:
         mean = everyone.mean(axis=0)
         jitter, rank_jitter = cluster_jitter(jitters)
         kept = self._activation_bytes(specs, control)
-        count = len(specs)
+        count, whole = len(specs), flat.parameter_tensors()
+        elements = sum(x.numel() for x in whole)
         compute = everyone[:, : 2 * count].sum(axis=1)
         scale = compute / compute.mean()
         alike = are_alike(scale.tolist(), spreads, len(self._times) - 1)
@@ -268,6 +271,7 @@ class Observer:
             topology=() if topology.is_flat else topology.sizes,
             inside=next((link for link in links if link.name not in cluster.specs), None),
             sharded=topology.sharded,
+            element_bytes=sum(x.nbytes for x in whole) / elements if elements else 4.0,
         )
 
     def _noise(self, control: Control) -> GradientNoise | None:

@@ -10,9 +10,14 @@ STAT = Path("/proc/stat")
 
 def processors() -> int:
     """Return the number of processors that this process may use."""
+    return processor_bits().bit_count()
+
+
+def processor_bits() -> int:
+    """Return the processors that this process may use, as one bit each."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sum(1 << number for number in os.sched_getaffinity(0))
+    return (1 << (os.cpu_count() or 1)) - 1
 
 
 def kernel_s() -> float:

@@ -9,6 +9,12 @@ from typing import SupportsFloat
 LOSS = "loss"  # the training loss, which is recorded by itself
 _NAME = re.compile(r"[A-Za-z][\w.@/-]*", re.ASCII)
 
+
+def is_name(text: str) -> bool:
+    """Return whether a text is a valid name of a metric, or that of the loss."""
+    return _NAME.fullmatch(text) is not None
+
+
 Receiver = Callable[[str, float], None]
 _receiver: Receiver | None = None
 
@@ -29,7 +35,7 @@ def report_metric(name: str, value: SupportsFloat) -> None:
         ValueError: the name is no word, or is "loss".
         TypeError: the value is no number.
     """
-    if not _NAME.fullmatch(name) or name == LOSS:
+    if not is_name(name) or name == LOSS:
         raise ValueError(
             f"name ({name!r}) must be a word other than {LOSS}, as in report_metric('accuracy', .9)"
         )

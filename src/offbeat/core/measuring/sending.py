@@ -11,13 +11,15 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
-from offbeat.core.measuring.processors import processors
+from offbeat.core.measuring.processors import processor_bits
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.measuring.volley import send_volley
 from offbeat.core.plan import INSIDE
@@ -29,7 +31,8 @@ SMALL_BYTES = 4096
 LARGE = 1 / 20  # the large message as a share of the model, about a bucket
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
-Place = tuple[str, int, int]  # machine, its processors, compute threads of one rank
+# Of one rank: machine, bits of the processors that it may use, number of its compute threads.
+Place = tuple[str, int, int]
 
 
 def measure_sending(
@@ -79,8 +82,8 @@ def crowding(places: Sequence[Place]) -> float:
     competing = 0.0
     for ranks in machines.values():
         needed = sum(threads + 1 for _, _, threads in ranks)
-        processors = max(processors for _, processors, _ in ranks)
-        competing += min(max(needed - processors, 0), len(ranks))
+        usable = reduce(or_, (bits for _, bits, _ in ranks)).bit_count()
+        competing += min(max(needed - usable, 0), len(ranks))
     return competing / len(places)
 
 
@@ -116,7 +119,7 @@ def fit_message_costs(small: tuple[int, float], large: tuple[int, float]) -> tup
 
 def _place() -> Place:
     machine = BOOT.read_text() if BOOT.exists() else socket.gethostname()
-    return machine, processors(), torch.get_num_threads()
+    return machine, processor_bits(), torch.get_num_threads()
 
 
 def _is_payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:

@@ -20,6 +20,7 @@ from offbeat.core.profile.records import Points
 
 T = TypeVar("T")
 SEGMENT_BITS = 8 * 1448  # payload of a TCP segment on Ethernet
+FREE_BYTES_PER_S = 1e15  # rate of messages that take no time
 PAYLOAD = 0.94  # payload share of a link's rate in large all_reduces (25 to 200 Mbit/s, gloo)
 
 
@@ -86,6 +87,9 @@ def for_members(
         earlier = [i % profile.world_size for i in range(members)]
     if [*earlier] == [*range(profile.world_size)]:
         return found
+    if profile.topology:
+        sizes = tuple(profile.topology[0 if i is None else i] for i in earlier)
+        found = replace(found, topology=sizes)
     if profile.rank_jitter:
         jitters = [profile.jitter if i is None else profile.rank_jitter[i] for i in earlier]
         alike = len({*jitters}) == 1
@@ -95,6 +99,17 @@ def for_members(
         return found
     scale = [1.0 if i is None else profile.rank_scale[i] for i in earlier]
     return with_slower_replicas(replace(found, rank_scale=()), scale)
+
+
+def with_free_links(profile: Profile) -> Profile:
+    """Return the profile with messages that take no time between replicas, of which one alone sends
+    none."""
+    links = tuple(
+        Link(link.name, 0.0, FREE_BYTES_PER_S, asked_rate_bps=link.asked_rate_bps)
+        for link in profile.links
+    )
+    buckets = tuple(replace(bucket, communication_s={}) for bucket in profile.buckets)
+    return replace(profile, buckets=buckets, links=links, contention=())
 
 
 def repeated_ranks(profile: Profile, ranks: int) -> Profile:
@@ -171,6 +186,7 @@ def _slow_down(link: Link, times: float) -> Link:
         lambda latency_s, rate, _: (latency_s * times, rate / times),
         slower,
         after_pause=slower(link.after_pause),
+        vote_s=link.vote_s and link.vote_s * times,
     )
 
 

@@ -80,6 +80,8 @@ class Profile:
             iteration; None if they do not.
         sharded: whether each rank holds a part of its replica. Sizes are those of these parts.
         usage: use of gradients by the script, on which some strategies depend.
+        element_bytes: bytes of an element of the parameters, as a mean: 2 for bfloat16. Codecs
+            encode elements.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -104,6 +106,7 @@ class Profile:
     inside: Link | None = None
     sharded: bool = False
     usage: ScriptUsage = field(default_factory=ScriptUsage)
+    element_bytes: float = 4.0
 
     def __getattr__(self, name: str) -> Any:
         # Return the method that a former name stands for, with a warning, until version 0.3.

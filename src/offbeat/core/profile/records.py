@@ -80,7 +80,8 @@ class Link:
         small: measured (bytes, seconds) of small messages, ascending. They take longer than the
             fitted line predicts: with gloo on TCP, up to about 40 KB, a constant time.
         halves: "reduce_scatter" or "all_gather" to (latency_s, bytes_per_s). Without an entry,
-            a half takes half of the time of an all_reduce, as it has half of the steps.
+            a half takes half of the time of an all_reduce, as it has half of the steps, or if
+            `pair_bytes_per_s` is known the time of its own steps.
         cpu_s_per_message: processor seconds that a rank spends to send a message. Compute of
             the rank is delayed by this time; 0 if a device computes.
         cpu_s_per_byte: processor seconds that a rank spends per byte sent; 0 if a device
@@ -180,7 +181,7 @@ class Link:
         if verb in PAIRED:
             latency_s, least_s = (s / ring_steps(ranks) for s in (self.latency_s, least_s))
         elif verb != "all_reduce":
-            latency_s, _ = self._half(verb)
+            latency_s, _ = self.half(verb, ranks)
             least_s = least_s if self.small_halves.get(verb) else least_s / 2
         line_s = latency_s + self.transfer_s(transfer_s, verb, ranks)
         return (
@@ -207,7 +208,9 @@ class Link:
             return self.transfer_s(transfer_s, "send", ranks) * _tree_depth(ranks)
         if verb in PAIRED:
             return transfer_s * (self.bytes_per_s / self.send_bytes_per_s(ranks))
-        return transfer_s if verb == "all_reduce" else transfer_s * self._half(verb)[1]
+        if verb == "all_reduce":
+            return transfer_s
+        return transfer_s * (self.bytes_per_s / self.half(verb, ranks)[1])
 
     def has_long_steps(self, ranks: int) -> bool:
         """Return whether a step of a ring all_reduce without bytes takes at least 2 ms.
@@ -227,11 +230,22 @@ class Link:
             return self.pair_bytes_per_s
         return self.bytes_per_s * ring_steps(ranks) / max(ranks, 2)
 
-    def _half(self, verb: Verb) -> tuple[float, float]:
-        """Return latency of a half of an all_reduce, and its remaining time over that of the
-        whole."""
-        latency_s, rate = self.halves.get(verb, (self.latency_s / 2, 2 * self.bytes_per_s))
-        return latency_s, self.bytes_per_s / rate
+    def half(self, verb: Verb, ranks: int) -> tuple[float, float]:
+        """Return latency in seconds and bytes per second of a half of an all_reduce.
+
+        Args:
+            verb: "reduce_scatter" or "all_gather".
+            ranks: number of ranks of the all_reduces that `latency_s` is of.
+        """
+        if verb in self.halves:
+            return self.halves[verb]
+        if self.pair_bytes_per_s is None:
+            return self.latency_s / 2, 2 * self.bytes_per_s
+        # A half has K - 1 steps of one K-th of the bytes. gloo's all_gather has the delays of K.
+        steps = max(ranks, 2) - 1
+        delays = steps + (verb == "all_gather")
+        rate = self.pair_bytes_per_s * (steps + 1) / steps
+        return self.latency_s * delays / ring_steps(ranks), rate
 
     def additional_s(self, size_bytes: float, verb: Verb = "all_reduce", ranks: int = 2) -> float:
         """Return the additional seconds of a message after a pause of at least `pause_s`.

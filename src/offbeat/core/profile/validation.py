@@ -42,6 +42,7 @@ def validate(profile: Profile) -> None:
         _validate_bucket(bucket, {link.name for link in profile.all_links})
     for name in ("update_s", "other_s", "step_s", "jitter", "pace", "broadcast_bytes"):
         _require_number(name, getattr(profile, name))
+    _require_number("element_bytes", profile.element_bytes, positive=True)
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):
         if values and len(values) != profile.world_size:
             raise ValueError(

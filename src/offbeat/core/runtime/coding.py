@@ -351,10 +351,11 @@ class CodedMessage:
             arrived += [mean, plain]
             taken.append(numbers)
         lost = not all_finite(arrived)
-        if lost and not leaves_out:
-            bad = find_bad() or [*range(levels.ranks)]
+        if lost:  # finite values may overflow in the codec or in the sum
+            bad = [] if leaves_out else find_bad()
+            bad = bad or [*range(levels.ranks)]
         deferred: list[Tensor] = []
-        if self.errors is not None and not (own_bad or lost):
+        if self.errors is not None and not lost and (leaves_out or not own_bad):
             if self.defers_errors:
                 deferred = [torch.zeros_like(whole) for whole in taken]
             for numbers, shard, i in kept:

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 import offbeat
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.console import console
-from offbeat.core.runtime.launch_request import current_links, current_place
+from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.runtime.session import Session
 from offbeat.core.transport import addresses, rendezvous
 from offbeat.core.transport.cluster import Cluster, connect
@@ -39,6 +39,7 @@ from offbeat.core.transport.interfaces import (
     parse_link,
     require_one_order,
 )
+from offbeat.core.transport.job_place import current_place
 from offbeat.core.transport.link import THREAD_PREFIX
 from offbeat.core.transport.store_agreement import StoreAgreement
 from offbeat.core.transport.topology import (

@@ -16,10 +16,6 @@ VARIABLE = "OFFBEAT_JOB"
 LINKS_VARIABLE = "OFFBEAT_LINKS"
 NODES_VARIABLE = "OFFBEAT_NODES"  # "auto", or the number of ranks that share a replica
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # replaces the script's strategy, as dreamddp:period=8
-SERVERS_VARIABLE = "OFFBEAT_SERVERS"  # number of servers; the last ranks serve
-# Rank and number of ranks including servers. RANK and WORLD_SIZE may count workers only.
-RANK_VARIABLE = "OFFBEAT_RANK"
-WORLD_SIZE_VARIABLE = "OFFBEAT_WORLD_SIZE"
 CHECKPOINT_VARIABLE = "OFFBEAT_CHECKPOINT"  # directory of checkpoints, in a job without a launcher
 JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a gossip worker
 WORKER_VARIABLE = "OFFBEAT_WORKER"  # former id of a returning worker
@@ -125,25 +121,6 @@ def current_replan(argument: str | None) -> Replan:
     if text not in get_args(Replan):
         raise ValueError(f"{name} ({text!r}) must be 'never', 'exact' or 'always'")
     return text  # type: ignore[return-value]
-
-
-def current_servers() -> int:
-    """Return the number of servers, which are the last ranks. Raise ValueError if OFFBEAT_SERVERS
-    is not a number."""
-    text = os.environ.get(SERVERS_VARIABLE) or "0"
-    if not text.isdecimal():
-        raise ValueError(f"{SERVERS_VARIABLE} ({text!r}) must be a number of ranks, 0 or more")
-    return int(text)
-
-
-def current_place() -> tuple[int, int]:
-    """Return the rank and the number of ranks, including servers.
-
-    A launcher that starts servers sets RANK and WORLD_SIZE to count workers only, because scripts
-    split their data by these variables.
-    """
-    rank = os.environ.get(RANK_VARIABLE) or os.environ["RANK"]
-    return int(rank), int(os.environ.get(WORLD_SIZE_VARIABLE) or os.environ.get("WORLD_SIZE", "1"))
 
 
 def current_join_request() -> tuple[tuple[str, int], int | None] | None:

@@ -118,6 +118,12 @@ class MemberChanges:
         """Whether the members of the next epoch are agreed, and it has not begun."""
         return self._begins_at is not None
 
+    @property
+    def has_ended_epoch(self) -> bool:
+        """Whether the epoch has ended on this rank, by a failure of a member or because this
+        process has left, and the next one has not begun."""
+        return self.are_agreed or self.has_left
+
     def run(self, exchange: Callable[[], None]) -> None:
         """Run an exchange of all members. If another member fails in it, meet the survivors."""
         try:
@@ -154,7 +160,7 @@ class MemberChanges:
         Raises:
             RuntimeError: it has failed, although no member has.
         """
-        while True:
+        while not self.has_left:  # in the drain before
             self._begin_if_due()
             before, done = self._member.epoch.members, self._united
             self._united_tensors = tensors
@@ -211,7 +217,7 @@ class MemberChanges:
         """Change the members at a boundary if there are requests."""
         agreed: list[Epoch | None] = []
         self.run(lambda: agreed.extend(self._agree_on_requests()))
-        if not agreed or self.are_agreed:
+        if not agreed or self.has_ended_epoch:
             return
         if agreed[0] is not None:
             self._enter_epoch(agreed[0])
@@ -223,23 +229,29 @@ class MemberChanges:
     def _agree_on_requests(self) -> Iterator[Epoch | None]:
         """Yield the next epoch if there are requests, after the replicas have been averaged; None
         if all members leave."""
-        from offbeat.membership import Epoch
+        from offbeat.membership import Epoch, MembershipError
 
         control, member = self._cluster.control, self._member
         newest = control.largest(member.watch.version)
         if newest <= self._handled:
             return
-        own = None
+        own, has_answer = None, True
         if control.rank == 0:
             iteration = self._session.iteration
-            epoch = member.next_epoch(iteration, self._read_count(iteration), self.senders)
-            own = epoch.to_dict() if epoch is not None else ENDS if member.all_leave else None
-        given = control.gather(own)[0]
-        self._handled = newest
+            try:
+                epoch = member.next_epoch(iteration, self._read_count(iteration), self.senders)
+                own = epoch.to_dict() if epoch is not None else ENDS if member.all_leave else None
+            except MembershipError:
+                has_answer = False
+        given, has_answer = control.gather((own, has_answer))[0]
+        if has_answer:  # otherwise the next boundary repeats the request
+            self._handled = newest
         if given is not None:
             self._change = _Change(self._session.iteration)
             self._united_tensors = lambda: self._session.replica_tensors
             self._session.unite()
+            if self.has_ended_epoch:  # a member has failed while messages were completed
+                return
             self._note_union()
             yield None if given == ENDS else Epoch.from_dict(given)
 

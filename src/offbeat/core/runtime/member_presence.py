@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import ipv4_of
 
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
+RETRY_S = 0.1  # pause after an error of this host
 PROBES = 16  # probes at the same time
 ANSWER_BYTES = 4096  # longest answer to a probe
 # Errors of a connection that state a lack of this host, and nothing about the other one.
@@ -63,8 +65,11 @@ class Presence:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._listener.fileno() < 0:  # closed
+                    return
+                time.sleep(RETRY_S)  # for a moment this process has too many open files
+                continue
             with suppress(OSError), connection:
                 connection.settimeout(PROBE_S)
                 connection.sendall(f"{self._name}\n{self.given_up}\n".encode())
@@ -135,8 +140,20 @@ def find_gone(addresses: Mapping[str, tuple[str, int]], epoch: int | None = None
         addresses: host and port of each rank's `Presence`. All are probed at the same time.
         epoch: see `is_gone`.
     """
+    return _find_ranks(addresses, partial(is_gone, epoch=epoch))
+
+
+def find_ended(addresses: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Return the ranks whose hosts state that their processes have ended; see `find_gone`."""
+    return _find_ranks(addresses, lambda place, rank: probe(place, rank) == "ended")
+
+
+def _find_ranks(
+    addresses: Mapping[str, tuple[str, int]], holds: Callable[[tuple[str, int], str], bool]
+) -> list[str]:
+    """Return the ranks for which a condition holds, which is examined for all at the same time."""
     if not addresses:
         return []
     with ThreadPoolExecutor(min(len(addresses), PROBES)) as pool:
-        gone = pool.map(partial(is_gone, epoch=epoch), addresses.values(), addresses)
-        return [name for name, is_lost in zip(addresses, gone, strict=True) if is_lost]
+        results = pool.map(holds, addresses.values(), addresses)
+        return [rank for rank, is_found in zip(addresses, results, strict=True) if is_found]

@@ -63,7 +63,7 @@ class MemberSession(FlatSession):
 
     def run_jointly(self, exchange: Callable[[], None]) -> None:
         """Run an exchange of all ranks. After the failure of a member, survivors leave it out."""
-        if not self.changes.are_agreed:  # until the next epoch, ranks may be iterations apart
+        if not self.changes.has_ended_epoch:  # until the next one, ranks may be iterations apart
             self.changes.run(exchange)
 
     def _run_before_plan(self, act: Callable[[], None]) -> None:
@@ -223,6 +223,8 @@ class MemberSession(FlatSession):
             self.saver.finish()  # its process group ends
             self.saver = None
         self.engine.pauses.drain()
+        if self.changes.has_ended_epoch:  # a member has failed meanwhile
+            return
         if not sends_only_gradients(self.plan):
             excluded = self._guards.nonfinite_replicas()
             average_replicas(self._model, self._cluster, staged=True, excluded=excluded)

@@ -35,6 +35,7 @@ from offbeat.core.runtime.member_node import (
 from offbeat.core.runtime.member_presence import (
     PROBES,
     Presence,
+    find_ended,
     find_gone,
     is_gone,
     own_address,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.05  # seconds between two looks at the reports of other members after a failure
 RENEW_S = 5.0  # longest time between two renewals of a request to join
+BOUNDARY_S = 5.0  # longest wait for an answer of the service at a boundary
 MOST_LOSSES = 5  # connections to senders of the state that may fail without an end of the wait
 
 JoinState = Literal["copy", "fresh"]
@@ -149,6 +151,12 @@ class JobMember:
         service: Any = settings.service
         self.membership: Membership = (
             MembershipClient(service) if isinstance(service, str) else service
+        )
+        # All members wait for the answer at a boundary; the next boundary repeats the request.
+        self._at_boundaries: Membership = (
+            MembershipClient(service, timeout_s=min(BOUNDARY_S, timeout_s / 4))
+            if isinstance(service, str)
+            else service
         )
         self.address = own_address(interface, service)
         self.name: str = node.gather(new_member_name())[0]
@@ -251,6 +259,10 @@ class JobMember:
                 raise RuntimeError(self._describe_refusal(state, limit_s))
             state = self.membership.wait_for_change(state.version, RENEW_S / 10, self.name)
         self.epoch = state.epoch
+        is_running_job = self.epoch.first_iteration > 0  # it may have begun, or ended, in between
+        if is_running_job and not self.has_joined:
+            self._require_same_job(self.epoch)
+        self.has_joined = is_running_job
         sizes = self._sizes
         if set(sizes.values()) != {self.node.size}:
             raise ValueError(
@@ -310,12 +322,18 @@ class JobMember:
         """Propose the first epoch of a job if enough members have requested to join."""
         from offbeat.membership import Epoch, RequestRefusedError
 
-        if len(state.joining) < self.settings.founders(self.node.size):
+        founders = self.settings.founders(self.node.size)
+        if len(state.joining) < founders:
+            return
+        addresses = {r.member: r.details.get("addresses") or () for r in state.joining}
+        for rank in find_ended(_places(addresses)):  # requests of ended processes stay for a while
+            addresses.pop(member_of(rank), None)
+        if len(addresses) < founders:
             return
         number = 0 if state.epoch is None else state.epoch.number + 1
-        requests = sorted(state.joining, key=lambda request: request.details.get("order", 0))
+        requests = [request for request in state.joining if request.member in addresses]
+        requests.sort(key=lambda request: request.details.get("order", 0))
         names = tuple(request.member for request in requests)
-        addresses = {request.member: request.details.get("addresses") for request in requests}
         details = {"job": self._job, "addresses": addresses, "links": self.links}
         epoch = Epoch(number, names, details=details)
         with suppress(RequestRefusedError):  # a request was withdrawn meanwhile
@@ -327,8 +345,8 @@ class JobMember:
         if self._ended_version != state.version or time.monotonic() > self._ended_look_s:
             assert state.epoch is not None
             addresses = state.epoch.details.get("addresses", {})
-            places = _places(addresses).items()
-            self._ended = all(probe(there, rank) == "ended" for rank, there in places)
+            places = _places(addresses)
+            self._ended = len(find_ended(places)) == len(places)
             self._ended_version = state.version
             self._ended_look_s = time.monotonic() + RENEW_S
         return self._ended
@@ -425,29 +443,29 @@ class JobMember:
 
     def next_epoch(self, iteration: int, samples: int, senders: StateSenders) -> Epoch | None:
         """Return the next epoch, with all requests of members and of joining processes; None
-        without requests, or if the service does not respond.
+        without requests.
 
         Args:
             iteration: number of finished iterations.
             samples: number of samples that the job has read.
             senders: senders of the optimizer's state to joining processes.
+
+        Raises:
+            MembershipError: the service does not respond.
         """
-        from offbeat.membership import MembershipError, RequestRefusedError
+        from offbeat.membership import RequestRefusedError
 
         self.all_leave = False
+        if self.watch.error is not None:  # all members would wait again
+            raise self.watch.error
         for _ in range(3):  # a joining process may withdraw meanwhile
             with suppress(RequestRefusedError):
-                try:
-                    state = self.membership.state()
-                    members, addresses, more = self._requested_members(state, senders)
-                    self.all_leave = not members
-                    if members == self.epoch.members or not members:
-                        return None
-                    return self.propose(members, iteration, samples, addresses, more)
-                except RequestRefusedError:
-                    raise
-                except MembershipError:
+                state = self._at_boundaries.state()
+                members, addresses, more = self._requested_members(state, senders)
+                self.all_leave = not members
+                if members == self.epoch.members or not members:
                     return None
+                return self.propose(members, iteration, samples, addresses, more)
         return None
 
     def _requested_members(
@@ -521,6 +539,7 @@ class JobMember:
             _left_groups.add(group)
         self.watch.close()
         self._presence.close()
+        self._at_boundaries.close()
         self.membership.close()
 
 

@@ -41,7 +41,8 @@ class Metrics:
         divergence_every: iterations between two samples of the divergence; 0: no samples. In such
             an iteration each rank stores a few of its parameters in the job's store. Once all
             samples of an iteration are stored, the ranks that log estimate the distance between the
-            replicas. No rank waits for another rank.
+            replicas. No rank waits for another rank. There are no samples of a model that is
+            sharded over the ranks of a node.
     """
 
     log: Log

@@ -70,7 +70,12 @@ class Pauses:
         run = self._engine.run
         run.reloaded = True
         run.messages.coding.mark_stale()
-        if run.windows.late or run.has_delayed_averages or run.plan.source is not None:
+        if (
+            run.windows.late
+            or run.has_delayed_averages
+            or run.plan.source is not None
+            or effects.has_late_messages(run.plan)
+        ):
             self.pause()
             run.gradients.zero()
             run.windows.restart()

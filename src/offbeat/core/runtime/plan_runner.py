@@ -226,7 +226,8 @@ class PlanRunner:
     ) -> None:
         """Apply or discard gradients and averages in progress, and run another plan."""
         self.engine.pauses.drain()
-        self._adopt(plan, strategy=strategy, continues=continues)
+        # A member may have failed meanwhile. Then there is no exchange before the next epoch.
+        self._run_jointly(partial(self._adopt, plan, strategy=strategy, continues=continues))
 
     # ---- changes at the end of an iteration -------------------------------------------------
 

@@ -34,7 +34,6 @@ from offbeat.core.runtime.launch_request import (
     current_job,
     current_nodes,
     current_replan,
-    current_servers,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
 from offbeat.core.runtime.member_entry import closing_on_failure, enter_job, require_members
@@ -67,6 +66,7 @@ from offbeat.core.runtime.training_job import (
 )
 from offbeat.core.strategy.interface import OPEN_PLAN_SESSION, Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.topology import Nodes
 
 if TYPE_CHECKING:
@@ -425,14 +425,15 @@ class _Preparation:
     ) -> Meter | None:
         """Return the meter of this rank; None if no rank logs.
 
-        All ranks leave samples with the period of the first rank that logs.
+        All ranks leave samples with the period of the first rank that logs. Ranks that hold
+        different parts of the model leave none.
         """
         control, workers = job.cluster.control, job.ranks.workers
         often = next((every for every in samples if every is not None), None)
         if often is None:
             return None
         board = None
-        if often and len(workers) > 1:
+        if often and len(workers) > 1 and not job.cluster.topology.sharded:
             board = SampleBoard(control.store(f"metrics{next(_sessions)}"), control.rank, workers)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return Meter(self.metrics, session, job.cluster.device, board, often, trained)

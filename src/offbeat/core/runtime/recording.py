@@ -81,6 +81,7 @@ class Recorder:
         notes: facts about the run.
         warnings: warnings since the last block of the record.
         pace: adherence of an emulated host to its pace; None for a host at full speed.
+        is_uneven: whether workers do not wait for each other, so that their iterations differ.
     """
 
     splits_every: ClassVar[int] = 1
@@ -95,6 +96,7 @@ class Recorder:
         self.notes: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.pace: dict[str, float] | None = None
+        self.is_uneven = False
 
     def start(
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None

@@ -303,7 +303,7 @@ class Replanner:
             return None
         plan, strategy = self._plan, self.strategy
         profile = replace(self._drift.profile(self._base), noise=noise)
-        now_s = predict(strategy, profile, ran=plan).iteration_s
+        now_s = _plan_seconds(strategy, plan, profile)
         numbers: dict[str, Any] = {
             "links": {name: round(self._drift.links[name].factor, 3) for name in links},
             "ranks": {
@@ -346,7 +346,7 @@ class Replanner:
         period = getattr(strategy, "period", None)
         if not isinstance(period, int):
             return None
-        now_s = predict(strategy, profile, ran=self._plan).iteration_s
+        now_s = _plan_seconds(strategy, self._plan, profile)
         for other, most_s in (
             (2 * period, (1 - PERIOD_GAIN) * now_s),
             (period // 2, (1 + LEAST_GAIN) * now_s),
@@ -372,6 +372,11 @@ class Replanner:
         """Restore the result of `capture`."""
         self._base = Profile.from_dict(captured["base"])
         self._drift.resume(captured)
+
+
+def _plan_seconds(strategy: Strategy, plan: Plan, profile: Profile) -> float:
+    """Return the predicted seconds per iteration of a plan that was made for another profile."""
+    return predict(strategy, profile, ran=replace(plan, bound_s=None)).iteration_s
 
 
 def _describe_cause(subject: str, factor: float) -> str:

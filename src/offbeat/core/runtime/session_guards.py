@@ -71,7 +71,7 @@ class SessionGuards:
             control.rank,
             control.world_size,
             self._describe_buckets,
-            len(topology.node_of(control.rank)),
+            topology.node_of(control.rank),
             topology.replicas if topology.sharded else None,
         )
         self._engine.suspects = NonfiniteMessages(self._finite, self._engine.waiting.fail_with)

@@ -11,12 +11,12 @@ from offbeat.core.runtime.launch_request import (
     STRATEGY_VARIABLE,
     LaunchRequest,
     current_join_request,
-    current_place,
 )
 from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered
+from offbeat.core.transport.job_place import current_place
 from offbeat.core.transport.topology import Topology
 
 DEFAULT_STRATEGY = "wfbp"

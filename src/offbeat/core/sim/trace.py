@@ -98,7 +98,8 @@ class Trace:
         first: number of the first iteration.
         period: iterations of a period of the plan.
         notes: further facts by name.
-        uneven: whether votes make iterations differ, so that the mean is the only valid statistic.
+        uneven: whether iterations differ, because of votes or because workers do not wait for each
+            other, so that the mean is the only valid statistic.
     """
 
     source: Source

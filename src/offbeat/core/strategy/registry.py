@@ -74,11 +74,13 @@ def read_plan(data: Mapping[str, Any]) -> Plan:
         data: result of `Plan.to_dict`.
 
     Raises:
-        ValueError: as `Plan.from_dict`.
+        ValueError: as `Plan.from_dict`, or the module of the strategy cannot be imported.
     """
     plan = Plan.from_dict(data)
     if plan.strategy in module_names():
         import_module(module_names()[plan.strategy])  # registers the rules
+    elif not _is_own(plan.strategy) and len(_entry_points().get(plan.strategy, ())) == 1:
+        find(plan.strategy)
     return plan
 
 

@@ -127,7 +127,7 @@ class CUDA(Device):
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._of_thread = threading.local()
         torch.cuda.synchronize(device)
         # This stream has no work, so the device reaches a reference event as it is recorded.
         self._idle = torch.cuda.Stream(device)
@@ -137,12 +137,11 @@ class CUDA(Device):
         return self._record(torch.cuda.current_stream(self._device))
 
     def run(self, after: Mark, work: Callable[..., None], *args: Any) -> tuple[Mark, Mark]:
-        key = threading.get_ident()
-        if key not in self._streams:
+        stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
+        if stream is None:
             # Each thread has its own current device. Device 0 would get a context of this process.
             torch.cuda.set_device(self._device)
-            self._streams[key] = torch.cuda.Stream(self._device)
-        stream = self._streams[key]
+            stream = self._of_thread.stream = torch.cuda.Stream(self._device)
         stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             start = self._record(stream)

@@ -215,7 +215,8 @@ class MessageLink:
             message.tensors, culprits, sent, message.errors = message.coded(
                 act, leaves_out=self.leaves_out
             )
-            message.coded_bytes = sent
+            # In nodes of several ranks each one sends a shard of the message.
+            message.coded_bytes = sent if act.levels is None else sent * act.levels.owners
             if self.guard is not None:
                 message.culprits = culprits
             between = act if act.levels is None else act.levels.column

@@ -133,7 +133,8 @@ def of_option(option: Option, place: Place) -> Method:
 
 def _planned_seconds(strategy: Strategy, plan: Plan, profile: Profile) -> float:
     """Return the seconds per iteration of a plan that is not made anew for the profile."""
-    return predict(strategy, profile, ran=plan).iteration_s
+    ran = replace(plan, bound_s=None)  # its bound is that of another profile
+    return predict(strategy, profile, ran=ran).iteration_s
 
 
 def is_shardable(strategy: Strategy, plan: Plan) -> bool:

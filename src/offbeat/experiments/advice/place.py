@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import extrapolate, network_rate_bps
+from offbeat.core.profile.elsewhere import (
+    FREE_BYTES_PER_S,
+    extrapolate,
+    network_rate_bps,
+    with_free_links,
+)
 from offbeat.core.profile.facts import Link, scaled_compute
 from offbeat.core.sim.ranks import Ranks
 from offbeat.experiments.advice.other_networks import Network, on_networks
 
 if TYPE_CHECKING:  # lab is imported only for cluster files
     from offbeat.lab import Cluster
-
-FREE_BYTES_PER_S = 1e15  # rate of messages that take no time
 
 
 @dataclass(frozen=True)
@@ -119,20 +122,10 @@ class Place:
     def one_machine(self) -> Profile:
         """Return the profile of the fastest machine alone, which sends nothing. Its devices share
         its replica."""
-        links = tuple(
-            Link(link.name, 0.0, FREE_BYTES_PER_S, asked_rate_bps=self.rate_bps)
-            for link in self.profile.links
-        )
-        alone = self.fastest_machine
-        buckets = tuple(replace(bucket, communication_s={}) for bucket in alone.buckets)
+        alone = with_free_links(self.fastest_machine)
+        links = tuple(replace(link, asked_rate_bps=self.rate_bps) for link in alone.links)
         return replace(
-            alone,
-            buckets=buckets,
-            links=links,
-            world_size=1,
-            topology=alone.topology[:1],
-            rank_jitter=(),
-            contention=(),
+            alone, links=links, world_size=1, topology=alone.topology[:1], rank_jitter=()
         )
 
     @property
@@ -153,7 +146,7 @@ def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:
         fewer,
         rank_scale=tuple(one / mean for one in scale),
         rank_jitter=jitters,
-        **scaled_compute(profile, mean),
+        **scaled_compute(fewer, mean),
     )
 
 

@@ -258,7 +258,7 @@ class RunRecorder(Recorder):
             "observed": self.observed,
             "emulated": bool(self.notes.get("emulated")),
             "period": self.plan.period if self.plan else 1,
-            "uneven": bool(self._vote_names),
+            "uneven": bool(self._vote_names) or self.is_uneven,
             "ends_s": ends,
             "losses": [[i, _round_loss(float(loss))] for i, loss in self._losses if i < done],
             "without_update": self._without_update,

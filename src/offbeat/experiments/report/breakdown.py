@@ -85,7 +85,7 @@ def split_of(
 
     Returns:
         The breakdown. None if prediction or measurement is missing, or if no period is typical
-        because of votes or gossip.
+        because iterations differ.
     """
     if predicted_s is None or measured_s is None:
         return None

@@ -11,17 +11,18 @@ from typing import Any
 
 from offbeat.core.plan import INSIDE, base_link
 from offbeat.core.profile import Profile
+from offbeat.core.transport.heartbeat_traffic import interval_s
 from offbeat.core.transport.topology import Topology
 from offbeat.experiments.report import words
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile
-from offbeat.jobs.job_view import ACTIVE, HEARTBEAT_TIMEOUT_S, LEFT, delaying_ranks
+from offbeat.jobs.job_view import ACTIVE, LEFT, delaying_ranks, heartbeat_timeout_s
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
 from offbeat.jobs.verdict_file import VERDICT_FILE, find_verdict
 from offbeat.jobs.words import count_text, duration
 
-SILENT_S = 2.0  # a rank whose last heartbeat is older than this at the first error failed before it
+SILENT_S = 2.0  # lower bound; a rank with an older heartbeat at the first error failed before it
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,9 @@ def _ending(record: JobRecord, now: float) -> tuple[str, str]:
     silent = sorted((t, rank) for rank, t in _last_signs(record).items() if rank not in gone)
     if own_errors:
         error_t, rank = own_errors[0]
-        silent = [(t, r) for t, r in silent if t < error_t - SILENT_S]
+        # Of few ranks, heartbeats are at most 1 s old.
+        least_s = max(SILENT_S, 1.5 * interval_s(len(_entries(record))))
+        silent = [(t, r) for t, r in silent if t < error_t - least_s]
         if not silent:
             return "raised", _stop_text(record, rank, ends[rank])
     hows = {end.get("how") for end in ends.values()}
@@ -276,11 +279,12 @@ def _silent_text(
 
 
 def _running_text(record: JobRecord) -> str:
-    text = f"at iteration {_stop(record):,}"
+    text, entries = f"at iteration {_stop(record):,}", _entries(record)
+    timeout_s = heartbeat_timeout_s(len(entries))
     silent = [
         f"{_name(record, rank)} silent for {duration(entry['age_s'])}"
-        for rank, entry in sorted(_entries(record).items())
-        if entry.get("state") in ACTIVE and (entry.get("age_s") or 0) > HEARTBEAT_TIMEOUT_S
+        for rank, entry in sorted(entries.items())
+        if entry.get("state") in ACTIVE and (entry.get("age_s") or 0) > timeout_s
     ]
     return "; ".join([text, *silent])
 

@@ -261,12 +261,14 @@ def _events(chain: Sequence[JobRecord]) -> Iterator[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for index, record in enumerate(chain):
         lines = _own_lines(record)
+        restart: dict[str, Any] | None = None
         if index:
             text = f"restarted as {run_name(record)}"
-            found.append({"t": job_report(record, 0.0).started_t, "text": text, "place": ""})
+            restart = {"t": job_report(record, 0.0).started_t, "text": text, "place": ""}
+            found.append(restart)
         for event in events_of(record):
-            if "continues" in event and index:
-                found[-1]["place"] = f"iteration {event['iteration']:,}"
+            if "continues" in event and restart is not None:
+                restart["place"] = f"iteration {event['iteration']:,}"
             else:
                 iteration = int(event.get("iteration", 0))
                 text = words.one_line(event.get("text"))

@@ -146,7 +146,7 @@ def _columns(rows: Sequence[Row], marks: dict[str, str]) -> list[_Column]:
         def text(row: Row) -> str:
             return "never" if row.target_s is None else to_loss(row.target_s)
 
-        name, value = target.split(" ")
+        name, value = target.rsplit(" ", 1)
         columns.append(_Column((f"to {name}", value), text))
     columns.append(_Column(("iteration", ""), lambda row: unit(row.iteration_s)))
     if any(row.waits_share is not None for row in rows):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+UNSHAPED = 0  # in `LinkPlan.uplinks_bps`
+
 
 @dataclass(frozen=True)
 class PairPlan:
@@ -34,7 +36,8 @@ class LinkPlan:
     Attributes:
         name: name of the link.
         rates_bps: rate of each host in bit/s; None: unshaped.
-        uplinks_bps: rate at which each host sends, if it differs; None: that of `rates_bps`.
+        uplinks_bps: rate at which each host sends, if it differs; None: that of `rates_bps`, also
+            after its changes; `UNSHAPED`: unshaped.
         latencies_s: one-way delay of each host in seconds.
         losses: share of lost packets of each host.
         pairs: values between two hosts that differ.
@@ -76,7 +79,7 @@ class LinkPlan:
     def uplink_bps(self, host: int) -> int | None:
         """Return the rate at which a host sends in bit/s; None: unshaped."""
         own = self.uplinks_bps[host] if self.uplinks_bps else None
-        return self.rates_bps[host] if own is None else own
+        return self.rates_bps[host] if own is None else own or None
 
     def pair(self, one: int, other: int) -> PairPlan:
         """Return the values of a pair of hosts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 from typing import ClassVar
 
 from offbeat.core.plan import Buffer, Moment, Phases, Plan, local, transfer
@@ -101,6 +101,9 @@ class DESLOC(Strategy):
 
 
 def moment_count(profile: Profile) -> int:
-    """Return how many moments the optimizer keeps per parameter."""
-    size = sum(bucket.size_bytes for bucket in profile.buckets)
-    return round(sum(bucket.state_bytes for bucket in profile.buckets) / size) if size else 0
+    """Return how many moments the optimizer keeps per parameter, of those with the most.
+
+    A moment that it does not keep for a parameter is no part of its averages.
+    """
+    shares = [b.state_bytes / b.size_bytes for b in profile.buckets if b.size_bytes]
+    return ceil(max(shares, default=0.0) - 0.01)
