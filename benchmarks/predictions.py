@@ -426,7 +426,8 @@ def result(out: Path) -> dict[str, Any]:
             {
                 "name": "cells",
                 "title": "All cells, ms per iteration",
-                "spread": "median [least, greatest] of the launches, of one launch its quartiles",
+                "spread": "median [least, greatest] of the launches, of one launch its quartiles; "
+                "where iterations differ (selsync, ssp) the mean",
                 "columns": COLUMNS,
                 "rows": rows,
             },

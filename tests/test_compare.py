@@ -101,7 +101,7 @@ record = {
     "schema": 1, "rank": rank, "strategy": str(strategy), "observed": 0,
     "emulated": "emulated" in words, "bytes": {"net": 1000},
     "losses": [[i, step_s * (i + 1), 2.0 / (i + 1)] for i in range(12)],
-    "trace": trace.to_dict(), "warnings": [], "checks": [],
+    "trace": trace.to_dict(), "warnings": [],
 }
 directory = Path(job["record_dir"])
 (directory / f"rank{rank}.json").write_text(json.dumps(record))

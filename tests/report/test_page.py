@@ -211,7 +211,6 @@ def test_nothing_that_a_user_wrote_becomes_markup(tmp_path):
         steady(1, 8),
         strategy=NASTY,
         warnings=[NASTY],
-        checks=[NASTY],
         decisions=[{"iteration": NASTY, "what": NASTY, NASTY: NASTY}],
         spans=[Span(0, f"{NASTY}#1", NASTY, 7, 7.0, 8.0)],
     )
@@ -304,11 +303,10 @@ def test_poor_runs_still_have_a_page(tmp_path, records):
     assert text.rstrip().endswith("</html>")
 
 
-def test_warnings_and_checks_are_grouped(typical):
+def test_warnings_are_grouped(typical):
     text = typical.read_text()
     assert text.count("gloo chose the interface by itself") == 1
     assert "ddp, repetitions 0-1, rank 1; local-sgd-5, repetitions 0-1, rank 1" in text
-    assert "ddp, repetitions 0-1, ranks 0-3" in text
 
 
 @pytest.mark.parametrize("name", ["trace.chrome.json", "predicted.chrome.json"])

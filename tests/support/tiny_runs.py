@@ -32,7 +32,6 @@ def record(
         "bytes": {},
         "trace": trace.to_dict(),
         "warnings": [],
-        "checks": [],
         **fields,
     }
 

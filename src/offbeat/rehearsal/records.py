@@ -38,7 +38,6 @@ def write_records(
         "emulated": False,
         "period": plan.period if plan is not None else 1,
         "uneven": clock.trace.uneven,
-        "checks": [],
         "sample": None,
         "pace": None,
         "closed": True,

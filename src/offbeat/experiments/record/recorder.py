@@ -264,7 +264,6 @@ class RunRecorder(Recorder):
             "without_update": self._without_update,
             "warnings": self.warnings,
             "decisions": self.decisions,
-            "checks": [],
             "votes": self._votes.pop_columns(),
             **more,
         }

@@ -44,7 +44,6 @@ class RankRecord:
         pace: adherence of the host to its pace; None at full speed.
         sample: sampled parameters (see `replica_sample`).
         warnings: warnings of the runtime.
-        checks: results of checks.
         decisions: decisions of the runtime, each with iteration and text.
         votes: columns of `VoteLog`.
         losses_of: number of iterations that each loss averages.
@@ -63,7 +62,6 @@ class RankRecord:
     pace: Mapping[str, float] | None = None
     sample: Mapping[str, Any] | None = None
     warnings: tuple[str, ...] = ()
-    checks: tuple[str, ...] = ()
     decisions: tuple[Any, ...] = ()
     votes: Mapping[str, Any] = field(default_factory=dict)
     losses_of: int = 1
@@ -451,7 +449,7 @@ def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
             name: tuple((int(i), float(s), float(x)) for i, s, x in values)
             for name, values in data.get("metrics", {}).items()
         },
-        **_tuple_fields(data, "without_update", "warnings", "checks", "decisions"),
+        **_tuple_fields(data, "without_update", "warnings", "decisions"),
         **_known_fields(
             data, "observed", "emulated", "pace", "sample", "votes", "losses_of", "cut"
         ),

@@ -174,7 +174,6 @@ def shared_view(
         "started": _start_text(run),
         "problems": run.failures(),
         "warnings": group_by_text(run.records(), lambda record: record.warnings),
-        "checks": group_by_text(run.records(), lambda record: record.checks),
     }
 
 
