@@ -12,8 +12,8 @@ def require_no_servers(what: str) -> None:
     """Raise ValueError if the job has servers, which send no messages of data."""
     if servers := current_servers():
         raise ValueError(
-            f"{what} exchanges messages between all ranks, and {servers} of them are servers; "
-            "leave it out, or choose a strategy without servers"
+            f"servers ({servers}) must be 0 with {what}, which exchanges messages between all "
+            "ranks; leave it out, or choose a strategy without servers"
         )
 
 

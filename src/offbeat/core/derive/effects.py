@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.core.plan.phases import Phases
-from offbeat.core.plan.types import BUFFERS, BUILT_IN, INSIDE, Apply, Plan, Transfer, base_link
+from offbeat.core.plan.types import (
+    BUFFERS,
+    BUILT_IN,
+    INSIDE,
+    Apply,
+    Moment,
+    Plan,
+    Transfer,
+    base_link,
+)
 from offbeat.core.rules import EFFECTS, SETTINGS
 from offbeat.core.rules.vocabulary import Use
 
@@ -102,8 +111,12 @@ def _may_join_replicas(t: Transfer, phase: int, replicas: int) -> bool:
         return False
     if buffer == "grad" and t.when is None:
         return True
-    is_timely = due.lag == 0 or (due.lag == 1 and due.point == "forward")
-    return phase in t.phases and is_timely and (t.verb != "exchange" or replicas == 2)
+    return phase in t.phases and not _is_late(due) and (t.verb != "exchange" or replicas == 2)
+
+
+def _is_late(due: Moment) -> bool:
+    """Return whether a message that is due at this moment may arrive after the next forward."""
+    return due.lag > 1 or (due.lag == 1 and due.point != "forward")
 
 
 def delayed_applies(plan: Plan) -> Sequence[Apply]:
@@ -121,12 +134,8 @@ def delayed_applies(plan: Plan) -> Sequence[Apply]:
 
 
 def has_late_messages(plan: Plan) -> bool:
-    """Return whether messages arrive in a later iteration than that of the next forward, by which
-    every message is completed between two iterations."""
-    return any(
-        t.before.lag > 1 or (t.before.lag == 1 and t.before.point != "forward")
-        for t in plan.transfers
-    )
+    """Return whether a message may arrive after the next forward."""
+    return any(_is_late(t.before) for t in plan.transfers)
 
 
 def delayed_buffers(plan: Plan) -> Sequence[str]:
