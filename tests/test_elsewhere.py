@@ -55,6 +55,16 @@ def test_another_rate_is_what_a_ring_gets_of_it():
     assert link.small[1][1] == pytest.approx(0.003 + 5000 / link.bytes_per_s)
 
 
+def test_another_rate_keeps_steps_of_halves_between_two_ranks():
+    distant = replace(LINK, latency_s=0.24, halves={}, pair_bytes_per_s=9e6)
+    profile = replace(PROFILE, links=(distant,))
+    link = extrapolate(profile, rate_bps=80e6).links[0]
+    assert link.pair_bytes_per_s == link.send_bytes_per_s(4) == pytest.approx(PAYLOAD * 10e6)
+    assert link.half("all_gather", 4)[0] == distant.half("all_gather", 4)[0] == 0.16
+    assert link.half("all_gather", 4)[1] == pytest.approx(PAYLOAD * 10e6 * 4 / 3)
+    assert extrapolate(profile, hosts=8).links[0].pair_bytes_per_s == 9e6
+
+
 def test_more_hosts_have_more_steps_and_nearly_the_same_bytes():
     there = extrapolate(PROFILE, hosts=8)
     link = there.links[0]

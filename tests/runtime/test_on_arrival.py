@@ -124,6 +124,12 @@ def test_updates_wait_for_the_next_forward() -> None:
     assert (at_once, flushed) == (False, True)
 
 
+@each
+def test_modules_outside_of_the_model_leave_updates_to_its_forward(strategy: Strategy) -> None:
+    [[at_first, in_the_end]] = run_world(support.when_updated_in_forward, 1, strategy)
+    assert (at_first, in_the_end) == (False, True)
+
+
 def test_what_is_reached_through_the_model_is_updated() -> None:
     ways = (
         *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),

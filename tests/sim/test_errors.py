@@ -122,6 +122,7 @@ def test_a_vote_that_is_due_before_all_have_had_their_say():
             Plan("x", 2, (replace(grad(0, STEP), when="sync"),)),
             "vote 'sync' of grad[0:1]@net must be one of none",
         ),
+        (Plan("x", 2, period=0), "period (0) of the plan must be at least 1"),
         (
             Plan("x", 2, groups={"net": ((0,), (2,))}),
             "groups of link 'net' must hold each of the ranks 0..1 once",

@@ -338,6 +338,23 @@ def when_updated(strategy: Strategy) -> list[bool]:
         return [at_once, not torch.equal(before, weight)]
 
 
+def when_updated_in_forward(strategy: Strategy) -> list[bool]:
+    """Whether the last weight shows the update when the first module runs, and after the forward.
+
+    Before it the script makes a list of the modules, as a slice of a list of layers does.
+    """
+    with started(strategy, CASE, 2) as (module, model, optimizer):
+        weight, updated = module[6].weight, list[bool]()
+        go_on(model, optimizer, CASE, range(2, 3))
+        before = torch.clone(weight)
+        module[0].register_forward_pre_hook(
+            lambda *_: updated.append(not torch.equal(before, weight))
+        )
+        nn.ModuleList(module)
+        go_on(model, optimizer, CASE, range(3, 4))
+        return [*updated, not torch.equal(before, weight)]
+
+
 def look_through(strategy: Strategy, what: str) -> bool:
     """Whether weights that are reached through the prepared model are up to date."""
     case = Case("reading", "nesterov")

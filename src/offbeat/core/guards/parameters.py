@@ -37,17 +37,19 @@ class ParameterWatch:
     detected in the next forward, and a change of one parameter within a few iterations. A frozen
     parameter is allowed: it counts as unused.
 
-    torch has registration hooks for the whole process only. They record that a module or parameter
-    was registered anywhere. `act` is called when a trained parameter is registered again, as
-    pruning does before it reads the parameter.
+    torch has registration hooks for the whole process only. They record that a parameter or module
+    was registered in a module of this model. Registrations in other modules, such as a list that
+    the forward makes of some layers, change nothing. `act` is called when a trained parameter is
+    registered again, as pruning does before it reads the parameter.
     """
 
     def __init__(self, model: nn.Module, act: Callable[[], None] = lambda: None):
         self._model, self._act = model, act
         self._registered = False
+        self._modules = {*map(id, model.modules())}
         self._handles = [
             register_module_parameter_registration_hook(self._note_parameter),
-            register_module_module_registration_hook(self._note_module),
+            register_module_module_registration_hook(self._note_registration),
         ]
         self._turn = 0
         self._trained: set[int] = set()
@@ -107,6 +109,7 @@ class ParameterWatch:
 
     def _note_frozen(self) -> None:
         reshard(self._model)
+        self._modules = {*map(id, self._model.modules())}
         others = (p for p in self._model.parameters() if id(p) not in self._trained)
         self._frozen = [p for p in others if isinstance(p, nn.Parameter)]
 
@@ -122,10 +125,10 @@ class ParameterWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _note_parameter(self, _module: nn.Module, _name: str, p: nn.Parameter) -> None:
-        self._registered = True
+    def _note_parameter(self, module: nn.Module, name: str, p: nn.Parameter) -> None:
+        self._note_registration(module, name, p)
         if id(p) in self._trained:
             self._act()
 
-    def _note_module(self, *_args: object) -> None:
-        self._registered = True
+    def _note_registration(self, module: nn.Module, *_args: object) -> None:
+        self._registered = self._registered or id(module) in self._modules

@@ -240,14 +240,15 @@ def network_rate_bps(link: Link, ranks: int) -> float:
 
 def scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Link:
     steps, more = (count - 1) / (ranks - 1), ring_passes(count) / ring_passes(ranks)
-    rate = link.bytes_per_s / more
+    rate, pair = link.bytes_per_s / more, link.pair_bytes_per_s
     if rate_bps is not None:
         reached_bps = tcp_rate_bps(
             rate_bps, link.asked_latency_s, link.asked_loss, link.connections
         )
         known_bps = 8 * link.bytes_per_s * ring_passes(ranks) / PAYLOAD  # may exceed the formula
         reached_bps = max(reached_bps, min(rate_bps, known_bps))
-        rate = PAYLOAD * reached_bps / 8 / ring_passes(count)
+        between = PAYLOAD * reached_bps / 8  # bytes per second between two ranks
+        rate, pair = between / ring_passes(count), None if pair is None else between
     faster = rate / link.bytes_per_s
 
     def scale_points(small: Points, before: float) -> Points:
@@ -269,7 +270,7 @@ def scale_link(link: Link, ranks: int, count: int, rate_bps: float | None) -> Li
         vote_s=None if link.vote_s is None else link.vote_s * steps,
         cpu_s_per_byte=link.cpu_s_per_byte * more,
         asked_rate_bps=link.asked_rate_bps if rate_bps is None else rate_bps,
-        pair_bytes_per_s=link.pair_bytes_per_s if rate_bps is None else None,
+        pair_bytes_per_s=pair,
     )
 
 

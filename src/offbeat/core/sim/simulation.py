@@ -123,11 +123,12 @@ def simulate(
         ValueError: the plan does not fit the profile or deadlocks.
     """
     if iterations is None:
-        periods = max(4, -(-LEAST_ITERATIONS // plan.period))
-        iterations = min(plan.prologue + periods * plan.period, MOST_ITERATIONS)
+        period = max(plan.period, 1)  # `make_job` refuses a smaller one
+        periods = max(4, -(-LEAST_ITERATIONS // period))
+        iterations = min(plan.prologue + periods * period, MOST_ITERATIONS)
+    job = make_job(plan, profile, ranks or Ranks(), iterations, seed, votes)
     window = recorded_iterations(plan, iterations, record)
-    result = run(make_job(plan, profile, ranks or Ranks(), iterations, seed, votes))
-    return to_trace(result, plan, range(iterations), window)
+    return to_trace(run(job), plan, range(iterations), window)
 
 
 def recorded_iterations(plan: Plan, iterations: int, record: int | None) -> range:
