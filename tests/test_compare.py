@@ -36,6 +36,7 @@ from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.run_directory import BEFORE, Repetition
 from offbeat.lab import Cluster
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.sim import predict
 from offbeat.strategies import DDP, SSP, WFBP, DreamDDP, SelSync
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("here")]
@@ -371,8 +372,13 @@ def test_a_contestant_without_a_plan(here):
     served = replace(setup(hosts=3), servers=1)
     outcome = compare.compare(Comparison(served, contestants, 1), here / "out")
     assert (outcome.failures, outcome.measured) == ([], 1)
-    (row,) = report.summarize(report.load(here / "out"))
-    assert row.predicted_s is not None
+    loaded = report.load(here / "out")
+    (row,) = report.summarize(loaded)
+    # 12 iterations have run, which begin in step.
+    short = predict(SSP(s=1), loaded.profile, iterations=12, skip=2)
+    assert row.predicted_s == short.iteration_s != predict(SSP(s=1), loaded.profile).iteration_s
+    (shown,) = loaded.contestants
+    assert min(span.iteration for span in shown.predicted.spans) == 2
 
 
 @forked

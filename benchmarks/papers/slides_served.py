@@ -20,11 +20,12 @@ from slides_tasks import Task
 from torch import Tensor
 
 from offbeat.core.sim.ranks import Ranks
+from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.profile import Profile
-from offbeat.server import simulation as served
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import settings_of
 from offbeat.server.parameters import Shard
+from offbeat.server.simulation import ServedJob
 from offbeat.strategies import SSP
 
 FASTER = 4  # a fast worker may compute so many times its share of the gradients
@@ -35,8 +36,8 @@ def train_served(
 ) -> dict[str, Any]:
     """Quality over iterations (pushes over workers), and simulated seconds until then."""
     begin = time.perf_counter()
-    server = served.server_of(profile, servers)
-    compute_s = served.compute_seconds(profile, Ranks(), FASTER * iterations, seed)
+    server = server_of(profile, servers)
+    compute_s = compute_seconds(profile, Ranks(), FASTER * iterations, seed)
     job = _Training(server, compute_s, strategy, task, seed, iterations)
     with suppress(_Enough):
         job.run()
@@ -53,12 +54,12 @@ class _Enough(Exception):  # noqa: N818
     """All gradients have been applied."""
 
 
-class _Training(served._Job):
+class _Training(ServedJob):
     """A simulation whose workers really compute and whose server really steps."""
 
     def __init__(
         self,
-        server: served.Server,
+        server: Server,
         compute_s: Any,
         strategy: SSP,
         task: Task,
@@ -106,20 +107,18 @@ class _Training(served._Job):
 
     # ---- what the simulation tells of ---------------------------------------------------------
 
-    def _refresh(self, n: int, now_s: float) -> None:
+    def _load_arrived(self, n: int) -> None:
         if self._workers[n].arrived is not None:
             snapshot = self._snapshots[n]
             assert snapshot is not None
             with torch.no_grad():
                 views = self._layout.views({snapshot.dtype: snapshot})
                 torch._foreach_copy_(self._order[n], views)
-        super()._refresh(n, now_s)
+        super()._load_arrived(n)
 
-    def _begin(self, n: int, now_s: float) -> None:
-        before = len(self.timeline.begins_s[n])
-        super()._begin(n, now_s)
-        if len(self.timeline.begins_s[n]) > before:
-            self._compute(n, self._workers[n].clock)
+    def _compute(self, n: int, now_s: float, staleness: int) -> None:
+        super()._compute(n, now_s, staleness)
+        self._add_gradient(n, self._workers[n].clock)
 
     def _answer(self, n: int, now_s: float) -> None:
         super()._answer(n, now_s)
@@ -138,7 +137,7 @@ class _Training(served._Job):
 
     # ---- numbers ------------------------------------------------------------------------------
 
-    def _compute(self, n: int, clock: int) -> None:
+    def _add_gradient(self, n: int, clock: int) -> None:
         """The gradient that worker n pushes when its compute is over."""
         model, parameters = self._models[n], self._order[n]
         loss = self._task.loss(model, next(self._batches[n]))

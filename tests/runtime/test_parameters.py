@@ -64,6 +64,9 @@ def scenes():
     net.adapter = nn.Linear(4, 4)
     found["added"] = error_of(model, optimizer)
     net, model, optimizer = prepared()
+    net._modules["adapter"] = nn.Linear(4, 4)  # as ModuleList.insert does, without hooks
+    found["inserted"] = error_of(model, optimizer)
+    net, model, optimizer = prepared()
     net.a.weight = nn.Parameter(torch.zeros(4, 4))
     found["replaced"] = error_of(model, optimizer)
     net, model, optimizer = prepared()
@@ -114,6 +117,7 @@ def test_parameters_after_prepare():
     (found,) = run_world(scenes, 1)
     assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found["unfrozen"]
     assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["added"]
+    assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["inserted"]
     assert "parameter 'a.weight' was added after offbeat.prepare" in found["replaced"]
     assert not found["frozen moved"]
     for name in ("a2cid2", "ad-psgd"):

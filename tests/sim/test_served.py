@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from offbeat import SSP, Profile
-from offbeat.core.sim.separate_workers import Server, server_of
+from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.profile import Bucket, Link
-from offbeat.server.simulation import Pipe, fair_shares, run_served
+from offbeat.server.simulation import REPLAYS, Pipe, fair_shares, run_served
 from offbeat.sim import Ranks, predict
 
 CLOCKS = 60
@@ -40,12 +40,18 @@ def test_without_staleness_push_apply_and_pull_follow_each_other(workers: int) -
 
 
 def test_pushes_and_pulls_have_rates_of_their_own() -> None:
-    """Pushes at the workers' uplinks, pulls at the server's; then at what workers receive, and the
-    pull of the begin of a clock, beside compute and push, delays the next one."""
+    """Pushes at the workers' uplinks, pulls at the server's; then at what workers receive."""
     server = Server(10.0, 80.0, (20.0,) * 2, send_rate=40.0, receive_caps=(30.0,) * 2)
     assert steady_s(server, [1.0] * 2, 0) == pytest.approx(1.0 + 10 / 20 + 10 / 20)
     slow = Server(10.0, 80.0, (20.0,) * 2, send_rate=800.0, receive_caps=(5.0,) * 2)
-    assert steady_s(slow, [1.0] * 2, 0) == pytest.approx(2 * 10 / 5)
+    assert steady_s(slow, [1.0] * 2, 0) == pytest.approx(1.0 + 10 / 20 + 10 / 5)
+
+
+@pytest.mark.parametrize("size_bytes", [0.1, 10.0])
+def test_each_clock_has_one_pull(size_bytes: float) -> None:
+    """A worker that has waited for parameters does not pull again."""
+    course = run_served(Server(size_bytes, 20.0, (20.0,) * 3), np.ones((CLOCKS, 3)), 0)
+    assert course.pulls == 3 * CLOCKS
 
 
 def test_rates_of_ranks_and_servers_are_relative_to_the_profile() -> None:
@@ -78,7 +84,7 @@ def test_equal_workers_of_a_profile_keep_the_link_of_the_server_busy() -> None:
     """They do not stay in step, as exactly equal ones would, which wait for all pulls at once."""
     facts = replace(profile(8), links=(Link("net", 0.006, 6e4),))
     server = server_of(facts, 1)
-    in_step_s = steady_s(server, [0.6] * 8, 2)
+    in_step_s = steady_s(replace(server, later_share=1.0), [0.6] * 8, 2)
     bound_s = 8 * server.size_bytes / server.rate
     assert in_step_s > 1.3 * bound_s
     assert predict(SSP(s=2), facts).iteration_s == pytest.approx(bound_s, rel=0.1)
@@ -110,18 +116,31 @@ def test_a_straggler_costs_less_with_staleness() -> None:
     assert seconds[-1] >= compute_s.sum(axis=0).max()
 
 
-def test_fair_shares() -> None:
-    assert fair_shares([1.0, 10.0, 10.0], 9.0) == [1.0, 4.0, 4.0]
-    assert fair_shares([1.0, 10.0, 10.0], 3.0) == [1.0, 1.0, 1.0]
-    assert fair_shares([1.0, 10.0], 30.0) == [1.0, 10.0]
-    assert fair_shares([], 30.0) == []
+@pytest.mark.parametrize(
+    ("caps", "weights", "capacity", "rates"),
+    [
+        ([1.0, 10.0, 10.0], [1.0, 1.0, 1.0], 9.0, [1.0, 4.0, 4.0]),
+        ([10.0, 1.0, 10.0], [1.0, 1.0, 1.0], 9.0, [4.0, 1.0, 4.0]),
+        ([1.0, 10.0, 10.0], [1.0, 1.0, 1.0], 3.0, [1.0, 1.0, 1.0]),
+        ([1.0, 10.0], [1.0, 1.0], 30.0, [1.0, 10.0]),
+        ([8.0, 8.0, 8.0], [1.0, 2.0, 3.0], 12.0, [2.0, 4.0, 6.0]),
+        ([8.0, 3.0, 5.0], [1.0, 2.0, 3.0], 12.0, [4.0, 3.0, 5.0]),
+        ([2.0, 9.0, 9.0], [4.0, 1.0, 3.0], 10.0, [2.0, 2.0, 6.0]),
+        ([], [], 30.0, []),
+    ],
+)
+def test_fair_shares(
+    caps: list[float], weights: list[float], capacity: float, rates: list[float]
+) -> None:
+    assert fair_shares(caps, weights, capacity) == pytest.approx(rates)
 
 
-def test_a_pipe_serves_flows_as_small_steps_of_time_do() -> None:
+@pytest.mark.parametrize("later_share", [1.0, 0.5])
+def test_a_pipe_serves_flows_as_small_steps_of_time_do(later_share: float) -> None:
     """Against flows that advance by their fair shares in steps of 1e-4 s."""
     caps, capacity, step_s = (3.0, 1.0, 8.0), 6.0, 1e-4
     starts = {0: (0.0, 4.0), 1: (0.5, 1.5), 2: (0.7, 3.0)}  # worker: seconds, bytes
-    pipe, ends_s, pending = Pipe(caps, capacity), {}, dict(starts)
+    pipe, ends_s, pending = Pipe(caps, capacity, later_share), {}, dict(starts)
     while pending or pipe.next_end()[1] >= 0:
         start_s, worker = min(((s, n) for n, (s, _) in pending.items()), default=(math.inf, -1))
         end_s, done = pipe.next_end()
@@ -134,11 +153,12 @@ def test_a_pipe_serves_flows_as_small_steps_of_time_do() -> None:
     for tick in range(22_000):
         now_s = tick * step_s
         active = [n for n in left if left[n] > 0 and starts[n][0] <= now_s + step_s / 2]
-        active.sort(key=lambda n: caps[n])
-        rest, free = len(active), capacity
+        weights = {n: later_share**k for k, n in enumerate(active)}  # in order of their begin
+        active.sort(key=lambda n: caps[n] / weights[n])
+        rest, free = sum(weights.values()), capacity
         for n in active:
-            rate = min(caps[n], free / rest)
-            rest, free = rest - 1, free - rate
+            rate = min(caps[n], free * weights[n] / rest)
+            rest, free = rest - weights[n], free - rate
             left[n] -= rate * step_s
             if left[n] <= 0:
                 slow_s[n] = now_s + step_s
@@ -164,10 +184,48 @@ def test_from_a_profile() -> None:
     assert server_of(paced, 2).apply_s == pytest.approx(0.01)
 
 
+def test_flows_that_began_earlier_have_larger_shares() -> None:
+    """The first of two pulls has 1 / 1.95 of the rate, and its worker pushes while the other one
+    still pulls or computes."""
+    server = replace(server_of(profile(2, update_s=0.01), 1), latency_s=0.0)
+    one_s = server.size_bytes / server.rate  # of a flow that has the link for itself
+    assert server.later_share == 0.95
+    # From the push of the first worker on, the link is busy until both have ended.
+    expected = 1.95 * one_s + 0.6 + 2 * one_s + 0.01
+    assert steady_s(server, [0.6, 0.6], 0) == pytest.approx(expected)
+    assert steady_s(replace(server, later_share=1.0), [0.6, 0.6], 0) > expected
+
+
+def test_iterations_that_have_run_begin_in_step() -> None:
+    """Equal workers wait for all pulls at once at first, later they keep the link busy."""
+    facts = replace(profile(8), links=(Link("net", 0.3, 6e4),))
+    always, later = predict(SSP(s=0), facts), predict(SSP(s=2), facts)
+    first = predict(SSP(s=2), facts, iterations=12, skip=2)
+    assert first.window == range(2, 12)
+    assert later.iteration_s < first.iteration_s < always.iteration_s
+    assert first.idle_s["net"] + first.busy_s["net"] == pytest.approx(first.iteration_s)
+    assert len(first.trace.ends_s[0]) == 12
+    runs = [
+        SSP(s=2).simulate_clocks(server_of(facts, 1), compute)
+        for compute in (
+            compute_seconds(facts, Ranks(jitter=0.01), 12, seed) for seed in range(REPLAYS)
+        )
+    ]
+    ends = [np.array(run.ends_s).max(axis=0) for run in runs]
+    mean_s = np.mean([(last[-1] - last[1]) / 10 for last in ends])
+    assert first.iteration_s == pytest.approx(mean_s)
+    # Clocks of two iterations: the first one is left out.
+    twice = predict(SSP(s=2, accumulate=2), facts, iterations=12, skip=2)
+    assert twice.window == range(2, 12)
+
+
 def test_predict_is_ssps() -> None:
     facts = profile(4, update_s=0.01)
     prediction = predict(SSP(s=0), facts, servers=1)
-    assert prediction.iteration_s == pytest.approx(0.6 + 0.01 + 2 * (4 * 8000 / 1.5e5 + 0.001))
+    # The pull that began first ends first. From the push after it on, the link is busy.
+    first = sum(0.95**n for n in range(4))
+    expected = 0.6 + 0.01 + (first + 4) * 8000 / 1.5e5 + 2 * 0.001
+    assert prediction.iteration_s == pytest.approx(expected)
     assert prediction.bound_s == pytest.approx(0.6)
     assert prediction.exposed_s == pytest.approx(prediction.iteration_s - 0.6)
     assert prediction.trace.iteration_s(10) == pytest.approx(prediction.iteration_s, rel=1e-6)

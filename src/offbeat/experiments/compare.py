@@ -20,6 +20,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
 from offbeat.core.runtime.named_strategy import NamedStrategy
+from offbeat.core.sim.prediction import RANDOM_ITERATIONS
 from offbeat.core.sim.trace import whole_periods
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
@@ -383,15 +384,36 @@ class _ComparisonRun(Launcher):
     def _adopt_executed_plan(self, contestant: Contestant, profile: Profile) -> None:
         """Save the executed plan and its prediction with the recorded vote outcomes.
 
-        They replace the expected plan and its prediction in the run directory.
+        They replace the expected plan and its prediction in the run directory. A short job with
+        servers is predicted anew for as many iterations as have run: its workers begin in step, so
+        its iterations have other times than those of a long job.
         """
         directory, strategy = self.run_dir / contestant.label, contestant.strategy
+        if strategy.needs.servers:
+            folders = enumerate(sorted(directory.glob("rep*")))
+            found = (load_repetition(folder, number).ranks for number, folder in folders)
+            iterations = max((ranks[0].trace.iterations for ranks in found if ranks), default=0)
+            if SKIP < iterations <= RANDOM_ITERATIONS:
+                seconds = predict(
+                    strategy,
+                    profile,
+                    directory,
+                    servers=self.setup.servers,
+                    ranks=self.setup.ranks,
+                    iterations=iterations,
+                )
+                self.progress.print_line(
+                    f"{contestant.label}: predicted {seconds:.4g} s per iteration of the "
+                    f"{iterations} that have run"
+                )
+            return
         if not strategy.needs.profile:
             return
-        ran = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
-        if ran is None:
+        executed = next(iter(sorted(directory.glob("rep*/plan.json"))), None)
+        if executed is None:
             return
-        plan, votes = Plan.from_dict(json.loads(ran.read_text())), vote_outcomes(ran.parent)
+        plan = Plan.from_dict(json.loads(executed.read_text()))
+        votes = vote_outcomes(executed.parent)
         planned = directory / "plan.json"
         if not planned.exists():
             seconds = predict(strategy, profile, directory, plan, votes)

@@ -29,6 +29,7 @@ def predict(
     votes: Votes | None = None,
     servers: int = 0,
     ranks: Ranks | None = None,
+    iterations: int | None = None,
 ) -> float:
     """Write plan.json and predicted.json of a contestant.
 
@@ -41,6 +42,7 @@ def predict(
         votes: outcomes of the strategy's votes, by name; None predicts a yes in each vote.
         servers: number of servers.
         ranks: rates of the ranks, for strategies without a plan; None: the rates of the profile.
+        iterations: number of iterations that have run with servers; None predicts a long job.
 
     Returns:
         Predicted seconds per iteration.
@@ -48,7 +50,7 @@ def predict(
     Raises:
         ValueError: the strategy has no plan for this profile.
     """
-    skip = 0
+    skip = 0 if iterations is None else SKIP
     if strategy.needs.profile:
         if plan is None:
             with suppress(ValueError):  # other arguments may let the strategy run nevertheless
@@ -57,7 +59,14 @@ def predict(
         if known := [len(v) for v in (votes or {}).values() if not isinstance(v, (int, float))]:
             skip = whole_periods(SKIP, plan.period, min(known))
     prediction = sim.predict(
-        strategy, profile, servers=servers, votes=votes, skip=skip, ran=plan, ranks=ranks
+        strategy,
+        profile,
+        iterations=iterations,
+        ranks=ranks,
+        votes=votes,
+        servers=servers,
+        skip=skip,
+        ran=plan,
     )
     directory.mkdir(parents=True, exist_ok=True)
     if plan is not None:

@@ -208,7 +208,12 @@ class SSPSession(LoopSession):
         if self._waiting:  # parameters do not change within a clock
             return
         begin = self._cluster.device.mark()
-        self._refresh()
+        if self._client.arrived_clock() is not None:
+            # Further parameters are pulled after the next push, unless these are too old.
+            self._load_pulled()
+            self._refresh_if_old()
+        elif not self._client.pulling:
+            self._client.pull(max(self._needed_clock, 0))
         while self._low < self._needed_clock:
             self._load_pulled()
             self._refresh_if_old()

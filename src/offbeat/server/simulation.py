@@ -2,8 +2,9 @@
 
 All servers are alike and hold equal shares of the parameters, so the simulation has one of them.
 The flow of each worker to this server has the server's share of the worker's bytes and rate. All
-pushes share the server's incoming rate and all pulls its outgoing rate (incast). A push is limited
-by the rate at which its worker sends, a pull by the rate at which it receives.
+pushes share the server's incoming rate and all pulls its outgoing rate (incast). Flows that began
+earlier have slightly larger shares. A push is limited by the rate at which its worker sends, a pull
+by the rate at which it receives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -29,20 +31,23 @@ if TYPE_CHECKING:
     from offbeat.server.strategies import SSP
 
 CLOCKS = 200  # simulated clocks if compute times have no jitter
-LEAST_JITTER = 0.03  # relative standard deviation of compute
+REPLAYS = 8  # most simulations of the iterations that a job has run, whose mean is predicted
+LEAST_JITTER = 0.01  # relative standard deviation of compute
 LEAST_RATE = 1e-300  # bytes per second; avoids a division by 0
+LEAST_WEIGHT = 1e-6  # of a flow, relative to the flow that began first
 
 
 class Pipe:
-    """Flows of bytes, at most one per worker, with max-min fair rates.
+    """Flows of bytes, at most one per worker, with weighted max-min fair rates.
 
-    A flow is limited by its worker's entry in `caps`, their sum by `capacity` (bytes/s).
+    A flow is limited by its worker's entry in `caps`, their sum by `capacity` (bytes/s). In the
+    order in which the present flows began, each has `later_share` times the weight of the previous
+    one.
     """
 
-    def __init__(self, caps: Sequence[float], capacity: float):
-        self._caps, self._capacity = caps, capacity
-        self._ranking = sorted(range(len(caps)), key=lambda worker: caps[worker])
-        self._left: dict[int, float] = {}  # bytes by worker with a flow
+    def __init__(self, caps: Sequence[float], capacity: float, later_share: float = 1.0):
+        self._caps, self._capacity, self._later_share = caps, capacity, later_share
+        self._left: dict[int, float] = {}  # bytes by worker with a flow, in order of their begin
         self._rates: dict[int, float] = {}
         self._next: tuple[float, int] = (math.inf, -1)
         self._now_s = 0.0
@@ -73,9 +78,9 @@ class Pipe:
 
     def _share(self) -> None:
         """Set the rates that hold from now on, and the end of the next flow."""
-        active = [worker for worker in self._ranking if worker in self._left]
-        shares = fair_shares([self._caps[worker] for worker in active], self._capacity)
-        self._rates = dict(zip(active, shares, strict=True))
+        weights = [max(self._later_share**n, LEAST_WEIGHT) for n in range(len(self._left))]
+        shares = fair_shares([self._caps[worker] for worker in self._left], weights, self._capacity)
+        self._rates = dict(zip(self._left, shares, strict=True))
         ends_s = (
             (self._left[worker] / max(rate, LEAST_RATE), worker)
             for worker, rate in self._rates.items()
@@ -84,14 +89,18 @@ class Pipe:
         self._next = self._now_s + max(left_s, 0.0), worker
 
 
-def fair_shares(caps: Sequence[float], capacity: float) -> list[float]:
-    """Return the max-min fair rates of flows with ascending caps, none above its cap."""
-    if caps and caps[0] * len(caps) >= capacity:  # no cap is below the even share
-        return [capacity / len(caps)] * len(caps)
-    rates, left = list[float](), capacity
-    for position, cap in enumerate(caps):
-        rates.append(min(cap, left / (len(caps) - position)))
-        left -= rates[-1]
+def fair_shares(caps: Sequence[float], weights: Sequence[float], capacity: float) -> list[float]:
+    """Return the weighted max-min fair rates of flows: in proportion to the weights, none above its
+    cap."""
+    total = sum(weights)
+    if all(w * capacity <= cap * total for cap, w in zip(caps, weights, strict=True)):
+        return [capacity * w / total for w in weights]
+    order = sorted(range(len(caps)), key=lambda n: caps[n] / weights[n])
+    rates, left = [0.0] * len(caps), capacity
+    totals = list(accumulate(weights[n] for n in reversed(order)))  # of the last flows in `order`
+    for n, total in zip(order, reversed(totals), strict=True):
+        rates[n] = min(caps[n], left * weights[n] / total)
+        left -= rates[n]
     return rates
 
 
@@ -155,9 +164,9 @@ class ServedJob:
         self._s, self._each_push = s, each_push
         self._clocks, workers = compute_s.shape
         self._workers = [WorkerState() for _ in range(workers)]
-        self._inwards = Pipe(server.caps, server.rate)
+        self._inwards = Pipe(server.caps, server.rate, server.later_share)
         sends = server.rate if server.send_rate is None else server.send_rate
-        self._outwards = Pipe(server.receive_caps or server.caps, sends)
+        self._outwards = Pipe(server.receive_caps or server.caps, sends, server.later_share)
         self._events: list[tuple[float, int, str, int]] = []
         self._count = 0
         self._cpu_free_s = 0.0
@@ -201,10 +210,15 @@ class ServedJob:
         worker = self._workers[n]
         if worker.clock == self._clocks:
             return
-        self._refresh(n, now_s)
-        if worker.low < worker.clock - self._s:
-            worker.waiting = True
-        else:
+        self._load_arrived(n)
+        if worker.pulling is None:
+            self._pull(n, now_s)
+        self._compute_if_new_enough(n, now_s)
+
+    def _compute_if_new_enough(self, n: int, now_s: float) -> None:
+        worker = self._workers[n]
+        worker.waiting = worker.low < worker.clock - self._s
+        if not worker.waiting:
             self._compute(n, now_s, worker.clock - worker.low)
 
     def _compute(self, n: int, now_s: float, staleness: int) -> None:
@@ -215,16 +229,19 @@ class ServedJob:
         self._note(now_s, "begin", n)
         self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
 
-    def _refresh(self, n: int, now_s: float) -> None:
+    def _load_arrived(self, n: int) -> None:
         worker = self._workers[n]
         if worker.arrived is not None:
             worker.low, worker.arrived = max(worker.low, worker.arrived), None
-        if worker.pulling is None:
-            worker.pulling = max(worker.clock - self._s, 0)
-            self.timeline.pulls += 1
-            worker.pull_follows = worker.pushing
-            if not worker.pushing:
-                self._schedule_event(now_s + self._server.latency_s, "receive_pull", n)
+
+    def _pull(self, n: int, now_s: float) -> None:
+        """Request parameters. The server receives the request after the push under way."""
+        worker = self._workers[n]
+        worker.pulling = max(worker.clock - self._s, 0)
+        self.timeline.pulls += 1
+        worker.pull_follows = worker.pushing
+        if not worker.pushing:
+            self._schedule_event(now_s + self._server.latency_s, "receive_pull", n)
 
     def _end_compute(self, n: int, now_s: float) -> None:
         self.timeline.computed_s[n].append(now_s)
@@ -250,7 +267,15 @@ class ServedJob:
         worker.pulling, worker.arrived = None, worker.answered
         self._note(now_s, "arrive", n)
         if worker.waiting:
-            self._begin(n, now_s)
+            self._resume(n, now_s)
+
+    def _resume(self, n: int, now_s: float) -> None:
+        """Load the parameters that a worker has waited for. It pulls again only if they are too
+        old: other pulls begin with a clock."""
+        self._load_arrived(n)
+        self._compute_if_new_enough(n, now_s)
+        if self._workers[n].waiting:
+            self._pull(n, now_s)
 
     # ---- the server -------------------------------------------------------------------------
 
@@ -312,19 +337,43 @@ def predict_served(strategy: SSP, profile: Profile, conditions: Conditions) -> P
     The profile's rate of the default link is that of an all-reduce, which moves 2(N-1)/N of its
     bytes through every host in 2(N-1) hops. A push or pull moves all bytes in one hop. `exposed_s`
     of the result is the waiting time for parameters and for the arrival of the previous push.
+
+    Workers begin in step, and those that may be at different clocks do not stay so. Therefore the
+    prediction for the iterations that a job has run (`conditions.skip` is above 0) is the mean of
+    several simulations of their clocks; its trace is that of the first simulation.
     """
     ranks, servers = conditions.ranks or Ranks(), conditions.servers
     if servers < 1:
         raise ValueError(f"servers ({servers}) must be at least 1 for {strategy}")
     ranks.fit(profile)
-    chance = any(ranks.jitters(profile))
-    most = max(conditions.iterations or 0, RANDOM_ITERATIONS if chance else CLOCKS)
-    clocks = -(-most // strategy.accumulate)
-    server = server_of(profile, servers, ranks)
-    timeline, per_clock_s = simulate_served(
-        strategy, profile, ranks, server, clocks, conditions.seed
+    server, iterations = server_of(profile, servers, ranks), conditions.iterations or 0
+    replays = 1
+    if conditions.skip and iterations:
+        clocks = max(iterations // strategy.accumulate, 1)
+        first = min(-(-conditions.skip // strategy.accumulate), clocks - 1)
+        replays = min(max(CLOCKS // clocks, 1), REPLAYS)
+    else:
+        chance = any(ranks.jitters(profile))
+        most = max(iterations, RANDOM_ITERATIONS if chance else CLOCKS)
+        clocks = -(-most // strategy.accumulate)
+        first = clocks // 2
+    found = [
+        _prediction(
+            strategy,
+            profile,
+            *simulate_served(strategy, profile, ranks, server, clocks, conditions.seed + replay),
+            server,
+            first,
+        )
+        for replay in range(replays)
+    ]
+    iteration_s = fmean(one.iteration_s for one in found)
+    return replace(
+        found[0],
+        iteration_s=iteration_s,
+        exposed_s=fmean(one.exposed_s for one in found),
+        idle_s={link: iteration_s - busy_s for link, busy_s in found[0].busy_s.items()},
     )
-    return _prediction(strategy, profile, timeline, per_clock_s, server)
 
 
 def simulate_served(
@@ -334,8 +383,8 @@ def simulate_served(
     worker]`.
 
     Workers that may be at different clocks have at least `LEAST_JITTER`: exactly equal ones would
-    stay in step, push and then pull all at once, and leave each direction of the server's link idle
-    for half of the time.
+    stay in step for longer than real ones, push and then pull all at once, and leave each direction
+    of the server's link idle for half of the time.
     """
     if strategy.s > 0 and max(ranks.jitters(profile), default=0.0) < LEAST_JITTER:
         ranks = replace(ranks, jitter=LEAST_JITTER)
@@ -352,9 +401,10 @@ def _prediction(
     timeline: Timeline,
     compute_s: NDArray[np.float64],
     server: Server,
+    first: int,
 ) -> Prediction:
+    """Return the prediction for the clocks from `first` on."""
     clocks, workers = compute_s.shape
-    first = clocks // 2  # averages are of the second half
     ends_s = np.array(timeline.ends_s)
     whole_s = float(ends_s[:, -1].max() - ends_s[:, first - 1].max()) if first else timeline.seconds
     iterations = (clocks - first) * strategy.accumulate
@@ -377,17 +427,20 @@ def _prediction(
         window=range(first * strategy.accumulate, clocks * strategy.accumulate),
         steady=False,
         plan=None,
-        _traced=lambda: _trace(strategy, timeline, workers),
+        _traced=lambda: _trace(strategy, timeline, workers, first),
     )
 
 
-def _trace(strategy: SSP, timeline: Timeline, workers: int) -> Trace:
-    """Return a trace with one row per worker. The iterations of a clock have equal lengths."""
+def _trace(strategy: SSP, timeline: Timeline, workers: int, first: int) -> Trace:
+    """Return a trace with one row per worker, with spans of the last clocks from `first` on.
+
+    The iterations of a clock have equal lengths.
+    """
     last = len(timeline.ends_s[0])
     spans = [
         span
         for n in range(min(workers, MAX_RANKS))
-        for span in spans_of(timeline, n, range(max(last - LEAST_ITERATIONS, 0), last))
+        for span in spans_of(timeline, n, range(max(last - LEAST_ITERATIONS, first), last))
     ]
     return Trace(
         source="simulated",

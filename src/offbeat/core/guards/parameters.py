@@ -38,9 +38,10 @@ class ParameterWatch:
     parameter is allowed: it counts as unused.
 
     torch has registration hooks for the whole process only. They record that a parameter or module
-    was registered in a module of this model. Registrations in other modules, such as a list that
-    the forward makes of some layers, change nothing. `act` is called when a trained parameter is
-    registered again, as pruning does before it reads the parameter.
+    was registered, also in other modules, which may be inserted into the model later without a
+    hook. Not recorded is a module of the model that is registered elsewhere, as in the list that a
+    slice of a list of layers makes. `act` is called when a trained parameter is registered again,
+    as pruning does before it reads the parameter.
     """
 
     def __init__(self, model: nn.Module, act: Callable[[], None] = lambda: None):
@@ -49,7 +50,7 @@ class ParameterWatch:
         self._modules = {*map(id, model.modules())}
         self._handles = [
             register_module_parameter_registration_hook(self._note_parameter),
-            register_module_module_registration_hook(self._note_registration),
+            register_module_module_registration_hook(self._note_module),
         ]
         self._turn = 0
         self._trained: set[int] = set()
@@ -125,10 +126,11 @@ class ParameterWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _note_parameter(self, module: nn.Module, name: str, p: nn.Parameter) -> None:
-        self._note_registration(module, name, p)
+    def _note_parameter(self, _module: nn.Module, _name: str, p: nn.Parameter) -> None:
+        self._registered = True
         if id(p) in self._trained:
             self._act()
 
-    def _note_registration(self, module: nn.Module, *_args: object) -> None:
-        self._registered = self._registered or id(module) in self._modules
+    def _note_module(self, module: nn.Module, _name: str, added: nn.Module) -> None:
+        if id(module) in self._modules or id(added) not in self._modules:
+            self._registered = True

@@ -102,8 +102,8 @@ def measure_cluster(
     Together with `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times the
     seconds of an all-reduce of the model up to `MOST_S`, and sends `BUDGET_SIZES` model sizes.
     Halves and contention are left out if the budget is too small. If messages are mostly latency,
-    a few more are sent to measure halves, and the rate between two ranks. Every rank must call it.
-    It opens a second channel of the first link.
+    a few more are sent to measure halves, or on a distant link the rate between two ranks, which
+    determines its halves. Every rank must call it. It opens a second channel of the first link.
     """
     vote = None if cluster.topology.is_flat else averaging(cluster.everyone)
     links, budget = _measure_links(cluster, flat, [*cluster.specs], emulated, vote)
@@ -140,7 +140,9 @@ def _measure_links(
     for name in names:
         probe = Probe(cluster.probe_group(name), like, cluster.device)
         verbs = cluster.links[name].collectives.by_verb
-        link = measure_link(name, probe, verbs, smallest, total, budget, 1 / len(names), vote)
+        pairs = _may_have_pairs(cluster, name)
+        part = 1 / len(names)
+        link = measure_link(name, probe, verbs, smallest, total, budget, part, vote, pairs=pairs)
         if name in cluster.specs:
             link = replace(link, connections=cluster.specs[name].connections)
         measured.append(link)
@@ -155,14 +157,18 @@ def _measure_links(
 def _with_pairs(cluster: Cluster, link: Link, like: Tensor, total: int) -> Link:
     """Return a distant link between replicas of one rank with the rate of messages between two
     ranks, any other link unchanged. Every rank must call it with the same link."""
-    ranks, topology = cluster.control.world_size, cluster.topology
-    if link.name not in cluster.specs or not topology.is_flat or ranks == 1:
-        return link
-    if not link.has_long_steps(ranks):
+    ranks = cluster.control.world_size
+    if not _may_have_pairs(cluster, link.name) or not link.has_long_steps(ranks):
         return link
     exchange = exchange_in_pairs(cluster.links[link.name].collectives.swap, ranks)
     probe = Probe(cluster.probe_group(link.name), like, cluster.device)
     return measure_pairs(link, probe, exchange, total)
+
+
+def _may_have_pairs(cluster: Cluster, name: str) -> bool:
+    """Return whether a link is between replicas of one rank."""
+    flat = cluster.topology.is_flat
+    return name in cluster.specs and flat and cluster.control.world_size > 1
 
 
 def exchange_in_pairs(swap: Callable[[Tensor, int, int], None], ranks: int) -> Collective:
@@ -249,6 +255,8 @@ def measure_link(
     budget: Budget,
     part: float = 1.0,
     vote: Collective | None = None,
+    *,
+    pairs: bool = False,
 ) -> Link:
     """Return latency and rate of all-reduces and their halves on a link, and small messages' times.
 
@@ -261,6 +269,9 @@ def measure_link(
         budget: budget of the whole measurement.
         part: share of the budget for this link.
         vote: collective of votes; None for the all-reduce of the link.
+        pairs: whether the rate between two ranks will be measured if the link is distant. Then it
+            determines halves better than a few messages do, for which TCP's windows are still
+            small.
     """
     timers = {verb: partial(measure_messages, probe, verbs[verb]) for verb in verbs}
     mean = timers["all_reduce"]
@@ -281,12 +292,15 @@ def measure_link(
         # All other points hardly determine the rate. They count as times of small messages.
         small = least_times(sorted((dict(line) | dict(small)).items()))
         line = least_times([line[-1], *larger])
+    fitted = fit_link(name, rate_points(line, small))
+    by_pairs = pairs and fitted.has_long_steps(probe.ranks)
     halves: dict[str, tuple[float, float]] = {}
     for verb in HALF_VERBS:
         share = lines.share(HALVES / (LINE + HALVES) / len(HALF_VERBS))
         timer = timers[verb]
         points = median_points(measure_series(timer, smallest, total, half_times(line), share))
-        if not points and message_s(line, total) < min(TELLING * curve[0][1], 2 * PAIR_S):
+        is_short = message_s(line, total) < min(TELLING * curve[0][1], 2 * PAIR_S)
+        if not points and is_short and not by_pairs:
             # Latency exceeds the time of the bytes; a half has half of the steps of an all-reduce.
             # Small halves have fewer steps, as their shards are sent at once.
             points = measure_two_sizes(timer, (total // 4, total), budget)
@@ -294,7 +308,7 @@ def measure_link(
             fit = fit_link(name, rate_points(points, small_halves[verb]))
             halves[verb] = (fit.latency_s, fit.bytes_per_s)
     return replace(
-        fit_link(name, rate_points(line, small)),
+        fitted,
         small=tuple(small),
         halves=halves,
         small_halves={verb: tuple(points) for verb, points in small_halves.items() if points},

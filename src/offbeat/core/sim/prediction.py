@@ -110,7 +110,8 @@ class Conditions:
         ranks: differences between ranks; None for those of the profile.
         votes: for a vote by name, the probability of a yes, or its outcomes in a run.
         servers: number of ranks that serve, for strategies with servers.
-        skip: number of first iterations to leave out if `votes` are outcomes of a run.
+        skip: number of first iterations to leave out if `votes` are outcomes of a run, or if
+            `iterations` have run in a job with servers.
     """
 
     iterations: int | None = None
@@ -143,7 +144,8 @@ def predict(
         ranks: see `predict_plan`.
         votes: see `predict_plan`.
         servers: number of ranks that serve, for strategies with servers.
-        skip: see `predict_plan`.
+        skip: see `predict_plan`. With servers, a job has run `iterations`, of which the first
+            `skip` are left out; 0 predicts the second half of a long job.
         ran: plan that a run has executed, if it differs from the strategy's own plan.
     """
     conditions = Conditions(iterations, seed, ranks, votes, servers, skip)

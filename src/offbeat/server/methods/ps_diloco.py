@@ -221,6 +221,9 @@ class _RoundsJob(ServedJob):
             worker.low, worker.arrived = worker.arrived, None
         self._compute(n, now_s, 0)
 
+    def _resume(self, n: int, now_s: float) -> None:
+        self._begin(n, now_s)
+
     def _take_push(self, n: int, now_s: float) -> float:
         if not self._strategy.waits_for_steps:
             self._begin_step(now_s)
