@@ -333,7 +333,7 @@ def test_over_a_distant_link_halves_are_measured_although_they_are_mostly_latenc
     other, whole = Arithmetic(0.24, 23e6), Budget(BUDGET_S, BUDGET_SIZES * total)
     assert measure_link("net", other, VERBS, 95_616, total, whole, pairs=True).halves == {}
     assert other.clock < probe.clock
-    near, whole = Arithmetic(0.004, 23e8), Budget(BUDGET_S, BUDGET_SIZES * total)
+    near, whole = Arithmetic(0.004, 23e8), Budget(0.05, BUDGET_SIZES * total)
     assert measure_link("net", near, VERBS, 95_616, total, whole, pairs=True).halves
     short = Budget(BUDGET_S, 4.0 * total)
     assert measure_two_sizes(lambda *_: [], (total // 4, total), short) == []

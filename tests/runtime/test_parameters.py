@@ -66,6 +66,10 @@ def scenes():
     net, model, optimizer = prepared()
     net._modules["adapter"] = nn.Linear(4, 4)  # as ModuleList.insert does, without hooks
     found["inserted"] = error_of(model, optimizer)
+    earlier = nn.Linear(4, 4)
+    net, model, optimizer = prepared()
+    net._modules["adapter"] = nn.Sequential(earlier)
+    found["wrapped"] = error_of(model, optimizer)
     net, model, optimizer = prepared()
     net.a.weight = nn.Parameter(torch.zeros(4, 4))
     found["replaced"] = error_of(model, optimizer)
@@ -118,6 +122,7 @@ def test_parameters_after_prepare():
     assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found["unfrozen"]
     assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["added"]
     assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["inserted"]
+    assert "parameter 'adapter.0.weight' was added after offbeat.prepare" in found["wrapped"]
     assert "parameter 'a.weight' was added after offbeat.prepare" in found["replaced"]
     assert not found["frozen moved"]
     for name in ("a2cid2", "ad-psgd"):

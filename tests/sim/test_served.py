@@ -214,9 +214,10 @@ def test_iterations_that_have_run_begin_in_step() -> None:
     ends = [np.array(run.ends_s).max(axis=0) for run in runs]
     mean_s = np.mean([(last[-1] - last[1]) / 10 for last in ends])
     assert first.iteration_s == pytest.approx(mean_s)
-    # Clocks of two iterations: the first one is left out.
-    twice = predict(SSP(s=2, accumulate=2), facts, iterations=12, skip=2)
-    assert twice.window == range(2, 12)
+    assert predict(SSP(s=2), facts, iterations=12, skip=2, seed=1) != first
+    # Whole clocks of two iterations count.
+    twice = predict(SSP(s=2, accumulate=2), facts, iterations=13, skip=3)
+    assert twice.window == range(4, 12)
 
 
 def test_predict_is_ssps() -> None:

@@ -338,9 +338,9 @@ def predict_served(strategy: SSP, profile: Profile, conditions: Conditions) -> P
     bytes through every host in 2(N-1) hops. A push or pull moves all bytes in one hop. `exposed_s`
     of the result is the waiting time for parameters and for the arrival of the previous push.
 
-    Workers begin in step, and those that may be at different clocks do not stay so. Therefore the
-    prediction for the iterations that a job has run (`conditions.skip` is above 0) is the mean of
-    several simulations of their clocks; its trace is that of the first simulation.
+    Workers begin in step. Workers that may be at different clocks do not stay in step. Therefore
+    the prediction for the iterations that a job has run (`conditions.skip` is above 0) is the mean
+    of several simulations of their clocks. Its trace is that of the first simulation.
     """
     ranks, servers = conditions.ranks or Ranks(), conditions.servers
     if servers < 1:

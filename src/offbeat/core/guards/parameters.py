@@ -39,9 +39,9 @@ class ParameterWatch:
 
     torch has registration hooks for the whole process only. They record that a parameter or module
     was registered, also in other modules, which may be inserted into the model later without a
-    hook. Not recorded is a module of the model that is registered elsewhere, as in the list that a
-    slice of a list of layers makes. `act` is called when a trained parameter is registered again,
-    as pruning does before it reads the parameter.
+    hook. Modules of the model that are registered again, as in the list that a slice of a list of
+    layers makes, are not recorded. `act` is called when a trained parameter is registered again, as
+    pruning does before it reads the parameter.
     """
 
     def __init__(self, model: nn.Module, act: Callable[[], None] = lambda: None):
@@ -131,6 +131,6 @@ class ParameterWatch:
         if id(p) in self._trained:
             self._act()
 
-    def _note_module(self, module: nn.Module, _name: str, added: nn.Module) -> None:
-        if id(module) in self._modules or id(added) not in self._modules:
+    def _note_module(self, _module: nn.Module, _name: str, added: nn.Module) -> None:
+        if id(added) not in self._modules:
             self._registered = True

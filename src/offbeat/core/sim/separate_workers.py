@@ -12,7 +12,7 @@ from offbeat.core.sim.ranks import Ranks
 
 LATER_SHARE = 0.95
 """`Server.later_share` of jobs: TCP does not share a link evenly, so equal workers do not stay in
-step. With this value eleven of fourteen measured jobs were predicted to 5.2 % (4 and 8 emulated
+step. With this value twelve of fifteen measured jobs were predicted to 5.2 % (4 and 8 emulated
 workers, 25 to 200 Mbit/s, delays of 0 and 20 ms)."""
 
 
