@@ -60,8 +60,11 @@ def iterations_picture(
     return Picture(title, lanes, window.length_s, numbers)
 
 
-def workers_picture(spans: Iterable[Span], title: str, until_s: float) -> Picture:
-    """Return compute and waits of workers without common iterations, up to `until_s`."""
+def workers_picture(
+    spans: Iterable[Span], title: str, until_s: float, part: str = "iteration"
+) -> Picture:
+    """Return compute and waits of workers without common iterations, up to `until_s`. `part` names
+    what a span's iteration counts."""
     lanes = []
     spans = sorted((s for s in spans if s.start_s < until_s), key=lambda s: (s.rank, s.start_s))
     for rank in dict.fromkeys(span.rank for span in spans):
@@ -69,7 +72,7 @@ def workers_picture(spans: Iterable[Span], title: str, until_s: float) -> Pictur
         for s in (s for s in spans if s.rank == rank):
             look, what = ("w", "waits before") if s.kind == "wait" else ("c", "computes")
             number = "" if look == "w" else str(s.iteration)
-            text = f"worker {rank} {what} iteration {s.iteration}"
+            text = f"worker {rank} {what} {part} {s.iteration}"
             own.append(Box(s.start_s, min(s.end_s, until_s), look, text, short=number))
         lanes.append(Lane(f"worker {rank}", own, "big"))
     return Picture(title, lanes, until_s)

@@ -26,14 +26,14 @@ from _lanes import iterations_picture, svg_file, workers_picture
 
 import offbeat
 from offbeat import cli
-from offbeat.core.sim.separate_workers import compute_seconds, server_of
+from offbeat.core.sim.separate_workers import server_of
 from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.boxes import Picture
 from offbeat.experiments.report.gossip import gossip_picture, predicted_gossip, visible_part
 from offbeat.jobs.sinks import SERIES
 from offbeat.profile import Link, Profile
-from offbeat.server.simulation import run_served, spans_of
+from offbeat.server.simulation import simulate_served, spans_of
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
 
@@ -222,9 +222,11 @@ def _drawn(strategy: Strategy, text: str) -> tuple[Picture, str, str]:
         assert gossip is not None
         return gossip_picture(visible_part(gossip, 5 * gossip.unit_s), text), seen, UNEVEN
     if strategy.needs.servers:
-        seen = f"Four workers under {text}: iterations, and the times in which workers wait"
-        shown = workers_picture(_served(strategy), text, until_s=1.8)
-        return shown, seen, f"{UNEVEN} Numbers are iterations."
+        assert isinstance(strategy, SSP)
+        part = "iteration" if strategy.accumulate == 1 else "round"
+        seen = f"Four workers under {text}: {part}s, and the times in which workers wait"
+        shown = workers_picture(_served(strategy), text, 1.8 * strategy.accumulate, part)
+        return shown, seen, f"{UNEVEN} Numbers are {part}s."
     return _planned(strategy, text)
 
 
@@ -243,13 +245,11 @@ def _planned(strategy: Strategy, text: str) -> tuple[Picture, str, str]:
     return iterations_picture(trace, text, shown, names), seen, words
 
 
-def _served(strategy: Strategy) -> Iterator[Span]:
+def _served(strategy: SSP) -> Iterator[Span]:
     """Yield the first clocks of all workers."""
     profile, ranks, count = faster(), Ranks(scale=SLOW), 12
-    compute_s = compute_seconds(profile, ranks, count, seed=0)
     server = server_of(profile, 1, ranks)
-    assert isinstance(strategy, SSP)
-    course = run_served(server, compute_s, strategy.s, each_push=strategy.apply == "push")
+    course, _ = simulate_served(strategy, profile, ranks, server, count, seed=0)
     for worker in range(profile.world_size):
         yield from spans_of(course, worker, range(count))
 
