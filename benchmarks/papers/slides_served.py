@@ -96,6 +96,7 @@ class _Training(ServedJob):
         self._order = [self._places(model) for model in self._models]
         self._snapshots: list[Tensor | None] = [None] * workers
         self._pushes: list[deque[tuple[int, Tensor]]] = [deque() for _ in range(workers)]
+        self._received = deque[int]()  # workers whose pushes wait for their step, in order
         self._applied_pushes = 0
         self.quality: list[list[float]] = []
         self.times_s: list[float] = []
@@ -126,13 +127,15 @@ class _Training(ServedJob):
             self._snapshots[n] = self._flat.clone()
 
     def _receive_push(self, n: int, now_s: float) -> None:
-        if not self._each_push:  # the server steps when a clock is complete
+        if self._each_push:
+            self._received.append(n)
+        else:  # the server steps when a clock is complete
             self._take(n, now_s)
         super()._receive_push(n, now_s)
 
     def _end_apply(self, n: int, now_s: float) -> None:
         if self._each_push:
-            self._take(n, now_s)
+            self._take(self._received.popleft(), now_s)
         super()._end_apply(n, now_s)
 
     # ---- numbers ------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from offbeat.core.transport.collectives import Collective, averaging
 # `MOST_S`, because small messages hardly determine the time of large ones.
 BUDGET_S, BUDGET_SIZES = 4.0, 20.0
 BUDGET_MODELS, MOST_S = 4, 10.0
-# Shares of the budget. Those of links are divided by the number of links.
+# Shares of the budget. The shares for links are divided by the number of links.
 LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.05, 0.08, 0.27, 0.22, 0.1
 SMALL_HALVES, SENDING, VOTE = 0.15, 0.04, 0.07
 
@@ -455,9 +455,9 @@ def half_times(points: Points) -> Points:
 def rate_points(line: Points, small: Points) -> Points:
     """Return the points of both lists that determine the rate.
 
-    These take at least `TELLING` times the seconds of the smallest message. If there are fewer than
-    two, return the two largest points of the line. The many small messages would dominate a fit by
-    relative errors.
+    Their messages take at least `TELLING` times the seconds of the smallest message. If there are
+    fewer than two points, return the two largest points of the line. The many small messages would
+    dominate a fit by relative errors.
     """
     both = sorted((dict(small) | dict(line)).items())
     least_s = max((s for size, s in both if size <= SMALL_BYTES), default=both[0][1])
