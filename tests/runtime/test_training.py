@@ -366,11 +366,11 @@ def test_two_links() -> None:
     for mine, replica in zip(ranks, world, strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
         for link in ("a", "b"):
-            moved = [(t, p) for t, name, p, _ in mine.collectives if name == link]
+            moved = [(t, p) for t, name, p, _ in mine.sent if name == link]
             first = 0 if link == "a" else 1
             runs = [f"all_reduce grad[{b}:{b + 1}]" for b in (first, first + 2)]
             assert moved == [(t, run) for t in range(ITERATIONS) for run in runs]
-        assert mine.bytes_sent["a"] + mine.bytes_sent["b"] == ITERATIONS * sum(
+        assert sum(size for *_, size in mine.sent) == ITERATIONS * sum(
             p.nbytes + 8 for p in build_model(CASE).parameters() if p.requires_grad
         )  # and a number for each parameter
 

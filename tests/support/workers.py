@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.core.transport.collectives import Collective
-from offbeat.core.transport.link import LinkThread, Message
-from offbeat.plan import BUFFERS, BUILT_IN, Buffer, Plan, Transfer
+from offbeat.plan import BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
+from offbeat.testing import Inspection, inspect
 from support.models import (
     USUAL,
     Case,
@@ -45,10 +44,9 @@ class Trained:
     model: dict[str, Tensor]
     optimizer: dict[str, Any]
     plan: Plan | None = None
-    # (iteration, link, payload) of every message by its start, and of every collective
+    # (iteration, link, payload) of every message by its start, and with verb and bytes sent
     messages: list[tuple[int, str, str]] = field(default_factory=list)
-    collectives: list[tuple[int, str, str, int]] = field(default_factory=list)
-    bytes_sent: dict[str, int] = field(default_factory=dict)
+    sent: list[tuple[int, str, str, int]] = field(default_factory=list)
     profile: Profile | None = None
     united: str = ""  # hash of all bits after consolidate()
     place: tuple[int, int] = (0, 0)  # replica of this rank, and its index within the node
@@ -126,16 +124,17 @@ def train(
         if load is not None:
             model.load_state_dict(load[0])
             optimizer.load_state_dict(load[1])
-        spy, user = Spy(model), User(case, model, optimizer, loop)
+        seen, user = inspect(model), User(case, model, optimizer, loop)
         for t in iterations:
             user.iterate(t)
             if scheduler is not None:
                 scheduler.step()
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
-        spy.fill(trained)
+        trained.plan, trained.profile = seen.plan, seen.profile
         trained.place = model.replica, model.member
         if unites:
             trained.united = average_replicas(model, slow)
+    note_messages(trained, seen)
     assert "grad" not in vars(torch.nn.Parameter)  # nobody listens to reads any more
     return trained
 
@@ -236,79 +235,12 @@ class User:
         self.model.train()
 
 
-class Spy:
-    """Sees what reaches the collectives, below everything that could miscount."""
-
-    def __init__(self, model: Any):
-        self._session = model._session
-        self._engine = getattr(self._session, "engine", None)
-        self._seen: list[tuple[Message, Tensor]] = []
-        self._messages: list[Message] = []
-        for link in self._engine.links.values() if self._engine else ():
-            self._watch(link)
-
-    def _watch(self, link: LinkThread) -> None:
-        run, now = link._run, []
-
-        def running(message: Message, failed: BaseException | None) -> BaseException | None:
-            now[:] = [message]
-            self._messages.append(message)
-            return run(message, failed)
-
-        def spying(collective: Collective) -> Collective:
-            def seen(tensor: Tensor) -> None:
-                self._seen.append((now[0], tensor))
-                collective(tensor)
-
-            return seen
-
-        link._run = running  # type: ignore[method-assign]
-        by_verb = {verb: spying(op) for verb, op in link.collectives.by_verb.items()}
-        link.collectives = replace(link.collectives, by_verb=by_verb)
-
-    def fill(self, trained: Trained) -> None:
-        if self._engine is None:
-            return
-        self._engine.cursor.receive_all()  # merged gradients: some are under way
-        trained.plan = getattr(self._session, "plan", None)
-        trained.profile = getattr(self._session, "profile", None)
-        buffers = trained.plan.all_buffers if trained.plan is not None else BUILT_IN
-        trained.messages = [
-            (m.iteration, m.transfer.link, name_of(m.transfer, buffers))
-            for m in self._messages
-            if not m.passed
-        ]
-        places = self._places(trained.plan)
-        for message, x in self._seen:
-            t = message.transfer
-            there = places.get((x.data_ptr(), x.numel()), ())
-            known = place_of(t) in there or t.payload.buffer == BUFFERS or not t.in_place
-            name = promise_of(t) if known else "another tensor"
-            trained.collectives.append((message.iteration, t.link, name, x.nbytes))
-        trained.bytes_sent = {n: link.bytes_sent for n, link in self._engine.links.items()}
-
-    def _places(self, plan: Plan | None) -> dict[tuple[int, int], set[str]]:
-        """What a tensor holds, by where it lies; copies of the gradients are alike."""
-        flat, places = self._engine.flat, {}
-        for t in plan.transfers if plan is not None else ():
-            payload = t.payload
-            if payload.buffer == BUFFERS:  # packed for each message
-                continue
-            if payload.buffer == "state" or payload.moment is not None:
-                tensors = self._engine.state.tensors(payload.buckets, payload.moment)
-                parts = [x[payload.slice_of(x.numel())] for x in tensors]
-            else:
-                copies = range(flat.copies(payload.buffer))
-                parts = [x for c in copies for x in flat.message_tensors(payload, c)]
-            for part in parts:
-                key = part.data_ptr(), part.numel()
-                places.setdefault(key, set()).add(place_of(t))
-        return places
-
-
-def place_of(t: Transfer) -> str:
-    """Where a message lies in the storage, whichever copy of it."""
-    return str(replace(t.payload, age=0))
+def note_messages(trained: Trained, seen: Inspection) -> None:
+    """Note the messages of a closed model, by their order on each link."""
+    buffers = BUILT_IN if trained.plan is None else trained.plan.all_buffers
+    for m in seen.messages:
+        trained.messages.append((m.iteration, m.link, name_of(m.transfer, buffers)))
+        trained.sent.append((m.iteration, m.link, promise_of(m.transfer), m.sent_bytes))
 
 
 def name_of(t: Transfer, buffers: Mapping[str, Buffer]) -> str:

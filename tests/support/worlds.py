@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -223,46 +223,6 @@ def free_port() -> int:
             return port
 
 
-def _checked_once(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return a check that skips equal plans for equal profiles. It takes a third of `prepare`."""
-    passed: set[tuple[str, str]] = set()
-
-    def check_once(plan: Any, profile: Any) -> None:
-        key = plan.digest, repr(profile)
-        if key not in passed:
-            check(plan, profile)
-            passed.add(key)
-
-    return check_once
-
-
-def _compared_once(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a comparison with the network that answers for an equal profile as before. It sends
-    more messages than an iteration."""
-    known: dict[str, Any] = {}
-
-    def compare_once(cluster: Any, profile: Any) -> Any:
-        key = repr(profile)
-        if key not in known:
-            known[key] = compare(cluster, profile)
-        return known[key]
-
-    return compare_once
-
-
-def _measured_once(measure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a measurement of all codecs that takes place once for a device."""
-    known: dict[Any, Any] = {}
-
-    @wraps(measure)
-    def measure_once(where: Any, device: Any) -> Any:
-        if where not in known:
-            known[where] = measure(where, device)
-        return known[where]
-
-    return measure_once
-
-
 def _rank(
     pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any
 ) -> None:
@@ -270,21 +230,11 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from offbeat.core.measuring import codec_speed as coding
-    from offbeat.core.measuring import contention, links, sending
-    from offbeat.core.runtime import known_profile, plan_choice
+    from offbeat.testing import quick
 
     os.environ.update(variables)
     torch.set_num_threads(1)
-    # Every `prepare` without a profile measures codecs and links, which takes most of its time.
-    coding.MANY = 1 << 14
-    coding.REPEATS = {coding.FEW: 1, coding.MANY: 1}
-    coding.MESSAGES, coding.REST_S = 3, 0.0
-    coding.codec_speeds = _measured_once(coding.codec_speeds)
-    links.BUDGET_S, links.SERIES = 0.5, 1
-    contention.COUNT, sending.VOLLEYS, sending.COUNT = 2, 1, 1
-    plan_choice.raise_if_wrong = _checked_once(plan_choice.raise_if_wrong)
-    known_profile.compare_network = _compared_once(known_profile.compare_network)
+    quick()
     try:
         report: dict[str, Any] = {"result": function(*args)}
     except BaseException as error:

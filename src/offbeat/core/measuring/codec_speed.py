@@ -14,15 +14,14 @@ from offbeat.core.codecs import WIRES, Codec, codec
 from offbeat.core.codecs.average import Part, Settings, average
 from offbeat.core.codecs.cost import Encoded
 from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.measuring import effort
 from offbeat.core.plan import Payload, Wire
 from offbeat.core.profile import Bucket, CodecSpeed, Profile
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU, Device
 
-FEW, MANY = 1 << 10, 1 << 18  # numbers in a small and in a large message
-REPEATS = {FEW: 25, MANY: 5}
-MESSAGES, REST_S = 9, 0.004  # measured messages, and the pause before each in seconds
+FEW = 1 << 10  # numbers in a small message
 ALONE = Collectives({"all_reduce": lambda _: None, "all_gather": lambda _: None}, lambda *_: None)
 
 
@@ -55,8 +54,8 @@ def _overhead_s(cluster: Cluster, profile: Profile) -> float:
     used, x = codec("int4", {}), normal(FEW, generator()).to(cluster.where)
     for via, rounds in (("gather", 1), ("scatter", 2)):
         how, times = Settings(used, via, 0, keeps=True), []
-        for _ in range(MESSAGES):
-            time.sleep(REST_S)
+        for _ in range(effort.current().codec_messages):
+            time.sleep(effort.current().codec_rest_s)
             start = time.perf_counter()
             average(Part(x.clone(), x[:0], {}), how, act)
             cluster.device.finish()
@@ -84,8 +83,10 @@ def codec_speeds(where: torch.device, device: Device) -> tuple[CodecSpeed, ...]:
 def _speed(used: Codec, where: torch.device, clock: Clock) -> tuple[float, ...]:
     """Return the fields of a `CodecSpeed` in seconds, from a small and a large message of a rank
     alone."""
+    how = effort.current()
     small, large = (
-        (4 * n, *_codec_seconds(used, normal(n, generator()).to(where), clock)) for n in (FEW, MANY)
+        (4 * n, *_codec_seconds(used, normal(n, generator()).to(where), clock, repeats))
+        for n, repeats in zip((FEW, how.codec_numbers), how.codec_repeats, strict=True)
     )
     (few, encode_s, decode_s, all_s), (many, _, large_decode_s, large_all_s) = small, large
     per_byte_s = (large_decode_s - decode_s) / (many - few)
@@ -96,7 +97,9 @@ def _speed(used: Codec, where: torch.device, clock: Clock) -> tuple[float, ...]:
     return other_s, per_byte_s, *passes_s, rest_s
 
 
-def _codec_seconds(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, float, float]:
+def _codec_seconds(
+    used: Codec, x: torch.Tensor, clock: Clock, repeats: int
+) -> tuple[float, float, float]:
     """Return seconds to encode, to decode, and of a whole message.
 
     For a linear codec, seconds to encode and to decode are 0: the message sums encoded values.
@@ -107,7 +110,6 @@ def _codec_seconds(used: Codec, x: torch.Tensor, clock: Clock) -> tuple[float, f
     def whole() -> None:
         average(Part(given.copy_(x), x[:0], memory, found), how, ALONE)
 
-    repeats = REPEATS[x.numel()]
     all_s = clock(whole, repeats)
     if used.linear:
         return 0.0, 0.0, all_s

@@ -10,14 +10,14 @@ from typing import cast
 import numpy as np
 from torch import Tensor
 
+from offbeat.core.measuring import effort
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.measuring.volley import send_volley
 from offbeat.core.plan import base_link, channel
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
 
-COUNT = 6  # messages back to back on each link
-RUNS = 3  # loads of `COUNT` messages for each pair: one on one link alone, one on each of both
+RUNS = 3  # loads of `Effort.load` messages for each pair: one on one link alone, one on each of both
 
 Spans = list[tuple[float, float]]  # (start, end) of messages, perf_counter seconds
 
@@ -30,7 +30,7 @@ def measure_contention(
     Pairs are measured until the budget is spent. Nothing is sent if the latency of the messages
     alone exceeds the budget. Every rank must call it with equal links.
     """
-    pairs = 1 + len(links) * (len(links) - 1) // 2
+    pairs, count = 1 + len(links) * (len(links) - 1) // 2, effort.current().load
     sizes = {link.name: load_bytes(link, pairs, budget) for link in links}
     if not all(sizes.values()):
         return ()
@@ -49,11 +49,11 @@ def measure_contention(
         for name in (one, other):
             if name not in alone:
                 spans = _measure_spans(cluster, {name: loads[name]})[name]
-                sent += loads[name].nbytes * COUNT
+                sent += loads[name].nbytes * count
                 # With a mean, one delayed message would make the link look faster with others.
                 alone[name] = 1 / float(np.median([end - start for start, end in spans]))
         together = _measure_spans(cluster, {name: loads[name] for name in (a, b)})
-        sent += (loads[a].nbytes + loads[b].nbytes) * COUNT
+        sent += (loads[a].nbytes + loads[b].nbytes) * count
         speeds = _speeds(cluster, together[a], together[b], alone[one], alone[other])
         measured.append(Contention((one, other), speeds))
         spent_s = cluster.control.gather(time.perf_counter() - start)
@@ -63,7 +63,7 @@ def measure_contention(
 
 def load_bytes(link: Link, pairs: int, budget: Budget) -> int:
     """Return the message size in bytes with which all pairs fit into the budget; 0 if none does."""
-    messages = pairs * RUNS * COUNT
+    messages = pairs * RUNS * effort.current().load
     seconds = budget.seconds / messages - link.latency_s
     return max(0, int(min(seconds * link.bytes_per_s, budget.size_bytes / messages)))
 
@@ -71,7 +71,7 @@ def load_bytes(link: Link, pairs: int, budget: Budget) -> int:
 def _measure_spans(cluster: Cluster, loads: Mapping[str, Tensor]) -> dict[str, Spans]:
     """Send messages back to back on several links at once. Return their (start, end) seconds."""
     cluster.control.gather(None)  # all ranks begin at the same time
-    sent, seconds = send_volley(cluster, loads, COUNT), cluster.device.seconds
+    sent, seconds = send_volley(cluster, loads, effort.current().load), cluster.device.seconds
     return {name: [(seconds(m.start), seconds(m.end)) for m in sent[name]] for name in loads}
 
 

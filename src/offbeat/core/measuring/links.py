@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.measuring.contention import measure_contention
+from offbeat.core.measuring import effort
 from offbeat.core.measuring.jitter import spread_of
 from offbeat.core.measuring.sending import measure_sending
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages
@@ -25,10 +26,10 @@ from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.collectives import Collective, averaging
 
-# Budget of all measurements before a plan: seconds, and payload per rank in model sizes. If an
-# all-reduce of the model takes long, the budget is `BUDGET_MODELS` times its seconds, up to
+# Budget of all measurements before a plan beside `Effort.links_s`: payload per rank in model sizes.
+# If an all-reduce of the model takes long, the budget is `BUDGET_MODELS` times its seconds, up to
 # `MOST_S`, because small messages hardly determine the time of large ones.
-BUDGET_S, BUDGET_SIZES = 4.0, 20.0
+BUDGET_SIZES = 20.0
 BUDGET_MODELS, MOST_S = 4, 10.0
 # Shares of the budget. The shares for links are divided by the number of links.
 LAYOUT, EXPLORING, SMALL, LINE, HALVES, TOGETHER = 0.08, 0.05, 0.08, 0.27, 0.22, 0.1
@@ -40,7 +41,6 @@ NUMBER_BYTES = 4  # bytes of one rank's number in a vote
 LEAST_BYTES = 64  # `line_sizes` stops shrinking the largest size below this number of bytes
 SMALL_SIZES = tuple(SMALL_BYTES << i for i in range(6))  # 4 KiB to 128 KiB: slices of P3
 MOST_REPEATS, LEAST_REPEATS = 9, 3  # largest and least number of messages of one size
-SERIES = 3  # messages of each of the three sizes of `line_sizes`
 # LARGE and TELLING are multiples of the seconds of the smallest message.
 LARGE = 5  # a message of this time determines the rate alone
 TELLING = 2  # messages of this time determine the rate together
@@ -99,7 +99,7 @@ def measure_cluster(
     halves, seconds of small messages, and the processor time that messages take from compute. The
     processor time is not measured for emulated hosts.
 
-    Together with `worthwhile_bytes` it takes `BUDGET_S` seconds, or `BUDGET_MODELS` times the
+    Together with `worthwhile_bytes` it takes `Effort.links_s` seconds, or `BUDGET_MODELS` times the
     seconds of an all-reduce of the model up to `MOST_S`, and sends `BUDGET_SIZES` model sizes.
     Halves and contention are left out if the budget is too small. If messages are mostly latency,
     a few more are sent to measure halves, or on a distant link the rate between two ranks, which
@@ -240,7 +240,7 @@ def _most_bytes(cluster: Cluster) -> int:
 
 
 def _budget(total: int) -> Budget:
-    return Budget(BUDGET_S, BUDGET_SIZES * total)
+    return Budget(effort.current().links_s, BUDGET_SIZES * total)
 
 
 # ---- one link alone -------------------------------------------------------------------------
@@ -409,16 +409,16 @@ def measure_series(
 ) -> Series:
     """Return the seconds of messages of the sizes of `line_sizes`.
 
-    Each size has `SERIES` messages, or fewer if the budget does not allow them. The result is empty
+    Each size has `Effort.series` messages, or fewer if the budget does not allow them. The result is empty
     if the budget does not allow one message of each size. Messages are sent back to back, after one
     message that does not count, because an idle link is faster for its first bytes (the token
     bucket of a shaper).
     """
     sizes = line_sizes(smallest, total, curve, budget)
-    each = SERIES
+    each = most = effort.current().series
     while each and not is_payable(curve, series_sizes(sizes, each), budget):
         each -= 1
-    if each < SERIES and message_s(curve, sizes[-1]) < 2 * curve[0][1]:
+    if each < most and message_s(curve, sizes[-1]) < 2 * curve[0][1]:
         return []  # times are mostly latency; leave the budget to `measure_larger`
     if each == 0:
         return []
@@ -493,7 +493,7 @@ def line_sizes(smallest: int, total: int, curve: Points, budget: Budget) -> list
     while True:
         lowest = max(1, min(smallest, largest // 4))
         sizes = [lowest, round((lowest * largest) ** 0.5), largest]
-        series = series_sizes(sizes, SERIES)
+        series = series_sizes(sizes, effort.current().series)
         needed = sum(series) <= budget.size_bytes and message_s(curve, largest) < 2 * curve[0][1]
         if needed or is_payable(curve, series, budget) or largest < LEAST_BYTES:
             return sizes

@@ -19,6 +19,7 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from offbeat.core.measuring import effort
 from offbeat.core.measuring.processors import processor_bits
 from offbeat.core.measuring.timing import Budget
 from offbeat.core.measuring.volley import send_volley
@@ -26,7 +27,6 @@ from offbeat.core.plan import INSIDE
 from offbeat.core.profile import Link
 from offbeat.core.transport.cluster import Cluster
 
-VOLLEYS, COUNT = 3, 3  # volleys of each size, and messages in each volley
 SMALL_BYTES = 4096
 LARGE = 1 / 20  # the large message as a share of the model, about a bucket
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
@@ -128,21 +128,23 @@ def _is_payable(link: Link, sizes: Sequence[int], budget: Budget) -> bool:
     Each volley begins with a barrier, which costs as much as two small messages.
     """
     seconds = [link.all_reduce_s(size) for size in sizes]
-    spent_s = VOLLEYS * (COUNT * sum(seconds) + 2 * len(sizes) * seconds[0])
-    return budget.times(spent_s, VOLLEYS * COUNT * sum(sizes)) > 0
+    volleys, count = effort.current().volleys, effort.current().volley
+    spent_s = volleys * (count * sum(seconds) + 2 * len(sizes) * seconds[0])
+    return budget.times(spent_s, volleys * count * sum(sizes)) > 0
 
 
 def _processor_s(cluster: Cluster, link: Link, like: Tensor, size: int, budget: Budget) -> float:
     """Return the processor seconds of one message in all threads of an idle rank, as a mean over
     ranks."""
     load = like.new_ones(max(1, size // like.element_size()))
+    volleys, count = effort.current().volleys, effort.current().volley
     busy_s = []
     start_s = time.perf_counter()
-    for _ in range(VOLLEYS):
+    for _ in range(volleys):
         cluster.control.gather(None)  # all ranks begin at the same time
         begin_s = time.process_time()
-        send_volley(cluster, {link.name: load}, COUNT)
-        busy_s.append((time.process_time() - begin_s) / COUNT)
+        send_volley(cluster, {link.name: load}, count)
+        busy_s.append((time.process_time() - begin_s) / count)
     everyone = cluster.control.gather((median(busy_s), time.perf_counter() - start_s))
-    budget.pay(max(spent_s for _, spent_s in everyone), VOLLEYS * COUNT * load.nbytes)
+    budget.pay(max(spent_s for _, spent_s in everyone), volleys * count * load.nbytes)
     return fmean(seconds for seconds, _ in everyone)

@@ -205,7 +205,7 @@ class FlatSession(Session):
         return self._cluster.bytes_sent()
 
     def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self.engine.reports.watcher = listener
+        self.engine.reports.watchers.append(listener)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -291,8 +291,8 @@ class FlatSession(Session):
             if self._have_replicas_diverged():
                 self._print_difference()
         self.engine.waiting.closed = True
+        self.engine.reports.deliver(rest=True)
         if self._recorder:
-            self.engine.reports.deliver(rest=True)
             pace = self.runner.pace
             self._recorder.pace = pace.record() if pace else None
             self._recorder.write(self.traffic())

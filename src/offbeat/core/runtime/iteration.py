@@ -128,14 +128,14 @@ class Reports:
 
     Attributes:
         listener: receives each iteration.
-        watcher: receives each iteration before the listener does.
+        watchers: receive each iteration before the listener does.
         meter: receives each iteration before the others do, for the times of its messages.
         needs_ready_times: whether the listener needs the time at which each bucket is ready.
     """
 
     def __init__(self) -> None:
         self.listener: Callable[[Iteration], None] | None = None
-        self.watcher: Callable[[Iteration], None] | None = None
+        self.watchers: list[Callable[[Iteration], None]] = []
         self.meter: Callable[[Iteration], None] | None = None
         self.needs_ready_times = False
         self._recent: deque[Iteration] = deque()
@@ -151,6 +151,6 @@ class Reports:
         """
         while self._recent and (rest or self._recent[0].complete):
             done = self._recent.popleft()
-            for receive in (self.meter, self.watcher, self.listener):
+            for receive in (self.meter, *self.watchers, self.listener):
                 if receive is not None:
                     receive(done)

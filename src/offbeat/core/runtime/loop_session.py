@@ -50,7 +50,7 @@ class LoopSession(Session):
         if pace is not None:
             pace.attach_backward_hooks(job.model)
         self._handles: list[Any] = []
-        self._listener: Callable[[Iteration], None] | None = None
+        self._listeners: list[Callable[[Iteration], None]] = []
         self._done = self._new_iteration(0)
         self._before = 0  # iterations of the run before this process
 
@@ -121,8 +121,8 @@ class LoopSession(Session):
             self._recorder.on_step_begin(number)
             self._record(self._done, self._recorder)
             self._recorder.on_step_end(number)
-        if self._listener is not None:
-            self._listener(self._done)
+        for listener in self._listeners:
+            listener(self._done)
         self._cluster.control.set_iteration(number + 1)
         self._done = self._new_iteration(number + 1)
 
@@ -133,7 +133,7 @@ class LoopSession(Session):
         return nullcontext()  # backward does not communicate
 
     def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self._listener = listener
+        self._listeners.append(listener)
 
     @property
     def iteration(self) -> int:
