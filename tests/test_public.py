@@ -79,7 +79,7 @@ def test_commands_that_launch_ranks_do_not_import_torch() -> None:
 
 
 def test_prepare_is_the_runtimes() -> None:
-    from offbeat.core.runtime.prepare import prepare
+    from harness.parts import prepare
 
     assert offbeat.prepare is prepare
 

@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.parts import Flat, ParameterWatch, StateStore, group_parameters, place_like
 from support.models import Case, build_model, build_optimizer, profile_of
 from support.worlds import run_world
 from torch import nn
-
-from offbeat.core.buckets.flat import Flat, place_like
-from offbeat.core.buckets.layout import group_parameters
-from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.guards.parameters import ParameterWatch
 
 CASES = [Case("conv"), Case("tied"), Case("mixed", dtype=torch.float32)]
 

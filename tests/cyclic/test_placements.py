@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from harness.parts import Placement, Timetable, Work
 from support.cyclic import ITERATIONS, batch, chain, equations, optimizer_of
 from support.worlds import run_world, watch_world
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, merge_records, recording
-from offbeat.cyclic.timetable import Placement, Timetable, Work
 from offbeat.strategies import Cyclic
 
 RULES = (
@@ -49,7 +49,7 @@ def trained(n: int, placement: Placement, anew: int | None) -> list[Any]:
             if t == anew:
                 losses += trainer.consolidate()
             losses += trainer.step([batch(i, t) for i in range(1, n + 1)])
-            here = [j for j, stage in enumerate(trainer._stages) if stage.versions]
+            here = [j for j, stage in enumerate(trainer.stages) if stage.versions]
             assert placement == "zero" or here == trainer.table.stages_of(dist.get_rank())
         losses += trainer.consolidate()
         found.append(([loss.item() for loss in losses], dict(model.state_dict())))
@@ -156,7 +156,7 @@ def held(n: int) -> tuple[int, int, Any]:
 
         def worked(work: Work, begin_s: float, end_s: float) -> None:
             told(work, begin_s, end_s)
-            here[work.time] = sum(stage.nbytes > 0 for stage in trainer._stages)
+            here[work.time] = sum(stage.nbytes > 0 for stage in trainer.stages)
 
         trainer.on_work = worked
         for t in range(4):

@@ -6,9 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-
-from offbeat.core.runtime.member_samples import MemberSamples
-from offbeat.data.sample_stream import SampleStream
+from harness.parts import MemberSamples, SampleStream
 
 
 def nothing() -> None:

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from harness.parts import place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from offbeat.data import Chunks, DefDP, Dirichlet, Partition, SelDP
-from offbeat.data.place import place
 
 quick = settings(max_examples=40, deadline=None)
 UNEVEN = Partition(([0, 3, 5, 7, 9], [1, 2], [4, 6, 8]))  # type: ignore[arg-type]

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.parts import Options
 from support import frameworks_workers
 from support.frameworks_nodes import CLIPPED, LIGHTNING, both_worlds
 from support.worlds import run_world
 
 import offbeat
-from offbeat.core.runtime.prepared import Model
-from offbeat.integrations import lightning_strategies
-from offbeat.integrations.options import Options
 
 for package in ("accelerate", "transformers", "lightning"):
     if find_spec(package) is None:  # imported by the ranks alone, as it takes seconds
@@ -167,27 +165,6 @@ def test_lightning_saves_the_mean_while_gradients_accumulate(ranks: list[dict[st
         torch.testing.assert_close(first["saved"][name].double(), mean, rtol=1e-6, atol=1e-7)
         apart = max(apart, float((weight - mean).abs().max()))
     assert apart > 1e-3  # replicas differed
-
-
-def test_lightning_publishes_an_exception_before_it_closes_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = list[Any]()
-
-    class Base:
-        def on_exception(self, exception: BaseException) -> None:
-            calls.append(exception)
-
-    class Strategy(lightning_strategies.TrainerStrategy, Base):
-        pass
-
-    monkeypatch.setattr(
-        lightning_strategies, "publish_exception", lambda error, _: calls.append(str(error))
-    )
-    strategy, error = Strategy.__new__(Strategy), KeyError("x")
-    for strategy.model in (torch.nn.Linear(1, 1), Model.__new__(Model)):
-        strategy.on_exception(error)
-    assert calls == [error, "'x'", error]
 
 
 def test_both_packages_of_lightning(ranks: list[dict[str, Any]]) -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from offbeat.core.codecs.pieces import PIECE
-from offbeat.gossip import mixing
+from harness.parts import PIECE, mixing
 
 SIZE = PIECE + 7  # more than one piece
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.parts import Folder, load
 from support import stopping_jobs as jobs
 from support.forking import ForkedPython
 from support.worlds import TESTS, run_world, watch_world
 
 from offbeat import A2CiD2, LocalSGD
-from offbeat.core.checkpoint.folder import Folder
-from offbeat.jobs.record_lines import load
 
 TERMINATED = -signal.SIGTERM
 SCRIPT = """

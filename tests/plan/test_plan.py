@@ -5,9 +5,9 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from harness.parts import POINTS
 from support.plan_families import FAMILIES
 
-from offbeat.core.plan.types import POINTS
 from offbeat.plan import (
     Apply,
     Buffer,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.parts import average_of
 from reference.training import (
     Replica,
     bsp,
@@ -36,7 +37,6 @@ from offbeat import (
     SelSync,
     Strategy,
 )
-from offbeat.strategies.partial_sync import average_of
 
 CASE = Case("mlp", "nesterov", "step")
 ITERATIONS = 8

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from harness.parts import (
+    Layout,
+    Store,
+    WireError,
+    checked_settings,
+    require_elementwise,
+    settings_of,
+)
 from torch import Tensor, nn
-
-from offbeat.frames.frames import WireError
-from offbeat.server.layout import Layout
-from offbeat.server.optimizers import checked_settings, require_elementwise, settings_of
-from offbeat.server.parameters import Store
 
 SHAPES = [(3, 4), (5,), (2, 2, 2)]
 WORKERS, CLOCKS = 3, 6

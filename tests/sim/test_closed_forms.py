@@ -4,18 +4,23 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from harness.parts import (
+    event_engine,
+    fast_engine,
+    gradients_when_ready,
+    layer_times,
+    make_job,
+    message_seconds,
+    to_trace,
+)
 from hypothesis import given, settings
 from reference import random_timelines
 
-from offbeat.core.sim import event_engine, fast_engine
-from offbeat.core.sim.simulation import make_job, to_trace
 from offbeat.plan import Apply, Moment, Payload, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate
 from offbeat.strategies import BSP, WFBP, DreamDDP, LocalSGD, PartialSync
 from offbeat.strategies import solvers as solve
-from offbeat.strategies.partial_sync import layer_times
-from offbeat.strategies.wfbp import gradients_when_ready, message_seconds
 
 ALIKE = random_timelines.profiles(most_buckets=8, links=("net",), rank_scales=False)
 SECONDS = random_timelines.SECONDS

@@ -5,14 +5,12 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from harness.parts import Windows, network_rate_bps, traffic_bps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import random_timelines
 from support.strategy_lists import ALL, STRATEGIES
 
-from offbeat.core.derive.windows import Windows
-from offbeat.core.profile.elsewhere import network_rate_bps
-from offbeat.core.transport.heartbeat_traffic import traffic_bps
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict, predict_plan, simulate

@@ -4,16 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from harness.parts import COMPUTE, Outcomes, make_job
+from harness.parts import event_engine as events
+from harness.parts import fast_engine as engine
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from reference import random_timelines
 from reference import simulator as reference
 
-from offbeat.core.sim import event_engine as events
-from offbeat.core.sim import fast_engine as engine
-from offbeat.core.sim.outcomes import Outcomes
-from offbeat.core.sim.simulation import make_job
-from offbeat.core.sim.trace import COMPUTE
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, simulate
 from offbeat.strategies import BSP, LocalSGD

@@ -89,9 +89,7 @@ def test_sums_as_bits_find_the_same_on_one_link(problem):
     """The method for many messages, on problems that enumeration solves too."""
     weights_s, window_s, ready_s, busy_s = problem
     problem = weights_s[:1], window_s, ready_s, busy_s and busy_s[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "MOST_ENUMERATED", 0)
-        placement = knapsack.exact(*problem)
+    placement = knapsack.by_sums(*problem)
     assert_feasible(placement, *problem)
     best_s = value_s(knapsack.exact(*problem), weights_s)
     shorter_s = window_s * (1 - len(weights_s[0]) / knapsack.CELLS)

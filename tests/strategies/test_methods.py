@@ -17,17 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.parts import code, codec, moment_count
 from numpy.typing import NDArray
 
-from offbeat.core.codecs import codec
-from offbeat.core.codecs.tensor_codecs import code
+from offbeat import OuterSGD
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import predict
 from offbeat.strategies import Strategy, create
-from offbeat.strategies.methods.des_loc import moment_count
-from offbeat.strategies.outer_optimizer import OuterSGD
 from offbeat.testing.conformance import conforms, interpret_plan
-from offbeat.testing.replicas import Optimizer, Task, adam, momentum
+from offbeat.testing.equations import Optimizer, Task, adam, momentum
 
 Array = NDArray[np.float64]
 Program = Callable[[Task, int, int, Optimizer], list[Array]]
@@ -396,7 +394,7 @@ def test_plans_of_the_default_settings_are_right(ranks: int) -> None:
 
 
 def test_pairs_of_noloco_are_a_matching_and_differ_between_rounds() -> None:
-    from offbeat.strategies.methods.noloco import draw_pairs
+    from harness.parts import draw_pairs
 
     for ranks in (2, 5, 8):
         drawn = [draw_pairs(ranks, 0, done) for done in range(16)]

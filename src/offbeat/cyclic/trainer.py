@@ -76,6 +76,10 @@ class Interleaved:
         placement: devices of the stages, see `Timetable`.
         timeout_s: longest wait for another process, in seconds.
 
+    Attributes:
+        stages: stages of the model, of which other devices may hold the parameters.
+        table: works of each device by time step.
+
     Raises:
         ValueError: the stages, the optimizer or the number of processes do not fit.
 
@@ -104,14 +108,14 @@ class Interleaved:
         skipped = int(strategy.start == "skip")
         self._versions = Versions(self.table, strategy.rules(len(stages)), skipped)
         self._clip, self._loss, self._optimizer = strategy.clip, loss, optimizer
-        self._stages = [Stage(module, optimizer) for module in stages]
-        trained = [[*stage.trained.values()] for stage in self._stages]
+        self.stages = [Stage(module, optimizer) for module in stages]
+        trained = [[*stage.trained.values()] for stage in self.stages]
         self._stepper = BucketStepper(optimizer, trained, "step the whole model at once")
         self._stepper.require_independent()
-        self._rank, self._exchange = _join_processes(self.table, timeout_s, self._stages, optimizer)
+        self._rank, self._exchange = _join_processes(self.table, timeout_s, self.stages, optimizer)
         self._traffic = Traffic(self.table, self._rank, self._exchange)
         self._travels = placement == "zero"
-        self._stateful = [self._travels and stage.state.is_present for stage in self._stages]
+        self._stateful = [self._travels and stage.state.is_present for stage in self.stages]
         self._passing: dict[int, _MicroBatch] = defaultdict(_MicroBatch)
         self._batches: dict[int, Sequence[Batch]] = {}  # by iteration
         # By iteration: settings of the optimizer, such as learning rates, at its start.
@@ -165,7 +169,7 @@ class Interleaved:
         self._time = self.table.period * series.stop
         self._traffic.restart(self._time)
         self._versions.series = range(series.stop, series.stop)
-        for stage in self._stages:
+        for stage in self.stages:
             if stage.versions:
                 stage.keep_versions([])
         return losses
@@ -178,7 +182,7 @@ class Interleaved:
         losses = self.finish()
         if self._exchange is not None and not self._whole:
             group = self._exchange.open_group
-            for j, stage in enumerate(self._stages):
+            for j, stage in enumerate(self.stages):
                 with self._exchange.reporting(f"the broadcast of stage {j}"):
                     stage.broadcast_newest(self.table.home(j), self._versions.series.start, group)
         self._whole = True
@@ -186,17 +190,17 @@ class Interleaved:
 
     def memory_bytes(self) -> int:
         """Return the local bytes of all parameter versions, gradients and optimizer state."""
-        return sum(stage.nbytes for stage in self._stages)
+        return sum(stage.nbytes for stage in self.stages)
 
     def flat_versions(self) -> Iterator[Tensor]:
         """Yield the flat tensors of all local parameter versions."""
-        for stage in self._stages:
+        for stage in self.stages:
             yield from stage.flat_versions()
 
     def _keep_own(self) -> None:
         """Keep the stages of this device and remove the others."""
         own = self.table.stages_of(self._rank)
-        for j, stage in enumerate(self._stages):
+        for j, stage in enumerate(self.stages):
             if j in own:
                 stage.begin(self._versions.series.stop)
             else:
@@ -242,7 +246,7 @@ class Interleaved:
 
     def _forward(self, work: Work) -> None:
         batch, j, last = work.batch, work.stage, self.table.n - 1
-        stage, passing = self._stages[j], self._passing[batch]
+        stage, passing = self.stages[j], self._passing[batch]
         x, target = self._batches[batch // self.table.n][batch % self.table.n]
         if j:
             if self._traffic.is_expected("activation", j, batch):
@@ -271,7 +275,7 @@ class Interleaved:
 
     def _backward(self, work: Work) -> None:
         batch, j = work.batch, work.stage
-        stage, passing = self._stages[j], self._passing[batch]
+        stage, passing = self.stages[j], self._passing[batch]
         one, gradient = passing.passed.pop(j), passing.gradient
         if self._traffic.is_expected("gradient", j, batch):
             gradient = self._traffic.wait_for("gradient", j, batch, stage.device)[0]
@@ -294,7 +298,7 @@ class Interleaved:
 
     def _add(self, batch: int, j: int, found: Sequence[Tensor | None]) -> None:
         """Add gradients to the stage's sum, and pass the sum on or complete it where it is due."""
-        stage = self._stages[j]
+        stage = self.stages[j]
         if self._traffic.is_expected("sum", j, batch):
             self._traffic.wait_for("sum", j, batch, stage.device)
             stage.sum = self._coming.pop(("sum", j, batch))
@@ -308,7 +312,7 @@ class Interleaved:
 
     def _complete(self, t: int, j: int) -> None:
         """Turn the complete sum of iteration t into the average, clip it, and update the stage."""
-        stage = self._stages[j]
+        stage = self.stages[j]
         mean, stage.sum = stage.sum, None
         assert mean is not None
         for flat in mean.flats:
@@ -322,14 +326,14 @@ class Interleaved:
     def _apply_total(self, work: Work) -> None:
         """Update the local copy of a stage, if an iteration's gradient is due before this work."""
         if not work.backward and self._traffic.is_expected("total", work.stage, work.batch):
-            self._traffic.wait_for("total", work.stage, work.batch, self._stages[work.stage].device)
+            self._traffic.wait_for("total", work.stage, work.batch, self.stages[work.stage].device)
             t = self.table.arriving_total(work.batch, work.stage)
             assert t is not None
             self._update(t, work.stage, self._coming.pop(("total", work.stage, work.batch)))
 
     def _update(self, t: int, j: int, mean: Vectors) -> None:
         """Step a stage with the gradient of iteration t, and pass the gradient to the next copy."""
-        stage, copies = self._stages[j], self.table.total_messages(t, j)
+        stage, copies = self.stages[j], self.table.total_messages(t, j)
         onward = [message for message in copies if message.source == self._rank]
         # Optimizers may write to gradients in their step, as Nesterov momentum does.
         given = [flat.clone() for flat in mean.flats] if onward else []
@@ -346,15 +350,15 @@ class Interleaved:
     def _remove_old_versions(self, j: int, since: int) -> None:
         """Remove versions that this device does not use from a time step on."""
         # With "zero" a stage drops its old versions when it moves.
-        if not self._travels and len(self._stages[j].versions) > 1:
-            self._stages[j].keep_versions(self._versions.versions_used_on(self._rank, j, since))
+        if not self._travels and len(self.stages[j].versions) > 1:
+            self.stages[j].keep_versions(self._versions.versions_used_on(self._rank, j, since))
 
     # ---- messages ---------------------------------------------------------------------------
 
     def _receive_buffers(self, message: Message) -> list[Tensor] | None:
         """Return the tensors to receive a message into; None for an activation of unknown shape."""
         what, j, batch = message.what, message.stage, message.batch
-        stage = self._stages[j]
+        stage = self.stages[j]
         if what == "activation":
             return None
         if what == "gradient":
@@ -375,7 +379,7 @@ class Interleaved:
     def _activate_stage(self, j: int, batch: int) -> None:
         """Wait for a stage that moves to this device before this work, and activate it."""
         if self._traffic.is_expected("states", j, batch):
-            stage = self._stages[j]
+            stage = self.stages[j]
             self._traffic.wait_for("states", j, batch, stage.device)
             stage.attach_newest()
             if self._with_state.pop(j):
@@ -386,7 +390,7 @@ class Interleaved:
 
         Returns its tensors, and a callback for the end of the send, which frees their memory.
         """
-        stage = self._stages[message.stage]
+        stage = self.stages[message.stage]
         there = self._versions.contents(message.stage, message.due, self._stateful[message.stage])
         left = [stage.versions[number] for number in there.versions]
         tensors = [flat for version in left for flat in version.flats]

@@ -17,16 +17,18 @@ from offbeat.strategies.equations import (
     selective,
     synchronous,
 )
-from offbeat.testing.replicas import NumpyWorld, Task, momentum, rmsprop
+from offbeat.testing.replicas import NumpyWorld, Optimizer, Task, adam, momentum, rmsprop
 
 __all__ = [
     "Changes",
     "Clip",
     "Equations",
     "NumpyWorld",
+    "Optimizer",
     "Outer",
     "Task",
     "World",
+    "adam",
     "closing",
     "cyclic",
     "delayed",

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.measuring.contention import measure_contention
 from offbeat.core.measuring import effort
+from offbeat.core.measuring.contention import measure_contention
 from offbeat.core.measuring.jitter import spread_of
 from offbeat.core.measuring.sending import measure_sending
 from offbeat.core.measuring.timing import Budget, Probe, measure_messages

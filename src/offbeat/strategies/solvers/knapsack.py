@@ -171,8 +171,12 @@ def _window(
 
 
 def _solve_exactly(window: Window) -> list[list[int]]:
-    if window.count <= MOST_ENUMERATED:
-        return _enumerate_subsets(window)
+    return (_enumerate_subsets if window.count <= MOST_ENUMERATED else _solve_by_sums)(window)
+
+
+def _solve_by_sums(window: Window) -> list[list[int]]:
+    if not window.count:
+        return [[] for _ in range(window.links)]
     balanced = _earliest_end(window)
     if balanced is not None:
         return balanced
@@ -302,6 +306,9 @@ def _first_fit(window: Window) -> list[list[int]]:
                 left.remove(i)
     return sets
 
+
+by_sums = Solver(_solve_by_sums)
+"""Method of `exact` for many messages, for any number of them."""
 
 exact = Solver(_solve_exactly)
 """Solver that maximizes the total value of the sent messages.
