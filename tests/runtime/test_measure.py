@@ -20,14 +20,15 @@ from torch import nn
 import offbeat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs import WIRES
+from offbeat.core.measuring import effort
 from offbeat.core.measuring import links as measuring_links
 from offbeat.core.measuring import observe as observe_module
 from offbeat.core.measuring.codec_speed import measure_codecs
-from offbeat.core.measuring.contention import COUNT, RUNS, _rate, load_bytes
+from offbeat.core.measuring.contention import RUNS, _rate, load_bytes
+from offbeat.core.measuring.effort import THOROUGH
 from offbeat.core.measuring.jitter import are_alike, scale_of_replicas
 from offbeat.core.measuring.links import (
     BUDGET_MODELS,
-    BUDGET_S,
     BUDGET_SIZES,
     LAYOUT,
     MOST_S,
@@ -65,7 +66,7 @@ def measured(names: list[str], dtype: torch.dtype) -> tuple[Any, Any, dict[str, 
     """Links and contention of a model with three layers; bytes that count as traffic; and how many
     times the model was sent for it in all. The budget is one of bytes, so that a slow machine
     measures the same."""
-    measuring_links.BUDGET_S = 1e6
+    effort.use(effort.Effort(links_s=1e6))
     dist.init_process_group("gloo")
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(dtype)
     specs = [LinkSpec(name, None, "gloo") for name in names]
@@ -254,15 +255,15 @@ def test_one_late_update_does_not_count() -> None:
 @pytest.mark.parametrize("name", LINKS)
 def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
     probe = Arithmetic(*LINKS[name])
-    whole = Budget(BUDGET_S, BUDGET_SIZES * total)
+    whole = Budget(THOROUGH.links_s, BUDGET_SIZES * total)
     explore(probe, MEAN, max(total // 4, 4096), whole.share(LAYOUT))
     link = measure_link("net", probe, VERBS, -(-total // 20), total, whole)
     share = whole.share(TOGETHER)
     load = load_bytes(link, 1, share)
-    together_s = RUNS * COUNT * (probe.seconds(load) if load else 0)
-    most_s = max(BUDGET_S, min(MOST_S, BUDGET_MODELS * 1.1 * probe.seconds(total)))
+    together_s = RUNS * THOROUGH.load * (probe.seconds(load) if load else 0)
+    most_s = max(THOROUGH.links_s, min(MOST_S, BUDGET_MODELS * 1.1 * probe.seconds(total)))
     assert probe.clock + together_s <= most_s
-    assert sum(probe.sent) + RUNS * COUNT * load <= BUDGET_SIZES * total
+    assert sum(probe.sent) + RUNS * THOROUGH.load * load <= BUDGET_SIZES * total
     assert link.vote_s == pytest.approx(probe.seconds(16), rel=1e-9)  # also if it takes seconds
     if total < 1_000_000:  # around the least time no line is exact
         return
@@ -276,9 +277,11 @@ def test_measuring_keeps_to_its_budget(name: str, total: int) -> None:
 
 def test_where_a_model_takes_seconds_its_halves_are_measured_all_the_same() -> None:
     probe, total = Arithmetic(0.002, 1.7e6), 3_468_288
-    link = measure_link("net", probe, VERBS, total // 20, total, Budget(BUDGET_S, 20.0 * total))
+    link = measure_link(
+        "net", probe, VERBS, total // 20, total, Budget(THOROUGH.links_s, 20.0 * total)
+    )
     assert sorted(link.halves) == ["all_gather", "reduce_scatter"]
-    assert BUDGET_S < probe.clock <= MOST_S
+    assert THOROUGH.links_s < probe.clock <= MOST_S
 
 
 def test_where_a_delay_hides_the_rate_large_messages_tell_it() -> None:
@@ -287,7 +290,7 @@ def test_where_a_delay_hides_the_rate_large_messages_tell_it() -> None:
     link = measure_link("net", probe, VERBS, total // 20, total, Budget(3.0, 20.0 * total))
     predicted_s = link.seconds(link.latency_s, total / link.bytes_per_s, total)
     assert predicted_s == pytest.approx(probe.seconds(total), rel=0.07)
-    assert probe.clock <= BUDGET_S
+    assert probe.clock <= THOROUGH.links_s
 
 
 class Pairs(Arithmetic):
@@ -324,18 +327,20 @@ def test_over_a_distant_link_the_rate_of_pairs_is_measured(ranks: int) -> None:
 def test_over_a_distant_link_halves_are_measured_although_they_are_mostly_latency() -> None:
     """Each half has half of the steps, and so half of the latency."""
     probe, total = Arithmetic(0.24, 23e6), 2_843_368
-    link = measure_link("net", probe, VERBS, 95_616, total, Budget(BUDGET_S, BUDGET_SIZES * total))
+    link = measure_link(
+        "net", probe, VERBS, 95_616, total, Budget(THOROUGH.links_s, BUDGET_SIZES * total)
+    )
     assert sorted(link.halves) == ["all_gather", "reduce_scatter"]
     for latency_s, bytes_per_s in link.halves.values():
         assert latency_s == pytest.approx(0.12, rel=0.01)
         assert bytes_per_s == pytest.approx(46e6, rel=0.01)
-    assert probe.clock < BUDGET_S + 3.0
-    other, whole = Arithmetic(0.24, 23e6), Budget(BUDGET_S, BUDGET_SIZES * total)
+    assert probe.clock < THOROUGH.links_s + 3.0
+    other, whole = Arithmetic(0.24, 23e6), Budget(THOROUGH.links_s, BUDGET_SIZES * total)
     assert measure_link("net", other, VERBS, 95_616, total, whole, pairs=True).halves == {}
     assert other.clock < probe.clock
     near, whole = Arithmetic(0.004, 23e8), Budget(0.05, BUDGET_SIZES * total)
     assert measure_link("net", near, VERBS, 95_616, total, whole, pairs=True).halves
-    short = Budget(BUDGET_S, 4.0 * total)
+    short = Budget(THOROUGH.links_s, 4.0 * total)
     assert measure_two_sizes(lambda *_: [], (total // 4, total), short) == []
 
 
@@ -363,7 +368,7 @@ def test_late_messages_count_where_they_will_again() -> None:
     """Not in the rate; in what small messages take as often as they come, but for one."""
     clean, late = (Arithmetic(0.0, 7.8e6, 0.0035, late=n) for n in (0, 4))
     links = [
-        measure_link("net", probe, VERBS, 170_000, 3_400_000, Budget(BUDGET_S, 68e6))
+        measure_link("net", probe, VERBS, 170_000, 3_400_000, Budget(THOROUGH.links_s, 68e6))
         for probe in (clean, late)
     ]
     assert len(links[0].small) == 6

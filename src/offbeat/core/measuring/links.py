@@ -409,10 +409,10 @@ def measure_series(
 ) -> Series:
     """Return the seconds of messages of the sizes of `line_sizes`.
 
-    Each size has `Effort.series` messages, or fewer if the budget does not allow them. The result is empty
-    if the budget does not allow one message of each size. Messages are sent back to back, after one
-    message that does not count, because an idle link is faster for its first bytes (the token
-    bucket of a shaper).
+    Each size has `Effort.series` messages, or fewer if the budget does not allow them. The result
+    is empty if the budget does not allow one message of each size. Messages are sent back to back,
+    after one message that does not count, because an idle link is faster for its first bytes (the
+    token bucket of a shaper).
     """
     sizes = line_sizes(smallest, total, curve, budget)
     each = most = effort.current().series
