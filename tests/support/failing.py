@@ -25,6 +25,7 @@ import offbeat
 from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
 from offbeat.core.measuring import network_check
 from offbeat.core.transport.heartbeat import publish_exception
+from offbeat.testing import inspect
 from support.models import Case, batch, build_model, loss_of, profile_of
 from support.oddities import build
 from support.workers import bits, bits_of, prepared, rank, snapshot, world_size
@@ -184,7 +185,7 @@ def train_alone() -> tuple[str, int]:
         loss_of(model, *batch(CASE, 0, t)).backward()
         optimizer.step()
     model.consolidate()
-    name = model._session.plan.strategy
+    name = inspect(model).plan.strategy
     model.close()
     return name, dist.get_world_size()
 
@@ -482,10 +483,10 @@ def train_with_cache(path: str, name: str, ratio: float = 2.0) -> tuple[str, boo
     case = Case(name, "nesterov")
     model, optimizer = build(case)
     with prepared(model, optimizer, WFBP(), profile=path, observe=2) as (model, optimizer):
-        known = hasattr(model._session, "plan")
+        known = inspect(model).profile is not None
         for t in range(3):
             iterate(model, optimizer, t, case)
-        return model._session.profile.model, known
+        return inspect(model).profile.model, known
 
 
 def prepare_elsewhere(measured: str, written: str) -> list[tuple[bool, list[str], float]]:
@@ -497,10 +498,10 @@ def prepare_elsewhere(measured: str, written: str) -> list[tuple[bool, list[str]
         with redirect_stderr(text):
             both = prepared(*build(CASE), WFBP(), profile=profile, observe=2)
             with both as (model, optimizer):
-                used = hasattr(model._session, "plan")
+                used = inspect(model).profile is not None
                 for t in range(3):
                     iterate(model, optimizer, t, CASE)
-                latency_s = model._session.profile.links[0].latency_s
+                latency_s = inspect(model).profile.links[0].latency_s
         lines = [line for line in text.getvalue().splitlines() if "another network" in line]
         found.append((used, lines, latency_s))
     return found
@@ -543,8 +544,8 @@ def train_as_job(job: dict[str, Any], given: Strategy | str | None) -> dict[str,
             losses.append(loss.item())
             loss.backward()
             optimizer.step()
-        profile: Profile = model._session.profile
-        plan = model._session.plan
+        profile: Profile = inspect(model).profile
+        plan = inspect(model).plan
     return {"losses": losses, "plan": plan, "profile": profile}
 
 

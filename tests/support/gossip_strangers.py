@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import offbeat
 from offbeat.gossip.strategies import Gossip
+from offbeat.testing import inspect
 from support.workers import rank
 
 STEPS = 9
@@ -175,13 +176,13 @@ def run(strategy: Gossip, names: list[str], exchanges: int = 0) -> Found:
         count_updates(part, found.moved[name])
         part = Part(*offbeat.prepare(part.model, part.optimizer, strategy, timeout_s=20.0))
         known[name](part)
-        counts = part.model._session._gossip.counts.exchanges
-        while sum(counts.values()) < exchanges:
+        seen = inspect(part.model)
+        while sum(seen.exchanges.values()) < exchanges:
             plain(part)
         found.before[name] = flat(part)
         part.model.consolidate()
         found.after[name] = flat(part)
-        found.exchanges[name] = sum(counts.values())
+        found.exchanges[name] = sum(seen.exchanges.values())
         part.model.close()
     return found
 
@@ -208,9 +209,9 @@ def adversaries(strategy: Gossip) -> tuple[Tensor, ...]:
         count_updates(part, total)
     made = [offbeat.prepare(p.model, p.optimizer, strategy, timeout_s=20.0) for p in bare]
     (maker, of_maker), (judge, of_judge) = made
-    counts = [model._session._gossip.counts.exchanges for model, _ in made]
+    counts = [inspect(model) for model, _ in made]
     t = 0
-    while t < STEPS or not all(counts):
+    while t < STEPS or not all(seen.exchanges for seen in counts):
         t += 1
         random = torch.Generator().manual_seed(100 * rank() + t)
         true = torch.randn(4, 5, generator=random, dtype=torch.float64)
@@ -274,9 +275,9 @@ def fails_early(strategy: Gossip) -> Tensor:
     """Rank 1 ends by an exception in its loop; what the others have at the end."""
     part = made()
     part = Part(*offbeat.prepare(part.model, part.optimizer, strategy, timeout_s=20.0))
-    counts = part.model._session._gossip.counts.exchanges
+    seen = inspect(part.model)
     try:
-        while not counts:
+        while not seen.exchanges:
             plain(part)
         if rank() == 1:
             raise ZeroDivisionError
@@ -295,9 +296,9 @@ def of_half_precision(strategy: Gossip) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.zeros_like(start)
     count_updates(part, total)
     part = Part(*offbeat.prepare(part.model, part.optimizer, strategy, timeout_s=20.0))
-    counts = part.model._session._gossip.counts.exchanges
+    seen = inspect(part.model)
     t = 0
-    while t < STEPS or sum(counts.values()) < 3:
+    while t < STEPS or sum(seen.exchanges.values()) < 3:
         plain(part)
         t += STEPS
     part.model.consolidate()

@@ -25,8 +25,9 @@ from offbeat.gossip.strategies import Gossip
 from offbeat.gossip.tree_reductions import USER
 from offbeat.gossip.view import State
 from offbeat.strategies import A2CiD2
+from offbeat.testing import inspect
 from support.models import Case, batch, build_model, build_optimizer, build_scheduler, loss_of
-from support.workers import rank, snapshot
+from support.workers import rank, snapshot, world_size
 
 
 @dataclass
@@ -54,12 +55,12 @@ def gossip(
     optimizer = build_optimizer(case, model)
     model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
     scheduler = build_scheduler(case, optimizer)
-    thread, seen, t = model._session._gossip, [], 0
+    state, seen, t, size = inspect(model), [], 0, world_size()
     units = noted_units(model._session._clock)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        while t < iterations or (thread and sum(thread.counts.exchanges.values()) < exchanges):
-            if rank() == doomed and thread.counts.exchanges:
+        while t < iterations or (size > 1 and sum(state.exchanges.values()) < exchanges):
+            if rank() == doomed and state.exchanges:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
             loss = loss_of(model, *batch(case, rank(), t))
@@ -72,7 +73,7 @@ def gossip(
             t += 1
         if rank() == doomed:  # its first exchange came with its last iteration
             os.kill(os.getpid(), signal.SIGKILL)
-        while doomed is not None and thread.view.dead_workers() != [doomed]:
+        while doomed is not None and model._session._gossip.view.dead_workers() != [doomed]:
             pass_on(model, optimizer, case)
         before = snapshot(model.state_dict())
         model.consolidate()
@@ -80,7 +81,7 @@ def gossip(
         snapshot(model.state_dict()),
         before,
         seen,
-        sum(thread.counts.exchanges.values()) if thread else 0,
+        sum(state.exchanges.values()),
         [*units],
         [str(one.message) for one in said],
     )
@@ -109,14 +110,14 @@ def in_evaluation_mode(strategy: Gossip) -> int:
     optimizer = build_optimizer(case, model)
     model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
     model.eval()
-    thread = model._session._gossip
+    state = inspect(model)
     for trained in (model, model.module):
-        before = sum(thread.counts.exchanges.values())
-        while sum(thread.counts.exchanges.values()) == before:
+        before = sum(state.exchanges.values())
+        while sum(state.exchanges.values()) == before:
             pass_on(trained, optimizer, case)
             list(model.parameters())
         model.consolidate()
-    found = sum(thread.counts.exchanges.values())
+    found = sum(state.exchanges.values())
     model.close()
     return found
 
@@ -193,7 +194,7 @@ def loaded() -> tuple[Tensor, ...]:
     optimizer = build_optimizer(case, model)
     model, optimizer = offbeat.prepare(model, optimizer, A2CiD2("complete", 4.0), timeout_s=20.0)
     session = model._session
-    while sum(session._gossip.counts.exchanges.values()) < 3:
+    while sum(inspect(model).exchanges.values()) < 3:
         pass_on(model, optimizer, case)
     session._gossip.pause()
     saved = snapshot(model.state_dict())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import WFBP, Profile, Strategy
+from offbeat.testing import inspect
 from support.strangers import batch_of
 from support.workers import rank, world_size
 
@@ -437,7 +438,7 @@ def profile_of_a_sleeper(how: str) -> Profile:
         else:
             loss.backward()
         optimizer.step()
-    profile = model._session.profile
+    profile = inspect(model).profile
     model.close()
     return profile
 

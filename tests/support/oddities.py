@@ -18,8 +18,10 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
+import offbeat
 from offbeat import WFBP, Plan, Profile, Strategy
 from offbeat.plan import Moment, local, transfer
+from offbeat.testing import inspect
 from support.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from support.workers import Trained, bits, bits_of, prepared, rank, snapshot, train, world_size
 
@@ -141,7 +143,7 @@ def train_returning(kind: str, strategy: Strategy) -> tuple[str, int]:
             optimizer.zero_grad(set_to_none=t % 2 == 0)
             inner.kept[0].backward()
             optimizer.step()
-        iterations = model._session.iteration
+        iterations = offbeat.iteration(model)
         model.consolidate()
         return bits(inner), iterations
 
@@ -450,7 +452,7 @@ def observe_on_gpu() -> Profile:
     optimizer = build_optimizer(case, model)
     with prepared(model, optimizer, WFBP(), observe=4, min_bucket_bytes=1) as (model, optimizer):
         train_on_cuda(model, optimizer, scaled=False)
-        return model._session.profile
+        return inspect(model).profile
 
 
 def cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:

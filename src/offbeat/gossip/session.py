@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,11 @@ class GossipSession(LoopSession):
         if not (self._open or self._cluster.closed):
             self._stepped_s = None
             self._state.mix_until(self._clock.now())
+
+    @property
+    def exchanges(self) -> Mapping[int, int]:
+        """Completed exchanges of this worker so far, by the rank of the other worker."""
+        return {} if self._gossip is None else self._gossip.counts.exchanges
 
     def traffic(self) -> dict[str, int]:
         sent = self._gossip.bytes_sent if self._gossip is not None else 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +41,7 @@ class Inspection:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._session = model._session
+        self._session: Any = model._session
         self._messages: list[SentMessage] = []
         self._session.listen(self._add)
 
@@ -58,6 +59,11 @@ class Inspection:
     def iteration(self) -> int:
         """Number of finished iterations, including those before a resume."""
         return int(self._session.iteration)
+
+    @property
+    def exchanges(self) -> Mapping[int, int]:
+        """Completed exchanges of gossip so far, by the other worker; empty without gossip."""
+        return getattr(self._session, "exchanges", {})
 
     @property
     def messages(self) -> list[SentMessage]:
