@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from offbeat.core.checkpoint import saving, shard
 from offbeat.core.guards import replicas
-from offbeat.core.runtime import flat_session, member_feed, member_session
+from offbeat.core.runtime import member_feed
 from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.runtime.members import JobMember
@@ -48,10 +48,6 @@ def _lose_after(act: Callable[..., Any]) -> Callable[..., Any]:
         raise dist.DistNetworkError("the connection of this test has failed")
 
     return call
-
-
-def _end_in_repeat() -> None:
-    RepeatedAverages._try = _end  # type: ignore[method-assign]
 
 
 def _end_after_repeat() -> None:
@@ -90,10 +86,6 @@ def _end_in_joining() -> None:
 
 def _lose_begin() -> None:
     MemberSession.begin_epoch = _lose_after(MemberSession.begin_epoch)  # type: ignore[method-assign]
-
-
-def _end_in_union() -> None:
-    flat_session.average_replicas = member_session.average_replicas = _end
 
 
 def _end_before_union() -> None:
@@ -170,11 +162,6 @@ def _end_in_write() -> None:
             os._exit(9)
 
     shard.write = write
-
-
-def _fail_to_create_group() -> None:
-    """Count a process group whose creation has failed, as torch does."""
-    distributed_c10d._world.group_count += 1
 
 
 def _end_after_store() -> None:
@@ -277,13 +264,11 @@ def _end_in_connecting(number: int) -> Callable[[], None]:
 
 
 FAILURES: dict[str, Callable[[], None]] = {
-    "end in repeat": _end_in_repeat,
     "end after repeat": _end_after_repeat,
     "lose repeat": _lose_repeat,
     "end in begin": _end_in_begin,
     "end in joining": _end_in_joining,
     "lose begin": _lose_begin,
-    "end in union": _end_in_union,
     "end before union": _end_before_union,
     "send in union": _send_in_union,
     "hold a vote": _hold_vote,
@@ -296,8 +281,5 @@ FAILURES: dict[str, Callable[[], None]] = {
     "end in write": _end_in_write,
     "end after store": _end_after_store,
     # Each epoch has the default group, then that of the link.
-    "end in first group": _end_in_connecting(1),
-    "end in third group": _end_in_connecting(3),
     "end in fourth group": _end_in_connecting(4),
-    "fail to create a group": _fail_to_create_group,
 }
