@@ -28,7 +28,6 @@ from statistics import fmean
 from typing import Any
 
 import tables
-from predictions import machine
 
 from offbeat.experiments.advice import Option, advise, predict_option
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
@@ -191,7 +190,7 @@ def result(cases: Sequence[Case], command: str) -> dict[str, Any]:
         ),
         "how": ["predicted"],
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": tables.machine(),
         "command": command,
         "tables": [
             {

@@ -36,7 +36,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import tables
-from predictions import MODELS, NEEDED, machine, numbers_of, time_limit
+from predictions import time_limit
 from stories_lab import Measured, SmallStory, measure
 
 from offbeat.core.strategy.registry import BASELINE, create
@@ -53,7 +53,7 @@ LIMIT = 10.0  # %, of the advised method over the fastest measured one
 PART = "setting.json"  # in the folder of a complete setting
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "model": tuple(model for model in MODELS if model not in NEEDED),
+    "model": ("gpt", "resnet", "cnn", "mobilenet", "convnext", "vit", "lstm", "dlrm"),
     "hosts": (2, 4, 8),
     "rate_mbps": (25, 50, 100, 200),
     "kind": ("even", "delay", "jitter", "uplink", "unlike"),
@@ -291,7 +291,7 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
         ),
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": tables.machine(),
         "command": f"python benchmarks/advice_lab.py measure {chosen}; "
         f"python benchmarks/advice_lab.py tables {chosen}",
         "tables": [
@@ -339,6 +339,19 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
             "halves that of the last host, and under `unlike` the last host has .667 of the speed.",
         ],
     }
+
+
+def numbers_of(text: str, count: int) -> range:
+    """Return the numbers of settings that a text such as `1-20` or `7` names.
+
+    Raises:
+        ValueError: the text names no settings.
+    """
+    first, _, last = text.partition("-")
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[0] < 1 or found[-1] > count:
+        raise ValueError(f"numbers ({text}) must be from 1 to {count}, such as 1-20")
+    return found
 
 
 def main() -> None:

@@ -37,7 +37,6 @@ from statistics import median
 from typing import Any
 
 import tables
-from predictions import machine
 
 from offbeat import sim
 from offbeat.core.strategy.parsing import parse
@@ -477,7 +476,7 @@ def result(out: Path) -> dict[str, Any]:
         "what": "Replicas of several ranks, whole or sharded: bytes of a host by the kernel's counters, predicted and measured seconds, seconds to DDP's loss, cost of a step inside a node.",  # noqa: E501
         "how": sorted({COLUMNS[name][1] for name in parts}),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": tables.machine(),
         "command": "; ".join(f"python benchmarks/nodes.py {part}" for part in (*parts, "tables")),
         "tables": [
             {

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from predictions import machine
 from stories import STORIES
 
 from offbeat.core.strategy.parsing import text_of
@@ -310,7 +309,7 @@ def result(found: Sequence[Measured], launches: int) -> dict[str, Any]:
         ),
         "how": ["emulated", "predicted"],
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": tables.machine(),
         "command": f"python benchmarks/stories_lab.py {options} --save",
         "tables": [
             {

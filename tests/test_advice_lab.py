@@ -155,3 +155,10 @@ def test_complete_and_failed_settings_are_kept(tmp_path, monkeypatch):
     assert kept == part("ddp", {"ddp": 1.0}) == advice_lab.kept_part(tmp_path / "1")
     assert advice_lab.setting_row(second, failed) == [*second, None, None, None, "rank 1 ended"]
     assert json.loads(Path(tmp_path, "2", advice_lab.PART).read_text())["failure"] == "rank 1 ended"
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("7", range(7, 8)), ("2-4", range(2, 5))])
+def test_numbers_of_settings(text, numbers):
+    assert advice_lab.numbers_of(text, 9) == numbers
+    with pytest.raises(ValueError):
+        advice_lab.numbers_of("0-3", 9)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
-import types
+from collections import Counter
+from contextlib import suppress
 from decimal import Decimal
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 import torch
@@ -19,36 +19,25 @@ predictions = benchmark("predictions")
 zoo = benchmark("zoo")
 
 
-def test_cells_are_those_of_the_draw():
-    cells = predictions.planned_cells()
-    assert cells == predictions.draw()
-    assert len(cells) <= 150
-    assert len(set(cells)) == len(cells)
-
-
 def test_every_pair_of_values_is_in_a_cell_but_some_of_strategy_and_model():
-    """Counted anew: 150 cells contain 150 of the 189 pairs of strategy and model."""
+    """150 cells contain 150 of the 189 pairs of strategy and model."""
     cells = predictions.planned_cells()
+    values = [{cell[i] for cell in cells} for i in range(5)]
+    assert len({str(parse(text)) for text in values[0]}) == 21
+    assert values[1:] == [{*zoo.MODELS}, {25, 50, 100, 200}, {4, 8}, {0, 20}]
     for i, j in combinations(range(5), 2):
         found = {(cell[i], cell[j]) for cell in cells}
-        every = set(product(predictions.FACTORS[i], predictions.FACTORS[j]))
-        assert found <= every
-        assert len(every - found) == (len(every) - len(cells) if (i, j) == (0, 1) else 0)
-    whole = predictions.draw(189)
-    assert {cell[:2] for cell in whole} == {*product(predictions.STRATEGIES, predictions.MODELS)}
+        assert len(found) == (150 if (i, j) == (0, 1) else len(values[i]) * len(values[j]))
 
 
-def test_a_draw_that_leaves_pairs_out_is_refused():
-    with pytest.raises(ValueError, match=r"count \(40\) leaves \d+ pairs out"):
-        predictions.draw(40)
-    with pytest.raises(ValueError, match=r"count \(190\) must be at least 1 and at most 189"):
-        predictions.draw(190)
-
-
-def test_factors_are_21_strategies_and_the_models_of_the_zoo():
-    assert len({str(parse(text)) for text in predictions.STRATEGIES}) == 21
-    assert set(predictions.MODELS) == set(zoo.MODELS)
-    assert len(predictions.MODELS) == 9
+def test_the_first_cells_to_measure_are_a_fair_sample():
+    """After 42 cells each of the 21 strategies has two."""
+    cells = predictions.planned_cells()
+    order = predictions.measuring_order(cells)
+    assert sorted(order) == [*range(1, 151)]
+    for count, each in ((21, 1), (42, 2), (126, 6)):
+        found = Counter(cells[number - 1].strategy for number in order[:count])
+        assert [*found.values()] == [each] * 21
 
 
 def test_folders_of_cells_are_their_own():
@@ -56,14 +45,6 @@ def test_folders_of_cells_are_their_own():
     names = {cell.name(number) for number, cell in enumerate(cells, 1)}
     assert len(names) == len(cells)
     assert not any(set(name) & set(":=/ ") for name in names)
-
-
-def test_a_cell_without_a_run_is_not_measured(tmp_path):
-    cell = predictions.Cell("ddp", "vit", 25, 4, 0)
-    nothing = [*cell, None, None, None, 0, 0, ""]
-    assert predictions.row_of(cell, tmp_path, {}) == [*nothing, "not measured"]
-    (tmp_path / predictions.FAILED).write_text("rank 1 ended\nrank 2 ended\n")
-    assert predictions.row_of(cell, tmp_path, {}) == [*nothing, "rank 1 ended; rank 2 ended"]
 
 
 def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
@@ -87,63 +68,70 @@ def test_the_summary_leaves_out_cells_with_a_disturbed_launch():
     ]
 
 
-def measured_cells(tmp_path, monkeypatch, measure, published=types.MappingProxyType({})):
-    """Cells that a start measures, with a stand-in for the launches."""
-    tried = []
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that starts a measurement of five cells and returns those that it has measured.
 
-    def measure_cell(cell, directory, *_):
-        tried.append(cell)
-        directory.mkdir(parents=True, exist_ok=True)
-        return measure(cell, directory)
-
-    def measured_row(cell, directory):
-        launched = 1 if (directory / "done").exists() else 0
-        numbers = [[1.0, 1.0, 1.0], 1.0, 0.0] if launched else [None] * 3
-        return [*cell, *numbers, launched, launched, "", ""]
-
-    monkeypatch.setattr(predictions, "measure", measure_cell)
-    monkeypatch.setattr(predictions, "measured_row", measured_row)
-    monkeypatch.setattr(predictions, "published_rows", lambda: published)
+    Its argument stands in for the launches of a cell: it returns failures or raises an error.
+    """
+    monkeypatch.setattr(predictions, "STORED", tmp_path / "cells")
+    monkeypatch.setattr(predictions, "published_rows", dict)
     monkeypatch.setattr(predictions, "missing_package", lambda _: None)
-    with predictions.time_limit(None):
-        predictions.measure_all(tmp_path, range(1, 6), 1, 22)
-    return tried
+    monkeypatch.setattr(predictions, "stored_cell", stored)
+
+    def begin(launch=lambda _: []):
+        tried = []
+
+        def measure(cell, directory, *_):
+            tried.append(cell)
+            directory.mkdir(parents=True, exist_ok=True)
+            failures = launch(cell)
+            if failures:
+                (directory / predictions.FAILED).touch()
+            return failures
+
+        monkeypatch.setattr(predictions, "measure", measure)
+        with suppress(KeyboardInterrupt), predictions.time_limit(None):
+            predictions.measure_all(tmp_path, range(1, 6), 1, 22)
+        return tried
+
+    return begin
 
 
-def test_a_further_start_continues(tmp_path, monkeypatch):
-    """Complete cells and failed ones are kept; an interrupted one is continued."""
-    cells, stops = predictions.planned_cells()[:5], [False, True]
-
-    def measure(cell, directory):
-        if cell == cells[1]:
-            (directory / predictions.FAILED).write_text("rank 1 ended\n")
-            return True
-        if cell == cells[2] and not stops.pop(0):
-            return False
-        (directory / "done").touch()
-        return True
-
-    assert measured_cells(tmp_path, monkeypatch, measure) == cells[:3]
-    assert measured_cells(tmp_path, monkeypatch, measure) == cells[2:]
-    assert measured_cells(tmp_path, monkeypatch, measure) == []
+def stored(cell, _):
+    launch = {"iteration_s": 1.0, "period_s": [1.0] * 20, "disturbed": "", "repeated": False}
+    predicted = {"predicted_s": 1.1, "predicted_by_run_s": 1.1, "profile_disturbed": ""}
+    return {"cell": cell, "launches": [launch], "date": "2026-01-02", **predicted}
 
 
-def test_another_machine_continues(tmp_path, monkeypatch):
-    """Cells of the result are kept if they have as many launches; their rows stay in the result."""
-    first, second, third, *_ = cells = predictions.planned_cells()[:5]
-    row = [[1.0, 1.0, 1.0], Decimal("1.1"), Decimal("10.0"), 1, 1, "2026-01-02", ""]
-    published = {first: [*first, *row], second: [*second, *row[:3], 0, 0, "", "not measured"]}
+def test_a_further_start_continues(start):
+    """Stored cells are kept, an interrupted one is continued, and failed ones come last."""
+    first, failing, raising, interrupted, last = cells = predictions.planned_cells()[:5]
 
-    def measure(_, directory):
-        (directory / "done").touch()
-        return True
+    def launch(cell):
+        if cell == interrupted:
+            raise KeyboardInterrupt
+        if cell == raising:
+            raise RuntimeError("the lab")
+        return ["rank 1 ended"] if cell == failing else []
 
-    assert measured_cells(tmp_path, monkeypatch, measure, published) == cells[1:]
-    found = predictions.result(tmp_path)["tables"][1]["rows"]
+    assert start(launch) == cells[:4]
+    rows = predictions.result()["tables"][1]["rows"][:5]
+    assert [row[predictions.LAUNCHED] for row in rows] == [1, 0, 0, 0, 0]
+    assert rows[0] == [*first, [1e3] * 3, 1100.0, 10.0, 1, 1, "2026-01-02", ""]
+    assert start() == [raising, interrupted, last, failing]
+    assert start() == []
+
+
+def test_published_rows_stay_until_a_cell_is_stored(start, monkeypatch):
+    first, second, *_ = predictions.planned_cells()
+    row = [[1.0, 1.0, 1.0], Decimal("1.1"), Decimal("10.0"), 1, 1, "2026-01-01", ""]
+    start(lambda cell: ["failed"] if cell == first else [])
+    published = {cell: [*cell, *row] for cell in (first, second)}
+    monkeypatch.setattr(predictions, "published_rows", lambda: published)
+    found = predictions.result()["tables"][1]["rows"]
     assert found[0] == published[first]
-    assert [row[predictions.LAUNCHED] for row in found[:6]] == [1, 1, 1, 1, 1, 0]
-    shutil.rmtree(tmp_path / third.name(3))
-    assert measured_cells(tmp_path, monkeypatch, measure, published) == [third]
+    assert found[1] == predictions.stored_row(stored(second, None))
 
 
 def test_rows_of_the_result(tmp_path, monkeypatch):
@@ -178,13 +166,6 @@ def test_the_time_limit_interrupts_as_ctrl_c_does():
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("7", range(7, 8)), ("2-4", range(2, 5))])
-def test_numbers_of_cells(text, numbers):
-    assert predictions.numbers_of(text, 9) == numbers
-    with pytest.raises(ValueError, match=r"cells \(0-3\) must be numbers from 1 to 9"):
-        predictions.numbers_of("0-3", 9)
-
-
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_trains(name):
     """A step changes all parameters; 8 cyclic hosts need as many modules with parameters."""
@@ -201,5 +182,5 @@ def test_every_model_trains(name):
     assert torch.isfinite(loss)
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
-    assert len(modules) >= max(predictions.HOSTS)
+    assert len(modules) >= 8
     assert 0.5e6 < sum(p.nbytes for p in model.parameters()) < 6e6
