@@ -47,6 +47,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from warnings import catch_warnings
 
 import tables
 
@@ -310,13 +311,13 @@ def predict(stored: Mapping[str, Any]) -> tuple[float, str | None]:
     cell, profile = Cell(*stored["cell"]), Profile.from_dict(stored["profile"])
     strategy, setup = parse(cell.strategy), setup_of(cell)
     plan = iterations = None
-    if strategy.needs.profile:
-        plan = strategy_that_runs(strategy, profile).plan(profile)
-        if stored["broadcasts"]:
-            plan = with_broadcast(plan, profile.default_link.name)
-    elif setup.servers:
-        iterations = max(launch["iterations"] for launch in stored["launches"])
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, catch_warnings(action="ignore"):  # of DeFT without windows
+        if strategy.needs.profile:
+            plan = strategy_that_runs(strategy, profile).plan(profile)
+            if stored["broadcasts"]:
+                plan = with_broadcast(plan, profile.default_link.name)
+        elif setup.servers:
+            iterations = max(launch["iterations"] for launch in stored["launches"])
         predicted_s = predictions.predict(
             strategy,
             profile,
