@@ -25,7 +25,7 @@ SPREAD = (
     "tests/test_examples.py",
 )
 # Long, but a single test: xdist starts the files with the most tests first.
-EARLY = {"tests/test_types.py": "tests/test_docs.py"}
+EARLY = {"tests/release/test_types.py": "tests/release/test_docs.py"}
 
 
 def group_of(nodeid: str) -> str:

@@ -1,6 +1,6 @@
 """The image of examples/docker: linted, and its two commands joined by a network.
 
-No Docker daemon is needed. `tests/test_wheel.py` builds the wheel from the files of its context.
+No Docker daemon is needed. `tests/release/test_wheel.py` builds the wheel from the files of its context.
 """
 
 import os

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = "https://example.org/offbeat/{}/v1.2.3/"
 CASES = {
     "[docs](docs/lab.md#pace)": (

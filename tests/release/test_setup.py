@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11.2", "3.12", "3.13", "3.14")
 PLATFORMS = ("x86_64-pc-windows-msvc", "aarch64-apple-darwin")
 LOCAL_FILES = ("UV_CONSTRAINT", "UV_FIND_LINKS", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_OVERRIDE")

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from offbeat import __version__
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "docs" / "example.json"
 SOURCES = (
     *("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "Makefile"),

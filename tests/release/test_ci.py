@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).parents[1] / ".ci" / "run"
+RUN = Path(__file__).parents[2] / ".ci" / "run"
 TOOLS = ("bash", "dirname", "timeout", "chmod")
 MADE = """made demo HOSTS=2 RATE=200mbit ITERATIONS=20
 made .venv/installed-dev

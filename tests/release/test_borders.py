@@ -13,7 +13,7 @@ import pytest
 import offbeat.plan
 
 SOURCE = Path(offbeat.plan.__file__).parent
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHARED_FILES = {"__init__.py"}
 
 
