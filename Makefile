@@ -6,13 +6,25 @@ HOSTS ?= 4
 RATE ?= 25mbit
 ITERATIONS ?= 24
 
-.PHONY: demo test docs pages tables lint constraints clean
+.PHONY: demo test test-fast check docs pages tables constraints clean
 
 demo: $(VENV)/installed
 	$(BIN)/offbeat demo --hosts $(HOSTS) --rate $(RATE) --iterations $(ITERATIONS)
 
+# Everything that a change of the package can break.
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --ignore tests/release
+
+# Tests without processes.
+test-fast: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q -n 2 tests/fast
+
+# Style, types, pages, distributions, pins and borders.
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/release
 
 # Into site/; site/index.html opens without a server, the search needs one.
 docs: $(VENV)/installed-docs
@@ -26,9 +38,6 @@ pages: $(VENV)/installed
 tables:
 	$(PYTHON) benchmarks/papers/claims.py
 	$(PYTHON) benchmarks/tables.py
-
-lint: $(VENV)/installed-dev
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 # Pins for every Python and platform, with markers. The file also lists what CUDA builds of torch
 # need, so it serves as constraints (-c), never as requirements (-r). Pins that pyproject.toml still
@@ -50,7 +59,7 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	@touch $@
+	@touch $@ $(VENV)/installed-test $(VENV)/installed-docs  # dev contains both
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'

@@ -166,7 +166,7 @@ def _check_launcher(argv: list[str]) -> None:
 
 
 def _check_make(argv: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {word for word in argv if "=" not in word} <= {*targets}, argv
 
 
