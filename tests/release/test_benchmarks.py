@@ -1,14 +1,13 @@
 """Results of benchmarks: the page, the index and the scripts agree with the files."""
 
 import ast
-import dataclasses
 import json
 import re
-import warnings
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from support.scripts import ROOT, benchmark
 
 tables = benchmark("tables")
@@ -47,7 +46,7 @@ def test_a_figure_is_a_cell_a_range_or_a_quotient() -> None:
     assert claims.figure(f"{ddp} // {deft}") == "2.26"
     assert claims.figure("range:" + row.format("")) == "130.3 to 295.1"
     for wrong in (row.format("DeFT"), row.format(""), "vgg19|schedules|DeFT, one link|ms"):
-        with pytest.raises(ValueError, match=r"match|no such"):
+        with pytest.raises(ValueError):
             claims.figure(wrong)
 
 
@@ -59,49 +58,6 @@ def test_the_figure_of_the_readme_shows_the_results() -> None:
     readme = (ROOT / "README.md").read_text()
     assert hero.alternative(hero.rows()) in readme, "run benchmarks/hero.py"
     assert hero.with_alternative(readme, hero.rows()) == readme
-
-
-def runs_of(iteration_s: dict[int, list[float]]) -> dict[int, list[dict[str, float]]]:
-    """Launches by rate; each prediction is 2 % too short."""
-    return {
-        rate: [{"iteration_s": s, "predicted_s": 0.98 * s, "sent_bytes": 5e3} for s in each]
-        for rate, each in iteration_s.items()
-    }
-
-
-def test_a_further_row_of_the_race() -> None:
-    """It has the columns of the table, stands behind torch's rows, and comes with DDP's time."""
-    front_row, result = benchmark("front_row"), tables.load("front")
-    columns = next(t["columns"] for t in result["tables"] if t["name"] == "gpt-4")
-    new = front_row.row(
-        "dear",
-        [120, 119, 122],
-        [2.5501, 2.5449, 2.5631],
-        runs_of({10: [0.7, 0.6, 0.71], 25: [0.3], 100: [0.05]}),
-    )
-    cells = dict(zip(columns, new, strict=True))
-    assert cells["iterations"] == [120, 119, 122]
-    assert [*map(str, cells["last loss"])] == ["2.550", "2.545", "2.563"]
-    assert (cells["KB per iteration"], cells["prediction off by, %, 25 Mbit/s"]) == (5.0, -2.0)
-    assert (cells["ms at 10 Mbit/s"], cells["ms at 25 Mbit/s"]) == ([700, 600, 710], 300)
-    assert (cells["s at 10 Mbit/s"], cells["s at 100 Mbit/s"]) == (84.0, 6.0)
-    never = front_row.row("x", [120, None], [2.0, 3.0], runs_of({10: [1], 25: [1], 100: [1]}))
-    assert dict(zip(columns, never, strict=True))["s at 25 Mbit/s"] == "never"
-
-    as_before = front_row.row(
-        "ddp", [120], [2.55], runs_of({10: [0.75], 25: [0.313], 100: [0.0999]})
-    )
-    front_row.add(result, "gpt-4", as_before, new)
-    front_row.add(result, "gpt-4", as_before, new)  # replaces the row
-    [table] = [t for t in result["tables"] if t["name"] == "gpt-4"]
-    labels = [line[0] for line in table["rows"]]
-    assert labels[labels.index("dear") - 1 :][:3] == ["post-local-sgd", "dear", "local-sgd"]
-    assert len({*labels}) == len(labels)
-    assert "dear" in table["page"]["rows"]
-    assert sum("`dear` of gpt-4" in note for note in result["notes"]) == 1
-    loaded = front_row.row("ddp", [120], [2.55], runs_of({10: [0.9], 25: [0.313], 100: [0.1]}))
-    with pytest.raises(SystemExit, match=r"DDP takes 900.0 ms per iteration at 10 Mbit/s"):
-        front_row.add(result, "gpt-4", loaded, new)
 
 
 def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
@@ -120,79 +76,6 @@ def test_profiles_of_the_questions_are_those_of_their_functions() -> None:
     assert parameters == pytest.approx(sizes, rel=2e-3)
 
 
-@pytest.fixture
-def methods() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's PowerSGD
-        return benchmark("methods")
-
-
-def test_a_table_of_methods_has_only_parts_of_todays_settings(methods, tmp_path) -> None:
-    """Servers have predicted seconds and bytes; a part that was made with other defaults is left
-    out."""
-    from offbeat.profile import Bucket, Link, Profile
-
-    labels = (*methods.CONTESTANTS, *methods.SERVED)
-
-    def part(rate: float) -> dict[str, list[tuple[int, float]]]:
-        return {label: [(i, 3 - rate * i) for i in range(10, 241, 10)] for label in labels}
-
-    options = methods.options_of(["tables", "--tasks", "gpt", "--hosts", "4", "--rates", "25"])
-    options.losses, options.times = tmp_path / "losses.json", tmp_path / "times.json"
-    begin = methods.prefix_of("losses", "gpt", 4)
-    other = "gpt, 4 hosts, settings 01234567, "
-    losses = {f"{begin}seed 0": part(0.005), f"{other}seed 1": part(0.001)}
-    options.losses.write_text(json.dumps(losses))
-    launch = {label: {"iteration_s": 0.05, "sent_bytes": 2e4} for label in methods.CONTESTANTS}
-    launch["ddp"]["sent_bytes"] = 4e5
-    begin = methods.prefix_of("times", "gpt", 4)
-    options.times.write_text(json.dumps({f"{begin}25 Mbit/s, 0": launch}))
-    profile = Profile((Bucket("a", 0.01, 0.02, 500_000),), (Link("net", 1e-3, 3e6),), 4)
-    (tmp_path / "times.profiles").mkdir()
-    profile.save(tmp_path / "times.profiles" / "gpt-4-25.json")
-
-    [table] = methods.result(options)["tables"]
-    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
-    assert [*rows] == [*labels]
-    ddp, local = rows["ddp"], rows[methods.BUDGET]
-    assert (ddp["iterations to DDP's loss"], float(ddp["last loss"])) == (120, 1.8)
-    assert (float(ddp["ms at 25 Mbit/s"]), ddp["s to DDP's loss at 25 Mbit/s"]) == (50, 6.0)
-    # Half of the bytes of local SGD are sent after 120 of its iterations, and after 6 of DDP.
-    assert float(local["loss at equal bytes"]) == pytest.approx(2.4)
-    assert float(ddp["loss at equal bytes"]) == pytest.approx(2.95)
-    served = rows[f"ps-diloco:period={methods.PERIOD}"]
-    assert (local["seconds and bytes"], served["seconds and bytes"]) == ("emulated", "predicted")
-    assert served["KB per iteration"] == 500_000 / methods.PERIOD / 1e3
-    compute_ms = 30.0
-    assert float(served["ms at 25 Mbit/s"]) > compute_ms
-    options.losses.write_text(json.dumps({f"{other}seed 1": part(0.001)}))
-    with pytest.raises(SystemExit, match="has no part with the settings"):
-        methods.result(options)
-
-
-def test_the_name_of_a_part_changes_with_a_default(methods, monkeypatch) -> None:
-    from offbeat.strategies.methods.eager import Eager
-    from offbeat.strategies.outer_optimizer import OuterSGD
-
-    before = methods.prefix_of("losses", "gpt", 4)
-    assert before == methods.prefix_of("losses", "gpt", 4)
-    assert before != methods.prefix_of("losses", "gpt", 8)
-    places = [field.name for field in dataclasses.fields(Eager)]
-    defaults = list(Eager.__init__.__defaults__ or ())
-    defaults[places.index("outer")] = OuterSGD(0.25, 0.0)
-    monkeypatch.setattr(Eager.__init__, "__defaults__", tuple(defaults))
-    assert methods.strategy_of("eager:period=10", 4).outer.lr == 0.25
-    assert before != methods.prefix_of("losses", "gpt", 4)
-
-
-def test_pairs_of_a_ranking_and_times_of_processes() -> None:
-    rehearsal = benchmark("rehearsal")
-    real = {"a": 1.0, "b": 2.0, "c": None}
-    assert rehearsal.agreement(real, {"a": 2.0, "b": 1.0, "c": None}) == (2, 3)
-    assert rehearsal.agreement(real, {"a": 2.0, "b": None, "c": None}) == (2, 2)
-    assert rehearsal.makespan([3.0, 4.0, 2.0, 2.0], 2) == 6.0
-
-
 def test_every_result_is_complete() -> None:
     for name in tables.names():
         result = tables.load(name)  # compares the length of every row with the columns
@@ -208,20 +91,15 @@ def test_every_result_is_complete() -> None:
         assert len(found) == len({*found}), name
 
 
-def test_every_result_names_a_script_that_exists() -> None:
-    for name in tables.names():
-        scripts = paths_in(tables.load(name)["command"])
-        assert scripts, name
-        assert all(path.exists() for path in scripts), name
-
-
 def test_every_script_and_result_is_in_the_index() -> None:
     scripts = {path.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.rglob("*.py")}
     assert scripts == {*re.findall(r"`((?:papers/)?\w+\.py)`", INDEX)}
     rows = dict(re.findall(r"^\| `([\w/]+\.py)` \|[^|]*\|([^|]*)\|", INDEX, re.MULTILINE))
     for name in tables.names():
-        scripts = paths_in(tables.load(name)["command"])
-        for path in scripts:
+        commands = paths_in(tables.load(name)["command"])
+        assert commands, name
+        for path in commands:
+            assert path.exists(), (name, path)
             script = path.relative_to(ROOT).as_posix().removeprefix("benchmarks/")
             if path.is_relative_to(BENCHMARKS) and name != "published":
                 assert f"`{name}`" in rows[script], (name, script)
@@ -257,24 +135,48 @@ def test_a_table_selects_rows_and_columns() -> None:
     assert tables.table_text(result, table, selected=True) == caption + part
 
 
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
-def test_a_script_imports_names_that_exist(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offbeat"):
-            exec(ast.unparse(node))
+def test_scripts_import_names_that_exist() -> None:
+    for path in BENCHMARKS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offbeat"):
+                try:
+                    exec(ast.unparse(node))
+                except ImportError as error:
+                    pytest.fail(f"{path.name}, line {node.lineno}: {error}")
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_the_best_strategy_is_found_without_simulating_all(seed, monkeypatch) -> None:
-    """Against all simulations, with the tolerances of bounds; one profile has jitter."""
-    advice = benchmark("advice")
-    from offbeat.experiments.advice import predict_option
+def test_the_cells_of_the_predictions_are_those_of_the_draw() -> None:
+    """Each pair of values of two factors is in a cell, but for some of strategy and model. The
+    errors are those of the cells."""
+    predictions = benchmark("predictions")
+    errors, measured = (table["rows"] for table in tables.load("predictions")["tables"])
+    assert [[*map(str, row)] for row in predictions.summary_rows(measured)] == [
+        [*map(str, row)] for row in errors
+    ]
+    cells = predictions.planned_cells()
+    assert cells == predictions.draw() == [predictions.Cell(*row[:5]) for row in measured]
+    assert len({*cells}) == len(cells) == 150
+    for i, j in combinations(range(5), 2):
+        pairs = {*product(predictions.FACTORS[i], predictions.FACTORS[j])}
+        found = {(cell[i], cell[j]) for cell in cells}
+        assert found == pairs or ((i, j) == (0, 1) and len(found) == len(cells))
 
-    strategies = [one for one in advice.everything(2) if one.name != "p3"]  # many slices: slow
-    monkeypatch.setattr(advice, "everything", lambda _: strategies)
-    profile = advice.profile_of(seed)
-    found = [predict_option(one, profile) for one in strategies]
-    best_s = min(one.update_s for one in found if one is not None and one.staleness <= 2)
-    seconds, strategy = advice.best(profile, 2)
-    assert seconds == predict_option(strategy, profile).update_s
-    assert best_s <= seconds <= best_s / (1 - advice.MERITED)
+
+def test_the_models_of_the_predictions_train() -> None:
+    """A step changes all parameters; 8 cyclic hosts need as many modules with parameters."""
+    predictions, zoo = benchmark("predictions"), benchmark("zoo")
+    assert {*predictions.MODELS} == {*zoo.MODELS}
+    for name, entry in zoo.MODELS.items():
+        torch.manual_seed(0)
+        model, rng = entry.make(), torch.Generator().manual_seed(0)
+        optimizer = zoo.optimizer_of(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = entry.loss(model, entry.batch(rng))
+        loss.backward()
+        optimizer.step()
+        assert torch.isfinite(loss), name
+        pairs = zip(before, model.parameters(), strict=True)
+        assert not any(torch.equal(a, b) for a, b in pairs), name
+        modules = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        assert len(modules) >= max(predictions.HOSTS), name
+        assert 0.5e6 < sum(p.nbytes for p in model.parameters()) < 6e6, name

@@ -8,25 +8,15 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
-import offbeat.plan
-
-SOURCE = Path(offbeat.plan.__file__).parent
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "offbeat"
 SHARED_FILES = {"__init__.py"}
 
 
 def test_import_contracts_hold_without_exceptions() -> None:
     """The contracts are in pyproject.toml: eleven floors, no circle, no exceptions."""
-    command = Path(sys.executable).with_name("lint-imports")
-    if not command.exists():
-        pytest.skip("import-linter is not installed (it is in the extra dev)")
-    if not (ROOT / "pyproject.toml").exists() or SOURCE.parent.parent != ROOT:
-        pytest.skip("the package is not the checkout's")
-    done = subprocess.run(
-        [str(command), "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
 
@@ -85,9 +75,7 @@ print(sorted(loaded + ["networkx"] * ("networkx" in sys.modules)))
 
 
 def test_training_with_one_strategy_loads_no_other_room() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

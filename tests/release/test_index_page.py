@@ -1,45 +1,32 @@
-"""The README as a package index shows it: links and pictures are rewritten by setup.py."""
+"""The README as a package index shows it: setup.py rewrites links and pictures."""
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = "https://example.org/offbeat/{}/v1.2.3/"
-CASES = {
-    "[docs](docs/lab.md#pace)": (
-        "[docs](https://example.org/offbeat/blob/v1.2.3/docs/lab.md#pace)",
-        "docs",
-    ),
-    "[above](#try-it)": (
-        "[above](https://example.org/offbeat/blob/v1.2.3/README.md#try-it)",
-        "above",
-    ),
-    "![a table](docs/a.png)": (
-        "![a table](https://example.org/offbeat/raw/v1.2.3/docs/a.png)",
-        "*a table*",
-    ),
-    "[![build](docs/b.svg)](docs/ci.md)": (
-        "[![build](https://example.org/offbeat/raw/v1.2.3/docs/b.svg)]"
-        "(https://example.org/offbeat/blob/v1.2.3/docs/ci.md)",
-        "*build*",
-    ),
-    '<picture>\n<source media="(dark)" srcset="d.svg">\n<img src="l.svg" alt="Bars">\n</picture>': (
-        "![Bars](https://example.org/offbeat/raw/v1.2.3/l.svg)",
+BLOB, RAW = (FILES.format(kind) for kind in ("blob", "raw"))
+CASES = [  # README, page with an address of the files, page without one
+    ("[docs](docs/lab.md#pace)", f"[docs]({BLOB}docs/lab.md#pace)", "docs"),
+    ("[above](#try-it)", f"[above]({BLOB}README.md#try-it)", "above"),
+    ("![a table](docs/a.png)", f"![a table]({RAW}docs/a.png)", "*a table*"),
+    ("[![b](b.svg)](ci.md)", f"[![b]({RAW}b.svg)]({BLOB}ci.md)", "*b*"),
+    (
+        '<picture>\n<source srcset="d.svg">\n<img src="l.svg" alt="Bars">\n</picture>',
+        f"![Bars]({RAW}l.svg)",
         "*Bars*",
     ),
-    "<!-- not run: it\nneeds a GPU -->\nText": ("Text", "Text"),
-    "[torch](https://pytorch.org) and f(x) [1]": ("[torch](https://pytorch.org) and f(x) [1]",) * 2,
-    "```\n[a](b)\n```\n[a](b)": (
-        "```\n[a](b)\n```\n[a](https://example.org/offbeat/blob/v1.2.3/b)",
-        "```\n[a](b)\n```\na",
-    ),
-}
+    ("<!-- not run: it\nneeds a GPU -->\nText", "Text", "Text"),
+    ("[t](https://pytorch.org) and f(x) [1]", *2 * ("[t](https://pytorch.org) and f(x) [1]",)),
+    ("```\n[a](b)\n```\n[a](b)", f"```\n[a](b)\n```\n[a]({BLOB}b)", "```\n[a](b)\n```\na"),
+]
 
 
 @pytest.fixture(scope="module")
-def build():
+def build() -> ModuleType:
     """setup.py as a module. It calls `setup` only as the main program."""
     spec = importlib.util.spec_from_file_location("offbeat_setup", ROOT / "setup.py")
     assert spec is not None
@@ -49,11 +36,10 @@ def build():
     return module
 
 
-@pytest.mark.parametrize("text", CASES)
-def test_relative_links_and_pictures(build, text):
-    with_source, without = CASES[text]
-    assert build.render_readme(text, FILES) == with_source
-    assert build.render_readme(text, None) == without
+def test_relative_links_and_pictures(build):
+    for text, with_source, without in CASES:
+        assert build.render_readme(text, FILES) == with_source
+        assert build.render_readme(text, None) == without
 
 
 def test_the_address_of_the_files(build, tmp_path, monkeypatch):
