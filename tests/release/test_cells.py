@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.scripts import benchmark
 from support.synthetic_runs import profile
@@ -93,3 +95,13 @@ def cell_of(new_s, stored_s=1.0, *, planned=True, undisturbed=True, same_plan=Tr
 )
 def test_worse_predictions_are_named(cells, count):
     assert len(predictions.complaints(cells)) == count
+
+
+def test_the_first_cells_to_measure_are_a_fair_sample():
+    """After 42 cells each of the 21 strategies has two."""
+    cells = predictions.planned_cells()
+    order = predictions.measuring_order(cells)
+    assert sorted(order) == [*range(1, 151)]
+    for count, each in ((21, 1), (42, 2), (126, 6)):
+        found = Counter(cells[number - 1].strategy for number in order[:count])
+        assert [*found.values()] == [each] * 21
