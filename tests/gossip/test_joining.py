@@ -400,7 +400,7 @@ def test_a_neighbour_that_connects_anew_leaves_its_earlier_connection() -> None:
     peers: Any = Peers.__new__(Peers)
     earlier, new = (_Peer(Mock(bytes_sent=5), 1) for _ in range(2))
     peers.me, peers._sent_before, peers._selector = 2, 0, Mock()
-    peers._connections, peers._pending = {1: earlier}, {new}
+    peers._connections, peers._pending, peers._peers = {1: earlier}, {new}, {earlier, new}
     peers._tries, peers._retry_at_s, peers._gossip = {1: 3}, {}, Mock()
     peers._introduce(new, SimpleNamespace(header=SimpleNamespace(rank=1, kind=Kind.HELLO), meta={}))
     assert [name for name, *_ in peers._gossip.method_calls] == ["on_disconnect", "on_connect"]

@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.memberships import SECRET, ServiceHost, begin, hosted, run_threads
@@ -145,29 +146,37 @@ def test_strangers_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert peak[0] <= service.MOST_STRANGERS + 8
 
 
-def test_a_recorded_connection_proves_nothing(tmp_path: Path) -> None:
+class RecordingSocket(socket.socket):
+    """A socket that stores the bytes that it has sent."""
+
+    sent = bytearray()
+
+    def send(self, data: bytes | bytearray | memoryview, flags: int = 0) -> int:
+        count = super().send(data, flags)
+        self.sent.extend(bytes(data)[:count])
+        return count
+
+
+def test_a_recorded_connection_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All bytes of a member's request, sent again: the service expects another proof."""
     with hosted(tmp_path / "j") as host:
-        client = host.client()
+        client, connect = host.client(), socket.create_connection
         begin(client, "a")
-        sent, send = bytearray(), Connection._send
-
-        def record(self: Connection[Kind], data: bytes | memoryview) -> int:
-            count = send(self, data)
-            if self._greeting._connects:
-                sent.extend(bytes(data)[:count])
-            return count
-
         client.close()
-        Connection._send = record  # pyright: ignore[reportAttributeAccessIssue]
-        try:
+
+        def record(*address: Any, **options: Any) -> socket.socket:
+            return RecordingSocket(fileno=connect(*address, **options).detach())
+
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "create_connection", record)
             assert client.rendezvous(0).add("n", 1) == 1
-        finally:
-            Connection._send = send
+        sent = bytes(RecordingSocket.sent)
         assert b'"op":"add"' in sent
         for _ in range(3):
             with connected(host) as sock:
-                sock.sendall(bytes(sent))
+                sock.sendall(sent)
                 assert len(closed(sock)) in (0, proofs.NONCE_BYTES)  # a reset may overtake it
         assert client.rendezvous(0).add("n", 0) == 1
 

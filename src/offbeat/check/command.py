@@ -26,7 +26,7 @@ from offbeat.check.verdicts import (
 from offbeat.core.plan import INSIDE
 from offbeat.core.runtime.launch_request import current_links
 from offbeat.core.runtime.launchers import torchrun_variables
-from offbeat.frames.job_secret import common_secret
+from offbeat.frames.secret import common_secret
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCH = "torchrun --nnodes 4 --nproc-per-node 1 ... -m offbeat check, or srun offbeat check"

@@ -6,7 +6,7 @@ import socket
 import struct
 import time
 
-from offbeat.frames.greeting import Greeting
+from offbeat.frames.connection import prove
 
 LIMIT_S = 3.0  # longest time to open a connection
 MOST_PORT = 65535
@@ -40,7 +40,7 @@ def connect(
     """
     s = socket.create_connection(peer, _seconds_until(until_s), source_address=(own, 0))
     try:
-        _greet(s, Greeting(secret, connects=True), until_s)
+        prove(s, secret, connects=True, until_s=until_s)
         s.sendall(_HELLO.pack(rank, step))
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
@@ -66,7 +66,8 @@ def accept(
         except TimeoutError:
             continue
         try:
-            _greet(s, Greeting(secret, connects=False), min(until_s, time.monotonic() + PROOF_S))
+            proved_s = min(until_s, time.monotonic() + PROOF_S)
+            prove(s, secret, connects=False, until_s=proved_s)
             if _HELLO.unpack(read_exactly(s, _HELLO.size)) == (rank, step):
                 s.settimeout(_seconds_until(until_s))
                 s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,14 +86,6 @@ def read_exactly(s: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("the connection was closed")
         data += part
     return data
-
-
-def _greet(s: socket.socket, greeting: Greeting, until_s: float) -> None:
-    s.sendall(greeting.outgoing)
-    while greeting.missing_bytes:
-        s.settimeout(_seconds_until(until_s))
-        greeting.feed(s.recv(greeting.missing_bytes))
-        s.sendall(greeting.outgoing)
 
 
 def _seconds_until(until_s: float) -> float:

@@ -17,8 +17,7 @@ import torch
 import offbeat
 from offbeat.core.runtime.launch_request import LINKS_VARIABLE
 from offbeat.core.transport.addresses import GLOO_INTERFACE, is_local, require_interfaces
-from offbeat.core.transport.interfaces import LinkSpec, ipv4_of
-from offbeat.frames.job_secret import address_towards
+from offbeat.core.transport.interfaces import LinkSpec, address_towards, ipv4_of
 
 _SIOCGIFMTU = 0x8921  # linux/sockios.h
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

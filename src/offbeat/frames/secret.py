@@ -10,29 +10,43 @@ encrypted nor signed.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
-import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-VARIABLE = "OFFBEAT_SECRET"
-FILE_VARIABLE = "OFFBEAT_SECRET_FILE"
+from offbeat.frames.frames import Steps
+
+VARIABLE, FILE_VARIABLE = "OFFBEAT_SECRET", "OFFBEAT_SECRET_FILE"
 MOST_SECRETS = 2  # valid at the same time, while a new secret replaces an old one
-NONCE_BYTES = 32
-MAC_BYTES = 32
+NONCE_BYTES = MAC_BYTES = 32
 ANSWER_BYTES = NONCE_BYTES + MAC_BYTES
+CLOSED = "the other end has closed the connection"
 REMEDY = f"{VARIABLE} must be the same on all ranks; export the same everywhere, or none"
+
+Secrets = bytes | Sequence[bytes]
+"""Secret of the job; or all secrets that the end accepts that has not opened the connection."""
+
+
+class ProofError(ConnectionError):
+    """The other end has another secret, or none."""
+
+
+class Exchange(Protocol):
+    """Exchange of small values between all ranks, such as `Control`."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+        ...
 
 
 def own_secret() -> bytes | None:
     """Return the user's secret, or None. Raise ValueError if it is empty."""
     text = os.environ.get(VARIABLE)
-    if text is None:
-        return None
-    if not text:
+    if text == "":
         raise ValueError(f"{VARIABLE} ('') must not be empty; unset it, or give a secret")
-    return text.encode()
+    return None if text is None else text.encode()
 
 
 def read_secrets(path: Path | None = None) -> tuple[bytes, ...]:
@@ -46,36 +60,51 @@ def read_secrets(path: Path | None = None) -> tuple[bytes, ...]:
         ValueError: there is no secret, or the file has more than two.
         OSError: the file cannot be read.
     """
-    named = os.environ.get(FILE_VARIABLE)
-    if path is None and not named:
-        own = own_secret()
-        if own is None:
-            raise ValueError(
-                f"{FILE_VARIABLE} must name a file with the secret, or {VARIABLE} hold it; the "
-                "membership service and all members need the same"
-            )
+    named = path or os.environ.get(FILE_VARIABLE)
+    if not named and (own := own_secret()):
         return (own,)
-    path = Path(named or "") if path is None else path
-    found = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
+    if not named:
+        raise ValueError(
+            f"{FILE_VARIABLE} must name a file with the secret, or {VARIABLE} hold it; the "
+            "membership service and all members need the same"
+        )
+    found = tuple(filter(None, map(bytes.strip, Path(named).read_bytes().splitlines())))
     if not 1 <= len(found) <= MOST_SECRETS:
         raise ValueError(
-            f"secrets in {path} ({len(found)}) must be 1 to {MOST_SECRETS} lines; the second one "
+            f"secrets in {named} ({len(found)}) must be 1 to {MOST_SECRETS} lines; the second one "
             "is for the time in which a new secret replaces an old one"
         )
     return found
 
 
-def new_secret() -> bytes:
-    """Return a random secret for one job."""
-    return secrets.token_bytes(32)
+def common_secret(value: Any, maker: int, exchange: Exchange) -> tuple[list[Any], bytes]:
+    """Return every rank's value, and the secret of the job.
+
+    The secret is the user's, or the nonce of rank `maker`. Ranks compare fingerprints of the user's
+    secret, salted with the nonces of all ranks, so that those of different jobs are unrelated.
+
+    Raises:
+        ValueError: on every rank, if secrets differ between ranks.
+    """
+    own = own_secret()
+    values, nonces = zip(*exchange.gather((value, nonce().hex())), strict=True)
+    digest = None if own is None else proof(own, b"salt", bytes.fromhex("".join(nonces)), b"")
+    digests = exchange.gather(digest and digest.hex())
+    odd = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+    if odd:
+        raise ValueError(f"the secret of rank {', '.join(odd)} must be that of rank 0: {REMEDY}")
+    return [*values], own or bytes.fromhex(nonces[maker])
+
+
+# ---- proof ----------------------------------------------------------------------------------
 
 
 def nonce() -> bytes:
     """Return a random nonce."""
-    return secrets.token_bytes(NONCE_BYTES)
+    return os.urandom(NONCE_BYTES)
 
 
-def proof(secret: bytes, role: bytes, theirs: bytes, mine: bytes) -> bytes:
+def proof(secret: bytes, role: bytes, theirs: bytes | bytearray, mine: bytes | bytearray) -> bytes:
     """Return the MAC of one end over the nonces of both ends.
 
     Args:
@@ -84,26 +113,42 @@ def proof(secret: bytes, role: bytes, theirs: bytes, mine: bytes) -> bytes:
         theirs: nonce of the other end.
         mine: nonce of this end.
     """
-    return hmac.digest(secret, b"offbeat " + role + theirs + mine, hashlib.sha256)
+    return hmac.digest(secret, b"offbeat " + role + theirs + mine, "sha256")
 
 
-def answer(secret: bytes, theirs: bytes, mine: bytes) -> bytes:
+def answer(secret: bytes, theirs: bytes | bytearray, mine: bytes) -> bytes:
     """Return the worker's answer to a server's nonce: the worker's nonce and its MAC."""
     return mine + proof(secret, b"worker", theirs, mine)
 
 
-def verified_nonce(secret: bytes, mine: bytes, given: bytes) -> bytes | None:
-    """Return the nonce of a worker if its answer to the nonce `mine` proves the secret.
+def proof_steps(secret: Secrets, send: Callable[[bytes], object], *, connects: bool) -> Steps:
+    """Send the messages of one end, and end when the other end has proved the secret.
 
-    Return None if it does not.
+    Yields memory, which the caller fills with the next received bytes. It throws a
+    ConnectionResetError into the generator if the other end closes the connection.
+
+    Args:
+        secret: see `Secrets`.
+        send: sends all bytes.
+        connects: whether this end has opened the connection.
+
+    Raises:
+        ProofError: the other end has not proved the secret, or rejects the own one.
     """
-    theirs, mac = given[:NONCE_BYTES], given[NONCE_BYTES:]
-    return theirs if hmac.compare_digest(mac, proof(secret, b"worker", mine, theirs)) else None
-
-
-def is_server_proof(secret: bytes, mine: bytes, theirs: bytes, mac: bytes) -> bool:
-    """Whether `mac` proves that the server has the secret.
-
-    `mine` is the worker's nonce, `theirs` the server's.
-    """
-    return hmac.compare_digest(mac, proof(secret, b"server", mine, theirs))
+    accepted = (secret,) if isinstance(secret, bytes) else secret
+    mine, theirs, mac = nonce(), bytearray(NONCE_BYTES), bytearray(MAC_BYTES)
+    if not connects:
+        send(mine)
+    yield memoryview(theirs)
+    if connects:
+        send(answer(accepted[0], theirs, mine))
+    try:
+        yield memoryview(mac)
+    except ConnectionResetError:
+        raise ProofError(f"the other end does not accept this {VARIABLE}; {REMEDY}") from None
+    role = b"server" if connects else b"worker"
+    known = [one for one in accepted if hmac.compare_digest(mac, proof(one, role, mine, theirs))]
+    if not known:
+        raise ProofError(f"the other end does not know the secret; {REMEDY}")
+    if not connects:
+        send(proof(known[0], b"server", theirs, mine))

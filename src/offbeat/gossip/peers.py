@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offbeat.frames.connection import NOTHING, Connection
-from offbeat.frames.connection_loop import ConnectionLoop
+from offbeat.frames.connection import NOTHING, Connection, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.gossip.protocol import Kind
 
@@ -100,8 +99,7 @@ class Peers(ConnectionLoop[_Peer]):
         """
         line = self._connections.get(peer)
         if line is not None:
-            self._queue(line, kind, body, **header)
-            self._update_events(line)
+            self._send(line, kind, body, **header)
 
     def reachable(self) -> list[int]:
         """Return the connected neighbours."""
@@ -140,12 +138,6 @@ class Peers(ConnectionLoop[_Peer]):
         while self._connections and time.monotonic() < end:
             self.process_events(end - time.monotonic())
 
-    def close(self) -> None:
-        """Close all sockets."""
-        for line in [*self._connections.values(), *self._pending]:
-            line.connection.close()
-        self._close_sockets()
-
     # ---- new connections --------------------------------------------------------------------
 
     def _on_accept(self, sock: socket.socket) -> None:
@@ -179,7 +171,7 @@ class Peers(ConnectionLoop[_Peer]):
         )
         line = _Peer(connection, peer)
         self._pending.add(line)
-        self._register(line)
+        self._add_peer(line)
         return line
 
     def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
@@ -189,9 +181,6 @@ class Peers(ConnectionLoop[_Peer]):
 
     def _on_connection_error(self, peer: _Peer, error: OSError) -> None:
         self._disconnect(peer, str(error) or "the connection broke")
-
-    def _is_open(self, peer: _Peer) -> bool:
-        return peer in self._pending or self._is_identified(peer)
 
     def _is_identified(self, line: _Peer) -> bool:
         return line.peer is not None and self._connections.get(line.peer) is line
@@ -212,15 +201,11 @@ class Peers(ConnectionLoop[_Peer]):
         peer = frame.header.rank
         if frame.header.kind in STRANGER_KINDS:
             line.connection.send(*self._gossip.answer_stranger(frame))
-            self._write(line)
             return
         if peer in self._connections:
             self._disconnect(self._connections[peer], "it has connected anew")
         if line.peer is None:
             line.connection.send(self._hello(peer))
-            self._write(line)
-        if line not in self._pending:
-            return
         self._pending.discard(line)
         line.peer, self._connections[peer], self._tries[peer] = peer, line, 0
         if peer > self.me:
@@ -251,8 +236,7 @@ class Peers(ConnectionLoop[_Peer]):
         if not known and line not in self._pending:
             return
         self._pending.discard(line)
-        self._selector.unregister(line.connection.sock)
-        line.connection.close()
+        self._drop(line)
         self._sent_before += line.connection.bytes_sent
         if known:
             assert line.peer is not None

@@ -23,9 +23,9 @@ from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.runtime.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
-from offbeat.frames.job_secret import address_towards, common_secret, own_address
+from offbeat.core.transport.interfaces import address_towards
 from offbeat.frames.secret import VARIABLE as SECRET
-from offbeat.frames.secret import own_secret
+from offbeat.frames.secret import common_secret, own_secret
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.clock import Clock, RoundTrip, offset_s
 from offbeat.gossip.graphs import Edge, topology
@@ -66,7 +66,7 @@ def join(
         return own
     graph = _graph(strategy, control, own.message_bytes)
     own.clock = Clock(ahead_s(control))
-    entrance = open_listener(own_address(cluster), 2 * control.world_size)
+    entrance = open_listener(cluster.own_address, 2 * control.world_size)
     everyone, secret = common_secret(entrance.getsockname()[:2], 0, control)
     addresses = {rank: (host, port) for rank, (host, port) in enumerate(everyone)}
     if own_secret() is not None and control.rank == 0:

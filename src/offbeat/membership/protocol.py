@@ -1,6 +1,6 @@
 """Frames of the membership service, and the version of its protocol.
 
-Each connection begins with the proof of the secret (`frames/greeting.py`), HELLO of the client and
+Each connection begins with the proof of the secret (`frames/secret.py`), HELLO of the client and
 WELCOME of the service. Then the client sends one REQUEST at a time, and the service answers each
 with REPLY or with REFUSED.
 """

@@ -12,8 +12,7 @@ from offbeat import __version__
 from offbeat.core.transport.addresses import parse_address
 from offbeat.frames.connection import NOTHING, Connection
 from offbeat.frames.frames import Frame, Header, WireError, pack
-from offbeat.frames.greeting import GreetingError
-from offbeat.frames.secret import FILE_VARIABLE, MOST_SECRETS, VARIABLE, read_secrets
+from offbeat.frames.secret import FILE_VARIABLE, MOST_SECRETS, VARIABLE, ProofError, read_secrets
 from offbeat.membership.client import Membership
 from offbeat.membership.errors import (
     EpochReplacedError,
@@ -89,7 +88,7 @@ class MembershipClient(Membership):
                 secrets = self._secrets()
                 secret = secrets[refused_proofs % len(secrets)]
                 return self._exchange(command, wait_s, min(left_s, ANSWER_S), secret)
-            except GreetingError as error:
+            except ProofError as error:
                 refused_proofs += 1
                 if refused_proofs >= REFUSED_PROOFS * MOST_SECRETS:
                     raise SecretRefusedError(

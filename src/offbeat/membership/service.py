@@ -15,8 +15,7 @@ from secrets import choice
 from typing import Any
 
 from offbeat import __version__
-from offbeat.frames.connection import NOTHING, Connection
-from offbeat.frames.connection_loop import ServiceLoop
+from offbeat.frames.connection import NOTHING, Connection, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.frames.secret import read_secrets
 from offbeat.membership.errors import EpochReplacedError, RequestRefusedError
@@ -60,7 +59,7 @@ class _Peer:
     until_s: float = 0.0
 
 
-class MembershipService(ServiceLoop[_Peer]):
+class MembershipService(ConnectionLoop[_Peer]):
     """Serves a ledger to the members of a job.
 
     Args:
@@ -252,7 +251,6 @@ class MembershipService(ServiceLoop[_Peer]):
         if ends:
             peer.is_ending, peer.waiting, peer.since_s = True, None, time.monotonic()
             peer.connection.end(pack(Kind.REFUSED, self.me, meta=meta))
-            self._guard(peer, self._write)
         else:
             self._send(peer, Kind.REFUSED, meta=meta)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.transport.peer_errors import mark_peer_error
-from offbeat.frames.connection import NOTHING
-from offbeat.frames.connection_loop import ConnectionLoop
+from offbeat.frames.connection import NOTHING, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import Settings, unpacked_state
@@ -97,7 +96,6 @@ class Client(ConnectionLoop[Upstream]):
         self._answer: Any = None
         self._awaited = (0, 0)  # shard and clock of the awaited answer
         self._averages = 0  # so far; the server recognises a repeated request by its number
-        self._reconnecting = set[Upstream]()
         self._commands: deque[Callable[[], object]] = deque()
         self._closing = False
         try:
@@ -327,24 +325,20 @@ class Client(ConnectionLoop[Upstream]):
         self._process_sockets(self._beat_s)
         while self._commands:
             self._commands.popleft()()
-        self._send_beats(self._ups)
+        self._send_beats()
 
-    def _send_beats(self, ups: Iterable[Upstream]) -> None:
-        """Send a heartbeat to each of the servers to which nothing was sent for `beat_s`."""
+    def _send_beats(self) -> None:
+        """Send a heartbeat to each connected server to which nothing was sent for `beat_s`."""
         now = time.monotonic()
-        for up in ups:
+        for up in self._peers:
             if up.connection is not None and now - up.connection.sent_s >= self._beat_s:
                 self._send(up, Kind.BEAT)
-
-    def _is_open(self, peer: Upstream) -> bool:
-        return peer.connection is not None
 
     def _on_invalid_frame(self, peer: Upstream, error: WireError) -> None:
         raise RuntimeError(f"{peer} sent an invalid frame: {error}") from error
 
     def _on_connection_error(self, peer: Upstream, error: OSError) -> None:
-        assert peer.connection is not None
-        self._selector.unregister(peer.connection.sock)
+        self._drop(peer)
         if self._closing:
             peer.close()
         else:
@@ -356,11 +350,10 @@ class Client(ConnectionLoop[Upstream]):
                 continue
             about: dict[str, Any] = {"shard": shard.number, "clock": up.push_clock}
             if self._push is None:
-                self._queue(up, Kind.SKIP, **about)
+                self._send(up, Kind.SKIP, **about)
             else:
                 body = memory_of(self.outgoing[shard.dtype][shard.start : shard.stop])
-                self._queue(up, Kind.PUSH, body, meta=self._push, **about)
-        self._guard(up, self._write)
+                self._send(up, Kind.PUSH, body, meta=self._push, **about)
 
     def _send_pull(self, up: Upstream) -> None:
         self._send(up, Kind.PULL, clock=self._need)
@@ -468,20 +461,18 @@ class Client(ConnectionLoop[Upstream]):
                 welcome.set_exception(error)
 
         threading.Thread(target=connect, name="offbeat-reconnect", daemon=True).start()
-        self._reconnecting.add(up)
         while not wait([welcome], self._beat_s / 2).done:
-            self._send_beats(other for other in self._ups if other not in self._reconnecting)
-        self._reconnecting.remove(up)
+            self._send_beats()
         return welcome.result()
 
     def _start_pushes(self, up: Upstream, clock: int) -> None:
-        self._register(up)
+        self._add_peer(up)
         self._send(up, Kind.START, clock=clock)
 
     def _close_all(self) -> None:
+        super().close()
         for up in self._ups:
             up.close()
-        self._close_sockets()
 
 
 def _answer(frame: Frame) -> Any:

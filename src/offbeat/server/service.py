@@ -15,8 +15,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
-from offbeat.frames.connection import NOTHING, Connection, Views
-from offbeat.frames.connection_loop import ServiceLoop
+from offbeat.frames.connection import NOTHING, Connection, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
 from offbeat.server.parameters import Shard, Store
@@ -45,7 +44,7 @@ class _Peer:
     need: int | None = None  # clock that the waiting pull requires
 
 
-class Service(ServiceLoop[_Peer]):
+class Service(ConnectionLoop[_Peer]):
     """Serves a store to its workers until all of them have left.
 
     A worker from which no frame arrives for `silent_s` seconds is removed with a warning. It may
@@ -147,7 +146,6 @@ class Service(ServiceLoop[_Peer]):
     def _on_invalid_frame(self, peer: _Peer, error: WireError) -> None:
         peer.rank, peer.need = None, None  # the connection ends; the worker may connect again
         peer.connection.end(pack(Kind.REFUSED, self.me, meta={"why": str(error)}))
-        self._guard(peer, self._write)
 
     # ---- frames -----------------------------------------------------------------------------
 
@@ -277,9 +275,8 @@ class Service(ServiceLoop[_Peer]):
         assert rank is not None
         for shard in self.store.shards.values():
             peer.connection.send_later(lambda shard=shard: self._parameters(rank, shard, clock))
-        self._guard(peer, self._write)
 
-    def _parameters(self, rank: int, shard: Shard, clock: int) -> Views:
+    def _parameters(self, rank: int, shard: Shard, clock: int) -> list[memoryview]:
         self._record(ANSWER, rank, shard.spec.number, clock)
         head = pack(
             Kind.PARAMETERS,

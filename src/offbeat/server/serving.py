@@ -12,7 +12,7 @@ from offbeat.core.console import console
 from offbeat.core.runtime.event_log import open_event_log
 from offbeat.core.runtime.training_job import RankRoles, TrainingJob
 from offbeat.core.transport.control import Control
-from offbeat.frames.job_secret import common_secret, own_address
+from offbeat.frames.secret import common_secret
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
 from offbeat.server.service import Service
@@ -40,7 +40,7 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
     elif snapshots is not None:
         snapshots.set_aside()
     _free_model(model, optimizer)
-    listener = socket.create_server((own_address(cluster), 0), backlog=2 * len(ranks.workers))
+    listener = socket.create_server((cluster.own_address, 0), backlog=2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
     service = Service(
         store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots, log=log

@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.frames.connection import NOTHING, Connection
 from offbeat.frames.frames import Header, WireError, pack
-from offbeat.frames.greeting import GreetingError
+from offbeat.frames.secret import ProofError
 from offbeat.server.layout import ShardSpec
 from offbeat.server.protocol import Kind
 
@@ -85,7 +85,7 @@ class Upstream:
             frame = connection.await_frame(limit_s)
             if frame.header.kind is not Kind.WELCOME:
                 raise RefusedError(f"{self} refuses this rank: {frame.meta.get('why')}")
-        except (GreetingError, WireError) as error:
+        except (ProofError, WireError) as error:
             connection.close()
             raise RefusedError(f"{self}: {error}") from None
         except BaseException:

@@ -352,11 +352,6 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
 def _prove(connection: socket.socket, token: str, *, connects: bool) -> None:
     """Prove to the other end that this end has the token, and require the same."""
     # Imported here, because jobs without changing members do not need the module.
-    from offbeat.frames.greeting import Greeting
+    from offbeat.frames.connection import prove
 
-    connection.settimeout(PROOF_S)
-    greeting = Greeting(token.encode(), connects=connects)
-    connection.sendall(greeting.outgoing)
-    while greeting.missing_bytes:
-        greeting.feed(connection.recv(greeting.missing_bytes))
-        connection.sendall(greeting.outgoing)
+    prove(connection, token.encode(), connects=connects, until_s=time.monotonic() + PROOF_S)

@@ -10,10 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
-
-from offbeat.core.transport.addresses import parse_address
-from offbeat.core.transport.interfaces import ipv4_of
+from typing import Literal
 
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
 RETRY_S = 0.1  # pause after an error of this host
@@ -22,21 +19,6 @@ ANSWER_BYTES = 4096  # longest answer to a probe
 # Errors of a connection that state a lack of this host, and nothing about the other one.
 OWN_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 THREAD_NAME = "offbeat-member"
-
-
-def own_address(interface: str | None, service: Any) -> str:
-    """Return the address of this host at which the other members reach it: that of the interface,
-    or else that from which it reaches the service."""
-    found = None if interface is None else ipv4_of(interface)
-    if found is not None:
-        return str(found.ip)
-    if not isinstance(service, str):
-        return "127.0.0.1"
-    host, port = parse_address(service)
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as s:
-        s.connect(address)
-        return str(s.getsockname()[0])
 
 
 class Presence:

@@ -38,13 +38,12 @@ from offbeat.core.runtime.member_presence import (
     find_ended,
     find_gone,
     is_gone,
-    own_address,
     probe,
 )
 from offbeat.core.strategy.interface import Strategy, require_choice, require_count
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.gloo_devices import share_devices
-from offbeat.core.transport.interfaces import LinkSpec, group_environment
+from offbeat.core.transport.interfaces import LinkSpec, group_environment, own_address
 from offbeat.core.transport.rendezvous import run_checked
 from offbeat.core.transport.topology import Topology
 
@@ -158,7 +157,8 @@ class JobMember:
             if isinstance(service, str)
             else service
         )
-        self.address = own_address(interface, service)
+        host = parse_address(service)[0] if isinstance(service, str) else "127.0.0.1"
+        self.address = own_address(interface, host)
         self.name: str = node.gather(new_member_name())[0]
         self.rank_name: str = rank_names({self.name: node.size})[node.rank]
         self._presence = Presence(self.address, self.rank_name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from offbeat.core.transport.interfaces import (
     agree_on_links,
     control_interface,
     group_environment,
+    own_address,
     require_one_order,
 )
 from offbeat.core.transport.link import LinkThread, MessageLink
@@ -94,6 +96,12 @@ class Cluster:
         """
         assert self._everyone is not None
         return self._everyone
+
+    @property
+    def own_address(self) -> str:
+        """Address of this host on the first link, or else that towards `MASTER_ADDR`."""
+        first = next(iter(self.specs.values()))
+        return own_address(first.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
 
     @property
     def replica(self) -> int:

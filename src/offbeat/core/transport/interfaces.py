@@ -157,6 +157,19 @@ def ipv4_of(interface: str) -> ipaddress.IPv4Interface | None:
     return None
 
 
+def own_address(interface: str | None, host: str) -> str:
+    """Return this host's address on an interface, or else the address towards `host`."""
+    own = ipv4_of(interface) if interface else None
+    return address_towards(host) if own is None else str(own.ip)
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address in the network through which `host` is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # a UDP connect sends nothing, it selects the interface
+        return s.getsockname()[0]
+
+
 # ---- the same links on all ranks ------------------------------------------------------------
 
 
