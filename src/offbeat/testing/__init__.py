@@ -3,8 +3,9 @@ prepared model does."""
 
 from offbeat.core.measuring import effort
 from offbeat.testing.inspection import Inspection, SentMessage, inspect
+from offbeat.testing.steps import log_steps
 
-__all__ = ["Inspection", "SentMessage", "inspect", "quick"]
+__all__ = ["Inspection", "SentMessage", "inspect", "log_steps", "quick"]
 
 
 def quick() -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.core.plan.program import Program, Step
-from offbeat.core.plan.types import Apply, Vote
+from offbeat.core.plan.types import Apply, Transfer, Vote
 
 
 class State(Enum):
@@ -48,6 +48,11 @@ class Progress:
         return self.over and not self.outstanding and not self.undecided
 
 
+StepObserver = Callable[[str, int, int, Transfer | Apply | Vote], None]
+"""Function that receives each step of a rank once it is done: "release", "skip" (a message that a
+vote excludes), "receive", "apply", "vote", "decide yes" or "decide no"; the number in the plan of
+the current or next iteration; that of the iteration of the rule; and the rule."""
+
 P = TypeVar("P", bound=Progress)
 Q = TypeVar("Q", bound=Progress, contravariant=True)
 
@@ -66,11 +71,13 @@ class Actions(Protocol[Q]):
     def receive(self, iteration: Q, index: int) -> None:
         """Wait for a message and store its result."""
 
-    def decide(self, iteration: Q, vote: Vote) -> None:
-        """Wait for the outcome of a vote."""
+    def decide(self, iteration: Q, vote: Vote) -> bool:
+        """Wait for the outcome of a vote. Return it."""
+        ...
 
-    def apply(self, iteration: Q, apply: Apply) -> None:
-        """Apply a rule, unless the outcome of its vote excludes it."""
+    def apply(self, iteration: Q, apply: Apply) -> bool:
+        """Apply a rule. Return False if the outcome of its vote excludes it."""
+        ...
 
     def cast_votes(self, iteration: Q, votes: Sequence[Vote]) -> None:
         """Send this rank's ballots."""
@@ -108,8 +115,14 @@ class Cursor(Generic[P]):
         iterations: recent iterations by their number in the plan, including the current one.
     """
 
-    def __init__(self, program: Program, actions: Actions[P], planned: int = 0) -> None:
-        self.program, self._actions = program, actions
+    def __init__(
+        self,
+        program: Program,
+        actions: Actions[P],
+        planned: int = 0,
+        observers: Sequence[StepObserver] = (),
+    ) -> None:
+        self.program, self._actions, self._observers = program, actions, observers
         self.state, self.planned = State.IDLE, planned
         self.now: P | None = None
         self.iterations: dict[int, P] = {}
@@ -150,8 +163,11 @@ class Cursor(Generic[P]):
 
     def _release(self, step: Step, now: P) -> None:
         for index in step.release:
-            if not self._actions.release(now, index):
+            is_sent = self._actions.release(now, index)
+            if not is_sent:
                 now.outstanding.discard(index)
+            if self._observers:
+                self._report("release" if is_sent else "skip", now, index)
 
     def _execute(self, step: Step, now: P) -> None:
         """Execute the next step of the iteration."""
@@ -165,6 +181,8 @@ class Cursor(Generic[P]):
         if step.ask:
             now.undecided.update(vote.name for vote in step.ask)
             actions.cast_votes(now, step.ask)
+            for vote in step.ask if self._observers else ():
+                self._report("vote", now, vote)
         self._release(step, now)
         actions.record_times(now, step.position, begin, waited)
 
@@ -231,7 +249,9 @@ class Cursor(Generic[P]):
     def _apply(self, step: Step, planned: int, *, own: bool, earlier: bool) -> None:
         for lag, apply in step.apply:
             if earlier if lag else own:
-                self._actions.apply(self.iterations[planned - lag], apply)
+                iteration = self.iterations[planned - lag]
+                if self._actions.apply(iteration, apply) and self._observers:
+                    self._report("apply", iteration, apply)
 
     # ---- messages and votes of recent iterations --------------------------------------------
 
@@ -240,12 +260,23 @@ class Cursor(Generic[P]):
         if index in iteration.outstanding:
             self._actions.receive(iteration, index)
             iteration.outstanding.discard(index)
+            if self._observers:
+                self._report("receive", iteration, index)
 
     def decide(self, iteration: P, vote: Vote) -> None:
         """Wait for the outcome of a vote of an iteration, if that has not been done."""
         if vote.name in iteration.undecided:
-            self._actions.decide(iteration, vote)
+            outcome = self._actions.decide(iteration, vote)
             iteration.undecided.discard(vote.name)
+            if self._observers:
+                self._report("decide yes" if outcome else "decide no", iteration, vote)
+
+    def _report(self, what: str, iteration: P, rule: int | Apply | Vote) -> None:
+        """Report a step to the observers; a number is that of a transfer of the iteration."""
+        number = iteration.planned
+        done = self.program.transfers(number)[rule] if isinstance(rule, int) else rule
+        for observe in self._observers:
+            observe(what, self.planned, number, done)
 
     def receive_released(self, iteration: P) -> None:
         """Wait for all messages of an iteration that were sent."""

@@ -73,7 +73,9 @@ class ActivePlan:
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
         self.actions = self._create_actions(self.program, note_later=self.updates.remedy is None)
         self.messages, self.votes = self.actions.messages, self.actions.votes
-        self.cursor: Cursor[Iteration] = Cursor(self.program, self.actions, planned)
+        self.cursor: Cursor[Iteration] = Cursor(
+            self.program, self.actions, planned, engine.step_observers
+        )
         self.updates_at_end = effects.updates_at_end(plan)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
@@ -218,7 +220,8 @@ class ActivePlan:
         if plan is not None:
             program = Program(plan, self.program.rank)
             actions = self._create_actions(program, note_later=False)  # there is no step
-            cursor: Cursor[Iteration] = Cursor(program, actions)
+            observers = self._engine.step_observers
+            cursor: Cursor[Iteration] = Cursor(program, actions, observers=observers)
 
             def create(planned: int) -> Iteration:
                 messages = actions.messages.enqueue(planned, number)

@@ -27,7 +27,7 @@ from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.noise import NoiseMeter
 from offbeat.core.plan import Plan
-from offbeat.core.plan.cursor import State
+from offbeat.core.plan.cursor import State, StepObserver
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.hooks import BackwardHooks
@@ -80,6 +80,7 @@ class Engine:
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
         self.reports, self.pauses = Reports(), Pauses(self)
+        self.step_observers: list[StepObserver] = []  # of all plans
         self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
         self._stepped_by_script = False  # whether the script's optimizer has stepped itself

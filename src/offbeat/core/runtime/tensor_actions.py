@@ -62,18 +62,21 @@ class TensorActions:
             self._suspects.note(message, later=gradients and self._note_later)
         self.messages.retire(message)
 
-    def decide(self, iteration: Iteration, vote: Vote) -> None:
-        iteration.voted[vote.name] = self.votes.decide(vote, iteration.planned)
+    def decide(self, iteration: Iteration, vote: Vote) -> bool:
+        iteration.voted[vote.name] = yes = self.votes.decide(vote, iteration.planned)
+        return bool(yes)
 
-    def apply(self, iteration: Iteration, apply: Apply) -> None:
-        if self.votes.allows(apply, iteration.planned) and not self._uses_lost(apply):
-            self.context.iteration = iteration
-            if not self._flat.shards.are_staged or effects.is_update(apply):
-                RULES[apply.rule](self.context, apply)
-                return
-            self._flat.copy_in(apply.buckets)
+    def apply(self, iteration: Iteration, apply: Apply) -> bool:
+        if not self.votes.allows(apply, iteration.planned) or self._uses_lost(apply):
+            return False
+        self.context.iteration = iteration
+        if not self._flat.shards.are_staged or effects.is_update(apply):
             RULES[apply.rule](self.context, apply)
-            self._flat.copy_out(apply.buckets)
+            return True
+        self._flat.copy_in(apply.buckets)
+        RULES[apply.rule](self.context, apply)
+        self._flat.copy_out(apply.buckets)
+        return True
 
     def cast_votes(self, iteration: Iteration, votes: Sequence[Vote]) -> None:
         context = self.context

@@ -106,7 +106,7 @@ class Interpreter:
         }
         for worker in self.workers:
             worker.messages_by_number = self._numbered
-            worker.cursor = Cursor(worker.program, _ArrayActions(self, worker, worker.program))
+            worker.cursor = self._cursor(worker, worker.program)
 
     def run(
         self,
@@ -172,6 +172,9 @@ class Interpreter:
             if w.rank in self.flushing:
                 yield from _retry(cursor.flush)
 
+    def _cursor(self, w: Worker, program: Program) -> Cursor[InterpretedIteration]:
+        return Cursor(program, _ArrayActions(self, w, program), observers=w.step_observers)
+
     def _begin(
         self, w: Worker, cursor: Cursor[InterpretedIteration], number: int
     ) -> InterpretedIteration:
@@ -201,7 +204,7 @@ class Interpreter:
         plan = self._drained[planned]
         if plan is not None:
             program = Program(plan, w.rank)
-            cursor = Cursor(program, _ArrayActions(self, w, program))
+            cursor = self._cursor(w, program)
             self._begin(w, cursor, number)
             yield from _retry(lambda: cursor.walk(program.end))
         w.restart()
@@ -214,7 +217,7 @@ class Interpreter:
             for index in iteration.outstanding:
                 while not (message := iteration.messages[index]).done:
                     yield self.deadlock(w, message)
-        w.cursor = Cursor(w.program, _ArrayActions(self, w, w.program))
+        w.cursor = self._cursor(w, w.program)
         w.cursor.resume(before.planned, [replace(one) for one in before.recent()])
 
     def _enqueue(self, w: Worker, program: Program, planned: int) -> list[InterpretedMessage]:
@@ -354,10 +357,12 @@ class _ArrayActions:
     ) -> None:
         pass  # there is no time
 
-    def apply(self, iteration: InterpretedIteration, apply: Apply) -> None:
-        if self._is_active(apply, iteration):
+    def apply(self, iteration: InterpretedIteration, apply: Apply) -> bool:
+        active = self._is_active(apply, iteration)
+        if active:
             self._w.acting = apply
             self._job.rules[apply.rule](self._w, apply)
+        return active
 
     def cast_votes(self, iteration: InterpretedIteration, votes: Sequence[Vote]) -> None:
         job, w = self._job, self._w
@@ -367,7 +372,7 @@ class _ArrayActions:
             job.ballots[vote.name, iteration.number][w.rank] = say
             job.progress += 1
 
-    def decide(self, iteration: InterpretedIteration, vote: Vote) -> None:
+    def decide(self, iteration: InterpretedIteration, vote: Vote) -> bool:
         job, key = self._job, (vote.name, iteration.number)
         ballots = job.ballots[key]
         if len(ballots) < job.ranks:
@@ -376,6 +381,7 @@ class _ArrayActions:
             )
         job.decisions[key] = any(ballots.values())
         self._w.decided.add(key)
+        return job.decisions[key]
 
     def _is_active(self, rule: Transfer | Apply, iteration: InterpretedIteration) -> bool:
         """Return the outcome of the vote on which a rule depends; True if there is no vote."""

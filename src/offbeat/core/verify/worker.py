@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.core.derive import effects
-from offbeat.core.plan.cursor import Cursor, Progress
+from offbeat.core.plan.cursor import Cursor, Progress, StepObserver
 from offbeat.core.plan.program import Program
 from offbeat.core.plan.types import Apply, Payload, Transfer, Vote, moment_of
 
@@ -103,6 +103,7 @@ class Worker:
         added: for each gradient, the number of iterations added since it was last applied.
         acting: rule that accesses storage now, or "forward" or "backward".
         starts_window: whether the next backward is the first one of an accumulation window.
+        step_observers: functions that receive each step of the worker.
     """
 
     def __init__(self, rank: int, model: InterpretedModel, program: Program) -> None:
@@ -122,6 +123,7 @@ class Worker:
         self.filled = [False] * len(self.buffers["grad"])
         self.adds_up = any(map(effects.is_window_end, plan.applies))
         self.decided: set[tuple[str, int]] = set()
+        self.step_observers: list[StepObserver] = []
         self.seen = model.start.copy()
         self.added = [np.zeros(model.start.size) for _ in self.buffers["grad"]]
 
