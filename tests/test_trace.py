@@ -60,45 +60,29 @@ def test_json_round_trip(trace):
 def test_files(tmp_path):
     TRACE.save(tmp_path / "trace.json")
     assert Trace.load(tmp_path / "trace.json") == TRACE
-
-
-def test_another_schema():
-    with pytest.raises(ValueError, match=r"schema \(9\) of the trace must be 1"):
+    with pytest.raises(ValueError, match=r"schema \(9\)"):
         Trace.from_dict(TRACE.to_dict() | {"schema": 9})
 
 
-def test_the_slowest_rank_ends_an_iteration():
+def test_iterations_end_with_the_slowest_rank_and_whole_periods_count():
+    """Ranks that saw fewer iterations bound the trace."""
     assert TRACE.iteration_seconds() == [2.5, 1.5, 4.0, 1.5, 1.5]
     assert (TRACE.world_size, TRACE.iterations) == (2, 5)
-
-
-def test_ranks_that_saw_fewer_iterations_bound_the_trace():
     trace = Trace("measured", "bsp", ((1.0, 2.0, 3.0), (1.0, 2.5)), (0.0, 0.0))
     assert (trace.iterations, trace.iteration_seconds()) == (2, [1.0, 1.5])
-
-
-def test_whole_periods_count():
     assert TRACE.period_seconds() == [2.0, 2.75]
     assert TRACE.period_seconds(skip=1) == [2.75, 1.5]
     assert TRACE.period_seconds(skip=4) == []
     assert TRACE.iteration_s() == 2.375
     assert TRACE.iteration_s(skip=1) == 2.125
-
-
-def test_no_whole_period():
-    with pytest.raises(
-        ValueError, match=r"the trace \(5 iterations\) must have a whole period \(2\) after the fir"
-    ):
+    with pytest.raises(ValueError, match="period"):
         TRACE.iteration_s(skip=4)
 
 
-def test_window():
+def test_window_and_names_of_spans():
     assert TRACE.window([0, 1]) == [SPANS[1], SPANS[2], SPANS[0]]
     assert TRACE.window([1], ranks=[1]) == [SPANS[0]]
     assert TRACE.window([5]) == []
-
-
-def test_names_of_spans():
     assert [span.name for span in SPANS] == ["grad[0:2]", "forward[1:2]", "wait"]
 
 

@@ -42,14 +42,8 @@ def test_only_much_is_measured():
 def test_less_than_nine_tenths_is_refused_with_rate_hosts_and_remedy():
     cluster = Cluster.simple(4, "10gbit")
     carried(cluster, 0.91).check()
-    with pytest.raises(LabError) as refused:
+    with pytest.raises(LabError, match=r"10gbit.*4 hosts.*20gbit.*4\.5gbit"):
         carried(cluster, 0.5).check()
-    said = str(refused.value)
-    for words in ("10gbit", "4 hosts", "20gbit", "50%", "at most 4.5gbit", "fewer hosts"):
-        assert words in said
-
-
-def test_the_record_has_what_the_report_shows():
     record = carried(Cluster.simple(4, "1gbit"), 0.95).record()
     assert {key: record[key] for key in ("link", "hosts", "asked", "measured")} == {
         "link": "net",

@@ -96,11 +96,12 @@ def test_only_what_deserves_attention() -> None:
         lines = printed_by_rank_0(check_in(lab, 2, differ, strict=True), 1)
         quick = printed_by_rank_0(check_in(lab, 2, differ, quick=True), 0)
     torch, files, clock = verdicts(lines)
-    assert torch.startswith("beware: rank 1 (host-b) has torch 2.12.0, the others 2.13")
-    assert files == (
-        "beware: 200 files may be open on rank 1 (host-b), about 258 are needed. ulimit -n 65536"
-    )
-    assert re.match(r"beware: the clock of rank 1 \(host-b\) is 1\.[78] s ahead", clock)
+    assert all(text.startswith("beware: ") for text in (torch, files, clock))
+    assert all("rank 1 (host-b)" in text for text in (torch, files, clock))
+    assert "2.12.0" in torch
+    assert "200 files" in files
+    assert "258" in files
+    assert re.search(r"1\.[78] s ahead", clock)
     assert verdicts(quick) == [torch, files]
     assert not any(line.startswith("  Mbit/s") for line in quick)
 
@@ -112,15 +113,13 @@ def test_blocked_ports_are_named() -> None:
         run_world(block, 1, pairs, PORT)
         printed = check_in(lab, 4, port=PORT, quick=True)
     one_way, both_ways = verdicts(printed_by_rank_0(printed, 1))
-    assert one_way == (
-        "fails: rank 0 (host-a) cannot reach rank 3 (host-d, 10.77.0.4) on eth0: no answer in 3 "
-        "s; rank 3 reaches rank 0. Open TCP 1024-65535 from 10.77.0.1 on host-d, or name another "
-        "interface (OFFBEAT_LINKS=...)."
-    )
-    assert both_ways.startswith(
-        "fails: rank 1 (host-b) cannot reach rank 2 (host-c, 10.77.0.3) on eth0: no answer in 3 "
-        "s; rank 2 cannot reach rank 1."
-    )
+    for text, names in (
+        (one_way, ("rank 0 (host-a)", "rank 3 (host-d, 10.77.0.4)", "eth0", "rank 3 reaches rank 0",
+                   "10.77.0.1", "OFFBEAT_LINKS")),
+        (both_ways, ("rank 1 (host-b)", "rank 2 (host-c, 10.77.0.3)", "eth0")),
+    ):  # fmt: skip
+        assert text.startswith("fails: ")
+        assert [name for name in names if name not in text] == []
 
 
 def test_every_link_is_checked() -> None:
@@ -133,7 +132,8 @@ def test_every_link_is_checked() -> None:
     assert re.fullmatch(r"offbeat check: 2 ranks on 2 hosts, eth0, eth1, \d s", lines[0])
     assert lines[-1] == "all well"
     (found,) = verdicts(printed_by_rank_0(printed, 1))
-    assert "cannot reach rank 1 (host-b, 10.77.1.2) on eth1: no answer in 3 s" in found
+    assert "rank 1 (host-b, 10.77.1.2)" in found
+    assert "eth1" in found
 
 
 def test_a_slow_pair_is_named(printed: dict[str, list[Printed]]) -> None:
@@ -152,16 +152,17 @@ def test_a_shared_link_is_named(printed: dict[str, list[Printed]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "rank", "name"),
     [
-        (be_outdated, "fails: rank 2 (host-c) has offbeat 0.0.9, the others"),
-        (hide_the_name, "fails: rank 2 (host-c) listens on 127.0.1.1, which no other host reaches"),
-        (end_early, "fails: rank 1 (host-b) has not finished step 3: it has ended, hangs"),
+        (be_outdated, "rank 2 (host-c)", "0.0.9"),
+        (hide_the_name, "rank 2 (host-c)", "127.0.1.1"),
+        (end_early, "rank 1 (host-b)", "step 3"),
     ],
 )
-def test_faults_that_end_the_check(change, text: str) -> None:
+def test_faults_that_end_the_check(change, rank: str, name: str) -> None:
     with Lab(Cluster.simple(3, "20mbit")) as lab:
         printed = check_in(lab, 3, change)
     (found,) = verdicts(printed[0][1].splitlines())
-    assert found.startswith(text)
+    assert found.startswith(f"fails: {rank} ")
+    assert name in found
     assert printed[0][0] == printed[2][0] == 1

@@ -56,54 +56,32 @@ def test_rates_are_read_in_bits_per_second(text, rate_bps):
     assert parse_rate_bps(text) == rate_bps
 
 
-@pytest.mark.parametrize("rate_bps", [1000, 1001, 64_000, 999_999, 12_500_000, 10**9, None])
-def test_a_rate_survives_being_written(rate_bps):
-    assert parse_rate_bps(format_rate(rate_bps)) == rate_bps
+def test_rates_and_times_survive_being_written():
+    for rate_bps in (1000, 1001, 64_000, 999_999, 12_500_000, 10**9, None):
+        assert parse_rate_bps(format_rate(rate_bps)) == rate_bps
+    for time_s in (0.0, 1e-6, 0.00025, 0.02, 1.5):
+        assert parse_time_s(format_time(time_s)) == pytest.approx(time_s)
 
 
-@pytest.mark.parametrize("time_s", [0.0, 1e-6, 0.00025, 0.02, 1.5])
-def test_a_time_survives_being_written(time_s):
-    assert parse_time_s(format_time(time_s)) == pytest.approx(time_s)
-
-
+# field of a link, and values that it refuses by its name
 @pytest.mark.parametrize(
-    ("rate", "words"),
+    ("field", "values"),
     [
-        ("12mib", r"rate \('12mib'\) has the unknown unit 'mib'; write bit, kbit, mbit or gbit"),
-        ("100MB/s", r"rate \('100MB/s'\) must not be in bytes; rates are in bits; write 8 times"),
-        ("12 MBps", "must not be in bytes"),
-        ("12mbytes", "must not be in bytes"),
-        ("fast", r"rate \('fast'\) is not a number with a unit"),
-        (0, r"rate \(0\) must be from 1kbit to 32gbit; write bit"),
-        (-5, r"rate \(-5\) must be from 1kbit"),
-        ("100gbit", "must be from 1kbit to 32gbit"),
-        (float("nan"), "must be finite"),
-        (True, "must be text with a unit or a number"),
+        ("rate", ["12mib", "100MB/s", "12 MBps", "12mbytes", "fast", 0, -5, "100gbit", True]),
+        ("rate", [float("nan"), float("inf")]),
+        ("latency", [20, "20min", "20ms/s", -1, "11s"]),
+        ("loss", [1, -0.1, "2ms", "200%"]),
     ],
 )
-def test_a_wrong_rate_is_explained(rate, words):
-    with pytest.raises(ValueError, match=words):
-        Link(rate=rate)
-
-
-@pytest.mark.parametrize("latency", ["20", "20min", "20ms/s", -1, "11s"])
-def test_a_wrong_latency_is_refused(latency):
-    if latency == "20":  # a plain number is seconds
-        latency = 20
-    with pytest.raises(ValueError, match="latency"):
-        Link(latency=latency)
+def test_wrong_values_of_a_link(field, values):
+    for value in values:
+        with pytest.raises(ValidationError, match=rf"{field} \("):
+            Link(**{field: value})
 
 
 def test_zero_latency_is_none():
     assert Link(latency=0).latency is None
     assert Link(latency="20ms").latency_s == 0.02
-
-
-def test_simple_is_one_link():
-    cluster = Cluster.simple(hosts=3, rate="100mbit")
-    assert cluster == Cluster(hosts=3, links=(Link(name="net", rate="100mbit"),))
-    assert cluster.links[0].rate_bps == 100_000_000
-    assert Cluster(hosts=2).links[0].rate_bps is None
 
 
 def test_between_two_hosts_the_worse_counts_and_the_pair_has_the_last_word():
@@ -119,64 +97,44 @@ def test_between_two_hosts_the_worse_counts_and_the_pair_has_the_last_word():
     assert way(0, 3, "lan") == (None, 0.0, 0.0)
 
 
-def test_speed_and_jitter_are_the_hosts():
-    assert [FULL.speed_of(host) for host in range(4)] == [1, 1, 0.5, 1]
-    assert [FULL.jitter_of(host) for host in range(4)] == [0, 0, 0, 0.1]
-
-
-def test_changes_have_a_time():
-    assert [change.at_s for change in FULL.changes] == [30, 90, 0]
-
-
-def test_overrides_apply_to_their_host():
-    assert FULL.rate_bps(2, "wan") == 20_000_000
-    assert FULL.rate_bps(1, "wan") == 100_000_000
+def test_properties_of_hosts_and_ranks():
+    hosts = range(4)
+    assert [FULL.speed_of(host) for host in hosts] == [1, 1, 0.5, 1]
+    assert [FULL.jitter_of(host) for host in hosts] == [0, 0, 0, 0.1]
+    assert [FULL.threads_of(host) for host in hosts] == [2, 2, 1, 2]
+    assert [FULL.rate_bps(host, "wan") for host in hosts] == [10**8, 10**8, 2 * 10**7, 10**8]
     assert FULL.rate_bps(3, "lan") is None
-    assert [FULL.threads_of(host) for host in range(4)] == [2, 2, 1, 2]
-
-
-def test_ranks_are_numbered_host_by_host():
+    assert [change.at_s for change in FULL.changes] == [30, 90, 0]
     assert FULL.world_size == 8
     assert [FULL.host_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"hosts": 0}, "greater than or equal to 1"),
-        ({"links": ()}, r"links \(0\) must be from 1 to 16"),
-        ({"links": (Link(), Link())}, "links: 'net' occurs more than once"),
-        ({"overrides": (HostOverride(host=4),)}, r"host \(4\) must be below hosts \(4\)"),
-        (
-            {"overrides": (HostOverride(host=1, rates={"wan": 1e6}),)},
-            r"link \('wan'\) must be one of \['net'\]",
-        ),
-        (
-            {"overrides": (HostOverride(host=1), HostOverride(host=1))},
-            "1 occurs more than once; merge the overrides of a host",
-        ),
-        ({"congestion_control": "cu bic"}, "congestion_control"),
-        ({"pairs": (Pair(hosts=(0, 4)),)}, r"pairs: host \(4\) must be below hosts \(4\)"),
-        ({"pairs": (Pair(hosts=(0, 1)), Pair(hosts=(1, 0)))}, r"pairs: \(0, 1\) occurs more than"),
-        (
-            {"pairs": (Pair(hosts=(0, 1), losses={"wan": 0}),)},
-            r"pairs: losses: link \('wan'\) must",
-        ),
-        ({"changes": (Change(at=1, loss=0, hosts=(-1,)),)}, r"changes: at 1s: host \(-1\) must be"),
-        (
-            {"changes": (Change(at=1, loss=0, link="a"),)},
-            r"changes: at 1s: link \('a'\) must be one",
-        ),
-    ],
-)
-def test_a_wrong_relation_is_explained(settings, words):
-    with pytest.raises(ValidationError, match=words):
-        Cluster(**{"hosts": 4, **settings})
-
-
-def test_descriptions_are_frozen():
+    with pytest.raises(ValueError, match=r"link \('dsl'\)"):
+        FULL.rate_bps(0, "dsl")
     with pytest.raises(ValidationError, match="frozen"):
         FULL.hosts = 5  # type: ignore[misc]
+
+
+# a description that contradicts itself, and the parameter that its refusal names
+WRONG = [
+    ({"hosts": 0}, "hosts"),
+    ({"links": ()}, r"links \(0\)"),
+    ({"links": (Link(), Link())}, "links: 'net'"),
+    ({"overrides": (HostOverride(host=4),)}, r"host \(4\)"),
+    ({"overrides": (HostOverride(host=1, rates={"wan": 1e6}),)}, r"link \('wan'\)"),
+    ({"overrides": (HostOverride(host=1), HostOverride(host=1))}, "overrides: 1"),
+    ({"overrides": ({"host": 0, "uplinks": {"wan": "5mbit"}},)}, r"uplinks: link \('wan'\)"),
+    ({"congestion_control": "cu bic"}, "congestion_control"),
+    ({"pairs": (Pair(hosts=(0, 4)),)}, r"pairs: host \(4\)"),
+    ({"pairs": (Pair(hosts=(0, 1)), Pair(hosts=(1, 0)))}, r"pairs: \(0, 1\)"),
+    ({"pairs": (Pair(hosts=(0, 1), losses={"wan": 0}),)}, r"pairs: losses: link \('wan'\)"),
+    ({"changes": (Change(at=1, loss=0, hosts=(-1,)),)}, r"changes: at 1s: host \(-1\)"),
+    ({"changes": (Change(at=1, loss=0, link="a"),)}, r"changes: at 1s: link \('a'\)"),
+]
+
+
+def test_a_wrong_relation_names_its_parameters():
+    for settings, name in WRONG:
+        with pytest.raises(ValidationError, match=name):
+            Cluster(**{"hosts": 4, **settings})
 
 
 @pytest.mark.parametrize("cluster", [FULL, Cluster(hosts=1), Cluster.simple(2, "1mbit")])
@@ -187,53 +145,42 @@ def test_toml_and_json_round_trip(cluster: Cluster, tmp_path: Path):
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
 
 
-def test_a_short_file_is_enough():
-    text = 'hosts = 4\nrate = "100mbit"\n[[overrides]]\nhost = 2\nrates = { net = "20mbit" }\n'
-    cluster = Cluster.from_toml(text)
-    assert [cluster.rate_bps(host, "net") for host in (0, 2)] == [100_000_000, 20_000_000]
+# a file, and the path of the key that its refusal names
+WRONG_FILES = [
+    ("hosts = 4\nrat = 5", "rat: "),
+    ("hosts = 4\n[[links]]\nspeed = 5", "links.0.speed: "),
+    ('hosts = 4\nrate = "1mbit"\n[[links]]', "rate and links"),
+    ("rate = 5e6", "hosts: "),
+    ('hosts = "four"', "hosts: ('four')"),
+    ('hosts = 4\n[[links]]\nrate = "9bots"', "links.0.rate: rate ('9bots')"),
+    ("hosts = 4\nloss = 0.1\n[[links]]", "loss and links"),
+    ("hosts = 4\nloss = 1", "links.0.loss: loss (1)"),
+    ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = 0", "speed (0)"),
+    ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = '1'", "speed ('1')"),
+    ("hosts = 4\n[[overrides]]\nhost = 1\njitter = -1", "jitter (-1)"),
+    ("hosts = 4\n[[overrides]]\nhost = 1\nlatencies = 5", "latencies (5)"),
+    ("hosts = 4\n[[pairs]]\nhosts = [1, 1]", "hosts ([1, 1])"),
+    ("hosts = 4\n[[pairs]]\nrate = 1", "pairs.0.rate: "),
+    ("hosts = 4\n[[changes]]\nat = 1", "the change at 1s"),
+    ("hosts = 4\n[[changes]]\nat = '1h'\nrate = 5e6", "at ('1h')"),
+    ("hosts = 4\n[[changes]]\nloss = 0", "changes.0.at: "),
+    (
+        "hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = [1]\npair = [0, 1]",
+        "hosts ([1]) and pair",
+    ),
+    ("hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = []", "hosts ([])"),
+    ("hosts = ", "TOML"),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("hosts = 4\nrat = 5", "rat: unknown key; did you mean 'rate'?"),
-        ("hosts = 4\n[[links]]\nspeed = 5", "links.0.speed: unknown key; known: ['name', 'rate'"),
-        ('hosts = 4\nrate = "1mbit"\n[[links]]', "rate and links are two ways to say the same"),
-        ("rate = 5e6", "hosts: "),
-        ('hosts = "four"', "hosts: ('four') input should be a valid integer"),
-        ('hosts = 4\n[[links]]\nrate = "9bots"', "links.0.rate: rate ('9bots') has the unknown"),
-        ("hosts = 4\nloss = 0.1\n[[links]]", "loss and links are two ways to say the same"),
-        ("hosts = 4\nloss = 1", "links.0.loss: loss (1) must be at least 0 and below 1; write"),
-        ('hosts = 4\nloss = "2ms"', "links.0.loss: loss ('2ms') has the unknown unit 'ms'"),
-        ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = 0", "speed (0) must be from 0.01 to 100; 1"),
-        ("hosts = 4\n[[overrides]]\nhost = 1\nspeed = '1'", "speed ('1') must be a number; 1 is"),
-        ("hosts = 4\n[[overrides]]\nhost = 1\njitter = -1", "jitter (-1) must be from 0 to 2; 0.1"),
-        ("hosts = 4\n[[overrides]]\nhost = 1\nlatencies = 5", "latencies (5) must map link names"),
-        ("hosts = 4\n[[pairs]]\nhosts = [1, 1]", "hosts ([1, 1]) must be two different hosts"),
-        ("hosts = 4\n[[pairs]]\nrate = 1", "pairs.0.rate: unknown key; did you mean 'rates'?"),
-        ("hosts = 4\n[[changes]]\nat = 1", "the change at 1s changes nothing; give rate"),
-        ("hosts = 4\n[[changes]]\nat = '1h'\nrate = 5e6", "at ('1h') has the unknown unit 'h'"),
-        ("hosts = 4\n[[changes]]\nloss = 0", "changes.0.at: "),
-        (
-            "hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = [1]\npair = [0, 1]",
-            "hosts ([1]) and pair ([0, 1]) exclude each other; write two changes",
-        ),
-        ("hosts = 4\n[[changes]]\nat = 1\nloss = 0\nhosts = []", "hosts ([]) must not be empty"),
-        ("hosts = ", "not valid TOML"),
-    ],
-)
-def test_a_wrong_file_is_explained(text: str, words: str, tmp_path: Path):
+def test_a_wrong_file_names_the_file_and_its_key(tmp_path: Path):
     path = tmp_path / "cluster.toml"
-    path.write_text(text)
-    with pytest.raises(ValueError) as error:
-        Cluster.load(path)
-    assert str(error.value).startswith(f"{path}: ")
-    assert words in str(error.value)
-
-
-def test_an_unknown_link_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"link \('dsl'\) must be one of \['wan', 'lan'\]"):
-        FULL.rate_bps(0, "dsl")
+    for text, key in WRONG_FILES:
+        path.write_text(text)
+        with pytest.raises(ValueError) as error:
+            Cluster.load(path)
+        assert str(error.value).startswith(f"{path}: ")
+        assert key in str(error.value), text
 
 
 UPLINKS = """
@@ -263,5 +210,3 @@ def test_hosts_may_send_at_another_rate_than_they_receive():
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert Cluster(**cluster.record()) == cluster
     assert "uplink" not in Cluster.simple(2, "10mbit").record()["links"][0]
-    with pytest.raises(ValueError, match=r"uplinks: link \('wan'\) must be one of"):
-        Cluster.from_toml('hosts = 2\n[[overrides]]\nhost = 0\nuplinks = { wan = "5mbit" }')

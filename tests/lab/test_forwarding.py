@@ -42,14 +42,11 @@ class World:
         return [frame for _, _, frame in self.got]
 
 
-def test_without_anything_asked_a_frame_is_there_at_once():
+def test_each_way_has_its_own_delay():
     world = World(PLAN)
     world.send(0, 2, b"a")
     assert world.got == [(0.0, 2, b"a")]
     assert world.crossbar.next_s() is None
-
-
-def test_each_way_has_its_own_delay():
     world = World(replace(PLAN, latencies_s=(0.0, 0.02, 0.005)))
     for source, to in ((0, 1), (0, 2), (1, 2), (2, 1)):
         world.send(source, to, bytes([source, to]))

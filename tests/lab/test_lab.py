@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import offbeat
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, check_support, launch
-from offbeat.lab import network as network_module
 from offbeat.lab.shaping import (
     bridged_segments_bytes,
     burst_bytes,
@@ -71,20 +71,8 @@ def least_s(size_bytes: int, rate_bps: float) -> float:
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_a_rate_and_a_congestion_control_are_in_force(program, tmp_path):
-    with Lab(Cluster.simple(2, "10mbit"), "rate") as lab:
-        before = lab.counters()
-        seconds, control = transfer(lab, program(TRANSFER), 1_000_000, tmp_path)
-        after = lab.counters()
-        assert lab.congestion_control == "cubic"
-    assert seconds >= least_s(1_000_000, 10e6)
-    assert control == "cubic"
-    assert after[1]["net"].sent_bytes - before[1]["net"].sent_bytes >= 1_000_000
-    assert after[0]["net"].received_bytes - before[0]["net"].received_bytes >= 1_000_000
-
-
-@pytest.mark.usefixtures("namespaces")
 def test_an_override_slows_one_host_on_one_link(program, tmp_path):
+    """And the congestion control is that of the description."""
     cluster = Cluster(
         hosts=2,
         links=(Link(name="fast"), Link(name="slow", rate="400mbit")),
@@ -92,31 +80,32 @@ def test_an_override_slows_one_host_on_one_link(program, tmp_path):
         overrides=(HostOverride(host=1, rates={"slow": "10mbit"}),),
     )
     with Lab(cluster) as lab:
-        slow_s, control = transfer(lab, program(TRANSFER), 600_000, tmp_path, link=1)
-        traffic = lab.counters()
-        assert traffic[1]["slow"].sent_bytes >= 600_000
-        assert traffic[1]["fast"].sent_bytes < 100_000
-    assert slow_s >= least_s(600_000, 10e6)
+        before = lab.counters()
+        seconds, control = transfer(lab, program(TRANSFER), 600_000, tmp_path, link=1)
+        after = lab.counters()
+    assert after[1]["slow"].sent_bytes - before[1]["slow"].sent_bytes >= 600_000
+    assert after[0]["slow"].received_bytes - before[0]["slow"].received_bytes >= 600_000
+    assert after[1]["fast"].sent_bytes < 100_000
+    assert seconds >= least_s(600_000, 10e6)
     assert control == "reno"
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_the_receiver_s_direction_is_shaped_too(program, tmp_path):
-    overrides = (HostOverride(host=0, rates={"net": "10mbit"}),)  # host 0 only receives
-    with Lab(Cluster(hosts=2, overrides=overrides)) as lab:
-        seconds, _ = transfer(lab, program(TRANSFER), 600_000, tmp_path)
-    assert seconds >= least_s(600_000, 10e6)
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_an_uplink_limits_what_a_host_sends(program, tmp_path):
-    overrides = (HostOverride(host=1, uplinks={"net": "10mbit"}),)  # host 1 only sends
-    with Lab(Cluster(hosts=2, overrides=overrides, links=(Link(rate="400mbit"),))) as lab:
+@pytest.mark.parametrize(
+    "override",
+    [
+        HostOverride(host=0, rates={"net": "10mbit"}),  # host 0 only receives
+        HostOverride(host=1, uplinks={"net": "10mbit"}),  # host 1 only sends
+    ],
+    ids=["receiver", "uplink"],
+)
+def test_each_direction_is_shaped(override, program, tmp_path):
+    with Lab(Cluster(hosts=2, overrides=(override,), links=(Link(rate="400mbit"),))) as lab:
         [there] = lab.probe()
         assert there.asked.hosts == (0, 1)
-        assert there.asked.way.rate_bps == 400e6
-        seconds, _ = transfer(lab, program(TRANSFER), 600_000, tmp_path)
+        seconds, control = transfer(lab, program(TRANSFER), 600_000, tmp_path)
     assert seconds >= least_s(600_000, 10e6)
+    assert control == "cubic"
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -134,13 +123,18 @@ def test_a_rate_changes_while_a_transfer_runs(program, tmp_path):
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_labs_side_by_side_do_not_meet(program, tmp_path):
+def test_labs_side_by_side_do_not_meet_and_do_not_show_outside(program, tmp_path):
+    def interfaces() -> list[str]:
+        return [line.split(":")[0] for line in Path("/proc/self/net/dev").read_text().splitlines()]
+
+    before = interfaces()
     argv = program(
         "import os, socket, sys\n"
         "server = socket.create_server((os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])))"
         "\nprint('bound', flush=True)\n"
     )
     with Lab(Cluster.simple(1, "10mbit"), "a") as one, Lab(Cluster.simple(1), "b") as two:
+        assert interfaces() == before
         assert not set(one.inodes()) & set(two.inodes())
         assert one.address(0) == two.address(0)
         for lab in (one, two):
@@ -148,37 +142,16 @@ def test_labs_side_by_side_do_not_meet(program, tmp_path):
 
 
 @pytest.mark.usefixtures("namespaces")
-def test_nothing_shows_in_the_machine_s_own_namespace():
-    def interfaces() -> list[str]:
-        return [line.split(":")[0] for line in Path("/proc/self/net/dev").read_text().splitlines()]
-
-    before = interfaces()
-    with Lab(Cluster.simple(2, "10mbit")):
-        assert interfaces() == before
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_a_record_is_json_and_says_what_ran():
+def test_records_and_congestion_controls():
     with Lab(Cluster.simple(2, "10mbit"), "record") as lab:
         record = json.loads(json.dumps(lab.record()))
     assert (record["kind"], record["name"], record["note"]) == ("namespaces", "record", None)
     assert Cluster(**record["cluster"]) == lab.cluster
     assert record["congestion_control"] == "cubic"
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_the_kernel_s_default_congestion_control_is_recorded():
     default = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     with Lab(Cluster(hosts=1, congestion_control="default")) as lab:
         assert lab.congestion_control == default
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_an_unknown_congestion_control_is_refused_in_words():
-    known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    names = ", ".join(known)
-    words = rf"congestion_control \('nosuch'\) is refused .* it has: {names}, and modules"
-    with pytest.raises(LabError, match=words):
+    with pytest.raises(LabError, match=r"congestion_control \('nosuch'\)"):
         check_support(Cluster(hosts=4, congestion_control="nosuch"))
 
 
@@ -188,27 +161,16 @@ def test_latency_works_or_names_what_is_missing(program, tmp_path):
     try:
         check_support(cluster)
     except LabError as error:
-        words = str(error)
-        assert words.startswith("link 'net' asks for latency (20ms), which needs the module sch_")
-        assert "--lab none" in words
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "link 'net'" in refusal
+        assert "latency (20ms)" in refusal
         return
     with Lab(cluster) as lab:  # one way there, one way back, at least
         seconds, _ = transfer(lab, program(TRANSFER), 100_000, tmp_path)
     assert seconds >= 0.04
-
-
-def test_refused_namespaces_are_explained(monkeypatch):
-    def refuse(_flags: int) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(network_module.syscalls, "unshare", refuse)
-    plan = network_module.NetworkPlan("refused", 1, "default", [])
-    with pytest.raises(LabError) as error:
-        network_module.Network(plan)
-    words = str(error.value)
-    assert words.startswith("network namespaces are refused (Operation not permitted); run as root")
-    assert "user.max_user_namespaces" in words
-    assert "--lab none (loopback, unshaped)" in words
 
 
 # Enters a user namespace, as somebody else than root, and runs the rest of its arguments there.
@@ -244,7 +206,7 @@ except LabError as error:
 
 def as_user(program, tmp_path: Path, limit: str = "") -> str:
     """Output of a process without any right that tries a lab."""
-    source = str(Path(network_module.__file__).parents[2])
+    source = str(Path(offbeat.__file__).parents[1])
     enter = program(AS_USER.format(source=source, limit=limit))
     rootless = program(ROOTLESS.format(source=source, folder=str(tmp_path / "logs")))
     done = subprocess.run(
@@ -266,33 +228,30 @@ def test_a_user_without_rights_can_have_a_lab(program, tmp_path):
 def test_a_real_refusal_is_explained(program, tmp_path):
     limit = 'Path("/proc/sys/user/max_net_namespaces").write_text("0")'
     output = as_user(program, tmp_path, limit)
-    assert output.startswith("LabError network namespaces are refused")
+    assert output.startswith("LabError ")
     assert "--lab none" in output
 
 
-def test_a_lab_that_was_not_entered_says_so():
-    with pytest.raises(LabError, match="use it as a context manager"):
-        Lab(Cluster.simple(1)).counters()
-
-
 @pytest.mark.parametrize("kind", [Lab, NoLab])
-def test_wrong_indices_are_explained(kind):
+def test_wrong_uses_are_refused(kind):
     lab = kind(Cluster.simple(2))
-    with pytest.raises(ValueError, match=r"host \(2\) must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"host \(2\)"):
         lab.address(2)
-    with pytest.raises(ValueError, match=r"link \(1\) must be from 0 to 0"):
+    with pytest.raises(ValueError, match=r"link \(1\)"):
         lab.interface(1)
+    if kind is Lab:
+        with pytest.raises(LabError):  # it was not entered
+            lab.counters()
 
 
 def test_no_lab_says_loudly_that_it_is_unshaped():
     with NoLab(Cluster.simple(2, "10mbit")) as lab:
         assert lab.note is not None
-        assert "UNSHAPED" in lab.note
         assert lab.record()["note"] == lab.note
         assert lab.counters() == {}
         assert lab.verify(limit_s=0.1) is None
         assert (lab.interface(0), lab.address(1)) == ("lo", "127.0.0.1")
-        with pytest.raises(LabError, match="--lab none is unshaped; use a Lab"):
+        with pytest.raises(LabError):
             lab.set_rate(0, "net", "5mbit")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -99,8 +98,13 @@ def test_ranks_see_torchrun_s_variables_and_the_links(program, tmp_path):
     assert len({variables["MASTER_PORT"] for variables in seen}) == 1
 
 
-def test_the_caller_s_variables_win(any_lab, program, tmp_path):
-    argv = program("import os; print(os.environ['OMP_NUM_THREADS'])")
+def test_output_and_variables_of_ranks_on_the_loopback(any_lab, program, tmp_path):
+    """Of both streams, also without a last newline. The caller's variables win."""
+    argv = program(
+        "import os, sys\n"
+        "names = ['OMP_NUM_THREADS', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME', 'MASTER_ADDR']\n"
+        "print(*map(os.environ.get, names)); sys.stderr.write('err\\n'); sys.stdout.write('end')\n"
+    )
     lines: list[tuple[int, str]] = []
     result = launch(
         any_lab,
@@ -108,104 +112,73 @@ def test_the_caller_s_variables_win(any_lab, program, tmp_path):
         env={"OMP_NUM_THREADS": "7"},
         log_dir=tmp_path,
         timeout_s=20,
-        on_line=lambda rank, line: lines.append((rank, line)),
+        on_line=lambda *line: lines.append(line),
     )
-    assert result.problem is None
-    assert sorted(lines) == [(0, "7"), (1, "7")]
+    assert (result.problem, result.exit_codes) == (None, (0, 0))
+    place = "lo 127.0.0.1" if isinstance(any_lab, NoLab) else "eth0 10.77.0.1"
+    for rank in range(2):
+        expected = [f"7 2 {place}", "err", "end"]
+        assert [text for one, text in lines if one == rank] == expected
+        assert result.log_files[rank].read_text() == "\n".join(expected)
 
 
-def test_no_lab_uses_the_loopback(program, tmp_path):
-    argv = program(
-        "import os\n"
-        "print(*map(os.environ.get, ['MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'WORLD_SIZE']))\n"
-    )
-    with NoLab(Cluster.simple(2, "10mbit")) as lab:
-        result = launch(lab, argv, log_dir=tmp_path, timeout_s=20)
-    assert result.problem is None
-    assert result.log_files[1].read_text() == "127.0.0.1 lo 2\n"
+WAYS = """
+import os, signal, sys, time
+way, rank = os.environ["WAY"], os.environ["RANK"]
+if way == "fails" and rank == "1":
+    for number in range(40): print("line", number)
+    sys.exit(3)
+if way == "is killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if way == "is killed":
+    time.sleep(0.5)
+    print("the other side is gone")
+    sys.exit(0)
+if way == "hangs" and rank == "0":
+    print("waiting for nobody", flush=True)
+    sys.exit(0)
+if way == "hangs":
+    print("waiting for nobody", flush=True)
+if way == "ignores" and rank == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(os.environ["FLAG"], "w").close()
+if way == "ignores" and rank == "0":
+    while not os.path.exists(os.environ["FLAG"]): time.sleep(0.01)
+    sys.exit(1)
+time.sleep(600)
+"""
 
 
-def test_output_of_both_streams_and_without_a_last_newline_is_kept(any_lab, program, tmp_path):
-    argv = program("import sys; print('out'); sys.stderr.write('err\\n'); sys.stdout.write('end')")
-    lines: list[str] = []
-    result = launch(
-        any_lab,
-        argv,
-        log_dir=tmp_path,
-        timeout_s=20,
-        on_line=lambda rank, line: lines.append(line) if rank == 1 else None,
-    )
-    assert lines == ["out", "err", "end"]
-    assert result.log_files[1].read_text() == "out\nerr\nend"
-
-
-def test_a_failing_rank_is_named_with_its_last_lines(any_lab, program, tmp_path):
-    argv = program(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    for number in range(40): print('line', number)\n"
-        "    sys.exit(3)\n"
-        "time.sleep(600)\n"
-    )
-    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20, grace_s=0.2)
-    assert result.exit_codes == (-signal.SIGTERM, 3)
-    assert result.problem is not None
-    assert result.problem.startswith("rank 1 (host 1) exited with code 3 after ")
-    assert result.problem.endswith("line 39")
-    assert "line 25\n" in result.problem
-    assert "line 24\n" not in result.problem
-    assert str(tmp_path / "rank1.log") in result.problem
-
-
-def test_a_killed_rank_is_named_and_the_others_may_report(any_lab, program, tmp_path):
-    argv = program(
-        "import os, signal, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(0.5)\n"
-        "print('the other side is gone')\n"
-    )
-    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=20)
-    assert result.exit_codes == (0, -signal.SIGKILL)
-    assert result.problem is not None
-    assert result.problem.startswith("rank 1 (host 1) was killed by SIGKILL after ")
-    assert "wrote nothing to its log" in result.problem
-    assert result.log_files[0].read_text() == "the other side is gone\n"
-
-
-def test_a_rank_that_ignores_sigterm_is_killed(any_lab, program, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["offbeat.lab.launch"], "_TERMINATE_S", 0.2)
-    argv = program(
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "    open(os.environ['FLAG'], 'w').close()\n"
-        "    time.sleep(600)\n"
-        "while not os.path.exists(os.environ['FLAG']): time.sleep(0.01)\n"
-        "sys.exit(1)\n"
-    )
-    env = {"FLAG": str(tmp_path / "flag")}
-    result = launch(any_lab, argv, env=env, log_dir=tmp_path, timeout_s=20, grace_s=0.1)
-    assert result.exit_codes == (1, -signal.SIGKILL)
-
-
-def test_a_timeout_names_the_ranks_that_were_still_running(any_lab, program, tmp_path):
-    argv = program(
-        "import os, time\n"
-        "print('waiting for nobody', flush=True)\n"
-        "time.sleep(600 if os.environ['RANK'] == '1' else 0)\n"
-    )
-    result = launch(any_lab, argv, log_dir=tmp_path, timeout_s=2)
-    assert result.exit_codes == (0, -signal.SIGTERM)
-    assert result.problem is not None
-    assert re.match(r"timeout: after \d\.\d s rank 1 was still running, of 2, ", result.problem)
-    assert result.problem.endswith("waiting for nobody")
+@pytest.mark.parametrize(
+    ("way", "timeout_s", "codes", "named"),
+    [
+        ("fails", 20, (-signal.SIGTERM, 3), ("rank 1 (host 1)", "code 3", "line 39")),
+        ("is killed", 20, (0, -signal.SIGKILL), ("rank 1 (host 1)", "SIGKILL")),
+        ("ignores", 20, (1, -signal.SIGKILL), ("rank 0 (host 0)",)),
+        ("hangs", 1.5, (0, -signal.SIGTERM), ("timeout", "rank 1", "waiting for nobody")),
+    ],
+)
+def test_a_rank_that_does_not_end_well_is_named(way, timeout_s, codes, named, program, tmp_path):
+    """With the last lines of its log. The others may report what they see."""
+    with NoLab(Cluster.simple(2)) as lab:
+        how = {"log_dir": tmp_path, "timeout_s": timeout_s, "grace_s": 0.2}
+        how["env"] = {"WAY": way, "FLAG": str(tmp_path / "flag")}
+        how |= {"grace_s": 10.0} if way == "is killed" else {}
+        result = launch(lab, program(WAYS), **how)
+    assert result.exit_codes == codes
+    assert [name for name in named if name not in result.problem] == []
+    if way == "fails":
+        assert "line 25\n" in result.problem
+        assert "line 24\n" not in result.problem
+        assert str(tmp_path / "rank1.log") in result.problem
+    if way == "is killed":
+        assert result.log_files[0].read_text() == "the other side is gone\n"
 
 
 def test_a_program_that_does_not_exist_is_named(any_lab, tmp_path):
     result = launch(any_lab, ["/no/such/program"], log_dir=tmp_path, timeout_s=20)
     assert result.exit_codes == (127, 127)
-    assert "cannot start '/no/such/program'" in (result.problem or "")
+    assert "/no/such/program" in (result.problem or "")
 
 
 def test_a_hanging_grandchild_is_killed(any_lab, program, tmp_path):
@@ -237,29 +210,23 @@ def test_an_error_in_the_callback_ends_everything(any_lab, program, tmp_path):
     assert launch(any_lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
 
 
-def test_a_second_launch_at_the_same_time_is_refused(program, tmp_path):
+def test_wrong_launches_are_refused(program, tmp_path):
+    """An empty command, no time, and a second launch at the same time."""
     refused: list[LabError] = []
     argv = program("print('there')")
     with NoLab(Cluster.simple(1)) as lab:
 
         def on_line(_rank: int, _line: str) -> None:
-            with pytest.raises(LabError, match="running a launch already") as error:
+            with pytest.raises(LabError) as error:
                 launch(lab, argv, log_dir=tmp_path / "second", timeout_s=20)
             refused.append(error.value)
 
         first = launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
         assert first.problem is None
         assert len(refused) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"argv": []}, "argv is empty"), ({"timeout_s": 0}, r"timeout_s \(0\) must be positive")],
-)
-def test_wrong_arguments_are_explained(settings, words, tmp_path):
-    arguments = {"argv": ["true"], "log_dir": tmp_path, "timeout_s": 1, **settings}
-    with NoLab(Cluster.simple(1)) as lab, pytest.raises(ValueError, match=words):
-        launch(lab, **arguments)
+        for words, seconds, name in (([], 1, "argv"), (["true"], 0, r"timeout_s \(0\)")):
+            with pytest.raises(ValueError, match=name):
+                launch(lab, words, log_dir=tmp_path, timeout_s=seconds)
 
 
 def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
@@ -272,7 +239,7 @@ def test_the_death_of_the_lab_s_own_process_is_an_error(program, tmp_path):
                 os.kill(lab.process.pid, signal.SIGKILL)
 
         argv = program("import os, time; print('pids', os.getpid(), flush=True); time.sleep(600)")
-        with pytest.raises(LabError, match=r"ended unexpectedly \(was killed by SIGKILL\)"):
+        with pytest.raises(LabError, match="SIGKILL"):
             launch(lab, argv, log_dir=tmp_path, timeout_s=20, on_line=on_line)
         assert eventually(lambda: not any(alive(process) for process in pids_in(lines)))
 
@@ -340,7 +307,7 @@ def test_a_lab_made_by_a_thread_outlives_the_thread(program, tmp_path):
     thread.join()
     try:
         assert launch(lab, program(""), log_dir=tmp_path, timeout_s=20).problem is None
-        with pytest.raises(LabError, match="running already"), lab:
+        with pytest.raises(LabError), lab:
             pass
     finally:
         lab.close()

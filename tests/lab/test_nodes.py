@@ -14,7 +14,6 @@ from offbeat.cli import main
 from offbeat.cli.options import Where, cluster_of
 from offbeat.experiments.compare import given_profile
 from offbeat.experiments.comparison import Setup
-from offbeat.experiments.record.run_directory import _world_size
 from offbeat.experiments.report import load, summarize
 from offbeat.lab import Cluster, HostOverride, Lab, Link, NoLab, launch
 from offbeat.lab.launch import rank_environment
@@ -63,18 +62,17 @@ def test_files(tmp_path: Path) -> None:
     assert Cluster.load(path) == UNEVEN
     assert Cluster.from_toml(UNEVEN.to_toml()) == UNEVEN
     assert Cluster(**UNEVEN.record()) == UNEVEN
-    assert _world_size(None, UNEVEN.record()) == 7
     assert not {"ranks", "inside"} & set(Cluster.simple(2).record())
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"inside": "1gbit"}, r"inside \(1gbit\) must come with ranks"),
-        ({"overrides": [{"host": 1, "ranks": 2}]}, "ranks must come with ranks of the cluster"),
-        ({"ranks": 2, "processes_per_host": 2}, r"processes_per_host \(2\) must be left out where"),
-        ({"ranks": 0}, "greater than or equal to 1"),
-        ({"ranks": 2, "links": [{"name": "inside"}]}, "'inside' is the link inside hosts"),
+        ({"inside": "1gbit"}, r"inside \(1gbit\)"),
+        ({"overrides": [{"host": 1, "ranks": 2}]}, "ranks"),
+        ({"ranks": 2, "processes_per_host": 2}, r"processes_per_host \(2\)"),
+        ({"ranks": 0}, "ranks"),
+        ({"ranks": 2, "links": [{"name": "inside"}]}, "'inside'"),
     ],
 )
 def test_wrong_clusters(given: dict[str, Any], words: str) -> None:
@@ -85,12 +83,13 @@ def test_wrong_clusters(given: dict[str, Any], words: str) -> None:
 def test_options() -> None:
     made = cluster_of(Where(hosts=2, per_node=4, inside="10gbit", rate="50mbit"))
     assert made == Cluster.simple(2, "50mbit", ranks=4, inside="10gbit")
-    with pytest.raises(ValueError, match=r"inside \(10gbit\) must come with ranks"):
-        cluster_of(Where(inside="10gbit"))
-    with pytest.raises(ValueError, match="--per-node"):
-        cluster_of(Where(per_node=0))
-    with pytest.raises(ValueError, match="--per-node must be left out with --cluster"):
-        cluster_of(Where(per_node=2, cluster=Path("cluster.toml")))
+    for wrong, name in (
+        (Where(inside="10gbit"), r"inside \(10gbit\)"),
+        (Where(per_node=0), "--per-node"),
+        (Where(per_node=2, cluster=Path("cluster.toml")), "--per-node.*--cluster"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            cluster_of(wrong)
 
 
 # ---- given profiles -------------------------------------------------------------------------
@@ -124,7 +123,7 @@ def test_a_profile_for_more_nodes(tmp_path: Path) -> None:
 def test_a_profile_of_other_nodes(
     sizes: tuple[int, ...], ranks: int | None, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"ranks per replica .* must be those of the cluster"):
+    with pytest.raises(ValueError, match="ranks per replica"):
         converted(profile_of(sizes), Cluster.simple(2, "100mbit", ranks=ranks), tmp_path)
 
 
