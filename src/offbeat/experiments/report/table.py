@@ -101,8 +101,10 @@ def grid(rows: Sequence[Row], width: float = math.inf) -> Grid:
     """Return the cells of the columns that fit into `width` characters."""
     names = display_names(rows)
     marks = {row.label: names[row.label] + " ~" * bool(row.disturbed) for row in rows}
-    columns = [column for column in _columns(rows, marks) if column.least <= width]
     measured = [row for row in rank_rows(rows) if row.iteration_s is not None]
+    columns = [column for column in _columns(rows, marks) if column.least <= width]
+    while _width(columns, measured) > width and any(column.least for column in columns):
+        columns.remove(max(reversed(columns), key=lambda column: column.least))
     return Grid(
         [column.heads for column in columns],
         [[column.text(row) for column in columns] for row in measured],
@@ -113,6 +115,12 @@ def grid(rows: Sequence[Row], width: float = math.inf) -> Grid:
         ],
         list(_legend(rows, names)),
     )
+
+
+def _width(columns: Sequence[_Column], rows: Sequence[Row]) -> int:
+    """Return the characters of a line of the table."""
+    texts = [[*column.heads, *map(column.text, rows)] for column in columns]
+    return sum(max(map(len, cells)) for cells in texts) + len(GAP) * (len(columns) - 1)
 
 
 def _table(found: Grid, width: int) -> Iterator[str]:
