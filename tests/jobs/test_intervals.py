@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import random
 import shutil
 import statistics
-import threading
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +17,7 @@ import torch
 
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration, MomentTimes, Timestamps
 from offbeat.core.transport.device import CPU
-from offbeat.jobs import observer, record_lines
-from offbeat.jobs import tally as tally_module
+from offbeat.jobs import record_lines
 from offbeat.jobs.interval import Interval, LossSums, combine, quantile, recent
 from offbeat.jobs.record_lines import LineWriter, Place, follow, load, rank_file
 from offbeat.jobs.tally import Tally
@@ -94,28 +89,29 @@ def test_sums_equal_those_of_single_iterations() -> None:
         assert quantile(whole.hist, share) == pytest.approx(exact, rel=0.09)
 
 
-def test_a_wait_before_forward_is_no_script() -> None:
-    """A worker of a server waits for parameters before it computes."""
-    done, (_, wait, script, _) = made_iteration(random.Random(0), 0, 1.0)
-    done.marks.acted.append(MomentTimes(0, 1.0, 1.0 + script / 2, 1.0 + script / 2))
+def sums_of(done: Any) -> Interval:
+    """Interval of one iteration."""
     tally = Tally(0, CPU(), dict)
     tally.add(done, 0, True)
     interval = tally.close_interval()
     assert interval is not None
+    return interval
+
+
+def test_waits_are_no_script() -> None:
+    """A worker of a server waits for parameters before it computes. Accumulation has several
+    forwards per step; only the time before the first one counts."""
+    done, (_, wait, script, _) = made_iteration(random.Random(0), 0, 1.0)
+    done.marks.acted.append(MomentTimes(0, 1.0, 1.0 + script / 2, 1.0 + script / 2))
+    interval = sums_of(done)
     assert interval.script_s == pytest.approx(script / 2)
     assert interval.wait_s == pytest.approx(wait + script / 2)
-
-
-def test_waits_within_forward_and_backward_are_no_script() -> None:
-    """Only a wait before the first forward is part of the time between iterations."""
     done, (_, wait, script, _) = made_iteration(random.Random(0), 0, 1.0)
     begin = done.marks.forward_end
     done.marks.acted.append(MomentTimes(3, begin, begin + 1e-3, begin + 1e-3))
+    done.marks.forward += 0.5 * (done.marks.forward_end - done.marks.forward)
     done.messages[0].passed = True  # a message that was left out has no time
-    tally = Tally(0, CPU(), dict)
-    tally.add(done, 0, True)
-    interval = tally.close_interval()
-    assert interval is not None
+    interval = sums_of(done)
     assert interval.script_s == pytest.approx(script)
     assert interval.wait_s == pytest.approx(wait + 1e-3)
     assert [*interval.links] == ["eth1"]
@@ -130,10 +126,8 @@ def test_compute_is_never_negative_and_iterations_without_marks_do_not_count() -
     tally = Tally(0, CPU(), dict)
     tally.add(unmarked, 6, True)
     assert tally.close_interval() is None
-    tally.add(done, 7, True)
-    interval = tally.close_interval()
-    assert interval is not None
-    assert (interval.first, interval.n, interval.own_s) == (7, 1, 0.0)
+    interval = sums_of(done)
+    assert (interval.n, interval.own_s) == (1, 0.0)
     assert interval.wait_s == pytest.approx(s - script)
 
 
@@ -238,47 +232,15 @@ def test_folders_of_several_hosts_are_one_record(tmp_path: Path) -> None:
     assert sorted(record.ranks) == [0, 1]
     assert record.missing == [2]
     LineWriter(tmp_path / "c", 2).line("head", id="2", rank=2)
-    with pytest.raises(ValueError, match="must be of one run, not of 1 and 2"):
+    with pytest.raises(ValueError, match="1 and 2"):
         load([tmp_path / "a", tmp_path / "c"])
-    with pytest.raises(ValueError, match="must hold the record of a job"):
+    with pytest.raises(ValueError, match=str(tmp_path)):
         load([tmp_path])
     newer = tmp_path / "d" / "rank0.jsonl"
     newer.parent.mkdir()
     newer.write_text('{"kind":"head","schema":4}\n')
-    with pytest.raises(ValueError, match=r"schema \(4\) of .*rank0.jsonl must be at most 3"):
+    with pytest.raises(ValueError, match=r"schema \(4\) of .*rank0.jsonl"):
         load([newer.parent])
-
-
-def test_a_full_disk_is_reported_once_and_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, real, full = [0.0], os.write, [True]
-    set_back = iter(range(1000, 0, -100))  # the clock of the host is set back meanwhile
-
-    def write(file: int, data: bytes) -> int:
-        if full[0] and len(data) > 10:
-            return real(file, data[:10])
-        return real(file, data)
-
-    monkeypatch.setattr(record_lines.os, "write", write)
-    writer = LineWriter(tmp_path, 0, lambda: next(set_back), lambda: now[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for k in range(5):
-            writer.line("interval", **an_interval(10 * k).to_dict())
-            now[0] += record_lines.RETRY_S / 2
-    assert [str(warning.message) for warning in caught] == [
-        f"record ({rank_file(tmp_path, 0)}) cannot be written: {os.strerror(errno.ENOSPC)}; "
-        "training goes on, and the write is repeated every 600 s. Make room there, or "
-        "record in another folder"
-    ]
-    assert rank_file(tmp_path, 0).read_bytes() == b""
-    full[0] = False
-    now[0] += record_lines.RETRY_S
-    writer.line("end", how="ended")
-    record = load([tmp_path])
-    assert [i.first for i in record.ranks[0].intervals] == [0, 10, 20, 30, 40]
-    assert record.ranks[0].end is not None
 
 
 def test_a_folder_that_is_removed_is_created_again(tmp_path: Path) -> None:
@@ -286,110 +248,10 @@ def test_a_folder_that_is_removed_is_created_again(tmp_path: Path) -> None:
     writer = LineWriter(tmp_path / "run", 0, lambda: 1e9, lambda: now[0])
     writer.line("head", id="a", rank=0)
     shutil.rmtree(tmp_path / "run")
-    with pytest.warns(RuntimeWarning, match="cannot be written: No such file"):
+    with pytest.warns(RuntimeWarning, match=str(tmp_path)):
         writer.line("interval", **an_interval(0).to_dict())
     writer.detail("iterations", first=0, us=[1])
     assert not (tmp_path / "run").exists()
     now[0] += record_lines.RETRY_S
     writer.line("interval", **an_interval(10).to_dict())
     assert [i.first for i in load([tmp_path / "run"]).ranks[0].intervals] == [0, 10]
-
-
-def test_a_drive_that_does_not_answer_delays_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Later writes wait in memory. The oldest ones are given up and counted."""
-    answers, append, asked = threading.Event(), record_lines._append, threading.Event()
-
-    def hang(path: Path, data: bytes) -> None:
-        asked.set()
-        assert answers.wait(20)
-        append(path, data)
-
-    monkeypatch.setattr(record_lines, "_append", hang)
-    monkeypatch.setattr(record_lines, "MOST_UNWRITTEN", 4)
-    writer = record_lines.BackgroundWriter(tmp_path, 0)
-    writer.line("head", id="a", rank=0)
-    assert asked.wait(20)
-    for k in range(7):
-        writer.line("interval", **an_interval(10 * k).to_dict())
-    writer.replace("alive.json", {"id": "a"})
-    assert not writer.flush(0.01)
-    answers.set()
-    assert writer.flush(20)
-    record = load([tmp_path])
-    assert [i.first for i in record.ranks[0].intervals] == [40, 50, 60]
-    assert [e["text"][:22] for e in record.ranks[0].events] == ["4 writes of this recor"]
-    assert record.alive is not None
-
-
-def test_a_fork_writes_nothing(tmp_path: Path) -> None:
-    writers = [LineWriter(tmp_path, 0), record_lines.BackgroundWriter(tmp_path, 1)]
-    for writer in writers:
-        writer.line("head", rank=0)
-    assert writers[1].flush(20)
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    child = os.fork()
-    if not child:
-        for writer in writers:
-            with writer._lock:
-                writer.line("end", how="ended")
-            writer.detail("iterations")
-            writer.replace("alive.json", {})
-        os._exit(0 if writers[1].flush(20) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-
-
-def test_three_weeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 5.6 MB per rank, and percentiles within 9 %, at 20 s per iteration."""
-    now, rng = [0.0], random.Random(3)
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(observer, "time", clock)
-    monkeypatch.setattr(tally_module, "resident_bytes", lambda: 9 << 30)
-    job = observer.JobObserver.__new__(observer.JobObserver)
-    job._tally = Tally(0, CPU(), lambda: {"eth0": int(1e6 * now[0])}, lambda: now[0])
-    job._writer = LineWriter(tmp_path, 0, lambda: now[0])
-    job._total, job._metrics, job._began_s, job._due_s = None, {}, 0.0, 0.0
-    job._line_due_s, job._unwritten, job._microseconds = 0.0, [], []
-    job._count = job._next = 0
-    job._board = SimpleNamespace(post=lambda _: None)  # type: ignore[assignment]
-    took, weeks_s = [], 3 * 7 * 86400.0
-    done, _ = made_iteration(rng, 0, 0.0, links=1)
-    marks, sent = done.marks, done.messages[0]
-    while now[0] < weeks_s:
-        s = 20 * rng.lognormvariate(0, 0.3)
-        begin, now[0] = now[0], now[0] + s
-        marks.begin, marks.end = begin, now[0]
-        marks.first_forward = marks.forward = begin + 0.001 * s
-        marks.backward_end = sent.start = begin + 0.8 * s
-        marks.waited = marks.step = sent.end = begin + 0.9 * s
-        marks.stepped = now[0]
-        took.append(s)
-        job._tally.add(done, len(took) - 1, True)
-        if now[0] >= job._due_s:
-            job._close_interval()
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert size < 5.6e6
-    assert {path.name for path in tmp_path.iterdir()} <= {
-        f"rank0{part}.jsonl" for part in ("", ".first", ".last", ".before")
-    }
-    record = load([tmp_path])
-    whole = combine(record.ranks[0].intervals)
-    assert whole.n > 0.99 * len(took)
-    ordered = sorted(took)
-    for share in (0.05, 0.5, 0.95, 0.99):
-        exact = ordered[int(share * len(ordered))]
-        assert quantile(whole.hist, share) == pytest.approx(exact, rel=0.09)
-    assert len(record.ranks[0].intervals) < 7500
-
-
-def test_time_between_forwards_of_an_iteration_is_no_script_time() -> None:
-    """Accumulation has several forwards per step; only the time before the first one counts."""
-    done, (_, _, script, _) = made_iteration(random.Random(0), 0, 1.0)
-    done.marks.forward += 0.5 * (done.marks.forward_end - done.marks.forward)
-    tally = Tally(0, CPU(), dict)
-    tally.add(done, 0, True)
-    interval = tally.close_interval()
-    assert interval is not None
-    assert interval.script_s == pytest.approx(script)

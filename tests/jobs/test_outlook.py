@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,6 @@ import pytest
 from offbeat import WFBP, Profile
 from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
-from offbeat.core.transport.topology import Topology
-from offbeat.jobs import outlook
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
 from offbeat.jobs.outlook import Notice, Outlook
 
@@ -32,16 +30,16 @@ PROFILE = Profile(
 INTERVAL_S = 5.0
 
 
-@pytest.fixture
-def expected() -> Outlook:
+def outlook_of(profile: Profile = PROFILE, numbers: list[int] | None = None) -> Outlook:
     strategy = WFBP()
-    return Outlook.of(strategy, strategy.plan(PROFILE), PROFILE, HOSTS, 0)
+    return Outlook.of(strategy, strategy.plan(profile), profile, HOSTS, 0, numbers)
 
 
 class Job:
     """Makes the intervals of all ranks as a profile and factors predict them."""
 
-    def __init__(self, expected: Outlook):
+    def __init__(self, expected: Outlook | None = None):
+        expected = expected or outlook_of()
         assert expected.prediction is not None
         self.expected, self.rng = expected, random.Random(0)
         self.iteration, self.now_s = 0, 0.0
@@ -82,32 +80,27 @@ class Job:
         while self.now_s < end_s:
             newest = self.interval(**factors)
             for _ in range(3):  # rounds are shorter than intervals
-                suspected = self.expected._suspected
                 notice = self.expected.compare(newest, 0, self.now_s)
-                if notice is not None:
-                    assert suspected or notice.event == "recovered", "one comparison is not enough"
-                    notices.append(notice)
+                notices += [] if notice is None else [notice]
         return notices
 
 
-def test_ten_steady_minutes_bring_no_notice(expected: Outlook) -> None:
-    assert Job(expected).run(600) == []
+def test_ten_steady_minutes_bring_no_notice() -> None:
+    assert Job().run(600) == []
 
 
 SLOW: dict[str, tuple[dict[str, Any], int | None, str]] = {
-    "slow_rank": ({"compute": {2: 2.1}}, 2, "Rank 2 (host-c) computes 2.1 times as long"),
-    "slow_compute": (
-        {"compute": dict.fromkeys(range(RANKS), 1.5)}, None, "All ranks compute 1.5 times",
-    ),
-    "slow_link": ({"link": 4.0}, None, "Messages on link 'eth0' take 4 times as long"),
-    "slow_script": ({"script_s": {1: 0.3}}, 1, "The script of rank 1 (host-b) takes 300 ms"),
-    "unknown": ({"unexplained_s": 0.2}, None, "Nothing that is measured explains it"),
-}  # fmt: skip
+    "slow_rank": ({"compute": {2: 2.1}}, 2, "2 (host-c)"),
+    "slow_compute": ({"compute": dict.fromkeys(range(RANKS), 1.5)}, None, ""),
+    "slow_link": ({"link": 4.0}, None, "eth0"),
+    "slow_script": ({"script_s": {1: 0.3}}, 1, "1 (host-b)"),
+    "unknown": ({"unexplained_s": 0.2}, None, ""),
+}
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_each_cause_is_named_once(cause: str, expected: Outlook) -> None:
-    job = Job(expected)
+def test_each_cause_is_named_once(cause: str) -> None:
+    job = Job()
     factors, rank, text = SLOW[cause]
     assert job.run(120) == []
     begun = job.iteration
@@ -120,48 +113,31 @@ def test_each_cause_is_named_once(cause: str, expected: Outlook) -> None:
     assert abs(notice.iteration - begun) <= 40
     back = job.run(120)
     assert [notice.event for notice in back] == ["recovered"]
-    assert back[0].text.startswith("as predicted again since iteration")
 
 
-@pytest.mark.parametrize("cause", ["slow_rank", "slow_script"])
-def test_a_rank_is_named_by_the_number_of_its_process(cause: str) -> None:
+def test_a_rank_is_named_by_the_number_of_its_process() -> None:
     """Processes have left, and others have joined: ranks are counted anew."""
-    strategy, numbers = WFBP(), [0, 2, 5, 6]
-    found = Outlook.of(strategy, strategy.plan(PROFILE), PROFILE, HOSTS, 0, numbers)
-    job = Job(found)
-    assert job.run(120) == []
-    factors, rank, text = SLOW[cause]
+    numbers = [0, 2, 5, 6]
+    job = Job(outlook_of(numbers=numbers))
+    factors, rank, _ = SLOW["slow_rank"]
     (notice,) = job.run(900, **factors)
-    assert rank is not None
     assert notice.cause is not None
-    assert (notice.cause.name, notice.cause.rank) == (cause, numbers[rank])
-    assert text.replace(f"ank {rank}", f"ank {numbers[rank]}") in notice.text
+    assert (notice.cause.name, notice.cause.rank) == ("slow_rank", numbers[rank or 0])
+    assert "5 (host-c)" in notice.text
 
 
-def test_another_cause_is_reported_after_ten_minutes(expected: Outlook) -> None:
-    job = Job(expected)
+def test_another_cause_is_reported_after_ten_minutes() -> None:
+    job = Job()
     assert [n.cause.name for n in job.run(300, compute={2: 2.1}) if n.cause] == ["slow_rank"]
     assert job.run(200, script_s={1: 0.4}) == []
     later = job.run(300, script_s={1: 0.4})
     assert [n.cause.name for n in later if n.cause] == ["slow_script"]
 
 
-def test_the_cause_explains_the_intervals_that_it_is_derived_from(
-    expected: Outlook, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link recovers while the window still has the slow iterations."""
-    monkeypatch.setattr(outlook, "QUIET_S", 1.0)
-    job = Job(expected)
-    notices = [*job.run(300, link=20.0), *job.run(120, link=1.8), *job.run(120)]
-    assert {n.cause.name for n in notices if n.cause} == {"slow_link"}
-    assert notices[-1].event == "recovered"
-
-
 def test_accumulated_batches_are_no_slow_compute() -> None:
     """A profile counts all but the last batch as the rest of the loop, intervals as compute."""
     earlier_s = 7 * (PROFILE.forward_s + PROFILE.backward_s)
-    profile, strategy = replace(PROFILE, other_s=PROFILE.other_s + earlier_s), WFBP()
-    job = Job(Outlook.of(strategy, strategy.plan(profile), profile, HOSTS, 0))
+    job = Job(outlook_of(replace(PROFILE, other_s=PROFILE.other_s + earlier_s)))
     job.own_s += earlier_s
     assert job.run(120) == []
     (notice,) = job.run(900, link=30.0)
@@ -169,71 +145,55 @@ def test_accumulated_batches_are_no_slow_compute() -> None:
     assert notice.cause.name == "slow_link"
 
 
-def test_a_departure_that_grows_by_half_is_reported_again(expected: Outlook) -> None:
-    job = Job(expected)
+def test_a_departure_that_grows_by_half_is_reported_again() -> None:
+    job = Job()
     assert [n.event for n in job.run(300, compute={2: 2.1})] == ["notice"]
     assert job.run(900, compute={2: 2.3}) == []
     again = job.run(900, compute={2: 4.5})
     assert [(n.event, n.cause.name) for n in again if n.cause] == [("notice", "slow_rank")]
 
 
-def test_a_cause_that_explains_less_than_a_quarter_is_not_named(expected: Outlook) -> None:
+def test_a_cause_that_explains_less_than_a_quarter_is_not_named() -> None:
     own_s = PROFILE.forward_s + PROFILE.backward_s + PROFILE.update_s
     for share, name in ((0.2, "unknown"), (0.3, "slow_rank")):
         slower = {2: 1 + share * 0.2 / own_s}
-        outlook_ = replace(expected, _intervals=[])
-        (notice,) = Job(outlook_).run(300, compute=slower, unexplained_s=(1 - share) * 0.2)
+        (notice,) = Job().run(300, compute=slower, unexplained_s=(1 - share) * 0.2)
         assert notice.cause is not None
         assert notice.cause.name == name
 
 
-def test_ranks_that_are_slower_by_the_profile_are_not_late(expected: Outlook) -> None:
+def test_ranks_that_are_slower_by_the_profile_are_not_late() -> None:
     """Compute of each rank is compared with its own."""
     scaled = replace(PROFILE, rank_scale=(1.0, 1.0, 2.0, 1.0))
-    strategy = WFBP()
-    found = Outlook.of(strategy, strategy.plan(scaled), scaled, HOSTS, 0)
-    job = Job(expected)
-    job.expected = found
-    assert job.run(300, compute={2: 2.0}) == []
-    (notice,) = job.run(300, compute={1: 2.2, 2: 2.6})
-    assert notice.cause is not None
-    assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 1)
-    job = Job(expected)
-    job.expected = replace(found, _intervals=[], _reported=None)
-    (notice,) = job.run(300, compute={1: 1.6, 2: 3.0})
-    assert notice.cause is not None, "1 s longer counts more than 1.6 times as long"
-    assert (notice.cause.name, notice.cause.rank) == ("slow_rank", 2)
-
-
-def test_scales_of_interleaved_nodes_belong_to_their_ranks(expected: Outlook) -> None:
-    """The second node, of ranks 1 and 3, computes twice as long by the profile."""
-    inside = Link("inside", latency_s=1e-4, bytes_per_s=4e7)
-    nodes: dict[str, Any] = {"world_size": 2, "topology": (2, 2), "inside": inside}
-    profile = replace(PROFILE, **nodes, rank_scale=(1.0, 2.0), jitter=0.0)
-    topology = Topology(((0, 2), (1, 3)))
-    found = Outlook.of(WFBP(), None, profile, HOSTS, 0, topology=topology)
-    newest = Job(expected).interval(compute={1: 2.0, 2: 1.5, 3: 2.0})
-    cause = found._slow_compute(newest)
-    assert (cause.name, cause.rank) == ("slow_rank", 2)
+    for factors, rank in (
+        ({2: 2.0}, None),
+        ({1: 2.2, 2: 2.6}, 1),
+        ({1: 1.6, 2: 3.0}, 2),  # 1 s longer counts more than 1.6 times as long
+    ):
+        job = Job()
+        job.expected = outlook_of(scaled)
+        found = [n.cause and (n.cause.name, n.cause.rank) for n in job.run(300, compute=factors)]
+        assert found == ([] if rank is None else [("slow_rank", rank)])
 
 
 def test_the_only_member_is_predicted_without_messages() -> None:
-    alone, strategy = replace(PROFILE, world_size=1, jitter=0.0), WFBP()
-    found = Outlook.of(strategy, strategy.plan(alone), alone, HOSTS[:1], 0)
+    alone = replace(PROFILE, world_size=1, jitter=0.0)
+    found = outlook_of(alone)
     assert found.iteration_s == pytest.approx(alone.compute_s)
     assert found.bound_s is None
 
 
-def test_long_iterations_are_compared(expected: Outlook) -> None:
+def test_long_iterations_are_compared() -> None:
     """Two intervals of one iteration each may be longer than the time to compare."""
-    job = Job(expected)
+    job = Job()
     notices = job.run(300, compute={2: 80.0})
     assert [(n.event, n.iteration) for n in notices] == [("notice", 0)]
     assert notices[0].measured_s > 15
 
 
-def test_three_periods_are_compared(expected: Outlook) -> None:
+def test_three_periods_are_compared() -> None:
     """A job whose period is long is not compared in the middle of it."""
+    expected = outlook_of()
     assert expected.prediction is not None
     period = round(200 / expected.prediction.iteration_s)
     job = Job(replace(expected, period=period))
@@ -241,70 +201,46 @@ def test_three_periods_are_compared(expected: Outlook) -> None:
     assert [n.event for n in job.run(600, compute={2: 1.5})] == ["notice"]
 
 
-def test_jitter_of_the_profile_is_no_departure(expected: Outlook) -> None:
-    job = Job(replace(expected, profile=replace(PROFILE, jitter=0.9)))
+def test_jitter_of_the_profile_is_no_departure() -> None:
+    job = Job(replace(outlook_of(), profile=replace(PROFILE, jitter=0.9)))
     assert job.run(300, compute={2: 1.25}) == []
     # The mean of many iterations departs less than one of them.
     assert [n.event for n in job.run(300, compute={2: 3.0})] == ["notice"]
-    assert [n.event for n in Job(expected).run(300, compute={2: 1.25})] == ["notice"]
+    assert [n.event for n in Job().run(300, compute={2: 1.25})] == ["notice"]
 
 
-def test_a_single_disturbed_interval_is_no_departure(expected: Outlook) -> None:
-    job = Job(expected)
-    for _ in range(10):
-        assert job.run(40) == []
-        assert job.run(4, compute={0: 3.0}) == []
+@pytest.mark.parametrize(("disturbed", "events"), [(1, []), (4, []), (5, ["notice", "recovered"])])
+def test_the_second_comparison_that_finds_a_departure_reports_it(
+    disturbed: int, events: list[str]
+) -> None:
+    """Half of the compared 30 s depart with the fourth interval of 5 s."""
+    job = Job()
+    assert job.run(120) == []
+    found = [n for _ in range(disturbed) for n in job.run(0.1, compute={0: 3.0})]
+    assert [n.event for n in [*found, *job.run(60)]] == events
 
 
 def test_a_strategy_without_a_profile_is_not_predicted() -> None:
     found = Outlook.of(WFBP(), None, None, HOSTS, 0)
     assert found.iteration_s is None
-    interval: Callable[..., Interval] = lambda: Interval(0, 0, 1, 0, 9, 9, 9, {}, 9, 0, 0)  # noqa: E731
-    assert found.compare({0: interval()}, 0, 0.0) is None
+    interval = Interval(0, 0, 1, 0, 9, 9, 9, {}, 9, 0, 0)
+    assert found.compare({0: interval}, 0, 0.0) is None
 
 
-def test_description_of_the_plan_and_the_prediction(expected: Outlook) -> None:
-    text = outlook.describe_plan(expected, "Send gradients.")
-    facts = "eth0 carries 4.80 Mbit/s, latency 2.00 ms; 16.0 kB of parameters in 4 buckets"
-    assert text == f"Send gradients; {facts}"
-    line, numbers = outlook.describe_prediction(expected)
-    assert expected.prediction is not None
-    assert numbers["predicted_s"] == expected.prediction.iteration_s
-    assert line.startswith("predicted ")
-    assert "; " not in line
-
-
-def test_lines_are_wrapped_between_words_and_never_before_a_unit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_messages_are_text_json_or_off(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     text = " ".join(f"took {k} ms" for k in range(100, 140))
-    console.print("x", text)
+    console.print("x", text, command="a " * 60)
     lines = capsys.readouterr().err.splitlines()
-    assert all(len(line) < 80 for line in lines)
-    assert lines[0].startswith("offbeat: took 100 ms")
+    assert lines[-1].strip() == ("a " * 60).strip(), "a command to copy is one line"
+    assert all(len(line) < 80 for line in lines[:-1])
     assert not any(line.strip().startswith("ms") for line in lines)
-    assert " ".join(line.strip() for line in lines).removeprefix("offbeat: ") == text
     console.format = "json"
     console.print("plan", "two\nlines.\nthree", predicted_s=1.5, bound_s=math.inf)
     found = json.loads(capsys.readouterr().err)
-    assert [found[name] for name in ("text", "predicted_s", "bound_s")] == [
-        "two; lines. three",
-        1.5,
-        None,
-    ]
+    assert [found[name] for name in ("event", "predicted_s", "bound_s")] == ["plan", 1.5, None]
     console.format = "off"
     console.print("plan", "nothing")
     assert capsys.readouterr().err == ""
     console.print("checkpoint", "not saved", "error")
-    assert capsys.readouterr().err == "offbeat: not saved\n"
-
-
-def test_a_command_to_copy_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"offbeat join 10.0.0.1:4000 train.py {'--option value ' * 20}".strip()
-    console = Console()
-    console.print("join", "others can join", command=command)
-    assert capsys.readouterr().err.splitlines()[-1].strip() == command
-    console.format = "json"
-    console.print("join", "others can join", command=command)
-    assert json.loads(capsys.readouterr().err)["command"] == command
+    assert capsys.readouterr().err != ""

@@ -1,4 +1,4 @@
-"""`offbeat watch`: screens, readers of a record that grows, exit codes, terminals."""
+"""`offbeat watch`: facts as JSON, screens, readers of a record that grows, terminals."""
 
 from __future__ import annotations
 
@@ -23,153 +23,165 @@ import pytest
 from support.made_jobs import ITERATIONS, make_job, write_alive
 
 from offbeat import cli
-from offbeat.jobs import job_view
 from offbeat.jobs.interval import Interval, LinkSums
 from offbeat.jobs.job_view import JobFollower, delaying_ranks, find_run, view
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, rank_file
-from offbeat.jobs.watch import line, screen, state_text
-from offbeat.jobs.words import local_time
+from offbeat.jobs.watch import screen
 
-NOTICE = {
-    "iteration": 1092,
-    "event": "notice",
-    "cause": "slow_rank",
-    "text": "since iteration 1,092: .669 s each, predicted .412 (−38 %). Rank 2 (host-2) computes "
-    "2.1 times as long as when measured, the others wait for it.",
-}
+NOTICE = {"iteration": 1092, "event": "notice", "cause": "slow_rank", "text": "slow since 1,092"}
 SAVED = {"iteration": 1200, "event": "checkpoint", "text": "saved checkpoints/001200 in 1.2 s"}
 RAISED = {"how": "raised", "iteration": 1440, "text": "RuntimeError: rank 1 (host-1) has left"}
+ENDED = {"how": "ended", "iteration": 1440, "text": ""}
 
 
-def drawn(folder: Path, width: int, height: int | None = None) -> str:
+def json_of(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and facts of `offbeat watch --json`."""
+    code = cli.main(["watch", str(folder), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def drawn(folder: Path, width: int = 80, height: int | None = None) -> str:
     """Screen as text, after a check of its size."""
     texts = screen(view(JobFollower(folder)), width, height)
     assert max(text.cell_len for text in texts) <= width
     assert height is None or len(texts) <= height
-    assert not any("\n" in text.plain for text in texts)
     return "\n".join(text.plain for text in texts)
 
 
-# --- screens -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [4, 8, 32])
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_screen_of_a_slow_rank(tmp_path: Path, width: int, world_size: int) -> None:
-    job = make_job(
-        tmp_path / "1124-0612-3f9a", world_size, slow=2, events=[NOTICE, SAVED], writers=[0]
-    )
-    text = drawn(job, width)
-    lines = text.splitlines()
-    assert lines[0].startswith(f"1124-0612-3f9a  dreamddp(period=8)  {world_size} ranks")
-    assert lines[0].endswith("running")
-    assert (f"on {world_size} hosts" in text) == (width > 60)
-    for fact in ("iteration 1,440", "predicted 412 ms (−3", " % waiting", "loss 3.01", "seconds ▁"):
-        assert fact in text, fact
-    (bars,) = (row for row in lines if row.startswith("seconds "))
-    assert bars.count("▁") > 2 * (bars.count("█") + bars.count("▇")) > 0  # the last quarter is slow
-    (slow,) = (row for row in lines if row.startswith("   2 host-2 "))
-    assert "delays others: in forward" in slow
-    assert " 615 ms " in slow
-    assert ("  sent/s" in text, "  script" in text) == (width > 60, width > 80)
-    ranks = [row for row in lines if row[:4].strip().isdecimal() and " host-" in row]
-    assert len(ranks) == (world_size if world_size <= 16 else 6)
-    assert ("ranks  ww*www" in text) == ("* delays others" in text) == (world_size > 16)
-    assert ("26 others: compute 37" in text) == (world_size > 16)
-    assert "    1,092 since iteration 1,092: .669 s each" in text
-    assert lines[-1] == "    1,200 saved checkpoints/001200 in 1.2 s"
-    assert "inspect" not in text
-
-
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_screen_of_a_silent_rank(tmp_path: Path, width: int) -> None:
-    text = drawn(make_job(tmp_path / "1124-0612-3f9a", 32, silent=21, writers=[0]), width)
-    assert text.splitlines()[0].endswith("rank 21 silent")
-    assert f"\nranks  {'w' * 21}!{'w' * 10}\n" in text
-    table = text.partition("rank host")[2].splitlines()
-    assert table[1].startswith("  21 host-21        1,440 ")
-    assert table[1].endswith("SILENT 47 s, in its script")
-    assert "waiting for param of bl" in table[2]  # the phase is left out before the message is
-    assert "last heartbeat at most 0.4 s ago" in text
-    assert text.splitlines()[-1] == "inspect it: ssh host-21 py-spy dump --pid 48122"
-
-
-@pytest.mark.parametrize(("world_size", "is_silent"), [(4, True), (1024, False)])
-def test_heartbeats_of_many_ranks_may_be_older(
-    tmp_path: Path, world_size: int, is_silent: bool
-) -> None:
-    job = make_job(tmp_path / "run", world_size, intervals=1, writers=[0])
+def change_alive(job: Path, rank: int, **fields: Any) -> None:
     data = json.loads((job / ALIVE_FILE).read_text())
-    data["ranks"][1]["age_s"] = 10.0
+    data["ranks"][rank] |= fields
     (job / ALIVE_FILE).write_text(json.dumps(data))
-    ranks = view(JobFollower(job)).ranks
-    assert [rank.rank for rank in ranks if rank.silent] == [1] * is_silent
 
 
-def test_screen_of_a_job_that_was_stopped(tmp_path: Path) -> None:
-    text = drawn(make_job(tmp_path / "run", 4, end=RAISED, writers=[0]), 60)
-    assert "STOPPED by an exception" in text
-    assert text.endswith("RuntimeError: rank 1 (host-1) has left")
+# --- facts and screens ---------------------------------------------------------------------------
 
 
-def test_ranks_of_a_job_that_has_ended_have_left(tmp_path: Path) -> None:
-    """The last heartbeats that rank 0 has read are older than the end."""
-    ended = {"how": "ended", "iteration": 1440, "text": ""}
-    for end, shown in ((None, "SILENT 47 s, in its script"), (ended, "has left")):
-        job = make_job(tmp_path / shown, 2, intervals=2, silent=1, end=end)
-        rows = [row for row in drawn(job, 80).splitlines() if " host-" in row]
-        assert all(row.endswith("has left") for row in rows) == (end is not None)
-        assert rows[1].endswith(shown)
+def test_a_slow_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_job(tmp_path / "run", 4, slow=2, events=[NOTICE], writers=[0])
+    code, shown = json_of(capsys, tmp_path)
+    assert (code, shown["strategy"], shown["state"]) == (0, "dreamddp(period=8)", "running")
+    assert (shown["world_size"], shown["hosts"], shown["iteration"]) == (4, 4, 1440)
+    assert (shown["predicted_s"], shown["bound_s"]) == (0.412, 0.395)
+    assert shown["iteration_s"] == pytest.approx(0.67, abs=0.02)
+    assert shown["loss"] == pytest.approx(4.2 - 0.01 * 119)
+    assert len(shown["series_s"]) == 120
+    assert [rank["delays_others"] for rank in shown["ranks"]] == [False, False, True, False]
+    assert shown["ranks"][2]["compute_s"] == pytest.approx(0.615)
+    assert shown["events"][0]["cause"] == "slow_rank"
 
 
-@pytest.mark.parametrize("world_size", [4, 12, 16, 32, 200])
-def test_screen_fits_the_height_of_a_terminal(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_screen_has_a_row_per_rank_or_those_that_matter(tmp_path: Path, width: int) -> None:
+    for world_size in (4, 32):
+        job = make_job(
+            tmp_path / f"run{world_size}", world_size, slow=2, events=[NOTICE, SAVED], writers=[0]
+        )
+        lines = drawn(job, width).splitlines()
+        assert f"{world_size} ranks" in lines[0]
+        assert any(NOTICE["text"] in line for line in lines)
+        rows = [row for row in lines if row[:4].strip().isdecimal() and " host-" in row]
+        assert len(rows) == (4 if world_size == 4 else 6)
+        (slow,) = (row for row in rows if row.startswith("   2 host-2 "))
+        assert " 615 ms " in slow
+        (bars,) = (row for row in lines if row.startswith("seconds "))
+        assert bars.count("▁") > 2 * (bars.count("█") + bars.count("▇")) > 0  # the last quarter
+
+
+@pytest.mark.parametrize("world_size", [4, 200])
+def test_the_screen_fits_the_height_of_a_terminal(tmp_path: Path, world_size: int) -> None:
     job = make_job(tmp_path / "run", world_size, slow=2, events=8 * [NOTICE], writers=[0])
     text = drawn(job, 80, 24)
-    assert "delays others: in forward" in text
-    assert "since iteration 1,092" in text  # the newest events, not as many as there are
+    assert " host-2 " in text
+    assert NOTICE["text"] in text  # the newest events, not as many as there are
 
 
-def test_screen_before_the_first_iteration(tmp_path: Path) -> None:
+def test_a_silent_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heartbeats of many ranks may be older."""
+    job = make_job(tmp_path / "run", 32, silent=21, writers=[0])
+    code, shown = json_of(capsys, job)
+    assert (code, shown["state"]) == (1, "silent")
+    assert [rank["rank"] for rank in shown["ranks"] if rank["silent"]] == [21]
+    first = drawn(job).partition("rank host")[2].splitlines()[1]
+    assert first.startswith("  21 host-21 ")
+    for world_size, silent in ((4, [1]), (1024, [])):
+        job = make_job(tmp_path / f"{world_size}", world_size, intervals=1, writers=[0])
+        change_alive(job, 1, age_s=10.0)
+        _, shown = json_of(capsys, job)
+        assert [rank["rank"] for rank in shown["ranks"] if rank["silent"]] == silent
+
+
+def test_before_the_first_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = make_job(tmp_path / "run", 2, intervals=0)
-    assert "no iteration has ended yet" in drawn(job, 80)
-    assert "in forward" in drawn(job, 80)
-    (job / ALIVE_FILE).unlink()
-    assert "2 ranks on 2 hosts" in drawn(job, 80)
+    for _ in range(2):
+        code, shown = json_of(capsys, job)
+        assert (code, shown["iteration_s"], shown["world_size"]) == (0, None, 2)
+        assert drawn(job)
+        (job / ALIVE_FILE).unlink(missing_ok=True)
 
 
-def test_failed_rank_and_losses_that_are_not_finite(tmp_path: Path) -> None:
+def test_a_failed_rank_and_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses that are not finite are counted. The cross-entropy of a certain prediction is -0."""
     job = make_job(tmp_path / "run", 2, intervals=4)
-    data = json.loads((job / ALIVE_FILE).read_text())
-    data["ranks"][0]["interval"]["loss"] = [0, 0.0, 0.0, 3]
-    data["ranks"][0]["interval"]["t"] += 1
-    data["ranks"][0]["interval"] |= {"s_sum": 5.0, "script_s": 2.5}
-    data["ranks"][1] |= {"state": "failed", "activity": "ValueError: no\nmore data", "age_s": 90.0}
-    (job / ALIVE_FILE).write_text(json.dumps(data))
+    last = json.loads((job / ALIVE_FILE).read_text())["ranks"][0]["interval"]
+    newer = {**last, "t": last["t"] + 1, "s_sum": 5.0, "script_s": 2.5, "loss": [8, -0.0, -0.0, 3]}
+    change_alive(job, 0, interval=newer)
+    change_alive(job, 1, state="failed", activity="ValueError: no\nmore data", age_s=90.0)
+    code, shown = json_of(capsys, job)
+    assert (code, shown["nonfinite_losses"], shown["loss"]) == (1, 3, 0)
+    assert shown["ranks"][1]["state"] == "failed"
+    assert shown["script_share"] == pytest.approx(0.5)
     text = drawn(job, 100)
-    assert "rank 1 failed" in text
-    assert "FAILED: ValueError: no more data" in text
-    assert "3 losses not finite" in text
-    assert "50 % between iterations" in text
+    assert "no more data" in text
+    assert "-0" not in text.partition("rank host")[0]
 
 
-def test_a_loss_of_zero_has_no_sign(tmp_path: Path) -> None:
-    """The cross-entropy of a certain prediction is -0.0."""
-    job = make_job(tmp_path / "run", 2, intervals=4)
-    data = json.loads((job / ALIVE_FILE).read_text())
-    data["ranks"][0]["interval"]["loss"] = [8, -0.0, -0.0, 0]
-    data["ranks"][0]["interval"]["t"] += 1
-    (job / ALIVE_FILE).write_text(json.dumps(data))
-    assert "mean loss 0" in drawn(job, 80)
+@pytest.mark.parametrize(
+    ("how", "code", "state"),
+    [
+        ({}, 0, "running"),
+        ({"silent": 1}, 1, "silent"),
+        ({"end": ENDED}, 0, "ended"),
+        ({"end": ENDED, "silent": 1}, 0, "ended"),
+        ({"end": RAISED}, 1, "raised"),
+        ({"end": {"how": "signal", "iteration": 1440, "text": "SIGTERM"}}, 1, "signal"),
+    ],
+)
+def test_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: dict[str, Any], code: int, state: str
+) -> None:
+    make_job(tmp_path / "run", 2, intervals=2, **how)
+    assert cli.main(["watch", str(tmp_path), "--once"]) == code
+    text = capsys.readouterr().out
+    assert "dreamddp(period=8)" in text
+    assert how.get("end", {}).get("text", "") in text
+    assert json_of(capsys, tmp_path)[1]["state"] == state
+    if "end" in how:  # without a terminal, the command ends with the job
+        assert cli.main(["watch", str(tmp_path)]) == code
+        assert f" {27 if 'silent' in how else 24}, " in capsys.readouterr().out
 
 
-def test_line_without_a_terminal(tmp_path: Path) -> None:
-    assert "rank 2 delays the others" in line(
-        view(JobFollower(make_job(tmp_path / "a", 4, slow=2)))
+WITHOUT_TORCH = """
+import sys
+from offbeat.cli import main
+code = main(["watch", sys.argv[1], "--once"])
+loaded = [m for m in ("torch", "offbeat.core.runtime", "offbeat.gossip") if m in sys.modules]
+assert not loaded, loaded
+sys.exit(code)
+"""
+
+
+def test_watching_loads_no_torch_and_needs_no_utf_8(tmp_path: Path) -> None:
+    make_job(tmp_path / "run", 2, intervals=2, writers=[0])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    silent = line(view(JobFollower(make_job(tmp_path / "b", 4, silent=3))))
-    assert silent.startswith("iteration 1,443, 4")
-    assert silent.endswith(", rank 3 silent")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nseconds ??" in done.stdout
 
 
 # --- the rank that the others wait for -----------------------------------------------------------
@@ -239,69 +251,39 @@ def test_record_that_grows_tears_and_is_replaced(tmp_path: Path) -> None:
     assert len(job.series) == 0
 
 
-def test_long_record_is_read_by_its_gain_and_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_record_is_read_in_bounded_memory(tmp_path: Path) -> None:
     folder = make_job(tmp_path / "run", 1, intervals=2, events=[SAVED])
     last = rank_file(folder, 0).read_text().splitlines()[-2]
     with rank_file(folder, 0).open("a") as file:
         file.write(f"{last}\n" * 6000)
     job = JobFollower(folder)
-    assert len(job.series) == job_view.SERIES_POINTS
-    read: list[int] = []
-    follow = job_view.follow
-    monkeypatch.setattr(
-        job_view, "follow", lambda *args: read.append(len((f := follow(*args))[0])) or f
-    )
-    job.read()
-    with rank_file(folder, 0).open("a") as file:
-        file.write(f"{last}\n")
-    job.read()
-    assert read == [0, 1]
-    assert len(job.series) == job_view.SERIES_POINTS
+    assert 100 < len(job.series) < 5000
 
 
 def test_rank_0_is_silent_if_the_reader_sees_no_change(tmp_path: Path) -> None:
-    folder, now = make_job(tmp_path / "run", 2), 100.0
-    job = JobFollower(folder, lambda: now)
-    assert view(job).state == "running"
-    now += 9.0
-    write_alive(folder, 2, {})
-    job.read()
-    now += 9.0
-    job.read()
-    assert view(job).state == "running"
-    now += 2.0
-    job.read()
-    shown = view(job)
-    assert (shown.state, shown.ranks[0].silent, shown.ranks[1].silent) == ("silent", True, False)
-    assert "rank 0 silent since " in line(shown)
-    write_alive(folder, 2, {})
-    job.read()
-    assert view(job).state == "running"
+    """Whatever the clock of its host: only changes that the reader sees count."""
+    for offset_s, certain in ((0.0, True), (-4000.0, False), (4000.0, False)):
+        folder, now = make_job(tmp_path / f"run{offset_s}", 2), 100.0
+        for path in folder.iterdir():
+            os.utime(path, 2 * (time.time() + offset_s,))
+        job = JobFollower(folder, lambda: now)  # noqa: B023
+        assert (job.is_certain, view(job).state) == (certain, "running" if certain else "checking")
+        now += 9.0
+        write_alive(folder, 2, {})
+        os.utime(folder / ALIVE_FILE, 2 * (time.time() + offset_s,))
+        job.read()
+        now += 9.0
+        job.read()
+        assert view(job).state == "running"
+        now += 2.0
+        job.read()
+        shown = view(job)
+        silent = [rank.silent for rank in shown.ranks]
+        assert (shown.state, silent) == ("silent", [True, False])
     LineWriter(folder, 0).line("end", how="ended", iteration=1, text="")
     now += 99.0
     job.read()
     assert (view(job).state, view(job).has_failed) == ("ended", False)
-    assert job.end is not None
-    assert state_text(view(job)) == f"ended {local_time(job.end['t'])}"
-
-
-@pytest.mark.parametrize("offset_s", [-4000.0, 4000.0])
-def test_clock_of_another_host_is_not_compared(tmp_path: Path, offset_s: float) -> None:
-    """Files of a host whose clock differs: only changes that the reader sees count."""
-    folder, now = make_job(tmp_path / "run", 2), 100.0
-    for path in folder.iterdir():
-        os.utime(path, 2 * (time.time() + offset_s,))
-    job = JobFollower(folder, lambda: now)
-    assert (job.is_certain, view(job).state) == (False, "checking")
-    write_alive(folder, 2, {}, silent=None)
-    os.utime(folder / ALIVE_FILE, 2 * (time.time() + offset_s,))
-    job.read()
-    assert (job.is_certain, view(job).state) == (True, "running")
-    now += 10.0
-    job.read()
-    assert view(job).state == "silent"
 
 
 # --- folders -------------------------------------------------------------------------------------
@@ -321,94 +303,12 @@ def test_newest_run_of_a_folder(tmp_path: Path) -> None:
 def test_folder_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         assert cli.main(["watch", str(folder)]) == 2
-        assert f"OFFBEAT_RECORD={folder} " in capsys.readouterr().err
+        assert "OFFBEAT_RECORD" in capsys.readouterr().err
     make_job(tmp_path / "run", 4, intervals=1, writers=[3])
     (tmp_path / "run" / RUN_FILE).unlink()
     for folder in (tmp_path, tmp_path / "run"):
         assert cli.main(["watch", "--once", str(folder)]) == 2
-        assert "on the host of rank 0" in capsys.readouterr().err
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [
-        ({}, 0),
-        ({"silent": 1}, 1),
-        ({"end": {"how": "ended", "iteration": 1440, "text": ""}}, 0),
-        ({"end": {"how": "ended", "iteration": 1440, "text": ""}, "silent": 1}, 0),
-        ({"end": RAISED}, 1),
-        ({"end": {"how": "signal", "iteration": 1440, "text": "SIGTERM"}}, 1),
-    ],
-)
-def test_exit_codes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: dict[str, Any], code: int
-) -> None:
-    make_job(tmp_path / "run", 2, intervals=2, **how)
-    assert cli.main(["watch", str(tmp_path), "--once"]) == code
-    assert "dreamddp(period=8)" in capsys.readouterr().out
-    if "end" in how:  # without a terminal, the command ends with the job
-        assert cli.main(["watch", str(tmp_path)]) == code
-        iteration = 27 if "silent" in how else 24  # the heartbeat is newer than the interval
-        assert capsys.readouterr().out.startswith(f"iteration {iteration}, ")
-
-
-def test_once_observes_a_job_whose_files_are_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_job(tmp_path / "run", 2, intervals=2)
-    for path in folder.iterdir():
-        os.utime(path, (1.0, 1.0))
-    monkeypatch.setattr(job_view, "ALIVE_TIMEOUT_S", 0.5)
-    assert cli.main(["watch", str(folder), "--json"]) == 1
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["state"], shown["ranks"][0]["silent"]) == ("silent", True)
-    assert shown["rank_0_silent_s"] >= 0.5
-
-
-JSON_WITHOUT_TORCH = """
-import sys
-from offbeat.cli import main
-code = main(["watch", sys.argv[1], "--json"])
-loaded = [m for m in ("torch", "offbeat.core.runtime", "offbeat.gossip") if m in sys.modules]
-assert not loaded, loaded
-sys.exit(code)
-"""
-
-
-def test_json_holds_what_a_screen_shows_and_loads_no_torch(tmp_path: Path) -> None:
-    make_job(tmp_path / "run", 4, slow=2, events=[NOTICE], writers=[0])
-    done = subprocess.run(
-        [sys.executable, "-c", JSON_WITHOUT_TORCH, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert shown["strategy"] == "dreamddp(period=8)"
-    assert (shown["world_size"], shown["hosts"], shown["state"]) == (4, 4, "running")
-    assert (shown["iteration"], shown["predicted_s"], shown["bound_s"]) == (1440, 0.412, 0.395)
-    assert shown["iteration_s"] == pytest.approx(0.67, abs=0.02)
-    assert len(shown["series_s"]) == 120
-    assert [rank["delays_others"] for rank in shown["ranks"]] == [False, False, True, False]
-    assert shown["ranks"][2]["compute_s"] == pytest.approx(0.615)
-    assert shown["events"][0]["cause"] == "slow_rank"
-
-
-def test_output_without_utf_8(tmp_path: Path) -> None:
-    make_job(tmp_path / "run", 2, intervals=2, writers=[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "offbeat", "watch", str(tmp_path), "--once"],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\nseconds ?? 4" in done.stdout
+        assert "rank 0" in capsys.readouterr().err
 
 
 # --- a terminal ----------------------------------------------------------------------------------
@@ -473,14 +373,14 @@ def test_terminal_over_a_record_that_grows_tears_and_is_replaced(tmp_path: Path)
         with rank_file(folder, 0).open("a") as file:
             file.write(encoded[:99])
             file.flush()
-            time.sleep(1.5)
+            time.sleep(1.2)  # a second passes between two looks
             file.write(f"{encoded[99:]}\n")
         wait_for(text, "iteration 36")
         (folder / ALIVE_FILE).unlink()
         rank_file(folder, 0).unlink()
-        time.sleep(1.5)
+        time.sleep(1.2)
         make_job(folder, 8, intervals=5, silent=5, writers=[0])
-        wait_for(text, "SILENT 47 s, in its script")
+        wait_for(text, "rank 5 silent")
         LineWriter(folder, 0).line("end", how="raised", iteration=60, text="RuntimeError: no more")
         assert process.wait(60) == 1
     final = text().rpartition("\x1b[?1049l")[2]  # after the alternate screen

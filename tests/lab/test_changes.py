@@ -61,23 +61,23 @@ def test_hosts_without_an_uplink_change_in_both_directions():
     assert LinkPlan.from_message(plan.to_message()) == plan
 
 
-@pytest.mark.parametrize(
-    ("settings", "switched"),
-    [
-        ({}, False),
-        ({"links": (Link(latency="5ms", loss=0.1),)}, False),  # netem does that, where there is one
-        ({"overrides": (HostOverride(host=1, rates={"net": "4mbit"}),)}, False),
-        ({"overrides": (HostOverride(host=1, latencies={"net": "4ms"}),)}, True),
-        ({"overrides": (HostOverride(host=1, losses={"net": 0.1}),)}, True),
-        ({"pairs": (Pair(hosts=(0, 1), rates={"net": "4mbit"}),)}, True),
-        ({"pairs": (Pair(hosts=(0, 1)),)}, False),
-        ({"changes": (Change(at=1, rate="1mbit"),)}, False),
-        ({"changes": (Change(at=1, latency="1ms"),)}, True),
-        ({"changes": (Change(at=1, rate="1mbit", pair=(0, 1)),)}, True),
-    ],
-)
-def test_only_what_the_kernel_cannot_do_needs_a_switch(settings, switched):
-    assert plan_of(**settings).switched is switched
+SWITCHED = [
+    ({}, False),
+    ({"links": (Link(latency="5ms", loss=0.1),)}, False),  # netem does that, where there is one
+    ({"overrides": (HostOverride(host=1, rates={"net": "4mbit"}),)}, False),
+    ({"overrides": (HostOverride(host=1, latencies={"net": "4ms"}),)}, True),
+    ({"overrides": (HostOverride(host=1, losses={"net": 0.1}),)}, True),
+    ({"pairs": (Pair(hosts=(0, 1), rates={"net": "4mbit"}),)}, True),
+    ({"pairs": (Pair(hosts=(0, 1)),)}, False),
+    ({"changes": (Change(at=1, rate="1mbit"),)}, False),
+    ({"changes": (Change(at=1, latency="1ms"),)}, True),
+    ({"changes": (Change(at=1, rate="1mbit", pair=(0, 1)),)}, True),
+]
+
+
+def test_only_what_the_kernel_cannot_do_needs_a_switch() -> None:
+    for settings, switched in SWITCHED:
+        assert plan_of(**settings).switched is switched
 
 
 def test_changes_of_all_hosts_of_some_and_of_a_pair():

@@ -157,8 +157,8 @@ def frame_of(payload: int, segment: int) -> bytes:
     return header + bytes(34) + tcp + bytes(payload)
 
 
-@pytest.mark.parametrize("payload", [1, 1448, 1449, 14_480, 20_000])
-def test_what_is_cut_later_counts_with_all_its_headers(payload):
-    packets = -(-payload // 1448)
-    assert wire_bytes(frame_of(payload, 1448)) == payload + 66 * packets
-    assert wire_bytes(frame_of(payload, 0)) == payload + 66
+def test_what_is_cut_later_counts_with_all_its_headers():
+    for payload in (1, 1448, 1449, 14_480, 20_000):
+        packets = -(-payload // 1448)
+        assert wire_bytes(frame_of(payload, 1448)) == payload + 66 * packets
+        assert wire_bytes(frame_of(payload, 0)) == payload + 66

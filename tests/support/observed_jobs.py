@@ -5,26 +5,23 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import math
 import multiprocessing
 import os
 import signal
-import time
 import warnings
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import offbeat
-from offbeat.core.runtime import prepare
 from support.models import Case, build_model, build_optimizer
 from support.workers import batch, loss_of, rank
 
 CASE = Case("mlp", "sgd")
 ITERATIONS = 8
-RECORD_START = ("run.json", "rank0.jsonl")  # files of rank 0 when the observer is open
 
 
 def train(strategy: str, checkpoint: str | None = None, servers: int = 0) -> str:
@@ -44,7 +41,8 @@ def train(strategy: str, checkpoint: str | None = None, servers: int = 0) -> str
             optimizer.zero_grad()
             loss_of(model, *batch(CASE, rank(), t)).backward()
             optimizer.step()
-        offbeat.report_metric("accuracy", 0.5)
+        for value in (0.25, math.nan, 0.75, math.inf):
+            offbeat.report_metric("accuracy", value)
         if checkpoint is not None:
             offbeat.save(checkpoint, model, optimizer).wait()
         model.close()
@@ -70,15 +68,6 @@ def train_launched(folder: str, strategy: str, servers: int) -> str:
         return "served"
 
 
-def train_with_verdict(folder: str, verdict: str) -> str:
-    """Train with a verdict; return the error of `prepare`, or what this rank has printed."""
-    os.environ["OFFBEAT_VERDICT"] = verdict
-    try:
-        return train_recorded(folder, "ddp")
-    except ValueError as error:
-        return str(error)
-
-
 def train_twice(folder: str, checkpoint: str) -> list[str]:
     """Train, save, and continue in another run."""
     os.environ |= {"OFFBEAT_RECORD": folder}
@@ -97,7 +86,7 @@ def train_at_every_attempt(folder: str, job: str, checkpoint: str) -> list[str]:
 
 def train_until_signal(folder: str, strategy: str, signal_at: int) -> None:
     """Train with a record, checkpoints and messages as JSON, all of stderr in a file. Before
-    iteration `signal_at`, this rank receives SIGTERM."""
+    iteration `signal_at`, or before the model is closed, this rank receives SIGTERM."""
     log = os.open(f"{folder}/stderr{rank()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 2)
     os.environ |= {"OFFBEAT_LOG": "json", "OFFBEAT_RECORD": f"{folder}/runs"}
@@ -110,27 +99,17 @@ def train_until_signal(folder: str, strategy: str, signal_at: int) -> None:
         optimizer.zero_grad()
         loss_of(model, *batch(CASE, rank(), t)).backward()
         optimizer.step()
+    if signal_at == ITERATIONS:
+        os.kill(os.getpid(), signal.SIGTERM)
     model.close()
 
 
-def interrupt_recorded(folder: str) -> tuple[list[str], str]:
-    """The files of the record before the parameters are broadcast, and what is printed at Ctrl-C
-    after two iterations."""
+def interrupt_recorded(folder: str) -> str:
+    """What is printed at Ctrl-C after two iterations."""
     os.environ |= {"OFFBEAT_RECORD": folder}
-    files = list[str]()
-    broadcast = prepare.broadcast_model
-
-    def note_files(*args: Any) -> None:
-        deadline_s = time.monotonic() + 20
-        while not set(RECORD_START) <= set(files) and time.monotonic() < deadline_s:
-            time.sleep(0.005)  # a thread writes the record
-            files[:] = [path.name for path in Path(folder).glob("*/*")]
-        broadcast(*args)
-
-    prepare.broadcast_model = note_files
-    model = build_model(CASE)
     text = io.StringIO()
     with redirect_stderr(text):
+        model = build_model(CASE)
         model, optimizer = offbeat.prepare(model, build_optimizer(CASE, model), "ddp")
         for t in range(2):
             optimizer.zero_grad()
@@ -140,19 +119,12 @@ def interrupt_recorded(folder: str) -> tuple[list[str], str]:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
             model.close()
-    return files, text.getvalue()
+    return text.getvalue()
 
 
-def observers(log: str) -> list[Any]:
-    """The recorder of a session without a record, and the threads of its model."""
+def printed_without_record(log: str) -> str:
     os.environ |= {"OFFBEAT_LOG": log}
-    model = build_model(CASE)
-    text = io.StringIO()
-    with redirect_stderr(text):
-        model, _ = offbeat.prepare(model, build_optimizer(CASE, model), "bsp", observe=2)
-        recorder = model._session._recorder
-        model.close()
-    return [type(recorder).__name__, text.getvalue()]
+    return train("bsp")
 
 
 class Reporting(Dataset[torch.Tensor]):
@@ -175,7 +147,6 @@ def train_with_forks(folder: str) -> list[int]:
         Exit codes of the forks.
     """
     os.environ |= {"OFFBEAT_RECORD": f"{folder}/runs", "OFFBEAT_LOG": "off"}
-    os.environ["OFFBEAT_METRICS"] = f"textfile:{folder}/x.prom"
     model = build_model(CASE)
     model, optimizer = offbeat.prepare(
         model, build_optimizer(CASE, model), "wfbp", observe=2, timeout_s=20
@@ -185,17 +156,13 @@ def train_with_forks(folder: str) -> list[int]:
         model.close()
 
     def fail() -> None:
-        try:
-            raise KeyError("of a fork")
-        finally:
-            model._session._recorder.write({})  # type: ignore[union-attr]
+        raise KeyError("of a fork")
 
     def exit_as_scripts_do() -> None:
         atexit._run_exitfuncs()
 
     def report() -> None:
         offbeat.report_metric("of_a_fork", 1.0)
-        model._session._recorder.decide(0, "of a fork", None)  # type: ignore[union-attr]
 
     codes, forked = [], multiprocessing.get_context("fork")
     loader = DataLoader(Reporting(), batch_size=4, num_workers=1, multiprocessing_context=forked)
@@ -214,9 +181,5 @@ def train_with_forks(folder: str) -> list[int]:
         process.start()
         process.join(20)
         codes.append(process.exitcode)
-    end = time.monotonic() + 20.0
-    while not (rank() or Path(folder, "x.prom").exists()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
     model.close()
     return codes
