@@ -100,16 +100,18 @@ def launch_forks(
     log_dir: Path,
     timeout_s: float,
     workers: int,
+    servers: int = 0,
     **_: Any,
 ) -> Result:
     """Run a command once per rank as `offbeat.lab.launch` does, without a lab's processes, but in
     the namespaces of its hosts."""
-    ranks, files, port = [], [Path(log_dir, f"rank{r}.log") for r in range(workers)], free_port()
+    files = [Path(log_dir, f"rank{rank}.log") for rank in range(workers + servers)]
+    ranks, port = list[ForkedPython](), free_port()
     hosts = [] if isinstance(lab, NoLab) else namespaces_of(lab)[1:]
     begun_s = time.monotonic()
     try:
         for rank, file in enumerate(files):
-            own = {**os.environ, **rank_environment(lab, rank, port, workers, 0), **env}
+            own = {**os.environ, **rank_environment(lab, rank, port, workers, servers), **env}
             where = hosts[lab.cluster.host_of(rank)] if hosts else ""
             with file.open("w") as log:
                 ranks.append(ForkedPython(argv, stdout=log, stderr=log, env=own, namespace=where))
