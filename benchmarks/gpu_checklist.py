@@ -465,7 +465,7 @@ def versions(device: str) -> str:
 def tests(device: str) -> str:
     """pytest -m gpu"""
     require_gpus(1, device)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/runtime/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/real/runtime/test_gpu.py"]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=4 * STEP_S, check=False

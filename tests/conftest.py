@@ -17,12 +17,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Imports make a million objects that stay. Collections would visit them again and again.
 gc.disable()
 
-LABS = ("tests/lab/", "tests/runtime/test_links.py", "tests/test_cli.py", "tests/test_compare.py")
+LABS = (
+    "tests/tools/lab/",
+    "tests/real/runtime/test_links.py",
+    "tests/tools/test_cli.py",
+    "tests/tools/test_compare.py",
+)
 # Long, and nothing to share: these go one by one to whichever process is free at the end.
 SPREAD = (
-    "tests/runtime/test_failures.py",
-    "tests/runtime/test_random_plans.py",
-    "tests/test_examples.py",
+    "tests/real/runtime/test_failures.py",
+    "tests/real/runtime/test_random_plans.py",
+    "tests/real/test_examples.py",
 )
 # Long, but a single test: xdist starts the files with the most tests first.
 EARLY = {"tests/release/test_types.py": "tests/release/test_docs.py"}
@@ -57,7 +62,7 @@ def own_group() -> Iterator[None]:
 @pytest.fixture
 def forked_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts that are rehearsed in forks of a process that has imported torch already."""
-    from support.forking import ForkedPython
+    from harness.commands import ForkedPython
 
     monkeypatch.setattr("offbeat.rehearsal.command.subprocess", SimpleNamespace(Popen=ForkedPython))
 
@@ -65,9 +70,17 @@ def forked_rehearsals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of runs and comparisons, likewise."""
-    from support.forking import launch_forks
+    from harness.commands import launch_forks
 
     monkeypatch.setattr("offbeat.experiments.launcher.launch", launch_forks)
+
+
+@pytest.fixture
+def no_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before any process group: an earlier test of this process may have joined one."""
+    import torch
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
 
 
 @pytest.hookimpl(wrapper=True)

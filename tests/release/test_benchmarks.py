@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import ROOT, benchmark
+from cases.scripts import ROOT, benchmark
 
 tables = benchmark("tables")
 claims = benchmark("papers/claims")

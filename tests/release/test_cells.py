@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.scripts import benchmark
-from support.synthetic_runs import profile
-from support.tiny_runs import record, write_tiny
+from cases.scripts import benchmark
+from cases.synthetic_runs import profile
+from cases.tiny_runs import record, write_tiny
 
 from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.strategy.parsing import parse

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from support.docs import (
+from cases.docs import (
     COMMAND,
     DOCS,
     LANGUAGES,
@@ -26,10 +26,10 @@ from support.docs import (
     prose_of,
     run_page,
 )
-from support.promised import promised
-from support.scripts import docs_script
-from support.strategy_lists import ALL
-from support.worlds import run_world
+from cases.promised import promised
+from cases.scripts import docs_script
+from cases.strategy_lists import ALL
+from harness.ranks import run_world
 
 from offbeat import metrics
 from offbeat.lab import Cluster

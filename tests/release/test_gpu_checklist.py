@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import gpu_jobs
-from support.forking import ForkedPython
-from support.scripts import ROOT, benchmark
-from support.worlds import run_world, watch_world
+from cases import gpu_jobs
+from cases.scripts import ROOT, benchmark
+from harness.commands import ForkedPython
+from harness.ranks import run_world, watch_world
 
 from offbeat.cli import app
 from offbeat.cli.entry import mark_script

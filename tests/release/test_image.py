@@ -1,7 +1,7 @@
 """The image of examples/docker: the Dockerfile is linted, its files exist, its containers fit.
 
 No Docker daemon is needed. `test_wheel.py` builds the wheel from the files of the context, and
-`tests/lab/test_image.py` runs the commands of the containers.
+`tests/tools/lab/test_image.py` runs the commands of the containers.
 """
 
 import re

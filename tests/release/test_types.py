@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.promised import promised
+from cases.promised import promised
 
 # These follow from the type of another symbol, which has a message of its own if it is promised.
 DERIVED = ("No docstring found", "is partially unknown")

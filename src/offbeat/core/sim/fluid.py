@@ -96,7 +96,7 @@ class Fluid:
     consists of steps, and each of them waits behind a chunk of every other message, because the
     requests for chunks pass the same queues. So if contention was not measured, delays overlap and
     transfers do not: two collectives in flight together take L + T1 + T2. Rings whose requests and
-    chunks share one queue are at most L / 2 faster (`tests/reference/rings.py`).
+    chunks share one queue are at most L / 2 faster (`tests/oracle/rings.py`).
 
     A flow must not start before the last end that `advance` has returned.
     """

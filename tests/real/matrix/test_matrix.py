@@ -1,0 +1,84 @@
+"""The matrix of scripts and strategies: nothing in it is different in silence, and the page shows
+it.
+
+A quarter of the scripts, each under a third of the strategies; `OFFBEAT_WHOLE_MATRIX=1`: all.
+`OFFBEAT_REWRITE_GOLDENS=1` runs all, and writes docs/compatibility.md again.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+from cases.matrix import page
+from cases.matrix.features import FEATURES
+from cases.matrix.job import STRATEGIES
+from cases.matrix.running import DIFFERENT, LIKE_DDP, LIKE_REFERENCE, Verdict, verdicts, yardsticks
+from harness.ranks import run_world
+
+pytestmark = pytest.mark.xdist_group("matrix")  # all of them share what DDP leaves
+
+# Of every kind: gradients, precision, accumulation, iterations without an update, models,
+# optimizers, and whoever looks at the model or changes it.
+QUARTER = (
+    "plain", "clip_norm", "scaler_overflow", "accumulation", "two_losses", "dropped", "idle", "nan",
+    "batch_norm", "dropout", "unused_by_one", "adamw", "clamped", "loaded", "frozen_later",
+    "unfrozen_later", "ema",
+)  # fmt: skip
+MEASURED = ("dropout", "clip_norm", "accumulation")  # where a profile is measured
+REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"
+WHOLE = REWRITING or os.environ.get("OFFBEAT_WHOLE_MATRIX") == "1"
+RUN = tuple(FEATURES) if WHOLE else QUARTER
+
+
+def scripts_of(name: str) -> tuple[str, ...]:
+    """All pairs of a script and a strategy would be 150 trainings. The strategies take the scripts
+    in turn, so that each script runs under strategies that average gradients at once, in parts and
+    late, and parameters."""
+    turn = [*STRATEGIES].index(name) % 3
+    return RUN if WHOLE else ("plain", *QUARTER[1:][turn::3])
+
+
+@cache
+def by_ddp() -> list[Any]:
+    return run_world(yardsticks, 2, RUN)
+
+
+@cache
+def outcomes(name: str) -> dict[str, Verdict]:
+    first, second = run_world(verdicts, 2, name, scripts_of(name), by_ddp(), timeout_s=200.0)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_script_trains_otherwise_in_silence(name: str) -> None:
+    silent = {key: v.words for key, v in outcomes(name).items() if v.kind == DIFFERENT}
+    assert not silent
+    expected = LIKE_DDP if STRATEGIES[name].synchronous else LIKE_REFERENCE
+    assert outcomes(name)["plain"].kind == expected
+
+
+@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if s.synchronous][1:])
+def test_measured_profiles_change_no_number(name: str) -> None:
+    """Without a given profile, for the strategies that compute what DDP computes."""
+    keys = RUN if WHOLE else MEASURED
+    first, second = run_world(verdicts, 2, name, keys, by_ddp(), True, timeout_s=200.0)
+    assert first == second
+    assert not {key: v.words for key, v in first.items() if v.kind == DIFFERENT}
+    assert all(first[key].kind == LIKE_DDP for key in MEASURED)
+
+
+def test_the_page() -> None:
+    if WHOLE:
+        text = page.page({name: outcomes(name) for name in STRATEGIES})
+        if REWRITING:
+            page.PATH.write_text(text)
+        assert page.PATH.read_text() == text
+    said = page.read(page.PATH.read_text())
+    assert len(said) == len(FEATURES) * len(STRATEGIES)
+    for name in STRATEGIES:
+        for key, verdict in outcomes(name).items():
+            assert said[FEATURES[key].title, name] == page.shown(verdict), (key, name)

@@ -1,0 +1,221 @@
+"""A rehearsal computes what the interpreter and real processes compute, in the simulator's time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from cases import rehearsed
+from cases.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
+from cases.strategy_lists import STRATEGIES
+from harness.ranks import run_world
+from oracle.quadratic import Quadratic, interpreted, model_of
+
+import offbeat
+from offbeat import Profile
+from offbeat.core.sim.fluid import coupled_links
+from offbeat.core.strategy.parsing import parse
+from offbeat.core.verify.interpreter import Interpreter
+from offbeat.sim import predict, simulate
+
+# Settings with which methods whose averages are rare send messages within T iterations.
+FREQUENT = {
+    "des-loc": "des-loc:period=2:first=1:second=2",
+    "diloco": "diloco:period=4",
+    "eager": "eager:period=3",
+    "noloco": "noloco:period=2",
+    "sparseloco": "sparseloco:period=3:fraction=0.2",
+}
+MORE = [
+    "cyclic:stages=3",
+    "deft:preserver=false",
+    "diloco:period=2:fragments=2:delay=1",
+    "diloco:period=3:wire=int8",
+    "dreamddp:period=3:due=delayed:wire=int4",
+    "dreamddp:period=3:due=forward",
+    "local-sgd:period=2:state=averaged",
+    "local-sgd:period=2:wire=topk:0.3",
+    "noloco:period=2:gamma=0.5",
+    "selsync:delta=.2",
+    "wfbp:wire=powersgd:2",
+]
+
+
+@pytest.mark.parametrize("name", [*(FREQUENT.get(name, name) for name in STRATEGIES), *MORE])
+def test_equals_the_interpreter(name):
+    curve, seen = rehearse_quadratic(name)
+    [course] = curve.run.courses
+    assert all(sum(log.sent_bytes.values()) for log in curve.run.logs)
+    expected = interpreted(course.plan, Quadratic(SIZES, K, T))
+    np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
+
+
+# Their messages are those of another strategy, in another order or at another time, or of another
+# setting below: gradients of buckets or slices, and averages that are due later.
+SENT_BY_OTHERS = ("asc-wfbp", "bsp", "bytescheduler", "us-byte", "diloco", "dreamddp", "eager")
+OTHERWISE = ("deft", "fedavg", "selsync")
+# Each kind of message, and codecs whose codes are added on every rank. Servers and gossip are
+# replayed in test_recorded_order.py. The sum of three numbers depends on their order.
+PROCESSES = [
+    *(FREQUENT.get(name, name) for name in STRATEGIES if name not in (*SENT_BY_OTHERS, *OTHERWISE)),
+    "deft:preserver=false",
+    "diloco:period=3:fragments=1:due=forward:delay=1:alpha=0.5",
+    "dreamddp:period=3:due=delayed:gain=0.5:wire=int4",
+    "dreamddp:period=3:due=forward",
+    "fedavg:local_steps=2",
+    "local-sgd:period=2:state=averaged",
+    "local-sgd:period=2:wire=topk:0.3",
+    "selsync:delta=.2",
+    "wfbp:wire=powersgd:2",
+]
+
+
+def test_equals_real_processes_with_the_same_seeds():
+    real = run_world(rehearsed.train_here, 3, PROCESSES, 5, timeout_s=150.0)
+    for name in PROCESSES:
+        models, curve = rehearsed.rehearse(name, ranks=3, seed=5)
+        for rank, model in enumerate(models):
+            losses, tensors = real[rank][name]
+            np.testing.assert_allclose(
+                curve.run.logs[rank].losses, losses, rtol=0, atol=1e-12, err_msg=name
+            )
+            names = [n for n, t in model.state_dict().items() for _ in range(t.numel())]
+            # torch's DDP copies the statistics of rank 0 at the next forward, a plan at the end.
+            ours = [name != "ddp" or rank == 0 or "running" not in n for n in names]
+            found, wanted = rehearsed.flat(model)[ours], tensors[ours]
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["wfbp", "dreamddp:period=3", "selsync:delta=.2"])
+def test_clock_is_the_simulators(name):
+    curve, _ = rehearse_quadratic(name, jitter=0.1)
+    profile = quadratic_profile(K)
+    profile = Profile.from_dict({**profile.to_dict(), "jitter": 0.1})
+    strategy = parse(name)
+    votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
+    trace = simulate(strategy.plan(profile), profile, iterations=T, votes=votes)
+    np.testing.assert_allclose(np.diff(curve.ends_s, prepend=0), trace.iteration_seconds())
+    assert curve.prediction is not None
+    expected = predict(strategy, profile, votes=votes or None)
+    assert curve.prediction.iteration_s == expected.iteration_s
+
+
+STEADY = 4  # periods after which the timeline of each plan repeats
+
+
+@pytest.mark.parametrize("name", [*(FREQUENT.get(name, name) for name in STRATEGIES), *MORE])
+def test_the_last_period_takes_the_predicted_time(name):
+    """Without jitter: the mean of the last period of the rehearsal, whose clock is a simulation of
+    all its iterations, beside the steady state that `predict` finds by itself. With votes: of all
+    iterations after the prologue."""
+    strategy, profile = parse(name), quadratic_profile(K)
+    plan = strategy.plan(profile)
+    count = plan.prologue + STEADY * plan.period + T
+    count -= (count - plan.prologue) % plan.period
+    curve, _ = rehearse_quadratic(name, iterations=count)
+    votes = {vote: list(outcomes) for vote, outcomes in curve.votes.items()}
+    last = count - plan.prologue if votes else plan.period
+    # Where sends share links, a prediction of no given length varies the times of messages.
+    length = count if coupled_links(plan, profile) else None
+    expected = predict(strategy, profile, votes=votes or None, iterations=length)
+    seconds = np.diff(curve.ends_s, prepend=0.0)[-last:].mean()
+    assert seconds == pytest.approx(expected.iteration_s, rel=1e-9)
+
+
+def test_votes_are_those_of_the_interpreter():
+    curve, _ = rehearse_quadratic("selsync:delta=.2")
+    task = Quadratic(SIZES, K, T)
+    interpreter = Interpreter(curve.run.courses[0].plan, model_of(task), K)
+    interpreter.run(T)
+    decided = {(name, i): yes for name, all_ in curve.votes.items() for i, yes in enumerate(all_)}
+    assert decided == interpreter.decisions
+    assert len({*decided.values()}) == 2  # some yes, some no
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_random_streams_of_the_caller_stay():
+    profile = rehearsed.profile_of(2)
+    found = []
+    for rehearses in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        if rehearses:
+            rehearsed.rehearse("bsp", profile=profile)
+        found.append(draws())
+    assert found[0] == found[1]
+
+
+def test_forked_processes_equal_this_one():
+    found = []
+    for processes in (1, 2):
+        curves = offbeat.rehearse(
+            rehearsed.make_model,
+            rehearsed.make_optimizer,
+            rehearsed.batches,
+            ["bsp", "local-sgd:period=2"],
+            rehearsed.profile_of(2),
+            iterations=3,
+            processes=processes,
+        )
+        found.append({label: [*curve.losses] for label, curve in curves.items()})
+    here, forked = found
+    for label, losses in here.items():
+        np.testing.assert_allclose(forked[label], losses, rtol=0, atol=1e-12)
+
+
+def test_a_sample_trains_some_replicas_in_the_time_of_all():
+    """Losses are those of a job of the trained replicas, times those of the whole job."""
+    _, curve = rehearsed.rehearse("local-sgd:period=2", more_ranks=6, sample=3)
+    few, small = rehearsed.rehearse("local-sgd:period=2", more_ranks=3)
+    _, whole = rehearsed.rehearse("local-sgd:period=2", more_ranks=6)
+    assert (curve.trained, curve.ranks, len(few)) == (3, 6, 3)
+    assert curve.losses == small.losses != whole.losses
+    assert curve.ends_s == whole.ends_s != small.ends_s
+    assert "6 ranks, 3 of them trained" in str(curve)
+
+
+def test_held_out_losses_are_of_the_average_of_all_replicas():
+    """Replicas that never average: the average is taken without changing them. What `evaluate`
+    draws is not missing in training."""
+    seen: list[torch.Tensor] = []
+
+    def evaluate(model: torch.nn.Module) -> float:
+        seen.append(rehearsed.flat(model))
+        return torch.rand(1).item() + len(seen)
+
+    name = "local-sgd:period=100"
+    models, curve = rehearsed.rehearse(name, ranks=3, evaluate=evaluate, evaluate_every=3)
+    _, without = rehearsed.rehearse(name, ranks=3)
+    assert curve.losses == without.losses
+    assert [iteration for iteration, _ in curve.held_out] == [2, 5]
+    assert [int(value) for _, value in curve.held_out] == [1, 2]
+    models, curve = rehearsed.rehearse(
+        name, ranks=3, iterations=6, evaluate=evaluate, evaluate_every=6
+    )
+    replicas = torch.stack([rehearsed.flat(model) for model in models[:3]])
+    assert (replicas[0] - replicas[1]).abs().max() > 1e-3
+    numbers = [t.dtype.is_floating_point for t in models[0].state_dict().values()]
+    assert not all(numbers)
+    torch.testing.assert_close(seen[-1], replicas.mean(dim=0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_progress_counts_the_iterations_of_each_strategy(processes):
+    counted: dict[str, list[int]] = {}
+    offbeat.rehearse(
+        rehearsed.make_model,
+        rehearsed.make_optimizer,
+        rehearsed.batches,
+        ["bsp", "local-sgd:period=2"],
+        rehearsed.profile_of(2),
+        iterations=3,
+        processes=processes,
+        progress=lambda strategy, count: counted.setdefault(strategy, []).append(count),
+    )
+    assert counted == {"bsp": [1, 2, 3], "local-sgd(period=2)": [1, 2, 3]}

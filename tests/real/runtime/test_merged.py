@@ -1,0 +1,229 @@
+"""Gradients added up over windows: applied late, once, and only when complete, whatever the user's
+loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import merging as support
+from cases import schedules, workers
+from cases.comparing import assert_same
+from cases.merging import Merging, closes_every
+from cases.models import Case, Loop, build_model
+from cases.schedules import CASE, Script
+from harness.ranks import Outcome, run_world, watch_world
+from oracle.training import Replica, apply_merged, merged, replicas
+from torch.optim.lr_scheduler import LRScheduler, StepLR
+
+from offbeat import WFBP, DeFT, Strategy
+from offbeat.core.runtime.schedulers import SchedulerGate
+from offbeat.plan import Plan
+
+PAIRS = Merging(period=2)
+MEANS = Merging(period=3, merge="mean")
+ITERATIONS = 11
+STEPPED = "nesterov", "step"
+
+LOOPS = [
+    *(Loop(clear=how) for how in ("optimizer", "model", "none", "in place", "after step")),
+    Loop(clip=0.05),
+    Loop(clip=0.05, clear="none"),
+    Loop(evaluate=True),
+    Loop(closure=True),
+    Loop(idle=frozenset({(0, 2), (1, 5)})),
+]
+SCRIPTS = [
+    *(Script(Case("mlp", *STEPPED), loop) for loop in LOOPS),
+    *(Script(Case(model, "adam", "cosine")) for model in ("branches", "late", "reading")),
+    *(Script(Case("mlp", *STEPPED), Loop(micro=3, clear=how)) for how in ("optimizer", "none")),
+]
+
+
+@cache
+def trained(strategy: Strategy) -> list[Outcome]:
+    return watch_world(schedules.follow_all, 2, SCRIPTS, strategy, ITERATIONS)
+
+
+@pytest.mark.parametrize("i", range(len(SCRIPTS)), ids=lambda i: str(SCRIPTS[i]))
+@pytest.mark.parametrize("strategy", [PAIRS, MEANS], ids=str)
+def test_equals_the_equations(strategy: Merging, i: int) -> None:
+    """Optimizer, its step count and the scheduler move only when a window is applied; what
+    is clipped is what is applied. Micro-batches count as the batch that they are parts of."""
+    for outcome, replica in zip(trained(strategy), reference(SCRIPTS[i], strategy), strict=True):
+        assert not outcome.error, outcome.traceback
+        assert_same(outcome.result[i][0], replica, f"rank {replica.rank}")
+
+
+def reference(script: Script, strategy: Merging) -> list[Replica]:
+    world = replicas(script.case, 2, script.loop)
+    merged(world, range(ITERATIONS), closes_every(strategy.period), strategy.merge)
+    return world
+
+
+@pytest.mark.parametrize("pauses", [(4,), (3, 4), (0, 6)], ids=str)
+@pytest.mark.parametrize("strategy", [PAIRS, MEANS, DeFT(forward=1, backward=1)], ids=str)
+def test_consolidate_applies_everything_once_and_begins_anew(
+    strategy: Strategy, pauses: Sequence[int]
+) -> None:
+    ranks = run_world(support.train_with_pauses, 2, strategy, pauses, ITERATIONS)
+    world = replicas(CASE, 2)
+    closes, merge = closes_of(ranks[0].plan)
+    bounds = [0, *(t + 1 for t in pauses), ITERATIONS]
+    for start, stop in pairwise(bounds):
+        if start:
+            apply_merged(world, merge)
+        merged(world, range(start, stop), closes, merge)
+    for mine, replica in zip(ranks, world, strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+
+
+def closes_of(plan: Plan) -> tuple[Callable[[int], bool], str]:
+    """Which iterations close a window, counted in the plan, and what becomes of it."""
+    [closing] = [apply.phases for apply in plan.applies if apply.rule == "close"]
+    [local] = [apply for apply in plan.applies if apply.rule == "local"]
+    return lambda r: plan.phase(r) in closing, local.arg("merge")
+
+
+def test_consolidate_within_an_iteration_is_an_error() -> None:
+    for words in run_world(support.consolidate_in_between, 2, PAIRS):
+        assert len(words) == 1
+        assert "backward ran without optimizer.step() after it" in words[0]
+
+
+def test_two_links() -> None:
+    ranks = run_world(support.train_on_two_links, 2, PAIRS, ITERATIONS)
+    for (mine, sent), replica in zip(ranks, reference(Script(), PAIRS), strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
+        assert min(sent.values()) > 0
+        assert sorted(sent) == ["a", "b"]
+
+
+def test_gradients_zeroed_in_place() -> None:
+    """They hold what the window has added up so far: it is applied, or it is an error."""
+    script = Script(loop=Loop(clear="gradients in place"))
+    outcomes = watch_world(schedules.follow_all, 2, [script], PAIRS, ITERATIONS)
+    for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
+        if outcome.error:
+            assert outcome.kind == "ValueError"
+            assert "gradients" in outcome.error
+        else:
+            assert_same(outcome.result[0][0], replica, f"rank {replica.rank}")
+
+
+def test_gradient_scaler_is_an_error() -> None:
+    args = (CASE, PAIRS, range(2), Loop(scale=8.0), {})
+    [outcome] = watch_world(workers.train_with, 1, *args)
+    assert outcome.kind == "ValueError"
+    assert "gradients of several scales cannot be unscaled together" in outcome.error
+
+
+def test_one_extra_copy_of_the_gradients() -> None:
+    [(merging, gradients)] = run_world(support.tensor_bytes, 1, PAIRS)
+    [(plain, _)] = run_world(support.tensor_bytes, 1, WFBP())
+    trainable = [p for p in build_model(Case("mlp")).parameters() if p.requires_grad]
+    assert gradients == sum(p.nbytes for p in trainable)
+    assert merging - plain == gradients + 8 * len(trainable)  # who has none, a number each
+
+
+# ---- schedulers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", support.SCHEDULERS)
+def test_schedulers(name: str) -> None:
+    """Per iteration they move with the optimizer; per epoch they are not held up."""
+    [rates] = run_world(support.rates_of, 1, PAIRS, name, 12)
+    assert rates == pytest.approx(expected_rates(name, 12))
+
+
+def expected_rates(name: str, iterations: int) -> list[float]:
+    """The same scheduler on a plain optimizer, stepped when it should be."""
+    optimizer = plain_optimizer()
+    scheduler, every = support.SCHEDULERS[name](optimizer)
+    rates = []
+    for t in range(iterations):
+        applied = t % 2 == 1 and t > 1
+        if applied:
+            optimizer.step()
+        if applied if every == 1 else t % every == every - 1:
+            support.step_scheduler(scheduler)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_gate_knows_its_own_schedulers() -> None:
+    """Another optimizer's go on; a scheduler built before prepare and one built after do not."""
+    mine, other = plain_optimizer(), plain_optimizer()
+    schedulers = [StepLR(mine, 1, 0.5), StepLR(other, 1, 0.5)]
+    gate = SchedulerGate(mine)
+    for applied in (False, True, False):
+        gate.on_iteration_end(applied)
+        for scheduler in schedulers:
+            scheduler.step()
+    gate.close()
+    assert [s.last_epoch for s in schedulers] == [1, 3]
+
+
+def test_gate_decides_once_per_iteration() -> None:
+    """However often a scheduler is stepped in it; one of every third iteration goes on."""
+    optimizer = plain_optimizer()
+    often, rare = Both(optimizer, 1, 0.5), StepLR(optimizer, 1, 0.5)
+    gate = SchedulerGate(optimizer)
+    for t in range(6):
+        gate.on_iteration_end(t % 2 == 1)
+        for _ in range(4):
+            often.step()
+        if t % 3 == 2:
+            rare.step()
+    gate.close()
+    assert (often.last_epoch, rare.last_epoch) == (12, 2)
+
+
+class Left(StepLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+
+
+class Right(StepLR):
+    pass
+
+
+class Both(Left, Right):
+    """Reached on two ways from LRScheduler."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+
+
+@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0)], ids=str)
+def test_gates_leave_every_class_as_it_was(order: Sequence[int]) -> None:
+    classes = [LRScheduler, *every_subclass(LRScheduler)]
+    before = {cls: vars(cls).get("step") for cls in classes}
+    gates = [SchedulerGate(plain_optimizer()) for _ in order]
+    assert LRScheduler.step is not before[LRScheduler]
+    for i in order:
+        gates[i].close()
+    after = {cls: vars(cls).get("step") for cls in classes}
+    for cls, step in before.items():  # so that what follows is not disturbed
+        if step is not None:
+            cls.step = step  # type: ignore[method-assign]
+    assert after == before
+
+
+def every_subclass(cls: type) -> set[type]:
+    return {c for child in cls.__subclasses__() for c in (child, *every_subclass(child))}
+
+
+def plain_optimizer() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.05)
+    optimizer._opt_called = True  # type: ignore[attr-defined] # else schedulers warn
+    return optimizer
+
+
+def test_loading_weights_discards_what_was_merged_for_others() -> None:
+    """Gradients of the weights before are not applied to those that were loaded."""
+    for equal in run_world(support.load_and_consolidate, 2, PAIRS):
+        assert equal

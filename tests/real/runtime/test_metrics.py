@@ -1,0 +1,226 @@
+"""Metrics: what a run tells of itself, and who passes it on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from cases.metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
+from harness.ranks import run_world
+
+from offbeat import ADPSGD, DDP, WFBP, LocalSGD
+from offbeat.core.measuring.replica_sample import SampledElements
+from offbeat.core.runtime.iteration import MomentTimes, Timestamps
+from offbeat.core.runtime.meter import Meter, exposed_communication_s, gamma
+from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
+from offbeat.core.runtime.prepare import _Preparation
+from offbeat.core.transport.device import CPU
+from offbeat.core.transport.topology import Topology
+
+NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
+
+
+def test_what_ranks_are_told() -> None:
+    """Rank 1 logs, rank 0 does not; replicas drift apart by a known distance, or not at all."""
+    local, wfbp, ddp, gossip = zip(
+        *run_world(log_all, 2, [LocalSGD(period=STEPS + 1), WFBP(), DDP(), ADPSGD()]), strict=True
+    )
+    for seen, _ in (local[0], wfbp[0], ddp[0], gossip[0]):
+        assert seen == []
+    for seen, losses in (local[1], wfbp[1], ddp[1], gossip[1]):
+        assert [iteration for _, iteration in seen] == [2, 4, 6]
+        assert all(numbers["seconds_per_iteration"] > 0 for numbers, _ in seen)
+        means = np.reshape(losses, (-1, EVERY)).mean(1)
+        assert [numbers["loss"] for numbers, _ in seen] == pytest.approx(list(means))
+    # Samples that were left at the same step may be there only at the next report.
+    count = sum(SIZES)
+    apart = {2 * t: count * (2 * t * LR / 2) ** 2 for t in (1, 2, 3)}  # gradients 1 and 2
+    found = [numbers["divergence"] for numbers, _ in local[1][0] if "divergence" in numbers]
+    assert found
+    assert all(any(x == pytest.approx(gamma) for gamma in apart.values()) for x in found)
+    assert any(numbers.get("divergence") == 0.0 for numbers, _ in wfbp[1][0])
+    # Nothing is averaged in so few local steps; gradients and who had none travel with WFBP.
+    assert all(numbers["bytes_per_iteration/net"] == 0 for numbers, _ in local[1][0])
+    assert all(numbers["bytes_per_iteration/net"] == 8 * (count + 2) for numbers, _ in wfbp[1][0])
+    assert all(numbers["bytes_per_iteration/net"] == 8 * count for numbers, _ in ddp[1][0])
+    # DDP waits within backward, which nobody sees.
+    assert all(numbers["exposed_communication_s"] >= 0 for numbers, _ in wfbp[1][0])
+    assert all("exposed_communication_s" not in numbers for numbers, _ in ddp[1][0])
+
+
+def test_alone_there_is_nobody_to_differ_from() -> None:
+    told = {"seconds_per_iteration", "exposed_communication_s", "bytes_per_iteration/net", "loss"}
+    ((seen, nothing_left),) = run_world(log_alone, 1)
+    assert seen == [(1, told), (2, told)]
+    assert nothing_left
+
+
+def test_exposed_is_what_compute_waits_for() -> None:
+    marks = Timestamps(
+        begin=0.0, forward=1.0, forward_end=2.0, backward_end=5.0, waited=5.5, step=6.0
+    )
+    marks.stepped, marks.end = 7.0, 7.25
+    marks.acted = [MomentTimes(3, begin=4.0, waited=4.125, applied=4.5)]
+    assert exposed_communication_s(marks, CPU()) == 0.5 + 0.25 + 0.125
+
+
+def test_gamma_of_a_sample() -> None:
+    rng = np.random.default_rng(1)
+    replicas = rng.normal(size=(3, 2, 400))
+    rows = []
+    for replica in replicas:
+        chosen = SampledElements([torch.from_numpy(part) for part in replica])
+        rows.append(chosen.numbers().numpy())
+    centre = replicas.mean(0)
+    exact = np.mean([np.sum((replica - centre) ** 2) for replica in replicas])
+    assert chosen.weight * gamma(np.stack(rows)) == pytest.approx(exact, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({"log": 3}, "log"), ({"every": 0}, "every"), ({"divergence_every": -1}, "divergence_every")],
+)
+def test_what_metrics_refuse(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Metrics(**{"log": print, **settings})
+
+
+class FullDisk:
+    """Writer whose files are on a full disk."""
+
+    log_dir = "runs/full"
+    calls = 0
+
+    def add_scalar(self, *_: Any) -> None:
+        self.calls += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_training_goes_on_if_a_log_cannot_be_written() -> None:
+    """One warning names the directory. Other errors of the log are errors of the script."""
+    session = Mock(traffic=dict[str, int], iteration=1)
+    writer = FullDisk()
+    meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
+    with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
+        meter.on_iteration_end()
+    session.iteration = 2
+    meter.on_iteration_end()  # warnings are errors here
+    meter.close()
+    assert writer.calls == 2
+
+    def log(*_: Any) -> None:
+        raise KeyError("loss")
+
+    meter = Meter(Metrics(log, every=1), session, CPU(), None, 0, [])
+    with pytest.raises(KeyError):
+        meter.on_iteration_end()
+    meter.close()
+
+
+def test_logs_count_all_iterations_from_a_resume_on() -> None:
+    """Also if a call follows several iterations, as with accumulation of separate averages."""
+    seen = list[tuple[float, int]]()
+    session = Mock(traffic=lambda: {"net": sent}, iteration=0)
+    sent = 0
+
+    def log(numbers: dict[str, float], iteration: int) -> None:
+        seen.append((numbers["bytes_per_iteration/net"], iteration))
+
+    meter = Meter(Metrics(log, every=10), session, CPU(), None, 0, [])
+    for session.iteration in (48, 56, 64, 72, 80):
+        sent += 8 * 5
+        meter.on_iteration_end()
+    meter.close()
+    assert seen == [(80 / 9, 56), (5, 64), (5, 72), (5, 80)]
+
+
+def test_a_closed_meter_keeps_no_iterations() -> None:
+    session = Mock(traffic=dict[str, int], iteration=1)
+    meter = Meter(Metrics(print), session, CPU(), None, 0, [])
+    listener = session.listen.call_args.args[0]
+    listener(Mock())
+    assert len(meter._marks) == 1
+    meter.close()
+    listener(Mock())
+    assert not meter._marks
+
+
+def test_the_mean_of_losses_of_one_element_is_logged() -> None:
+    seen = list[float]()
+    session = Mock(traffic=dict[str, int], iteration=0)
+
+    def log(numbers: dict[str, float], _: int) -> None:
+        seen.append(numbers["loss"])
+
+    meter = Meter(Metrics(log, every=2), session, CPU(), None, 0, [])
+    for session.iteration, value in ((1, 1.0), (2, 3.0)):
+        torch.full((1,), value, requires_grad=True).backward()
+        meter.on_iteration_end()
+    meter.close()
+    assert seen == [2.0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_with_parts_of_the_model_leave_no_samples(sharded: bool) -> None:
+    nodes = Topology(((0, 1), (2, 3)), sharded)
+    cluster = Mock(control=Mock(rank=0), topology=nodes, device=CPU())
+    job = Mock(cluster=cluster, ranks=Mock(workers=range(4)))
+    preparation = Mock(metrics=Metrics(print), model=torch.nn.Linear(2, 1))
+    session = Mock(traffic=dict[str, int], iteration=0)
+    meter = _Preparation._create_meter(preparation, job, session, [100] * 4)
+    assert meter is not None
+    meter.close()
+    assert (meter._board is None) is sharded
+
+
+@pytest.mark.parametrize("name", ["every", "divergence_every"])
+@pytest.mark.parametrize("value", [2.5, True, -1])
+def test_periods_are_integers(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be an integer of at least"):
+        Metrics(print, **{name: value})  # type: ignore[arg-type]
+
+
+# ---- adapters -------------------------------------------------------------------------------
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = tensorboard.SummaryWriter(str(tmp_path))
+    TensorBoard(writer)(NUMBERS, 7)
+    writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(f"offbeat/{name}" for name in NUMBERS)
+    (event,) = events.Scalars("offbeat/loss")
+    assert (event.step, event.value) == (7, 0.5)
+
+
+def test_weights_and_biases() -> None:
+    class Run:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            self.logged = numbers, step
+
+    run = Run()
+    WandB(run, prefix="")(NUMBERS, 7)
+    assert run.logged == (NUMBERS, 7)
+
+
+def test_prometheus() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    pass_on = Prometheus(registry)
+    pass_on({"loss": 1.0}, 1)
+    pass_on(NUMBERS, 7)
+    assert registry.get_sample_value("offbeat_loss") == 0.5
+    assert registry.get_sample_value("offbeat_iteration") == 7
+    sent = registry.get_sample_value("offbeat_bytes_per_iteration", {"link": "eth1"})
+    assert sent == 2.0
+    Prometheus(registry)({"loss": 3.0}, 8)  # as for a second model
+    assert registry.get_sample_value("offbeat_loss") == 3.0

@@ -1,0 +1,284 @@
+"""Models that `fully_shard` has divided inside nodes, averaged between nodes.
+
+The equations are those of replicated nodes, with the layout of shards where slices or blocks depend
+on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cases.comparing import assert_close, assert_same
+from cases.models import build_model
+from cases.node_jobs import ADAM, CODED, members
+from cases.sharded_jobs import (
+    CASES,
+    KILLED,
+    PARAMETERS,
+    REFUSED,
+    REPLICATED,
+    RESHAPED,
+    SAVED,
+    SHAPED,
+    SHAPES,
+    SHARDED,
+    VARIANTS,
+    call,
+    continue_killed,
+    diverge,
+    find_any,
+    nodes_of,
+    refuse_all,
+    repair,
+    reshape,
+    reshape_ours,
+    spoil,
+    train,
+    train_all_saved,
+    train_until_killed,
+    train_variants,
+    unite,
+)
+from cases.workers import TIMEOUT_S
+from harness.ranks import one_of, run_world, watch_world
+from oracle.training import average_gradients, bsp, local_sgd
+
+from offbeat.core.buckets.shards import MEMORY
+
+STAGED = (
+    *("slices", "fragments due at forward", "partial", "dreamddp delayed"),
+    *("selsync", "wfbp tied", "deft"),
+)
+
+
+Call = tuple[str, Any, str]
+USUALLY: tuple[Call, ...] = tuple((name, SHARDED, MEMORY) for name in CASES)
+UNKNOWN: tuple[Call, ...] = tuple((name, SHARDED, "_name_of_another_version") for name in STAGED)
+# Numbers of ranks change the padding of shards and the divisor of an average, whichever strategy
+# asks for it: gradients, slices, whole shards, and an average after a vote.
+SIX: tuple[Call, ...] = (
+    *((name, nodes_of(2, 3), MEMORY) for name in ("wfbp", "slices")),
+    *((name, nodes_of(3, 2), MEMORY) for name in ("wfbp", "diloco", "selsync")),
+)
+
+
+def check(calls: tuple[Call, ...], i: int) -> None:
+    name, nodes, memory = calls[i]
+    results = one_of(train, sum(map(len, nodes)), calls, i)
+    _, equations, case, loop = CASES[name]
+    world = members(case, nodes, loop)
+    equations(world, results[0][0].plan, nodes)
+    for (trained, are_staged), replica in zip(results, world, strict=True):
+        assert are_staged == (memory != MEMORY)
+        assert trained.plan.digest == results[0][0].plan.digest
+        assert_same(trained, replica, f"rank {replica.rank}")
+
+
+@pytest.mark.parametrize("i", range(len(USUALLY)), ids=CASES)
+def test_two_nodes_of_two_ranks(i: int) -> None:
+    check(USUALLY, i)
+
+
+@pytest.mark.parametrize("i", range(len(UNKNOWN)), ids=STAGED)
+def test_shards_in_memory_of_an_unknown_name(i: int) -> None:
+    """They are copied before and after each use."""
+    check(UNKNOWN, i)
+
+
+@pytest.mark.parametrize("i", range(len(SIX)), ids=[f"{one[0]}-{len(one[1])}" for one in SIX])
+def test_two_nodes_of_three_ranks_and_three_of_two(i: int) -> None:
+    check(SIX, i)
+
+
+# ---- what takes turns in one world ----------------------------------------------------------
+
+SPOILT = {"gradients": ("wfbp", ADAM), "codes": ("wfbp:wire=int8:fusion=none", CODED)}
+Results = Callable[[str], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results_of(folder: Path) -> Results:
+    """A function of a name: what each rank of two nodes of two has found."""
+    calls = {
+        "options": (train_variants, tuple(VARIANTS)),
+        **{f"skipped {name}": (spoil, "skip", *how, SHARDED) for name, how in SPOILT.items()},
+        "repaired": (repair,),
+        "any": (find_any,),
+        "united": (unite, SHARDED),
+        "saved": (train_all_saved, str(folder / "saved")),
+        "reshaped": (reshape, str(folder / "reshaped")),
+        "refused": (refuse_all,),
+    }
+    return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
+
+
+def test_options_of_fsdp(results_of: Results) -> None:
+    """The same bits as a loop that averages the shards itself."""
+    for found in results_of("options"):
+        assert {name: ours == theirs for name, (ours, theirs) in found.items()} == dict.fromkeys(
+            VARIANTS, True
+        )
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_values_that_are_not_finite(results_of: Results, what: str) -> None:
+    """One rank of a node has them. The node is named by all ranks, or left out of the averages of
+    all its shards."""
+    (strategy, case), nodes = SPOILT[what], SHARDED
+    for rank, (error, _) in enumerate(run_world(spoil, 4, "raise", strategy, case, nodes)):
+        assert f"rank {2 + rank % 2} sent values that are not finite" in error
+    world = members(case, nodes)
+    for t in range(3):
+        for replica in world:
+            replica.gradients(t)
+        average_gradients(world[:2] if t == 1 else world)
+        for replica, first in zip(world[2:], world[:2], strict=True):
+            for p, given in zip(replica.model.parameters(), first.model.parameters(), strict=True):
+                p.grad = None if given.grad is None else given.grad.clone()
+        for replica in world:
+            replica.step()
+    expected = world[0].model.state_dict()
+    for error, model in results_of(f"skipped {what}"):
+        assert not error
+        assert_close(model, expected, "model", 1e-12 if strategy == "wfbp" else 0.01)
+
+
+@pytest.mark.parametrize("consolidating", [False, True], ids=["in training", "in consolidate"])
+def test_shards_that_diverge_are_found(consolidating: bool) -> None:
+    for error in run_world(diverge, 4, consolidating):
+        assert "replicas have diverged" in error
+        assert "'6.weight' of rank 3 and of rank 1 differ" in error
+
+
+def test_shards_are_repaired_with_their_state(results_of: Results) -> None:
+    ranks = results_of("repaired")
+    assert len({bits for *_, bits in ranks}) == 1
+    before, after = ([one[i] for one in ranks] for i in range(2))
+    for name, tensor in after[0][0].items():
+        mean = (before[0][0][name] + before[2][0][name]) / 2
+        torch.testing.assert_close(tensor, mean, rtol=1e-14, atol=1e-14)
+    for index, state in after[0][1].items():
+        mean = (before[0][1][index]["exp_avg"] + before[2][1][index]["exp_avg"]) / 2
+        torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-14, atol=1e-14)
+
+
+def test_a_nonzero_element_counts_on_all_ranks_of_a_node(results_of: Results) -> None:
+    assert results_of("any") == [[True, False]] * 4
+
+
+def test_buffers_are_united_over_all_ranks(results_of: Results) -> None:
+    """Parameters over replicas, running statistics over ranks, each of which has its own."""
+    ranks = results_of("united")
+    assert len({bits for *_, bits in ranks}) == 1
+    before, after, _ = zip(*ranks, strict=True)
+    assert len({one["2.running_mean"].sum().item() for one in before}) == 4
+    for name, tensor in after[0].items():
+        if tensor.is_floating_point():
+            mean = torch.stack([one[name] for one in before]).mean(dim=0)
+            torch.testing.assert_close(tensor, mean, rtol=1e-14, atol=1e-14)
+
+
+def test_checkpoints_continue_bit_by_bit(results_of: Results) -> None:
+    for found in results_of("saved"):
+        alike = {name: whole == resumed for name, (whole, resumed) in found.items()}
+        assert alike == dict.fromkeys(SAVED, True)
+
+
+def test_torch_reads_checkpoints(results_of: Results, folder: Path) -> None:
+    """Into another shape of nodes, and into a model of a single process."""
+    ranks = results_of("reshaped")
+    for found in ranks:
+        assert_close(found["after"], ranks[0]["before"], "model", 0.0)
+        assert_close(found["trained"], ranks[0]["trained"], "model", 0.0)
+        assert any((found["trained"][n] != t).any() for n, t in found["after"].items())
+    alone = {"model": build_model(SHAPED, seed=9).state_dict()}
+    with warnings.catch_warnings():  # torch states that there is a single process
+        warnings.simplefilter("ignore")
+        dcp.load(alone, checkpoint_id=str(folder / "reshaped"), no_dist=True)
+    assert_close(alone["model"], ranks[0]["before"], "model", 0.0)
+
+
+@pytest.fixture(scope="module")
+def reshaped(folder: Path) -> list[Any]:
+    return run_world(reshape_ours, 4, str(folder / "ours"))
+
+
+@pytest.mark.parametrize("key", RESHAPED, ids=" - ".join)
+def test_checkpoints_continue_in_other_nodes(reshaped: list[Any], key: tuple[str, ...]) -> None:
+    """From the same weights and optimizer state, with a plan that begins anew."""
+    strategy, saved, loaded = key
+    nodes, expected = SHAPES[loaded], reshaped[0][strategy, saved]
+    world = members(SHAPED, nodes)
+    for replica in world:
+        replica.model.load_state_dict(expected[0])
+        replica.optimizer.load_state_dict(copy.deepcopy(expected[1]))
+    if strategy == PARAMETERS:
+        local_sgd(world, range(3, 5), period=2)
+    else:
+        bsp(world, range(3, 5))
+    for found, replica in zip(reshaped, world, strict=True):
+        error, exact, iteration, state, trained = found[key]
+        assert (exact, iteration) == (False, 3)
+        assert_close(state, expected, "loaded", 0.0)
+        assert_close(trained, replica.model.state_dict(), f"rank {replica.rank}", 1e-12)
+        if strategy == PARAMETERS:
+            assert "whose ranks have states of their own" in error
+            assert "call model.consolidate() before offbeat.save" in error
+
+
+def test_checkpoints_of_other_nodes_name_both(reshaped: list[Any]) -> None:
+    [error] = {found[PARAMETERS, "replicated", "replicated crosswise"][0] for found in reshaped}
+    assert (
+        "is of 4 ranks (2 nodes of 2 ranks that replicate the model) under local-sgd(period=2), "
+        "whose ranks have states of their own, and here are 4 ranks (2 nodes of 2 ranks "
+        "(0, 2; 1, 3) that replicate the model) under local-sgd(period=2); start the job alike"
+    ) in error
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
+    for found in results_of("refused"):
+        assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "who"),
+    [
+        ("wfbp", SHARDED, 1),
+        ("wfbp", SHARDED, 0),  # hosts the store
+        ("local-sgd:period=2", SHARDED, 2),
+        ("dreamddp:period=2", REPLICATED, 3),
+        ("wfbp", REPLICATED, 2),
+    ],
+)
+def test_survivors_name_rank_and_node(strategy: str, nodes: Any, who: int) -> None:
+    require_named(strategy, nodes, who)
+
+
+def require_named(strategy: str, nodes: Any, who: int, path: str = "") -> None:
+    outcomes = watch_world(train_until_killed, 4, strategy, nodes, who, path, doomed=[who])
+    for outcome in outcomes:
+        if outcome.rank != who:
+            assert f"Rank {who} (" in outcome.error, outcome
+            assert f", node {who // 2}) " in outcome.error, outcome
+            assert outcome.seconds < TIMEOUT_S + 20, outcome
+
+
+def test_killed_jobs_continue_with_the_same_bits(tmp_path: Path) -> None:
+    paths = [str(tmp_path / strategy) for strategy, _, _ in KILLED]
+    for job, path in zip(KILLED, paths, strict=True):
+        require_named(*job, path)
+    for found in run_world(continue_killed, 4, paths):
+        assert [whole == resumed for whole, resumed in found] == [True] * len(KILLED)
