@@ -28,6 +28,7 @@ from cases.workers import bits, bits_of, prepared, rank, snapshot, world_size
 from offbeat import BSP, DDP, WFBP, LocalSGD, Profile, Strategy
 from offbeat.core.measuring import network_check
 from offbeat.core.transport.heartbeat import publish_exception
+from offbeat.metrics import Metrics
 from offbeat.testing import inspect
 
 CASE = Case("mlp", "nesterov")
@@ -228,13 +229,13 @@ def close_after_an_exception() -> str:
 
 
 def followed_iterations(strategy: Strategy) -> list[int]:
-    """Iterations after which a follower was called: two with an update and one without, and not one
+    """Iterations after which metrics were logged: two with an update and one without, and not one
     whose backward was dropped."""
     model, plain = build(CASE)
     profile = profile_of(CASE, world_size())
-    model, optimizer = offbeat.prepare(model, plain, strategy, profile=profile)
     seen = list[int]()
-    model._session.add_follower(lambda: seen.append(offbeat.iteration(model)))
+    metrics = Metrics(lambda _, iteration: seen.append(iteration), every=1)
+    model, optimizer = offbeat.prepare(model, plain, strategy, profile=profile, metrics=metrics)
     iterate(model, optimizer, 0)
     model.skip_step()
     loss_of(model, *batch(CASE, rank(), 2)).backward()
@@ -369,7 +370,7 @@ def settled_threads(least: int | None) -> int:
 
 
 def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
-    """By strategy: how many sessions and parameters are left once nothing refers to the model, and
+    """By strategy: how many models and parameters are left once nothing refers to them, and
     how many threads more than after the first."""
     threads: list[int] = []
     kept: list[Any] = []
@@ -378,7 +379,7 @@ def left_after_close(strategies: Sequence[Strategy]) -> list[tuple[int, int]]:
         model, optimizer = offbeat.prepare(*build(CASE), strategy, observe=1)
         for t in range(4):
             iterate(model, optimizer, t)
-        kept += [weakref.ref(model._session), weakref.ref(next(iter(model.parameters())))]
+        kept += [weakref.ref(model), weakref.ref(next(iter(model.parameters())))]
         model.close()
         del model, optimizer
         gc.collect()
@@ -418,7 +419,7 @@ def looks() -> dict[str, Any]:
             try:
                 call()
             except (ValueError, AttributeError) as error:
-                errors[name] = str(error)
+                errors[name] = type(error).__name__
         model.double()  # what it is already
         average = torch.optim.swa_utils.AveragedModel(model)
         average.update_parameters(model)
@@ -519,15 +520,17 @@ def prepare_tuned(profile: Profile | None) -> bool:
         return True
 
 
-def prepare_named(strategy: str, variable: str | None) -> tuple[str, str]:
-    """The strategy in use, and what was written to stderr."""
+def prepare_named(strategy: str, variable: str | None) -> tuple[tuple[str, int], str]:
+    """Name and period of the strategy in use, and what prepare wrote to stderr."""
     if variable is not None:
         os.environ["OFFBEAT_STRATEGY"] = variable
-    model, optimizer = build(CASE)
     said = io.StringIO()
-    with redirect_stderr(said), prepared(model, optimizer, strategy, observe=2) as (model, _):
+    with redirect_stderr(said), prepared(*build(CASE), strategy, observe=2) as (model, optimizer):
         text = said.getvalue().replace("\n         ", " ")  # a line may be wrapped
-        return str(model._session.choice.strategy), text
+        for t in range(3):
+            iterate(model, optimizer, t)
+        plan = inspect(model).plan
+        return (plan.strategy, plan.period), text
 
 
 def train_as_job(job: dict[str, Any], given: Strategy | str | None) -> dict[str, Any]:

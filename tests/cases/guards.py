@@ -1,8 +1,7 @@
-"""What the ranks do in the tests of the guards; and collectives between threads."""
+"""What the ranks do in the tests of the guards."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -247,36 +246,3 @@ def refuse(coupled: type[torch.optim.Optimizer], strategy: Strategy) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-# ---- collectives between threads ------------------------------------------------------------
-
-
-class Threads:
-    """A world of threads: the mean of their tensors, in place."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._barrier = threading.Barrier(size)
-        self._given: list[Tensor | None] = [None] * size
-
-    def run(self, act: Callable[[int, dict[str, Any]], Any]) -> list[Any]:
-        """`act(rank, collectives)` on every rank."""
-        results: list[Any] = [None] * self.size
-
-        def body(rank: int) -> None:
-            results[rank] = act(rank, {"all_reduce": lambda t: self._mean(rank, t)})
-
-        threads = [threading.Thread(target=body, args=(r,)) for r in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        return results
-
-    def _mean(self, rank: int, tensor: Tensor) -> None:
-        self._given[rank] = tensor.clone()
-        self._barrier.wait(10)
-        mean = torch.stack([t for t in self._given if t is not None]).mean(0)
-        self._barrier.wait(10)
-        tensor.copy_(mean)

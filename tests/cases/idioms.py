@@ -14,21 +14,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from cases.strangers import batch_of
+from cases.strangers import Batch, Script, all_batches, batch_of, loss_of
 from cases.workers import rank, world_size
 from offbeat import WFBP, Profile, Strategy
 from offbeat.testing import inspect
 
 STEPS = 6
-Batch = Callable[[int], tuple[Tensor, Tensor]]
-Loop = Callable[[Any, Any, Batch], None]
 
 
 @dataclass(frozen=True)
 class Idiom:
     """How a script builds its model and optimizer, and how it trains."""
 
-    loop: Loop
+    loop: Script
     build: Callable[[], tuple[nn.Module, Any]]
 
     def __str__(self) -> str:
@@ -238,10 +236,6 @@ class Averaging(torch.optim.SGD):
             state.setdefault("mean", p.clone()).lerp_(p, 0.3)
 
 
-def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
 def takes_two_steps(model: Any, optimizer: Any, batch: Batch) -> None:
     for t in range(STEPS):
         loss_of(model, batch(t)).backward()
@@ -356,12 +350,6 @@ METHODS = [
 
 
 # ---- running them ---------------------------------------------------------------------------
-
-
-def all_batches(t: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks in one: its gradient is the mean of theirs."""
-    x, y = zip(*(batch_of(t, whose) for whose in range(world_size())), strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 def differences(cases: list[Case], **options: Any) -> dict[tuple[str, str], float | str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import warnings
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 
 from cases.workers import prepared, rank
 from offbeat import WFBP, Profile, Strategy
-from offbeat.core.runtime.metrics import Metrics
+from offbeat.metrics import Metrics, TensorBoard
 from offbeat.profile import Bucket, Link
 
 STEPS, EVERY, LR = 6, 2, 0.25
@@ -52,7 +55,7 @@ def logged(strategy: Strategy) -> tuple[list[tuple[dict[str, float], int]], list
     with prepared(model, optimizer, strategy, profile=known, metrics=metrics) as (model, optimizer):
         for _ in range(STEPS):
             optimizer.zero_grad()
-            loss = (1 + rank()) * model().sum()
+            loss = (1 + rank()) * model().reshape(1)  # a mean of losses of one element
             loss.backward()
             losses.append(loss.item())
             optimizer.step()
@@ -60,8 +63,37 @@ def logged(strategy: Strategy) -> tuple[list[tuple[dict[str, float], int]], list
     return seen, losses
 
 
-def log_all(strategies: list[Strategy]) -> list[Any]:
-    return [logged(strategy) for strategy in strategies]
+class FullDisk:
+    """Writer whose files are on a full disk."""
+
+    log_dir = "runs/full"
+    calls = 0
+
+    def add_scalar(self, *_: Any) -> None:
+        self.calls += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def log_on_full_disk() -> tuple[int, list[str], str]:
+    """Calls of a writer in two iterations, warnings, and the error of a log that has a mistake."""
+    writer, numbers = FullDisk(), dict[str, float]()
+    logs = TensorBoard(writer), lambda *_: numbers["a mistake"]
+    error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for log in logs:
+            model = Sums()
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            options = {"metrics": Metrics(log, 1), "observe": 1}
+            with prepared(model, optimizer, WFBP(), **options) as (model, optimizer):
+                for _ in range(2):
+                    model().sum().backward()
+                    try:
+                        optimizer.step()
+                    except KeyError:
+                        error = "KeyError"
+    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    return writer.calls, texts, error
 
 
 def log_alone() -> tuple[list[tuple[int, set[str]]], bool]:

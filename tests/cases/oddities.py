@@ -166,10 +166,11 @@ def train_with_bare(strategy: Strategy, idiom: str) -> tuple[int, str, str, bool
             for steps in range(6):
                 outer.zero_grad()
                 model(inputs(steps)).pow(2).mean().backward()
+                before = snapshot(aliases)
                 outer.step()
+                late |= any(map(torch.equal, aliases, before))
                 with torch.no_grad():
                     look_at_bare(idiom, module, average, kept, aliases, steps)
-                late |= bool(model._session.engine.run.updates._weights)
             return 6, bits(module), bits_of(made), late
     except ValueError:
         return steps, "", "", late

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases import guards as support
-from cases.guards import CASE, WHEN, Threads
+from cases.batches import Batch, Call
+from cases.guards import CASE, WHEN
 from cases.models import batch, build_model, loss_of
 from harness.ranks import run_world
 from torch import Tensor
 
-from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD, Strategy
+from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD
 from offbeat.core.guards.finite import FiniteGuard, all_finite, is_finite, require_policy
 from offbeat.core.plan import INSIDE
 from offbeat.plan import Moment, Payload, Phases, Transfer, transfer
@@ -27,62 +29,28 @@ READY = Moment("grad", 1)
 HANDED = Transfer(Payload("grad", range(2)), READY, READY, Phases(), "net", "send", (1, 2), "sum")
 EXCHANGED = replace(MESSAGE, verb="exchange", ranks=(1, 2), into="partner")
 NAN, INF = float("nan"), float("inf")
+TWO, THREE = Batch(2), Batch(3)
 
-# ---- one message between three threads -------------------------------------------------------
-
-
-def average(policy: Any, values: list[list[float]]) -> list[tuple[list[int], Tensor]]:
-    """Culprits and result on every rank."""
-
-    def act(rank: int, collectives: dict[str, Any]) -> tuple[list[int], Tensor]:
-        guard = FiniteGuard(policy, rank, 3, str)
-        tensor = torch.tensor(values[rank])
-        return guard.run(MESSAGE, tensor, collectives), tensor
-
-    return Threads(3).run(act)
-
-
-@pytest.mark.parametrize("odd", [NAN, INF, -INF])
-def test_raise_names_who_it_was_on_every_rank(odd: float) -> None:
-    for culprits, result in average("raise", [[1.0, 2.0], [3.0, odd], [5.0, 6.0]]):
-        assert culprits == [1]
-        assert not is_finite(result)
-
-
-@pytest.mark.parametrize("odd", [NAN, INF])
-def test_skip_averages_the_others_on_every_rank(odd: float) -> None:
-    for culprits, result in average("skip", [[1.0, 2.0], [3.0, odd], [5.0, 6.0]]):
-        assert culprits == [1]
-        assert result.tolist() == pytest.approx([3.0, 4.0])
-
-
-def test_finite_values_are_averaged_as_ever() -> None:
-    for policy in ("raise", "skip"):
-        for culprits, result in average(policy, [[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]):
-            assert (culprits, result.tolist()) == ([], [3.0, 5.0])
+# ---- one message ------------------------------------------------------------------------------
 
 
 def test_nobody_left_to_average() -> None:
-    for culprits, result in average("skip", [[NAN, 1.0]] * 3):
-        assert culprits == [0, 1, 2]
-        with pytest.raises(RuntimeError, match="ranks 0, 1, 2"):
-            FiniteGuard("skip", 0, 3, str).check_message(MESSAGE, 7, culprits, [result])
+    with pytest.raises(RuntimeError, match="ranks 0, 1, 2"):
+        FiniteGuard("skip", 0, 3, str).check_message(MESSAGE, 7, [0, 1, 2], [torch.tensor([NAN])])
 
 
-@pytest.mark.parametrize(("link", "warning_ranks"), [(INSIDE, [0, 2]), ("net", [0])])
-def test_one_rank_of_an_average_warns_that_values_are_left_out(
-    link: str, warning_ranks: list[int]
-) -> None:
+def test_one_rank_of_an_average_warns_that_values_are_left_out() -> None:
     """Of an average inside a node, the first rank of the node."""
-    warned = list[int]()
-    for rank in range(4):
-        node = (0, 1) if rank < 2 else (2, 3)
-        guard = FiniteGuard("skip", rank, 4, str, node)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            guard.check_message(replace(MESSAGE, link=link), 7, [node[1]], [torch.zeros(2)])
-        warned += [rank for _ in caught]
-    assert warned == warning_ranks
+    for link, warning_ranks in ((INSIDE, [0, 2]), ("net", [0])):
+        warned = list[int]()
+        for rank in range(4):
+            node = (0, 1) if rank < 2 else (2, 3)
+            guard = FiniteGuard("skip", rank, 4, str, node)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                guard.check_message(replace(MESSAGE, link=link), 7, [node[1]], [torch.zeros(2)])
+            warned += [rank for _ in caught]
+        assert warned == warning_ranks
 
 
 def test_what_the_user_has_mended_is_used() -> None:
@@ -106,16 +74,16 @@ def test_a_sum_that_is_handed_on_is_laid_to_whoever_sent_it(policy: Any) -> None
         guard.require_finite_sum(range(2), 7, [torch.tensor([INF])])
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize(
     ("values", "spoilt"),
     [(([1.0], [2.0]), []), (([1.0], [NAN]), [2]), (([INF], [2.0]), [1]), (([NAN], [INF]), [1, 2])],
 )
 def test_both_partners_of_an_exchange_name_the_same_ranks(
-    policy: Any, values: tuple[list[float], list[float]], spoilt: list[int]
+    values: tuple[list[float], list[float]], spoilt: list[int]
 ) -> None:
-    for rank, own, theirs in ((1, *values), (2, *reversed(values))):
-        guard, tensor = FiniteGuard(policy, rank, 4, str), torch.tensor(own)
+    sides = (1, *values), (2, *reversed(values))
+    for policy, (rank, own, theirs) in product(("raise", "skip"), sides):
+        guard, tensor = FiniteGuard(policy, rank, 4, str), torch.tensor(own)  # type: ignore[arg-type]
         exchange = {"exchange": lambda t, theirs=theirs: t.copy_(torch.tensor(theirs))}
         assert guard.run(EXCHANGED, tensor, exchange) == spoilt  # type: ignore[arg-type]
         assert tensor.tolist() == pytest.approx(theirs, nan_ok=True)
@@ -132,14 +100,14 @@ def test_finite_is_not_misled_by_a_sum_that_overflows() -> None:
     assert not is_finite(torch.tensor([1.0, NAN], dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_all_finite_looks_at_every_tensor(dtype: torch.dtype) -> None:
-    most = torch.finfo(dtype).max
-    large, small = torch.full((4,), most, dtype=dtype), torch.ones(2, dtype=dtype)
-    assert all_finite([])
-    assert all_finite(iter([large, -large, small]))
-    for bad in (torch.inf, torch.nan):
-        assert not all_finite([large, small, torch.tensor([bad, -bad], dtype=dtype)])
+def test_all_finite_looks_at_every_tensor() -> None:
+    for dtype in (torch.float16, torch.float64):
+        large = torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+        small = torch.ones(2, dtype=dtype)
+        assert all_finite([])
+        assert all_finite(iter([large, -large, small]))
+        for bad in (torch.inf, torch.nan):
+            assert not all_finite([large, small, torch.tensor([bad, -bad], dtype=dtype)])
 
 
 def test_an_unknown_policy() -> None:
@@ -150,41 +118,49 @@ def test_an_unknown_policy() -> None:
 # ---- in training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("strategy", "what", "iteration", "bucket"),
-    [
-        (WFBP(fusion="none"), "gradient", WHEN, "'4'"),
-        (ByteScheduler(), "gradient", WHEN + 1, "'4'"),  # applied in the next forward
-        (DeAR(), "gradient", WHEN + 1, "'4'"),
-        (LocalSGD(period=3), "weight", WHEN, "'6' to '1'"),
-    ],
+# Strategy, what is spoilt, the iteration that fails, and its bucket.
+SPOILT = [
+    (WFBP(fusion="none"), "gradient", WHEN, "'4'"),
+    (ByteScheduler(), "gradient", WHEN + 1, "'4'"),  # applied in the next forward
+    (DeAR(), "gradient", WHEN + 1, "'4'"),
+    (LocalSGD(period=3), "weight", WHEN, "'6' to '1'"),
+    # codes cannot hold such values; so a rank says that it had some
+    *((WFBP(wire=wire), "gradient", WHEN, "") for wire in ("int8", "sign", "randomk:0.5")),
+    (WFBP(wire="powersgd:1"), "gradient", WHEN, ""),
+]
+NAMED = [TWO.add(support.spoil, one[0], "raise", one[1], 5) for one in SPOILT]
+
+
+def test_every_rank_names_rank_and_bucket() -> None:
+    for (*_, iteration, bucket), call in zip(SPOILT, NAMED, strict=True):
+        for rank in call.results:
+            assert rank["iteration"] == iteration
+            assert rank["words"].startswith("rank 1 sent values that are not finite")
+            assert f"of bucket {bucket}" in rank["words"]
+            assert f"in iteration {WHEN}" in rank["words"]
+
+
+@THREE.each(
+    support.spoil, [WFBP(fusion="none"), "skip", "gradient", 4], [DeAR(), "skip", "gradient", 4]
 )
-def test_every_rank_names_rank_and_bucket(
-    strategy: Strategy, what: str, iteration: int, bucket: str
-) -> None:
-    ranks = run_world(support.spoil, 2, strategy, "raise", what, 5)
-    for rank in ranks:
-        assert rank["iteration"] == iteration
-        assert rank["words"].startswith("rank 1 sent values that are not finite")
-        assert f"of bucket {bucket} in iteration {WHEN}" in rank["words"]
-
-
-@pytest.mark.parametrize("strategy", [WFBP(fusion="none"), DeAR()], ids=str)
-@pytest.mark.filterwarnings("ignore:rank 1 left out")
-def test_skipped_gradients_leave_the_average_of_the_others(strategy: Strategy) -> None:
+def test_skipped_gradients_leave_the_average_of_the_others(calls: list[Call]) -> None:
     """Of the layer's bucket, in that iteration: the same as a loop that leaves rank 1 out."""
     expected = by_hand(4)
-    for rank in run_world(support.spoil, 2, strategy, "skip", "gradient", 4):
-        for name, value in expected.items():
-            assert torch.allclose(rank["weights"][name], value, rtol=1e-12), name
+    for call in calls:
+        for rank in call.results:
+            for name, value in expected.items():
+                assert torch.allclose(rank["weights"][name], value, rtol=1e-12), name
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_a_pair_does_not_use_the_values_of_a_spoilt_partner(policy: str) -> None:
-    for rank in run_world(support.spoil, 2, NoLoCo(period=3), policy, "weight", 5):
-        assert rank["iteration"] == WHEN
-        assert rank["words"].startswith("rank 1 exchanged values that are not finite")
-        assert f"parameters of bucket '6' to '1' in iteration {WHEN}" in rank["words"]
+@TWO.each(
+    support.spoil, [NoLoCo(period=3), "raise", "weight", 5], [NoLoCo(period=3), "skip", "weight", 5]
+)
+def test_a_pair_does_not_use_the_values_of_a_spoilt_partner(calls: list[Call]) -> None:
+    for call in calls:
+        for rank in call.results:
+            assert rank["iteration"] == WHEN
+            assert rank["words"].startswith("rank 1 exchanged values that are not finite")
+            assert f"parameters of bucket '6' to '1' in iteration {WHEN}" in rank["words"]
 
 
 def by_hand(iterations: int) -> dict[str, Tensor]:
@@ -195,24 +171,24 @@ def by_hand(iterations: int) -> dict[str, Tensor]:
     for t in range(iterations):
         grads = [
             torch.autograd.grad(loss_of(model, *batch(CASE, rank, t)), parameters)
-            for rank in range(2)
+            for rank in range(3)
         ]
         with torch.no_grad():
-            for name, p, mine, other in zip(names, parameters, *grads, strict=True):
-                alone = t == WHEN and name in ("4.weight", "4.bias")
-                p -= 0.1 * (mine if alone else (mine + other) / 2)
+            for name, p, first, spoilt, last in zip(names, parameters, *grads, strict=True):
+                left_out = t == WHEN and name in ("4.weight", "4.bias")
+                mean = (first + last) / 2 if left_out else (first + spoilt + last) / 3
+                p -= 0.1 * mean
     return {name: p.detach() for name, p in zip(names, parameters, strict=True)}
 
 
-@pytest.mark.filterwarnings("ignore:rank 1 left out")
-def test_a_skipped_replica_takes_over_the_others_weights() -> None:
-    first, second = run_world(support.spoil, 2, LocalSGD(period=3), "skip", "weight", 3)
+@TWO.given(support.spoil, LocalSGD(period=3), "skip", "weight", 3)
+def test_a_skipped_replica_takes_over_the_others_weights(call: Call) -> None:
+    first, second = call.results
     for name, value in first["weights"].items():
         assert torch.isfinite(value).all()
         assert torch.equal(value, second["weights"][name])
 
 
-@pytest.mark.filterwarnings("ignore:rank 1 left out")
 def test_consolidate_leaves_out_a_replica_that_is_not_finite() -> None:
     ranks = run_world(support.consolidate_spoilt, 3, [1])
     for found in ranks:
@@ -223,21 +199,19 @@ def test_consolidate_leaves_out_a_replica_that_is_not_finite() -> None:
             assert torch.equal(value, ranks[0]["skip"][name])
 
 
-def test_consolidate_needs_a_finite_replica() -> None:
-    for found in run_world(support.consolidate_spoilt, 2, [0, 1]):
+@TWO.given(support.consolidate_spoilt, [0, 1])
+def test_consolidate_needs_a_finite_replica(call: Call) -> None:
+    for found in call.results:
         assert found["skip"].startswith("parameters of ranks 0, 1 are not finite")
 
 
-@pytest.mark.parametrize("wire", ["int8", "sign", "randomk:0.5", "powersgd:1"])
-def test_codes_hide_no_values(wire: str) -> None:
-    """They cannot hold them; so a rank says that it had some."""
-    strategy = WFBP(wire=wire)
-    for rank in run_world(support.spoil, 2, strategy, "raise", "gradient", 4):
-        assert rank["iteration"] == support.WHEN
-        assert "rank 1 sent values that are not finite" in rank["words"]
-
-
-@pytest.mark.parametrize("wire", ["none", "int8", "randomk:0.5"])
-def test_ignored_values_spread(wire: str) -> None:
-    for rank in run_world(support.spoil, 2, WFBP(wire=wire), "ignore", "gradient", 4):
-        assert not torch.isfinite(rank["weights"]["4.weight"]).any()
+@TWO.each(
+    support.spoil,
+    [WFBP(wire="none"), "ignore", "gradient", 4],
+    [WFBP(wire="int8"), "ignore", "gradient", 4],
+    [WFBP(wire="randomk:0.5"), "ignore", "gradient", 4],
+)
+def test_ignored_values_spread(calls: list[Call]) -> None:
+    for call in calls:
+        for rank in call.results:
+            assert not torch.isfinite(rank["weights"]["4.weight"]).any()

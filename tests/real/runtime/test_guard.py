@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import merging as support
+from cases.batches import Batch, Call
 from cases.comparing import assert_same
 from cases.merging import Merging, Watched, closes_every
 from cases.schedules import CASE
@@ -29,9 +28,26 @@ RISING = {(1, t): 10.0 * t for t in range(WINDOW, ITERATIONS)}  # in one rank's 
 INFINITE = {(0, 4): float("inf")}
 
 
-def guarded(strategy: Strategy, offsets: dict[tuple[int, int], float], path: Path) -> list[Watched]:
-    args = (strategy, WINDOW, offsets, ITERATIONS, str(path))
-    ranks = run_world(support.train_guarded, 2, *args)
+FALLING = {(r, t): -float(t) for r in (0, 1) for t in range(99)}
+TWO = Batch(2)
+
+
+def guards(strategy: Strategy, offsets: dict[tuple[int, int], float], *rates: Any) -> Call:
+    return TWO.add(support.train_guarded, strategy, WINDOW, offsets, ITERATIONS, *rates)
+
+
+NOISE, RATE = (Merging(period=2, guards=True, by=what) for what in ("noise", "rate"))
+FALLS = [
+    (guards(GUARDED, RISING), 3, "the loss rose to "),
+    (guards(GUARDED, INFINITE), 2, "the loss is not finite"),
+]
+DEFT = guards(DeFT(forward=1, backward=1), INFINITE)
+GOES_DOWN, NOISY = guards(GUARDED, FALLING), guards(NOISE, FALLING)
+TWO_RATES = guards(RATE, {}, (0.05, 0.1))
+
+
+def guarded(call: Call) -> list[Watched]:
+    ranks = call.results
     assert ranks[0].united == ranks[1].united
     assert ranks[0].decisions == ranks[1].decisions
     assert ranks[0].strategies == ranks[1].strategies
@@ -44,34 +60,28 @@ def assert_trained_as(ranks: list[Watched], world: list[Replica]) -> None:
         assert_same(mine.trained, replica, f"rank {replica.rank}")
 
 
-@pytest.mark.parametrize(
-    ("offsets", "looks", "words"),
-    [(RISING, 3, "the loss rose to "), (INFINITE, 2, "the loss is not finite")],
-    ids=["rising", "infinite"],
-)
-def test_falls_back_when_the_loss_departs(
-    tmp_path: Path, offsets: dict[tuple[int, int], float], looks: int, words: str
-) -> None:
+def test_falls_back_when_the_loss_departs() -> None:
     """On all ranks at once: what was merged is applied, and from then on it is WFBP."""
-    ranks = guarded(GUARDED, offsets, tmp_path)
-    fell = looks * WINDOW
-    names = ["merging"] * (fell - 1) + ["wfbp"] * (ITERATIONS - fell + 1)
-    assert ranks[0].strategies == names
-    [decision] = ranks[0].decisions
-    assert words in decision["what"]
-    assert f"fell back from {GUARDED} to wfbp" in decision["what"]
-    assert decision["iteration"] == fell
-    warning = f"iteration {fell}: {decision['what']}"
-    assert [w for w in ranks[0].warnings if "fell back" in w] == [warning]
-    world = replicas(CASE, 2)
-    merged(world, range(fell), closes_every(2))
-    apply_merged(world, "sum")
-    bsp(world, range(fell, ITERATIONS))
-    assert_trained_as(ranks, world)
+    for call, looks, words in FALLS:
+        ranks = guarded(call)
+        fell = looks * WINDOW
+        names = ["merging"] * (fell - 1) + ["wfbp"] * (ITERATIONS - fell + 1)
+        assert ranks[0].strategies == names
+        [decision] = ranks[0].decisions
+        assert words in decision["what"]
+        assert f"fell back from {GUARDED} to wfbp" in decision["what"]
+        assert decision["iteration"] == fell
+        warning = f"iteration {fell}: {decision['what']}"
+        assert [w for w in ranks[0].warnings if "fell back" in w] == [warning]
+        world = replicas(CASE, 2)
+        merged(world, range(fell), closes_every(2))
+        apply_merged(world, "sum")
+        bsp(world, range(fell, ITERATIONS))
+        assert_trained_as(ranks, world)
 
 
-def test_deft_falls_back(tmp_path: Path) -> None:
-    ranks = guarded(DeFT(forward=1, backward=1), INFINITE, tmp_path)
+def test_deft_falls_back() -> None:
+    ranks = guarded(DEFT)
     assert ranks[0].strategies[-1] == "wfbp"
     assert len(ranks[0].decisions) == 1
 
@@ -89,18 +99,17 @@ def test_deft_without_a_window_runs_wfbp(observed: bool) -> None:
     assert_trained_as(ranks, world)
 
 
-def test_nothing_happens_to_a_loss_that_goes_down(tmp_path: Path) -> None:
-    ranks = guarded(GUARDED, {(r, t): -float(t) for r in (0, 1) for t in range(99)}, tmp_path)
+def test_nothing_happens_to_a_loss_that_goes_down() -> None:
+    ranks = guarded(GOES_DOWN)
     assert ranks[0].decisions == []
     world = replicas(CASE, 2)
     merged(world, range(ITERATIONS), closes_every(2))
     assert_trained_as(ranks, world)
 
 
-def test_plans_again_when_the_noise_says_so(tmp_path: Path) -> None:
+def test_plans_again_when_the_noise_says_so() -> None:
     """After the first window in which a generation was applied, and none lost; no warning."""
-    falling = {(r, t): -float(t) for r in (0, 1) for t in range(99)}
-    ranks = guarded(Merging(period=2, guards=True, by="noise"), falling, tmp_path)
+    ranks = guarded(NOISY)
     known = 2 * WINDOW
     assert ranks[0].periods == [2] * (known - 1) + [3] * (ITERATIONS - known + 1)
     [decision] = ranks[0].decisions
@@ -113,11 +122,9 @@ def test_plans_again_when_the_noise_says_so(tmp_path: Path) -> None:
     assert_trained_as(ranks, world)
 
 
-def test_ranks_with_different_rates_plan_alike(tmp_path: Path) -> None:
+def test_ranks_with_different_rates_plan_alike() -> None:
     """As a schedule by each rank's own loss makes them; the plan depends on the rate."""
-    strategy = Merging(period=2, guards=True, by="rate")
-    args = (strategy, WINDOW, {}, ITERATIONS, str(tmp_path), (0.05, 0.1))
-    first, second = run_world(support.train_guarded, 2, *args)
+    first, second = TWO_RATES.results
     assert first.periods == second.periods
     assert first.united == second.united
 
@@ -200,55 +207,54 @@ def test_consolidate_leaves_the_meter_in_step() -> None:
         assert after == pytest.approx([9 * value for value in before])
 
 
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}])
-def test_step_size_is_what_a_constant_gradient_moves(settings: dict[str, float]) -> None:
-    parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
-    before = 0.0
-    for _ in range(300):
-        before = parameter.item()
-        parameter.grad = torch.ones(1, dtype=torch.float64)
-        optimizer.step()
-    assert step_size(optimizer) == pytest.approx(before - parameter.item())
-    assert not is_scale_free(optimizer)
+def test_step_size_is_what_a_constant_gradient_moves() -> None:
+    for settings in ({}, {"momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}):
+        parameter = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([parameter], lr=0.1, **settings)
+        before = 0.0
+        for _ in range(300):
+            before = parameter.item()
+            parameter.grad = torch.ones(1, dtype=torch.float64)
+            optimizer.step()
+        assert step_size(optimizer) == pytest.approx(before - parameter.item())
+        assert not is_scale_free(optimizer)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("size", [0.02, 5.0])
-def test_step_size_of_adam_is_what_it_moves(kind: Any, size: float) -> None:
+def test_step_size_of_adam_is_what_it_moves() -> None:
     """The rate, however large the gradient: so a sum of two moves no further than one."""
-    parameter = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    optimizer = kind([parameter], lr=0.1, weight_decay=0.0)
-    assert not is_scale_free(optimizer)  # not known before its first step
-    for _ in range(5):
-        before = parameter.detach().clone()
-        parameter.grad = torch.full((3,), size, dtype=torch.float64)
-        optimizer.step()
-    assert is_scale_free(optimizer)
-    moved = (before - parameter.detach()) / size
-    assert moved.tolist() == pytest.approx([step_size(optimizer)] * 3)
+    for kind, size in ((torch.optim.Adam, 0.02), (torch.optim.AdamW, 5.0)):
+        parameter = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        optimizer = kind([parameter], lr=0.1, weight_decay=0.0)
+        assert not is_scale_free(optimizer)  # not known before its first step
+        for _ in range(5):
+            before = parameter.detach().clone()
+            parameter.grad = torch.full((3,), size, dtype=torch.float64)
+            optimizer.step()
+        assert is_scale_free(optimizer)
+        moved = (before - parameter.detach()) / size
+        assert moved.tolist() == pytest.approx([step_size(optimizer)] * 3)
 
 
 # ---- the tap ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
-def test_taps_may_be_closed_in_any_order(order: Sequence[int]) -> None:
+def test_taps_may_be_closed_in_any_order() -> None:
     original = torch.Tensor.backward
-    taps = [LossTap() for _ in order]
-    try:
-        for closed, i in enumerate(order):
-            loss_of(float(closed + 1)).backward()
-            for tap in (taps[j] for j in order[closed:]):
-                assert float(tap.take() or 0.0) == closed + 1
-            taps[i].close()
-            loss_of(9.0).backward()
-            assert taps[i].take() is None
-            for j in order[closed + 1 :]:
-                taps[j].take()
-        assert torch.Tensor.backward is original
-    finally:
-        torch.Tensor.backward = original  # type: ignore[method-assign]
+    for order in permutations(range(3)):
+        taps = [LossTap() for _ in order]
+        try:
+            for closed, i in enumerate(order):
+                loss_of(float(closed + 1)).backward()
+                for tap in (taps[j] for j in order[closed:]):
+                    assert float(tap.take() or 0.0) == closed + 1
+                taps[i].close()
+                loss_of(9.0).backward()
+                assert taps[i].take() is None
+                for j in order[closed + 1 :]:
+                    taps[j].take()
+            assert torch.Tensor.backward is original
+        finally:
+            torch.Tensor.backward = original  # type: ignore[method-assign]
 
 
 def test_tap_takes_scalars_only() -> None:

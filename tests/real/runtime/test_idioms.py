@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import idioms
+from cases.batches import Batch, Call
 from cases.idioms import Idiom, agent
-from harness.ranks import run_world
 
 import offbeat
 from offbeat import BSP, DDP, P3, WFBP, DeAR, DreamDDP, LocalSGD, Strategy
@@ -14,11 +14,28 @@ from offbeat import BSP, DDP, P3, WFBP, DeAR, DreamDDP, LocalSGD, Strategy
 # With a period of 1 and without momentum the mean of weights is that of gradients.
 EVERY, DREAM = LocalSGD(period=1), DreamDDP(period=1)
 OTHERS: list[Strategy] = [EVERY, DREAM, WFBP(), BSP(), EVERY, DREAM, WFBP(), DeAR()]
+ONE, TWO = Batch(1), Batch(2)
+
+# P3 changes weights in the next forward, so it must see every forward; the others see where
+# backward begins in several ways.
+FORWARDS = [
+    *((Idiom(loop, agent), P3()) for loop in idioms.METHODS),
+    *((Idiom(idioms.METHODS[i], agent), other) for i, other in enumerate(OTHERS)),
+]
+TWO_STEPS = (idioms.takes_two_steps, idioms.steps_both, idioms.steps_in_turn)
+# Sharpness-aware steps, modes of schedule-free optimizers, several optimizers in one step or in
+# turn, weights that are put back through `.data`.
+OPTIMIZERS = [
+    *((idiom, WFBP()) for idiom in idioms.OPTIMIZERS),
+    *((i, s) for i in idioms.OPTIMIZERS if i.loop in TWO_STEPS for s in (P3(), DDP())),
+]
 
 
-def assert_alike(ranks: list[dict[tuple[str, str], float | str]]) -> None:
-    wrong = {key: off for found in ranks for key, off in found.items() if not is_small(off)}
-    assert not wrong
+@TWO.each(idioms.differences, [FORWARDS], [OPTIMIZERS])
+def test_trained_as_on_one_process(calls: list[Call]) -> None:
+    for call in calls:
+        for found in call.results:
+            assert {key: off for key, off in found.items() if not is_small(off)} == {}
 
 
 def is_small(off: float | str) -> bool:
@@ -27,65 +44,54 @@ def is_small(off: float | str) -> bool:
 
 # ---- forward passes that are no call of the model -------------------------------------------
 
-
-def test_forwards_beside_the_call_of_the_model() -> None:
-    """P3 changes weights in the next forward, so it must see every forward; the others see where
-    backward begins in several ways."""
-    cases = [(Idiom(loop, agent), P3()) for loop in idioms.METHODS]
-    cases += [(Idiom(idioms.METHODS[i], agent), other) for i, other in enumerate(OTHERS)]
-    assert_alike(run_world(idioms.differences, 2, cases, timeout_s=120.0))
+DDP_LOOPS = (idioms.updates_by_method, idioms.calls_submodules)
 
 
-def test_ddp_averages_what_methods_compute_and_refuses_parts() -> None:
-    loops = (idioms.updates_by_method, idioms.calls_submodules)
-    cases = [(Idiom(loop, agent), DDP()) for loop in loops]
-    for found in run_world(idioms.differences, 2, cases):
+@TWO.given(idioms.differences, [(Idiom(loop, agent), DDP()) for loop in DDP_LOOPS])
+def test_ddp_averages_what_methods_compute_and_refuses_parts(call: Call) -> None:
+    for found in call.results:
         averaged, refused = found.values()
         assert is_small(averaged)
         assert str(refused).startswith("RuntimeError: optimizer.step() without a forward")
 
 
-@pytest.mark.parametrize("how", ["method", "eval", "parts", "by hand"])
-def test_such_forwards_are_measured(how: str) -> None:
+HOWS = ("method", "eval", "parts", "by hand")
+
+
+@ONE.each(idioms.profile_of_a_sleeper, *((how,) for how in HOWS))
+def test_such_forwards_are_measured(calls: list[Call]) -> None:
     """Without what the script does before them, such as loading data or a roll-out."""
-    [profile] = run_world(idioms.profile_of_a_sleeper, 1, how)
-    # Sleeps last longer on a busy machine, never shorter.
-    assert sum(b.forward_s for b in profile.buckets) >= 0.9 * idioms.FORWARD_S
-    assert sum(b.backward_s for b in profile.buckets) >= 0.9 * idioms.BACKWARD_S
-    assert profile.other_s >= 0.9 * (idioms.OTHER_S + idioms.FORWARD_S)
-    names = [name for b in profile.buckets for name in b.tensors]
-    assert names.index("last.weight") < names.index("first.weight")
-    if how in ("method", "parts"):  # memory is measured in forwards in training mode
-        assert (sum(b.activation_bytes for b in profile.buckets) > 0) == (how == "method")
+    for how, call in zip(HOWS, calls, strict=True):
+        [profile] = call.results
+        # Sleeps last longer on a busy machine, never shorter.
+        assert sum(b.forward_s for b in profile.buckets) >= 0.9 * idioms.FORWARD_S
+        assert sum(b.backward_s for b in profile.buckets) >= 0.9 * idioms.BACKWARD_S
+        assert profile.other_s >= 0.9 * (idioms.OTHER_S + idioms.FORWARD_S)
+        names = [name for b in profile.buckets for name in b.tensors]
+        assert names.index("last.weight") < names.index("first.weight")
+        if how in ("method", "parts"):  # memory is measured in forwards in training mode
+            assert (sum(b.activation_bytes for b in profile.buckets) > 0) == (how == "method")
 
 
-def test_a_method_that_trains_begins_an_iteration_before_its_forward() -> None:
+@ONE.given(idioms.iterations_begun)
+def test_a_method_that_trains_begins_an_iteration_before_its_forward(call: Call) -> None:
     """From its second call on; other methods never do."""
-    [begun] = run_world(idioms.iterations_begun, 1)
-    assert begun == [False, False, False, True, False, True]
+    assert call.results == [[False, False, False, True, False, True]]
 
 
 # ---- optimizers -----------------------------------------------------------------------------
 
 
-def test_optimizers_that_step_by_themselves() -> None:
-    """Sharpness-aware steps, modes of schedule-free optimizers, several optimizers in one step or
-    in turn, weights that are put back through `.data`."""
-    cases = [(idiom, WFBP()) for idiom in idioms.OPTIMIZERS]
-    steps = (idioms.takes_two_steps, idioms.steps_both, idioms.steps_in_turn)
-    cases += [(i, s) for i in idioms.OPTIMIZERS if i.loop in steps for s in (P3(), DDP())]
-    assert_alike(run_world(idioms.differences, 2, cases, timeout_s=120.0))
-
-
-def test_averages_after_steps_of_several_optimizers() -> None:
+@TWO.given(idioms.iterations_of_both, LocalSGD(period=2))
+def test_averages_after_steps_of_several_optimizers(call: Call) -> None:
     """Every step of both optimizers is one iteration, whose weights are averaged."""
-    for counts in run_world(idioms.iterations_of_both, 2, LocalSGD(period=2)):
-        assert counts == (idioms.STEPS, idioms.STEPS // 2 - 1)
+    assert call.results == [(idioms.STEPS, idioms.STEPS // 2 - 1)] * 2
 
 
-def test_a_scaler_skips_one_of_several_optimizers() -> None:
+@TWO.given(idioms.overflow_of_one_optimizer)
+def test_a_scaler_skips_one_of_several_optimizers(call: Call) -> None:
     """As with torch alone: the other one steps, and the scale is halved."""
-    assert run_world(idioms.overflow_of_one_optimizer, 2) == [(True, False, 512.0)] * 2
+    assert call.results == [(True, False, 512.0)] * 2
 
 
 def test_what_several_optimizers_cannot_do() -> None:
@@ -104,21 +110,22 @@ def test_what_several_optimizers_cannot_do() -> None:
         offbeat.prepare(model, [mine], "a2cid2")
 
 
-def test_the_prepared_optimizer_is_the_users() -> None:
+@ONE.given(idioms.attributes)
+def test_the_prepared_optimizer_is_the_users(call: Call) -> None:
     """Its attributes, methods and class."""
-    [found] = run_world(idioms.attributes, 1)
-    assert found == {"isinstance": True, "rho": 0.5, "set": 0.25, "name": "SAM", "state": True}
+    expected = {"isinstance": True, "rho": 0.5, "set": 0.25, "name": "SAM", "state": True}
+    assert call.results == [expected]
 
 
-def test_parameters_keep_no_hooks_of_the_measurement() -> None:
+@ONE.each(idioms.hooked_parameters, ["local-sgd:period=100"], ["wfbp"])
+def test_parameters_keep_no_hooks_of_the_measurement(calls: list[Call]) -> None:
     """torch calls the empty hooks of a parameter in every backward."""
-    [found] = run_world(idioms.hooked_parameters, 1, "local-sgd:period=100")
-    assert (found["observed"], found["planned"]) == (0, 0)
-    [found] = run_world(idioms.hooked_parameters, 1, "wfbp")
-    assert (found["observed"], found["planned"]) == (0, found["all"])
+    [[periodic], [every]] = [call.results for call in calls]
+    assert (periodic["observed"], periodic["planned"]) == (0, 0)
+    assert (every["observed"], every["planned"]) == (0, every["all"])
 
 
-def test_the_prepared_model_is_indexed_and_accumulates_as_under_ddp() -> None:
-    for found in run_world(idioms.model_protocol, 2):
-        facts = {"layer": True, "names": True, "local": True, "averaged": True}
-        assert found == {"len": 3, "refused": 6} | facts
+@TWO.given(idioms.model_protocol)
+def test_the_prepared_model_is_indexed_and_accumulates_as_under_ddp(call: Call) -> None:
+    facts = {"layer": True, "names": True, "local": True, "averaged": True}
+    assert call.results == [{"len": 3, "refused": 6} | facts] * 2

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from cases.metrics_workers import EVERY, LR, SIZES, STEPS, log_all, log_alone
-from harness.ranks import run_world
+from cases.batches import Batch, Call
+from cases.metrics_workers import EVERY, LR, SIZES, STEPS, log_alone, log_on_full_disk, logged
 
 from offbeat import ADPSGD, DDP, WFBP, LocalSGD
 from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.runtime.iteration import MomentTimes, Timestamps
 from offbeat.core.runtime.meter import Meter, exposed_communication_s, gamma
 from offbeat.core.runtime.metrics import Metrics, Prometheus, TensorBoard, WandB
-from offbeat.core.runtime.prepare import _Preparation
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.topology import Topology
 
 NUMBERS = {"loss": 0.5, "bytes_per_iteration/net": 40.0, "bytes_per_iteration/eth1": 2.0}
 
 
-def test_what_ranks_are_told() -> None:
+ONE, TWO = Batch(1), Batch(2)
+
+
+@TWO.each(logged, [LocalSGD(period=STEPS + 1)], [WFBP()], [DDP()], [ADPSGD()])
+def test_what_ranks_are_told(calls: list[Call]) -> None:
     """Rank 1 logs, rank 0 does not; replicas drift apart by a known distance, or not at all."""
-    local, wfbp, ddp, gossip = zip(
-        *run_world(log_all, 2, [LocalSGD(period=STEPS + 1), WFBP(), DDP(), ADPSGD()]), strict=True
-    )
+    local, wfbp, ddp, gossip = [call.results for call in calls]
     for seen, _ in (local[0], wfbp[0], ddp[0], gossip[0]):
         assert seen == []
     for seen, losses in (local[1], wfbp[1], ddp[1], gossip[1]):
@@ -54,9 +51,10 @@ def test_what_ranks_are_told() -> None:
     assert all("exposed_communication_s" not in numbers for numbers, _ in ddp[1][0])
 
 
-def test_alone_there_is_nobody_to_differ_from() -> None:
+@ONE.given(log_alone)
+def test_alone_there_is_nobody_to_differ_from(call: Call) -> None:
     told = {"seconds_per_iteration", "exposed_communication_s", "bytes_per_iteration/net", "loss"}
-    ((seen, nothing_left),) = run_world(log_alone, 1)
+    [(seen, nothing_left)] = call.results
     assert seen == [(1, told), (2, told)]
     assert nothing_left
 
@@ -82,45 +80,25 @@ def test_gamma_of_a_sample() -> None:
     assert chosen.weight * gamma(np.stack(rows)) == pytest.approx(exact, rel=0.3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [({"log": 3}, "log"), ({"every": 0}, "every"), ({"divergence_every": -1}, "divergence_every")],
-)
-def test_what_metrics_refuse(settings: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Metrics(**{"log": print, **settings})
+def test_what_metrics_refuse() -> None:
+    for settings in ({"log": 3}, {"every": 0}, {"divergence_every": -1}, {"divergence_every": 2.5}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            Metrics(**{"log": print, **settings})
+    for name in ("every", "divergence_every"):
+        with pytest.raises(ValueError, match=rf"{name} \(True\)"):
+            Metrics(print, **{name: True})
 
 
-class FullDisk:
-    """Writer whose files are on a full disk."""
-
-    log_dir = "runs/full"
-    calls = 0
-
-    def add_scalar(self, *_: Any) -> None:
-        self.calls += 1
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_training_goes_on_if_a_log_cannot_be_written() -> None:
+@ONE.given(log_on_full_disk)
+def test_training_goes_on_if_a_log_cannot_be_written(call: Call) -> None:
     """One warning names the directory. Other errors of the log are errors of the script."""
-    session = Mock(traffic=dict[str, int], iteration=1)
-    writer = FullDisk()
-    meter = Meter(Metrics(TensorBoard(writer), every=1), session, CPU(), None, 0, [])
-    with pytest.warns(RuntimeWarning, match="TensorBoard.* to runs/full .*No space"):
-        meter.on_iteration_end()
-    session.iteration = 2
-    meter.on_iteration_end()  # warnings are errors here
-    meter.close()
-    assert writer.calls == 2
-
-    def log(*_: Any) -> None:
-        raise KeyError("loss")
-
-    meter = Meter(Metrics(log, every=1), session, CPU(), None, 0, [])
-    with pytest.raises(KeyError):
-        meter.on_iteration_end()
-    meter.close()
+    [(calls, warned, error)] = call.results
+    assert calls == 2
+    [text] = warned
+    assert "TensorBoard" in text
+    assert "runs/full" in text
+    assert "No space" in text
+    assert error == "KeyError"
 
 
 def test_logs_count_all_iterations_from_a_resume_on() -> None:
@@ -138,52 +116,6 @@ def test_logs_count_all_iterations_from_a_resume_on() -> None:
         meter.on_iteration_end()
     meter.close()
     assert seen == [(80 / 9, 56), (5, 64), (5, 72), (5, 80)]
-
-
-def test_a_closed_meter_keeps_no_iterations() -> None:
-    session = Mock(traffic=dict[str, int], iteration=1)
-    meter = Meter(Metrics(print), session, CPU(), None, 0, [])
-    listener = session.listen.call_args.args[0]
-    listener(Mock())
-    assert len(meter._marks) == 1
-    meter.close()
-    listener(Mock())
-    assert not meter._marks
-
-
-def test_the_mean_of_losses_of_one_element_is_logged() -> None:
-    seen = list[float]()
-    session = Mock(traffic=dict[str, int], iteration=0)
-
-    def log(numbers: dict[str, float], _: int) -> None:
-        seen.append(numbers["loss"])
-
-    meter = Meter(Metrics(log, every=2), session, CPU(), None, 0, [])
-    for session.iteration, value in ((1, 1.0), (2, 3.0)):
-        torch.full((1,), value, requires_grad=True).backward()
-        meter.on_iteration_end()
-    meter.close()
-    assert seen == [2.0]
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_ranks_with_parts_of_the_model_leave_no_samples(sharded: bool) -> None:
-    nodes = Topology(((0, 1), (2, 3)), sharded)
-    cluster = Mock(control=Mock(rank=0), topology=nodes, device=CPU())
-    job = Mock(cluster=cluster, ranks=Mock(workers=range(4)))
-    preparation = Mock(metrics=Metrics(print), model=torch.nn.Linear(2, 1))
-    session = Mock(traffic=dict[str, int], iteration=0)
-    meter = _Preparation._create_meter(preparation, job, session, [100] * 4)
-    assert meter is not None
-    meter.close()
-    assert (meter._board is None) is sharded
-
-
-@pytest.mark.parametrize("name", ["every", "divergence_every"])
-@pytest.mark.parametrize("value", [2.5, True, -1])
-def test_periods_are_integers(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be an integer of at least"):
-        Metrics(print, **{name: value})  # type: ignore[arg-type]
 
 
 # ---- adapters -------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 import os
 
 import torch
+from cases.batches import Batch
 from harness.ranks import run_world
 from torch import nn
 
 import offbeat
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.testing import inspect
 
 TIMEOUT_S = 20.0
+ONE = Batch(1)
 
 
 class Net(nn.Module):
@@ -18,6 +21,7 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.later = nn.Linear(4, 4)
         self.later.requires_grad_(False)
+        self.extra = nn.ModuleList()
 
     def forward(self, x):
         return self.later(self.b(self.a(x)))
@@ -64,11 +68,11 @@ def scenes():
     net.adapter = nn.Linear(4, 4)
     found["added"] = error_of(model, optimizer)
     net, model, optimizer = prepared()
-    net._modules["adapter"] = nn.Linear(4, 4)  # as ModuleList.insert does, without hooks
+    net.extra.insert(0, nn.Linear(4, 4))  # which calls no hooks
     found["inserted"] = error_of(model, optimizer)
     earlier = nn.Linear(4, 4)
     net, model, optimizer = prepared()
-    net._modules["adapter"] = nn.Sequential(earlier)
+    net.extra.insert(0, nn.Sequential(earlier))
     found["wrapped"] = error_of(model, optimizer)
     net, model, optimizer = prepared()
     net.a.weight = nn.Parameter(torch.zeros(4, 4))
@@ -84,7 +88,7 @@ def scenes():
     found["closed"] = error_of(model, optimizer)
     _, model, optimizer = prepared(offbeat.LocalSGD(period=10**6))
     step(model, optimizer)
-    found["plans"] = len(model._session.plan.to_dict()["transfers"])
+    found["plans"] = len(inspect(model).plan.transfers)
     model.close()
     for strategy in (offbeat.A2CiD2("complete"), offbeat.ADPSGD("complete")):
         net, model, optimizer = prepared(strategy)
@@ -117,16 +121,19 @@ def test_with_servers():
     assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in unfrozen
 
 
-def test_parameters_after_prepare():
-    (found,) = run_world(scenes, 1)
-    assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found["unfrozen"]
-    assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["added"]
-    assert "parameter 'adapter.weight' was added after offbeat.prepare" in found["inserted"]
-    assert "parameter 'adapter.0.weight' was added after offbeat.prepare" in found["wrapped"]
-    assert "parameter 'a.weight' was added after offbeat.prepare" in found["replaced"]
-    assert not found["frozen moved"]
-    for name in ("a2cid2", "ad-psgd"):
+@ONE.given(scenes)
+def test_parameters_after_prepare(call):
+    [found] = call.results
+    for name in ("unfrozen", "a2cid2", "ad-psgd"):
         assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in found[name]
+    for scene, name in (
+        ("added", "adapter"),
+        ("inserted", "extra.0"),
+        ("wrapped", "extra.0.0"),
+        ("replaced", "a"),
+    ):
+        assert f"parameter '{name}.weight' was added after offbeat.prepare" in found[scene]
+    assert not found["frozen moved"]
     assert "the model is closed" in found["closed"]
     assert found["plans"] == 1  # a period of a million iterations is one rule, and starts at once
 
@@ -137,7 +144,7 @@ def attributes() -> dict[str, object]:
     net.scale = 1.0
     model.scale = 3.0
     model.fresh = "new"
-    model._note = "kept by a wrapper"
+    setattr(model, "_note", "kept by a wrapper")  # noqa: B010
     model.require_backward_grad_sync = False
     model.require_backward_grad_sync = True
     found = {"scale": net.scale, "fresh": net.fresh, "private": "_note" in net.__dict__}
@@ -152,8 +159,9 @@ def attributes() -> dict[str, object]:
     return found
 
 
-def test_attributes_set_on_the_prepared_model_are_the_modules():
-    (found,) = run_world(attributes, 1)
+@ONE.given(attributes)
+def test_attributes_set_on_the_prepared_model_are_the_modules(call):
+    [found] = call.results
     assert "parameter 'adapter.weight' was added after offbeat.prepare" in found.pop("refused")
     private = found.pop("private")
     assert not private

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from cases import guards as support
-from harness.ranks import run_world, watch_world
+from cases.batches import Batch, Call
+from harness.ranks import run_world
 
 from offbeat import (
     DDP,
@@ -18,7 +19,6 @@ from offbeat import (
     LocalSGD,
     PartialSync,
     SelSync,
-    Strategy,
 )
 from offbeat.core.guards.comparison import ReplicaGuard, SettingsGuard
 from offbeat.core.guards.replicas import dissenters, hash_text, sketch
@@ -36,21 +36,38 @@ SETTINGS = {cause: NAMED[cause] for cause in ("rate", "decay", "frozen")}
 SETTINGS["scheduler"] = "rank 1 has 0.05 as lr of param group 0, rank 0 has"  # half, or a quarter
 
 
-def test_every_cause_is_named_on_every_rank() -> None:
-    for rank in run_world(support.diverge, 2, list(NAMED), WFBP()):
+TWO = Batch(2)
+AVERAGING = [
+    *(LocalSGD(period=3), DreamDDP(period=2)),
+    *(PartialSync(period=2), SelSync(), DiLoCo(period=2, fragments=1)),
+]
+DELAYED = DreamDDP(period=2, due="delayed")
+EDITS = ["nothing", "all", "restored", "loaded", "in place", "data"]
+PASSING = [
+    TWO.add(support.diverge, ["nothing", "rounding"], WFBP()),
+    # It averages parameters, so replicas may differ.
+    TWO.add(support.diverge, ["nothing", "rounding", "loaded"], LocalSGD(period=3)),
+]
+IN_PREPARE = {
+    what: TWO.add(support.prepare_with_other, what, WFBP())
+    for what in ("settings", "members", "state")
+}
+
+
+@TWO.given(support.diverge, list(NAMED), WFBP())
+def test_every_cause_is_named_on_every_rank(call: Call) -> None:
+    for rank in call.results:
         for (cause, text), (iteration, words) in zip(NAMED.items(), rank, strict=True):
             assert iteration == support.WHEN, (cause, words)
             assert text in words
-            assert "load the same checkpoint on all ranks" in words
             assert ("param group" in words) == ("param group" in text), "nothing else differs"
 
 
-def test_settings_are_compared_where_parameters_are_averaged() -> None:
+@TWO.given(support.diverge_under, list(SETTINGS), AVERAGING)
+def test_settings_are_compared_where_parameters_are_averaged(call: Call) -> None:
     """Before the update of an iteration that averages; local SGD does in the third one."""
-    averaging = [PartialSync(period=2), SelSync(), DiLoCo(period=2, fragments=1)]
-    strategies = [LocalSGD(period=3), DreamDDP(period=2), *averaging]
-    for rank in run_world(support.diverge_under, 2, list(SETTINGS), strategies):
-        for strategy in strategies:
+    for rank in call.results:
+        for strategy in AVERAGING:
             for (cause, text), (iteration, words) in zip(
                 SETTINGS.items(), rank[str(strategy)], strict=True
             ):
@@ -58,14 +75,18 @@ def test_settings_are_compared_where_parameters_are_averaged() -> None:
                 assert iteration >= (1 if cause == "scheduler" else support.WHEN)
 
 
-def test_weights_written_by_some_ranks_alone_are_named_where_parameters_are_averaged() -> None:
+@TWO.given(
+    support.edit,
+    EDITS,
+    [LocalSGD(period=2), DreamDDP(period=2), DiLoCo(period=2, fragments=1), DELAYED],
+)
+def test_weights_written_by_some_ranks_alone_are_named_where_parameters_are_averaged(
+    call: Call,
+) -> None:
     """A write in place in any iteration, one through `data` in an early one."""
-    strategies = [LocalSGD(period=2), DreamDDP(period=2), DiLoCo(period=2, fragments=1)]
-    delayed = DreamDDP(period=2, due="delayed")
-    kinds = ["nothing", "all", "restored", "loaded", "in place", "data"]
-    first, second = run_world(support.edit, 2, kinds, [*strategies, delayed])
+    first, second = call.results
     for strategy, kind, said in first:
-        if strategy == str(delayed) and kind in ("data", "restored"):
+        if strategy == str(DELAYED) and kind in ("data", "restored"):
             continue  # versions alone: messages write weights until the next forward
         if kind in ("in place", "data"):
             assert len(said) == 1, (strategy, kind)
@@ -76,50 +97,44 @@ def test_weights_written_by_some_ranks_alone_are_named_where_parameters_are_aver
     assert not any(said for _, _, said in second), "rank 0 warns for all"
 
 
-@pytest.mark.parametrize("strategy", [WFBP(), LocalSGD(period=3)], ids=str)
-def test_equal_replicas_rounding_and_averaged_parameters_pass(strategy: Strategy) -> None:
-    """Local SGD averages parameters, so there replicas may differ."""
-    causes = ["nothing", "rounding"] + (["loaded"] if isinstance(strategy, LocalSGD) else [])
-    for rank in run_world(support.diverge, 2, causes, strategy):
-        assert rank == [(-1, "")] * len(causes)
+def test_equal_replicas_rounding_and_averaged_parameters_pass() -> None:
+    for call in PASSING:
+        assert all(one == (-1, "") for rank in call.results for one in rank)
 
 
-def test_pending_updates_are_done_before_weights_are_compared() -> None:
-    [first, second] = run_world(support.diverge, 2, ["nothing", "loaded", "state"], ByteScheduler())
+@TWO.given(support.diverge, ["nothing", "loaded", "state"], ByteScheduler())
+def test_pending_updates_are_done_before_weights_are_compared(call: Call) -> None:
+    [first, second] = call.results
     assert first == second
     assert first[0] == (-1, "")
     for cause, (iteration, words) in zip(("loaded", "state"), first[1:], strict=True):
         assert (iteration, NAMED[cause] in words) == (support.WHEN, True)
 
 
-@pytest.mark.parametrize(
-    ("what", "kind", "text"),
-    [
-        ("settings", "ValueError", "rank 1 has 0.25 as weight_decay of param group 0, rank 0 has"),
-        ("members", "ValueError", "rank 1 has '6.bias' as params of param group 0, rank 0 has '1."),
-        ("state", "RuntimeError", "optimizer state '1.bias.momentum_buffer' of rank 1 and of"),
-    ],
-)
-def test_agreed_in_prepare(what: str, kind: str, text: str) -> None:
-    for outcome in watch_world(support.prepare_with_other, 2, what, WFBP()):
-        assert outcome.kind == kind, outcome.error
-        assert text in outcome.error
+@TWO.given(support.prepare_with_other, "state", LocalSGD())
+def test_agreed_in_prepare(call: Call) -> None:
+    """Also optimizer state, unless parameters are averaged."""
+    for what, kind, named in (
+        ("settings", "ValueError", "rank 1 has 0.25 as weight_decay of param group 0"),
+        ("members", "ValueError", "rank 1 has '6.bias' as params of param group 0"),
+        ("state", "RuntimeError", "optimizer state '1.bias.momentum_buffer' of rank 1"),
+    ):
+        for outcome in IN_PREPARE[what].outcomes:
+            assert outcome.kind == kind, outcome.error
+            assert named in outcome.error
+    assert call.results == [None, None]
 
 
-def test_optimizer_state_may_differ_where_parameters_are_averaged() -> None:
-    run_world(support.prepare_with_other, 2, "state", LocalSGD())
-
-
-@pytest.mark.parametrize("strategy", [WFBP(), DDP()], ids=str)
-def test_consolidate_refuses_then_repairs(strategy: Strategy) -> None:
-    ranks = run_world(support.consolidate_twice, 2, strategy)
-    for rank in ranks:
-        assert "'4.bias' of rank 1 and of rank 0 differ by" in rank["words"]
-        assert "consolidate(repair=True)" in rank["words"]
-        for i, mean in enumerate(rank["after"]):
-            expected = (ranks[0]["before"][i] + ranks[1]["before"][i]) / 2
-            assert torch.allclose(mean, expected, rtol=1e-14)
-    assert ranks[0]["ends"] == ranks[1]["ends"], "momentum that differs would part them again"
+@TWO.each(support.consolidate_twice, [WFBP()], [DDP()])
+def test_consolidate_refuses_then_repairs(calls: list[Call]) -> None:
+    for ranks in (call.results for call in calls):
+        for rank in ranks:
+            assert "'4.bias' of rank 1 and of rank 0 differ by" in rank["words"]
+            assert "consolidate(repair=True)" in rank["words"]
+            for i, mean in enumerate(rank["after"]):
+                expected = (ranks[0]["before"][i] + ranks[1]["before"][i]) / 2
+                assert torch.allclose(mean, expected, rtol=1e-14)
+        assert ranks[0]["ends"] == ranks[1]["ends"], "momentum that differs would part them again"
 
 
 # ---- parts ----------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import strangers
+from cases.batches import Batch, Call
 from harness.ranks import run_world
 from torch import nn
 
@@ -55,25 +55,25 @@ REFUSED: list[tuple[strangers.Script, Strategy, str]] = [
     (strangers.steps_the_given_optimizer, EVERY, "the one that offbeat.prepare returned"),
     (strangers.wraps_in_ddp, WFBP(), "is around a prepared model"),
 ]
+TWO = Batch(strangers.RANKS)
 
 
-@pytest.mark.parametrize(
-    ("momentum", "cases"), [(0.0, ALIKE), (0.9, WITH_MOMENTUM)], ids=["plain", "momentum"]
-)
-def test_trained_as_on_one_process(momentum: float, cases: Any) -> None:
-    ranks = run_world(strangers.outcomes, strangers.RANKS, cases, momentum, timeout_s=120.0)
-    for found in ranks:
-        for (script, strategy), weights in zip(cases, found, strict=True):
+@TWO.each(strangers.outcomes, [ALIKE, 0.0], [WITH_MOMENTUM, 0.9])
+def test_trained_as_on_one_process(calls: list[Call]) -> None:
+    plain, with_momentum = [call.results for call in calls]
+    for cases, momentum, ranks in ((ALIKE, 0.0, plain), (WITH_MOMENTUM, 0.9, with_momentum)):
+        for (script, strategy), *found in zip(cases, *ranks, strict=True):
             what = f"{script.__name__} under {strategy}"
-            assert not isinstance(weights, str), (what, weights)
             expected = strangers.trained(script, momentum)
-            for mine, theirs in zip(weights, expected, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=what)
+            for weights in found:
+                assert not isinstance(weights, str), (what, weights)
+                for mine, theirs in zip(weights, expected, strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=what)
 
 
-def test_refused_in_words() -> None:
-    cases = [(script, strategy) for script, strategy, _ in REFUSED]
-    for found in run_world(strangers.outcomes, strangers.RANKS, cases, 0.0, timeout_s=120.0):
+@TWO.given(strangers.outcomes, [case[:2] for case in REFUSED], 0.0)
+def test_refused_in_words(call: Call) -> None:
+    for found in call.results:
         for (script, strategy, words), said in zip(REFUSED, found, strict=True):
             assert isinstance(said, str), (script.__name__, str(strategy))
             assert words in said
@@ -88,11 +88,13 @@ def test_begun_anew_after_a_failure() -> None:
         assert all(map(torch.equal, weights, ranks[0][1]))
 
 
-def test_loading_on_one_rank_alone() -> None:
+ONE_SIDED = (DeFT(forward=1, backward=2), DiLoCo(period=2, fragments=1))
+
+
+@TWO.given(strangers.outcomes, [(strangers.loads_on_one_rank, s) for s in ONE_SIDED], 0.0, 3.0)
+def test_loading_on_one_rank_alone(call: Call) -> None:
     """Neither an abort of the process, as of different messages, nor replicas that stay apart."""
-    strategies = (DeFT(forward=1, backward=2), DiLoCo(period=2, fragments=1))
-    cases = [(strangers.loads_on_one_rank, strategy) for strategy in strategies]
-    first, second = run_world(strangers.outcomes, 2, cases, 0.0, 3.0)
+    first, second = call.results
     assert all("load them on all ranks" in said for said in first)
     assert all("Error" in said for said in second)
 
@@ -117,9 +119,9 @@ ENDS: list[tuple[Strategy, int, bool, bool]] = [
 ]
 
 
-def test_differences_of_replicas_at_the_end_are_printed_once() -> None:
-    cases = [(strategy, iterations, is_last) for strategy, iterations, is_last, _ in ENDS]
-    first, second = run_world(strangers.ends, 2, cases, timeout_s=120.0)
+@TWO.given(strangers.ends, [case[:3] for case in ENDS])
+def test_differences_of_replicas_at_the_end_are_printed_once(call: Call) -> None:
+    first, second = call.results
     for (*case, differ), text, other in zip(ENDS, first, second, strict=True):
         count = text.count("replicas differ, because no average followed their last updates")
         assert count == text.count("call model.consolidate() on all ranks") == differ, case

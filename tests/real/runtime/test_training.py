@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from cases import oddities, workers
+from cases.batches import Batch, Call
 from cases.comparing import assert_close, assert_same, sets_of
 from cases.merging import Merging
-from cases.models import Case, Loop, build_model, profile_of
+from cases.models import USUAL, Case, Loop, build_model, profile_of
 from cases.workers import Trained
 from harness.parts import average_of
-from harness.ranks import one_of, run_world, watch_world
+from harness.ranks import run_world
 from oracle.training import (
     Replica,
     bsp,
@@ -39,32 +40,132 @@ from offbeat import (
 )
 
 CASE = Case("mlp", "nesterov", "step")
+FLOAT = replace(CASE, dtype=torch.float32)
+MIXED = Case("mixed", "nesterov", dtype=torch.float32)
+CONV = Case("conv", "nesterov")
+BRANCHES, BRANCHES_ADAM = Case("branches", "nesterov"), Case("branches", "adam")
 ITERATIONS = 8
 EAGER = WFBP(fusion="none")
 AFTER = PartialSync(period=2)
 BEFORE = PartialSync(period=2, average="before_update")
 LOCAL = LocalSGD(period=3)
+AVERAGED = LocalSGD(period=2, state="averaged")
+OVERFLOW = frozenset({(0, 2), (1, 5)})
 EVERYONE = frozenset({(0, 2), (1, 2), (1, 5), (0, 5)})
+OBSERVED = {"observe": 3, "min_bucket_bytes": 1}
 
-names = {"ids": str}
-SIBLINGS: list[Strategy] = []  # of the test that runs
-
-
-@pytest.fixture(scope="module")
-def strategies_of(request: pytest.FixtureRequest) -> dict[Any, list[Strategy]]:
-    """By test the strategies that it is called with, in all its selected calls."""
-    found = dict[Any, list[Strategy]]()
-    for item in request.session.items:
-        if item.path == request.path and (given := getattr(item, "callspec", None)) is not None:
-            strategy, own = given.params.get("strategy"), found.setdefault(item.function, [])
-            if isinstance(strategy, Strategy) and strategy not in own:
-                own.append(strategy)
-    return found
+ONE, TWO = Batch(1), Batch(2)
 
 
-@pytest.fixture(autouse=True)
-def siblings(request: pytest.FixtureRequest, strategies_of: dict[Any, list[Strategy]]) -> None:
-    SIBLINGS[:] = strategies_of.get(request.function, [])
+# ---- loops that train as their reference ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training of two ranks. Its reference is trained by the loop, or by another one."""
+
+    strategy: Strategy
+    loop: Loop = USUAL
+    case: Case = CASE
+    reference: Loop | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def runs(
+    strategies: Sequence[Strategy],
+    loop: Loop = USUAL,
+    case: Case = CASE,
+    reference: Loop | None = None,
+    **options: Any,
+) -> list[Run]:
+    return [Run(strategy, loop, case, reference, options) for strategy in strategies]
+
+
+RUNS: dict[str, list[Run]] = {
+    "gradients are cleared in any way": [
+        *runs([EAGER], Loop(clear="model")),
+        *runs([EAGER, AFTER], Loop(clear="none")),
+        *runs([EAGER, AFTER, BEFORE], Loop(clear="in place")),
+    ],
+    "gradients that are never cleared add up": runs(
+        [EAGER, DDP(), AFTER, BEFORE, LOCAL], Loop(clear="never")
+    ),
+    # It steps without a backward: zero in an average of gradients, no update of its own.
+    "a rank has nothing to do": runs([BSP(), EAGER, BEFORE, AFTER, LOCAL], Loop(idle=OVERFLOW)),
+    "accumulation equals a big batch": [
+        *runs([BSP(), EAGER, DDP(), AFTER, BEFORE, LOCAL], Loop(micro=3), reference=Loop()),
+        *runs([EAGER, DDP()], Loop(micro=3, clear="model"), reference=Loop()),
+    ],
+    # As with torch's own DDP, whose second backward adds to averages and averages again.
+    "backward twice is an iteration without an update": runs(
+        [BSP(), EAGER, DDP(), ByteScheduler()], Loop(twice=frozenset({2, 5}))
+    ),
+    # `if bad: optimizer.zero_grad(); continue`, on all ranks
+    "a step is left out": runs(
+        [EAGER, DDP(), BEFORE, LOCAL, ByteScheduler()], Loop(dropped=frozenset({2, 5}))
+    ),
+    # Between backward and step there are averaged gradients, or a rank's own where the strategy
+    # averages parameters: clipping sees what it would see in plain PyTorch.
+    "clipping": runs([BSP(), EAGER, DDP(), BEFORE, LOCAL], Loop(clip=0.05)),
+    # Scales are powers of two, so scaling changes no digit.
+    "gradient scaler": [
+        *runs([EAGER, DDP(), BEFORE, LOCAL], Loop(scale=1024.0, clip=0.05), CASE, Loop(clip=0.05)),
+        *runs([EAGER, BEFORE], Loop(scale=1024.0), reference=Loop()),
+    ],
+    "overflow on one rank skips everyone's update": runs(
+        [EAGER, DDP()], Loop(scale=1024.0, overflow=OVERFLOW), CASE, Loop(overflow=EVERYONE)
+    ),
+    # The rank stays in step with the others: it sends and receives as if nothing had happened.
+    "overflow skips that rank's update": runs(
+        [BEFORE, LOCAL], Loop(scale=1024.0, overflow=OVERFLOW)
+    ),
+    "bf16 autocast": runs([EAGER, AFTER, BEFORE], Loop(autocast=True), FLOAT),
+    # Buckets of two dtypes; a message of several buckets is one collective per dtype.
+    "parameters of several dtypes": runs([EAGER, AFTER, AVERAGED], case=MIXED),
+    # A rank updates what it used; averages include everyone.
+    "unused parameters are skipped as in plain PyTorch": [
+        *runs([AFTER], case=BRANCHES),
+        *runs([AFTER, BEFORE, LOCAL], case=BRANCHES_ADAM),
+    ],
+    # Missing state counts as zero, and never as another parameter's.
+    "state of parameters that some ranks never used": [
+        Run(strategy(period=2, state=state), case=BRANCHES_ADAM)
+        for state in ("averaged", "reset")
+        for strategy in (LocalSGD, PartialSync)
+    ],
+    # Where no rank has one there is none: weight decay and momentum leave the parameter alone.
+    "a gradient that one rank lacks counts as zero": [
+        *runs([BSP(), EAGER], case=BRANCHES),
+        *runs([EAGER], Loop(clear="none"), BRANCHES),
+        *runs([BSP(), EAGER], Loop(clear="never"), BRANCHES),
+    ],
+    "activation checkpointing": runs([EAGER, AFTER], case=Case("checkpointed", "nesterov")),
+    "step with a closure": runs([EAGER, DDP(), AFTER, BEFORE], Loop(closure=True)),
+    # Different on every rank, during observation too.
+    "evaluation between iterations": [
+        *runs([EAGER, AFTER, LocalSGD(period=2)], Loop(evaluate=True), CONV),
+        *runs([EAGER, AFTER, LocalSGD(period=2)], Loop(evaluate=True), **OBSERVED),
+    ],
+    # Registered backwards: buckets are in the order in which gradients get ready.
+    "backwards": runs([EAGER, AFTER], case=Case("backwards", "sgd"), **OBSERVED),
+    # One parameter, ready only when both uses have their gradient: in the last bucket.
+    "tied": runs([EAGER, AFTER, BEFORE], case=Case("tied", "nesterov"), **OBSERVED),
+    # Three iterations of BSP, then the strategy, counted from 0, on the measured plan.
+    "observed": runs(
+        [EAGER, LocalSGD(period=2), AFTER, BEFORE, DreamDDP(period=2), DreamDDP(3, split=True)],
+        case=Case("conv", "adam"),
+        unites=True,
+        **OBSERVED,
+    ),
+}
+
+
+def add(run: Run) -> Call:
+    args = (run.case, run.strategy, range(ITERATIONS), run.loop, run.options)
+    return TWO.add(workers.train_with, *args)
+
+
+CALLS = {name: [(run, add(run)) for run in group] for name, group in RUNS.items()}
 
 
 def equations(
@@ -85,277 +186,70 @@ def equations(
         on_time(world, iterations)
 
 
-def check(
-    strategy: Strategy, loop: Loop, case: Case = CASE, reference: Loop | None = None, **options: Any
-) -> list[Trained]:
-    """Train two ranks so and compare them with the reference; returns what they have. All
-    strategies of a test share a world."""
-    together = SIBLINGS if strategy in SIBLINGS else [strategy]
-    more = tuple(options.items())
-    calls = tuple((case, one, range(ITERATIONS), loop, more) for one in together)
-    ranks = one_of(workers.train_with, 2, calls, together.index(strategy))
-    world = replicas(case, 2, reference or loop)
-    observed = options.get("observe", 0)
-    (on_time if strategy.synchronous else bsp)(world, range(observed))
-    later = passes(range(observed, ITERATIONS), loop)
-    equations(world, later, strategy, ranks[0] if observed else None)
-    # one digit that is rounded differently in float32 is several in bfloat16
-    tolerance = 5e-3 if loop.autocast else 1e-12 if case.dtype == torch.float64 else 1e-5
-    for mine, replica in zip(ranks, world, strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}", tolerance)
-        assert mine.place == (replica.rank, 0)
-    return ranks
-
-
-# ---- gradients ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clear", ["model", "none", "in place"])
-@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
-def test_gradients_may_be_cleared_in_any_way(strategy: Strategy, clear: str) -> None:
-    check(strategy, Loop(clear=clear))
-
-
-@pytest.mark.parametrize("strategy", [EAGER, DDP(), AFTER, BEFORE, LOCAL], **names)
-def test_gradients_that_are_never_cleared_add_up(strategy: Strategy) -> None:
-    check(strategy, Loop(clear="never"))
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, BEFORE, AFTER, LOCAL], **names)
-def test_a_rank_may_have_nothing_to_do(strategy: Strategy) -> None:
-    """It steps without a backward: zero in an average of gradients, no update of its own."""
-    check(strategy, Loop(idle=frozenset({(0, 2), (1, 5)})))
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), AFTER, BEFORE, LOCAL], **names)
-def test_accumulation_equals_a_big_batch(strategy: Strategy, clear: str) -> None:
-    check(strategy, Loop(micro=3, clear=clear), reference=Loop())
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), ByteScheduler()], **names)
-def test_backward_twice_is_an_iteration_without_an_update(strategy: Strategy) -> None:
-    """As with torch's own DDP, whose second backward adds to averages and averages again."""
-    check(strategy, Loop(twice=frozenset({2, 5})))
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL, ByteScheduler()], **names)
-def test_a_step_may_be_left_out(strategy: Strategy) -> None:
-    """`if bad: optimizer.zero_grad(); continue`, on all ranks."""
-    check(strategy, Loop(dropped=frozenset({2, 5})))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "again"),
-    [
-        *((AFTER, how) for how in ("forward", "zero_grad")),  # has updated in backward
-        *((Merging(period=2), how) for how in ("forward", "zero_grad")),  # has added up
-        (BEFORE, "backward"),  # has averaged weights in backward
-        (SelSync(), "forward"),  # has voted
-    ],
-    ids=str,
-)
-def test_what_was_sent_or_applied_cannot_be_taken_back(strategy: Strategy, again: str) -> None:
-    works = strategy == AFTER and again == "zero_grad"  # BEFORE raises if a backward adds
-    remedy = "average='before_update'" if works else "such as WFBP()"
-    for outcome in watch_world(oddities.go_on_without_a_step, 2, strategy, again):
-        assert outcome.kind == "RuntimeError", strategy
-        assert "backward ran without optimizer.step() after it" in outcome.error
-        assert "`with model.no_sync():`" in outcome.error
-        assert outcome.error.endswith(remedy), outcome.error
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP(), BEFORE, LOCAL], **names)
-def test_clipping(strategy: Strategy) -> None:
-    """Between backward and step there are averaged gradients, or a rank's own where the strategy
-    averages parameters: clipping sees what it would see in plain PyTorch."""
-    check(strategy, Loop(clip=0.05))
-
-
-def test_clipping_what_was_already_applied_is_an_error() -> None:
-    for case in (CASE, Case("branches")):
-        loop = Loop(clip=0.05, since=1)
-        [outcome] = watch_world(workers.train_with, 1, case, AFTER, range(2), loop, {})
-        assert outcome.kind == "ValueError"
-        assert "gradients were changed between backward and optimizer.step()" in outcome.error
-        assert "use average='before_update'" in outcome.error
-
-
-def test_dropping_a_gradient() -> None:
-    """As plain PyTorch: no gradient, no update. An error where the update has happened, and the
-    first iteration did not show that it would be so."""
-    for strategy in (EAGER, AFTER):
-        assert run_world(oddities.drop_a_gradient, 1, strategy, 0) == [True]
-    [outcome] = watch_world(oddities.drop_a_gradient, 1, AFTER, 1)
-    assert "use average='before_update'" in outcome.error
-
-
-def test_create_graph_is_an_error() -> None:
-    [outcome] = watch_world(oddities.backward_with_graph, 1)
-    assert "torch.autograd.grad(..., create_graph=True)" in outcome.error
-
-
-# ---- mixed precision ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("strategy", [EAGER, DDP(), BEFORE, LOCAL], **names)
-def test_gradient_scaler(strategy: Strategy, clip: float | None) -> None:
-    """Scales are powers of two, so scaling changes no digit."""
-    loop = Loop(scale=1024.0, clip=clip)
-    check(strategy, loop, reference=replace(loop, scale=None))
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER, DDP()], **names)
-def test_overflow_on_one_rank_skips_everyones_update(strategy: Strategy) -> None:
-    loop = Loop(scale=1024.0, overflow=frozenset({(0, 2), (1, 5)}))
-    everyone = Loop(overflow=EVERYONE)
-    check(strategy, loop, reference=replace(everyone, clip=None))
-
-
-@pytest.mark.parametrize("strategy", [BEFORE, LOCAL], **names)
-def test_overflow_skips_that_ranks_update(strategy: Strategy) -> None:
-    """The rank stays in step with the others: it sends and receives as if nothing had happened."""
-    check(strategy, Loop(scale=1024.0, overflow=frozenset({(0, 2), (1, 5)})))
-
-
-def test_scaler_with_updates_in_backward_is_an_error() -> None:
-    loop = Loop(scale=8.0, since=1)
-    [outcome] = watch_world(workers.train_with, 1, CASE, AFTER, range(2), loop, {})
-    assert outcome.kind == "ValueError"
-    assert "GradScaler cannot unscale this strategy" in outcome.error
-    assert "average='before_update', or bf16 autocast" in outcome.error
-
-
-@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
-def test_bf16_autocast(strategy: Strategy) -> None:
-    check(strategy, Loop(autocast=True), replace(CASE, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("strategy", [EAGER, AFTER, LocalSGD(period=2, state="averaged")], **names)
-def test_parameters_of_several_dtypes(strategy: Strategy) -> None:
-    """Buckets of two dtypes; a message of several buckets is one collective per dtype."""
-    check(strategy, Loop(), Case("mixed", "nesterov", dtype=torch.float32))
+@pytest.mark.parametrize("name", CALLS)
+def test_trained_as_the_reference(name: str) -> None:
+    for run, call in CALLS[name]:
+        ranks, strategy, loop = call.results, run.strategy, run.loop
+        world = replicas(run.case, 2, run.reference or loop)
+        observed = run.options.get("observe", 0)
+        (on_time if strategy.synchronous else bsp)(world, range(observed))
+        later = passes(range(observed, ITERATIONS), loop)
+        equations(world, later, strategy, ranks[0] if observed else None)
+        # one digit that is rounded differently in float32 is several in bfloat16
+        tolerance = 5e-3 if loop.autocast else 1e-12 if run.case.dtype == torch.float64 else 1e-5
+        for mine, replica in zip(ranks, world, strict=True):
+            assert_same(mine, replica, f"{run}, rank {replica.rank}", tolerance)
+            assert mine.place == (replica.rank, 0)
 
 
 # ---- models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [AFTER, BEFORE, LOCAL], **names)
-def test_unused_parameters_are_skipped_as_in_plain_pytorch(strategy: Strategy) -> None:
-    """A rank updates what it used; averages include everyone."""
-    for optimizer in ("nesterov", "adam"):
-        check(strategy, Loop(), Case("branches", optimizer))
-
-
-@pytest.mark.parametrize("state", ["averaged", "reset"])
-def test_state_of_parameters_that_some_ranks_never_used(state: Any) -> None:
-    """Missing state counts as zero, and never as another parameter's."""
-    for strategy in (LocalSGD(period=2, state=state), PartialSync(period=2, state=state)):
-        check(strategy, Loop(), Case("branches", "adam"))
-
-
-@pytest.mark.parametrize("strategy", [BSP(), EAGER], **names)
-def test_a_gradient_that_one_rank_lacks_counts_as_zero(strategy: Strategy) -> None:
-    """Where no rank has one there is none: weight decay and momentum leave the parameter alone."""
-    for clear in ("optimizer", "none", "never"):
-        check(strategy, Loop(clear=clear), Case("branches", "nesterov"))
-
-
-def test_order_of_execution_is_observed() -> None:
-    """Registered backwards: buckets are in the order in which gradients get ready."""
-    for strategy in (EAGER, AFTER):
-        ranks = check(strategy, Loop(), Case("backwards", "sgd"), observe=3, min_bucket_bytes=1)
-        for rank in ranks:
+def test_buckets_are_in_the_order_in_which_gradients_get_ready() -> None:
+    for _, call in CALLS["backwards"]:
+        for rank in call.results:
             assert [bucket.name for bucket in rank.profile.buckets] == ["head", "middle", "first"]
-
-
-def test_tied_weights() -> None:
-    """One parameter, ready only when both uses have their gradient: in the last bucket."""
-    for strategy in (EAGER, AFTER, BEFORE):
-        ranks = check(strategy, Loop(), Case("tied", "nesterov"), observe=3, min_bucket_bytes=1)
-        buckets = [bucket.tensors for bucket in ranks[0].profile.buckets]
+    for _, call in CALLS["tied"]:
+        buckets = [bucket.tensors for bucket in call.results[0].profile.buckets]
         assert [sorted(names) for names in buckets] == [
             ["middle.bias", "middle.weight"],
             ["embedding.weight"],
         ]
 
 
-@pytest.mark.parametrize("strategy", [EAGER, AFTER, BEFORE], **names)
-def test_activation_checkpointing(strategy: Strategy) -> None:
-    check(strategy, Loop(), Case("checkpointed", "nesterov"))
+def test_plans_on_measured_profiles() -> None:
+    """They are equal on all ranks; batch norm's statistics travel with the parameters."""
+    for _, call in CALLS["observed"]:
+        ranks = call.results
+        plans = {rank.plan.digest for rank in ranks}
+        assert len(plans) == 1
+        assert {rank.united for rank in ranks} == {ranks[0].united}
+        buffers = [b.buffer_bytes for b in ranks[0].profile.buckets]
+        assert sum(buffers) == 8 * 2 * (4 + 3)
 
 
-def test_reentrant_checkpointing_says_what_to_do() -> None:
-    [outcome] = watch_world(oddities.reentrant_checkpointing, 1)
-    assert "use activation checkpointing with use_reentrant=False" in outcome.error
+COMPILED = [EAGER, LOCAL]
+COMPILED_CALL = TWO.add(
+    workers.train_in_turn, Case("compiled", "nesterov"), COMPILED, range(6), {"observe": 2}
+)
 
 
 def test_compiled_blocks() -> None:
-    """Captured and differentiated by the compiler, but with no machine code made, for time. The
-    compiler takes seconds to import, so both strategies run in one world."""
-    case, strategies = Case("compiled", "nesterov"), [EAGER, LOCAL]
-    ranks = run_world(workers.train_in_turn, 2, case, strategies, range(6), {"observe": 2})
-    for i, strategy in enumerate(strategies):
-        world = replicas(replace(case, model="backwards"), 2)
+    """Captured and differentiated by the compiler, but with no machine code made, for time."""
+    for i, strategy in enumerate(COMPILED):
+        world = replicas(Case("backwards", "nesterov"), 2)
         bsp(world, range(2))
-        equations(world, range(2, 6), strategy, ranks[0][i])
-        for mine, replica in zip(ranks, world, strict=True):
+        equations(world, range(2, 6), strategy, COMPILED_CALL.results[0][i])
+        for mine, replica in zip(COMPILED_CALL.results, world, strict=True):
             plain = {n.replace("_orig_mod.", ""): t for n, t in mine[i].model.items()}
             where = f"{strategy}, rank {replica.rank}"
             assert_close(plain, replica.model.state_dict(), where)
 
 
-# ---- loops ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", [EAGER, DDP(), AFTER, BEFORE], **names)
-def test_step_with_a_closure(strategy: Strategy) -> None:
-    check(strategy, Loop(closure=True))
-
-
-@pytest.mark.parametrize("strategy", [EAGER, AFTER, LocalSGD(period=2)], **names)
-def test_evaluation_between_iterations(strategy: Strategy) -> None:
-    """Different on every rank, during observation too."""
-    check(strategy, Loop(evaluate=True), Case("conv", "nesterov"))
-    check(strategy, Loop(evaluate=True), observe=3, min_bucket_bytes=1)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [BSP(), EAGER, LocalSGD(period=2), AFTER, BEFORE, DreamDDP(period=2), DreamDDP(3, split=True)],
-    **names,
-)
-def test_observed_iterations_come_first(strategy: Strategy) -> None:
-    """Three iterations of BSP, then the strategy, counted from 0, on the measured plan; batch
-    norm's statistics travel with the parameters from then on."""
-    case, observed = Case("conv", "adam"), {"observe": 3, "min_bucket_bytes": 1}
-    ranks = check(strategy, Loop(), case, unites=True, **observed)
-    plans = {rank.plan.digest for rank in ranks}
-    assert len(plans) == 1
-    assert {rank.united for rank in ranks} == {ranks[0].united}
-    buffers = [b.buffer_bytes for b in ranks[0].profile.buckets]
-    assert sum(buffers) == 8 * 2 * (4 + 3)
-
-
-def test_optimizer_that_changes_its_groups() -> None:
-    [outcome] = watch_world(oddities.train_counting, 1, AFTER)
-    assert outcome.kind == "ValueError"
-    assert "Counting changes its param groups in step()" in outcome.error
-    assert run_world(oddities.train_counting, 1, BEFORE) == [4]
-    assert run_world(oddities.train_counting, 1, EAGER) == [4]
-
-
-def test_optimizer_that_wraps_another() -> None:
-    [outcome] = watch_world(oddities.train_wrapped, 1, AFTER)
-    assert "Wrapper calls the step of another optimizer" in outcome.error
-    assert run_world(oddities.train_wrapped, 1, LocalSGD(period=2, state="averaged")) == [4]
-
-
-def test_parameters_outside_the_optimizer_are_averaged_only() -> None:
-    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged")):
-        ranks = run_world(oddities.train_half, 2, strategy)
-        assert ranks[0] == ranks[1] == [True, False]
+@TWO.each(oddities.train_half, [EAGER], [AFTER], [AVERAGED])
+def test_parameters_outside_the_optimizer_are_averaged_only(calls: list[Call]) -> None:
+    for call in calls:
+        assert call.results == [[True, False]] * 2
 
 
 def test_two_links() -> None:
@@ -368,19 +262,89 @@ def test_two_links() -> None:
         for link in ("a", "b"):
             moved = [(t, p) for t, name, p, _ in mine.sent if name == link]
             first = 0 if link == "a" else 1
-            runs = [f"all_reduce grad[{b}:{b + 1}]" for b in (first, first + 2)]
-            assert moved == [(t, run) for t in range(ITERATIONS) for run in runs]
+            payloads = [f"all_reduce grad[{b}:{b + 1}]" for b in (first, first + 2)]
+            assert moved == [(t, payload) for t in range(ITERATIONS) for payload in payloads]
         assert sum(size for *_, size in mine.sent) == ITERATIONS * sum(
             p.nbytes + 8 for p in build_model(CASE).parameters() if p.requires_grad
         )  # and a number for each parameter
 
 
-def test_shapes_that_are_easy_to_get_wrong() -> None:
+WIRED = LocalSGD(period=2, wire="int8"), DiLoCo(period=3, fragments=2, delay=1)
+
+
+@TWO.each(oddities.train_odd_shapes, *((one,) for one in (EAGER, AFTER, AVERAGED, *WIRED)))
+def test_shapes_that_are_easy_to_get_wrong(calls: list[Call]) -> None:
     """Scalars, empty parameters, channels_last, sliced and transposed tensors."""
-    wired = LocalSGD(period=2, wire="int8"), DiLoCo(period=3, fragments=2, delay=1)
-    for strategy in (EAGER, AFTER, LocalSGD(period=2, state="averaged"), *wired):
-        ranks = run_world(oddities.train_odd_shapes, 2, strategy)
+    for call in calls:
+        ranks = call.results
         assert ranks[0]["bits"] == ranks[1]["bits"]
         for rank in ranks:
             assert rank["strides"] == [(16, 1, 8, 4), (1, 3)]
             assert rank["between"] == [[1.0, 3.0]] * 3  # what lies in the gaps of a sliced buffer
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+TAKEN_BACK = [
+    (strategy, again, TWO.add(oddities.go_on_without_a_step, strategy, again))
+    for strategy, again in (
+        *((AFTER, how) for how in ("forward", "zero_grad")),  # has updated in backward
+        *((Merging(period=2), how) for how in ("forward", "zero_grad")),  # has added up
+        (BEFORE, "backward"),  # has averaged weights in backward
+        (SelSync(), "forward"),  # has voted
+    )
+]
+
+
+def test_what_was_sent_or_applied_cannot_be_taken_back() -> None:
+    for strategy, again, call in TAKEN_BACK:
+        works = strategy == AFTER and again == "zero_grad"  # BEFORE raises if a backward adds
+        remedy = "average='before_update'" if works else "such as WFBP()"
+        for outcome in call.outcomes:
+            assert outcome.kind == "RuntimeError", strategy
+            assert "backward ran without optimizer.step() after it" in outcome.error
+            assert "`with model.no_sync():`" in outcome.error
+            assert outcome.error.endswith(remedy), outcome.error
+
+
+def from_the_second_on(loop: Loop, case: Case = CASE) -> Call:
+    return ONE.add(workers.train_with, case, AFTER, range(2), replace(loop, since=1), {})
+
+
+CHANGED = "gradients were changed between backward and optimizer.step()"
+INSTEAD = "use average='before_update'"
+GRAPH = "torch.autograd.grad(..., create_graph=True)"
+CHECKPOINTING = "use activation checkpointing with use_reentrant=False"
+GROUPS = "Counting changes its param groups in step()"
+WRAPPER = "Wrapper calls the step of another optimizer"
+# Calls of one rank, the kind of the error, and what its text names.
+REFUSED: list[tuple[Call, str, list[str]]] = [
+    (from_the_second_on(Loop(clip=0.05)), "ValueError", [CHANGED, INSTEAD]),
+    (from_the_second_on(Loop(clip=0.05), Case("branches")), "ValueError", [CHANGED, INSTEAD]),
+    (
+        from_the_second_on(Loop(scale=8.0)),
+        "ValueError",
+        ["GradScaler cannot unscale this strategy", "average='before_update', or bf16 autocast"],
+    ),
+    # The update has happened, and the first iteration did not show that it would be so.
+    (ONE.add(oddities.drop_a_gradient, AFTER, 1), "ValueError", [INSTEAD]),
+    (ONE.add(oddities.backward_with_graph), "ValueError", [GRAPH]),
+    (ONE.add(oddities.reentrant_checkpointing), "RuntimeError", [CHECKPOINTING]),
+    (ONE.add(oddities.train_counting, AFTER), "ValueError", [GROUPS]),
+    (ONE.add(oddities.train_wrapped, AFTER), "ValueError", [WRAPPER]),
+]
+# Without an update in backward they work; as in plain PyTorch, no gradient is no update.
+ALLOWED = [
+    *((ONE.add(oddities.drop_a_gradient, one, 0), True) for one in (EAGER, AFTER)),
+    *((ONE.add(oddities.train_counting, one), 4) for one in (BEFORE, EAGER)),
+    (ONE.add(oddities.train_wrapped, AVERAGED), 4),
+]
+
+
+def test_refused_where_updates_come_in_backward() -> None:
+    for call, kind, words in REFUSED:
+        [outcome] = call.outcomes
+        assert outcome.kind == kind, outcome.error
+        assert [text for text in words if text not in outcome.error] == []
+    for call, found in ALLOWED:
+        assert call.results == [found]
