@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
@@ -31,7 +30,6 @@ from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
 from offbeat.strategies import Monitor
-from offbeat.testing import inspect
 
 # ---- merged ------------------------------------------------------------------------------------
 
@@ -141,17 +139,21 @@ def load_and_consolidate(strategy: Strategy) -> bool:
         return all(bool((t == 1).all()) for t in module.state_dict().values())
 
 
-def train_on_two_links(strategy: Strategy, iterations: int) -> tuple[Trained, dict[str, int]]:
+def train_on_two_links(strategy: Strategy, iterations: int) -> tuple[Trained, int]:
+    """Train, and count the groups of ranks in which gradients are averaged."""
     links = [{"name": name, "interface": "lo"} for name in ("a", "b")]
     os.environ["OFFBEAT_LINKS"] = json.dumps(links)
     profile = profile_of(CASE, world_size(), links=("a", "b"))
-    sent: dict[str, int] = {}
+    groups, all_reduce = set[int](), dist.all_reduce
 
-    def count(now: Now) -> None:
-        sent.update({n: link.bytes_sent for n, link in now.model._session.engine.links.items()})
+    def noted(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
+        if op == dist.ReduceOp.AVG:
+            groups.add(id(group))
+        return all_reduce(tensor, op, group, **more)
 
-    trained, _ = follow(Script(after=count), strategy, iterations, profile=profile)
-    return trained, sent
+    dist.all_reduce = noted
+    trained, _ = follow(Script(), strategy, iterations, profile=profile)
+    return trained, len(groups)
 
 
 def rates_of(strategy: Strategy, name: str, iterations: int) -> list[float]:
@@ -224,13 +226,13 @@ def train_guarded(
     window: int,
     offsets: dict[tuple[int, int], float],
     iterations: int,
+    directory: str,
     rates: Sequence[float] = (0.05, 0.05),
 ) -> Watched:
     """Train with a guard that looks every `window` iterations. `offsets`: what is added to the
     loss per (rank, iteration), without an effect on gradients; `rates`: per rank."""
     guard.WINDOW, guard.WINDOWS_PER_LOOK, guard.LOOKS_PER_ESTIMATE = window, 1, 1
-    directory = mkdtemp()
-    job = Path(directory) / "job.json"
+    job = Path(directory) / f"job{rank()}.json"
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     module, plain = build(CASE)
@@ -246,13 +248,12 @@ def train_guarded(
                 loss = loss_of(model, *batch(CASE, rank(), t))
                 (loss + offsets.get((rank(), t), 0.0)).backward()
                 optimizer.step()
-                names.append(inspect(model).plan.strategy)
-                periods.append(inspect(model).plan.period)
+                names.append(model._session.plan.strategy)
+                periods.append(model._session.plan.period)
             trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
             model.consolidate(repair=rates[0] != rates[1])
             united = bits(model)
     decisions = read(path_of(directory, rank()))["decisions"]
-    rmtree(directory)
     texts = [str(w.message) for w in caught]
     return Watched(trained, names, periods, texts, decisions, united)
 
@@ -269,7 +270,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
         prepared(module, plain, strategy, **given) as (model, optimizer),
     ):
         go_on(model, optimizer, CASE, range(iterations))
-        names = [inspect(model).plan.strategy]
+        names = [model._session.plan.strategy]
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         united = bits(model)
     text = " ".join(printed.getvalue().split())  # lines are wrapped

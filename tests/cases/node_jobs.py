@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from random import Random
 from typing import Any
 
-import numpy as np
 import torch
+from oracle.quantized import quantized
 from oracle.training import (
     Clipping,
     Outer,
@@ -33,26 +34,21 @@ from torch import Tensor
 from cases.comparing import sets_of
 from cases.models import USUAL, Case, Loop, build_model, profile_of
 from offbeat import (
-    BSP,
     WFBP,
     DeAR,
     DeFT,
     DiLoCo,
     DreamDDP,
     FedAvg,
-    LocalSGD,
     OuterSGD,
     PartialSync,
     SelSync,
     Strategy,
 )
-from offbeat.core.codecs import codec
-from offbeat.core.rules.select import draw_samples
 from offbeat.profile import Link, Profile
 from offbeat.strategies.equations import Changes, closing
 
 PAIRS, UNEVEN = ((0, 1), (2, 3)), ((0, 1), (2, 3, 4))
-WIDE, MANY = ((0, 1, 2), (3, 4, 5)), ((0, 1), (2, 3), (4, 5))
 ADAM, NORMED = Case("mlp", "adamw", "step"), Case("conv", "nesterov")
 TIED, CODED = Case("tied", "nesterov"), Case("mlp", "sgd")
 
@@ -95,7 +91,9 @@ def profile_in(case: Case, nodes: Sequence[Sequence[int]]) -> Profile:
             replace(bucket, size_bytes=sum(stored.get(n, 0) for n in bucket.tensors))
             for bucket in own
         )
-        return replace(flat, buckets=buckets, topology=sizes, sharded=True)
+        # Messages are smaller, and planners slice only what takes as long as compute.
+        links = [replace(link, bytes_per_s=link.bytes_per_s / ranks) for link in flat.links]
+        return replace(flat, buckets=buckets, links=tuple(links), topology=sizes, sharded=True)
     inside = Link("inside", 0.01, sum(b.size_bytes for b in own) / (0.1 * len(own)))
     return replace(flat, buckets=own, topology=sizes, inside=inside)
 
@@ -173,24 +171,23 @@ def clipped(world: list[Replica], plan: Any, nodes: Sequence[Sequence[int]]) -> 
 
 
 def drawn(world: list[Replica], _: Any, nodes: Sequence[Sequence[int]]) -> None:
+    """Each round averages the weights of a single replica."""
+
     def weights(done: int) -> list[float]:
-        by_replica = draw_samples((3.0, 1.0), 0.5, 0, done)
-        return [by_replica[i] for i, node in enumerate(nodes) for _ in node]
+        [chosen] = Random(f"0 {done}").sample(range(len(nodes)), 1)
+        return [float(i == chosen) for i, node in enumerate(nodes) for _ in node]
 
     federated(world, T, local_steps=[3] * len(world), weights=weights)
 
 
-def selected(lag: int) -> Equations:
-    def run(world: list[Replica], plan: Any, _: Any) -> None:
-        [vote] = plan.votes
-        changes = Changes("norm", 25, vote.arg("weight"))
-        everything = Piece(tuple(profile_names(world[0].case)))
-        selective(
-            world, T, pieces=[everything], forced=[()], change=changes.change, delta=0.15, lag=lag,
-            aggregate="parameters",
-        )  # fmt: skip
-
-    return run
+def selected(world: list[Replica], plan: Any, _: Any) -> None:
+    [vote] = plan.votes
+    changes = Changes("norm", 25, vote.arg("weight"))
+    everything = Piece(tuple(profile_names(world[0].case)))
+    selective(
+        world, T, pieces=[everything], forced=[()], change=changes.change, delta=0.15, lag=0,
+        aggregate="parameters",
+    )  # fmt: skip
 
 
 def profile_names(case: Case) -> list[str]:
@@ -201,32 +198,19 @@ def windows(world: list[Replica], plan: Any, _: Any) -> None:
     merged(world, T, closing(plan))
 
 
+# One of each kind of average, and of each setting that changes what nodes send or compute.
 STRATEGIES: dict[str, tuple[Strategy, Equations]] = {
-    "wfbp": (WFBP(), gradients_everywhere),
-    "bsp": (BSP(), gradients_everywhere),
-    "halves": (DeAR(), gradients_everywhere),
-    "deft": (DeFT(forward=1, backward=1), windows),
-    "dreamddp": (DreamDDP(period=3), sets_average()),
-    "dreamddp whole layers": (
-        DreamDDP(period=3, average="before_update", fill=False, split=False),
-        sets_average(),
-    ),
-    "dreamddp clipped": (DreamDDP(period=3, clip=0.3), clipped),
+    "wfbp": (WFBP(), gradients_everywhere),  # gradients
+    "halves": (DeAR(), gradients_everywhere),  # reduce-scatter and all-gather
+    "deft": (DeFT(forward=1, backward=1), windows),  # gradients of several iterations
+    "dreamddp": (DreamDDP(period=3), sets_average()),  # slices of parameters, before the step
+    "dreamddp clipped": (DreamDDP(period=3, clip=0.3), clipped),  # norms of gradients
     "dreamddp delayed": (DreamDDP(period=3, due="delayed", average="before_update"), late_sets),
-    "partial": (
+    "partial": (  # parameters and state of the optimizer
         PartialSync(period=2, average="before_update", state="averaged"),
         sets_average(state="averaged"),
     ),
-    "local sgd": (LocalSGD(period=3), lambda world, *_: local_sgd(world, T, period=3)),
-    "local sgd reset": (
-        LocalSGD(period=3, state="reset"),
-        lambda world, *_: local_sgd(world, T, period=3, state="reset"),
-    ),
-    "post-local sgd": (
-        LocalSGD(period=3, warmup=2),
-        lambda world, *_: local_sgd(world, T, period=3, warmup=2),
-    ),
-    "diloco": (
+    "diloco": (  # an outer step, after the step
         DiLoCo(period=3, fragments=1),
         lambda world, *_: local_sgd(world, T, period=3, outer=stepped()),
     ),
@@ -235,9 +219,8 @@ STRATEGIES: dict[str, tuple[Strategy, Equations]] = {
         sets_average(outer=stepped()),
     ),
     "fedavg": (FedAvg(local_steps=3), lambda world, *_: local_sgd(world, T, period=3)),
-    "selsync": (SelSync(delta=0.15), selected(0)),
-    "selsync late": (SelSync(delta=0.15, vote_lag=1), selected(1)),
-    "fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn),
+    "fedavg drawn": (FedAvg(local_steps=3, samples=(3, 1), fraction=0.5), drawn),  # weights
+    "selsync": (SelSync(delta=0.15), selected),  # a vote
 }
 
 
@@ -267,8 +250,7 @@ class Messages:
     def __init__(self, world: list[Replica], nodes: Sequence[Sequence[int]]) -> None:
         self._nodes, self._profile = nodes, profile_in(world[0].case, nodes)
         self._anchor = {n: t.detach().clone() for n, t in world[0].tensors.items()}
-        self._errors: dict[Any, Any] = {}
-        self._memories: dict[Any, dict[str, Any]] = {}
+        self._errors: dict[Any, Tensor] = {}
 
     def send(self, world: list[Replica], transfers: Sequence[Any]) -> None:
         for one in transfers:
@@ -277,31 +259,23 @@ class Messages:
             self._average(world, one, moved)
 
     def _average(self, world: list[Replica], one: Any, names: Sequence[str]) -> None:
-        is_gradient, args = one.payload.buffer == "grad", dict(one.wire.args)
-        used, like = codec(one.wire.name, args), [self._anchor[n] for n in names]
+        is_gradient, like = one.payload.buffer == "grad", [self._anchor[n] for n in names]
 
         def value(replica: Replica, name: str) -> Tensor:
             p: Any = replica.tensors[name]
             return (p.grad if is_gradient else p.detach() - self._anchor[name]).reshape(-1)
 
-        flats = [
-            torch.cat([value(world[node[0]], n) for n in names]).numpy()
-            * (len(node) * len(self._nodes) / len(world))
-            for node in self._nodes
-        ]
-        mean = np.empty(len(flats[0]))
-        for k, places in enumerate(owned(like, self._nodes)):
-            keys = [(one.payload.buckets, k, m) for m in range(len(flats))]
-            given = [
-                np.where(places < 0, 0.0, flat[places]) + self._errors.get(key, 0.0)
-                for key, flat in zip(keys, flats, strict=True)
-            ]
-            memories = [self._memories.setdefault(key, {}) for key in keys]
-            found, lost = used.average(given, args["via"], memories=memories)
-            self._errors |= zip(keys, lost, strict=True)
-            mean[places[places >= 0]] = found[places >= 0]
-        parts = torch.from_numpy(mean).split([t.numel() for t in like])
-        for n, anchor, part in zip(names, like, parts, strict=True):
+        mean = torch.zeros(sum(t.numel() for t in like), dtype=like[0].dtype)
+        for m, node in enumerate(self._nodes):
+            flat = torch.cat([value(world[node[0]], n) for n in names])
+            for k, places in enumerate(owned(like, self._nodes)):
+                key, is_own = (one.payload.buckets, k, m), places >= 0
+                share = len(node) * len(self._nodes) / len(world)
+                given = torch.where(is_own, share * flat[places], 0.0) + self._errors.get(key, 0.0)
+                sent = quantized(given, one.wire.name)
+                self._errors[key] = given - sent
+                mean[places[is_own]] += sent[is_own] / len(self._nodes)
+        for n, anchor, part in zip(names, like, mean.split([t.numel() for t in like]), strict=True):
             if not is_gradient:
                 anchor += part.view_as(anchor)
             for replica in world:
@@ -312,26 +286,25 @@ class Messages:
                     p.detach().copy_(anchor)
 
 
-def owned(tensors: Sequence[Tensor], nodes: Sequence[Sequence[int]]) -> list[Any]:
+def owned(tensors: Sequence[Tensor], nodes: Sequence[Sequence[int]]) -> list[Tensor]:
     """By owner, which elements of tensors laid end to end it encodes; -1 for padding."""
     owners = min(map(len, nodes))
     if not isinstance(nodes, Shards):
-        places = np.arange(sum(t.numel() for t in tensors))
-        each = -(-len(places) // owners)
-        return [places[k * each : (k + 1) * each] for k in range(owners)]
-    found, begin = [list[Any]() for _ in range(owners)], 0
+        places = torch.arange(sum(t.numel() for t in tensors))
+        return [*places.split(-(-len(places) // owners))]
+    found, begin = [list[Tensor]() for _ in range(owners)], 0
     for t in tensors:
         each = padded(t, owners)
         for k, runs in enumerate(found):
-            run = np.arange(k * each, (k + 1) * each)
-            runs.append(np.where(run < t.numel(), begin + run, -1))
+            run = torch.arange(k * each, (k + 1) * each)
+            runs.append(torch.where(run < t.numel(), begin + run, -1))
         begin += t.numel()
-    return [np.concatenate(runs) for runs in found]
+    return [torch.cat(runs) for runs in found]
 
 
+# Gradients; parameters, of which the change since their last average is sent. Two nodes gather.
 CODES: dict[str, tuple[Strategy, Equations]] = {
     "int8 of gradients": (WFBP(fusion="none", wire="int8"), coded),
-    "int8 of parameters": (LocalSGD(period=1, wire="int8"), coded),
     "int4 of layers": (
         DreamDDP(period=2, wire="int4", average="before_update", fill=False, split=False),
         coded,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import inspect
 import io
 import math
 import os
@@ -10,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,8 +23,14 @@ from oracle.training import Replica, average_parameters, bsp, copy_buffers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +57,7 @@ from cases.node_jobs import (
     Equations,
     Shards,
     T,
+    clipped,
     gradients_everywhere,
     profile_in,
     sets_average,
@@ -56,15 +65,7 @@ from cases.node_jobs import (
     stepped,
 )
 from cases.workers import TIMEOUT_S, Trained, User, bits_of, prepared, rank
-from offbeat import DDP, WFBP, ByteScheduler, DiLoCo, DreamDDP, Members, PartialSync, Strategy
-from offbeat.core.buckets import shards
-from offbeat.core.buckets.shards import Shards as Memory
-from offbeat.core.buckets.shards import local_of, own_parameters
-
-
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns: different ones take turns in one world."""
-    return function(*args)
+from offbeat import WFBP, ByteScheduler, DiLoCo, DreamDDP, Members, PartialSync, Strategy
 
 
 def nodes_of(replicas: int, ranks: int) -> Shards:
@@ -95,6 +96,19 @@ def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
             fully_shard(layer, mesh=mesh, **options)
     fully_shard(net, mesh=mesh, **options)
     return net
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_parameters(net: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of all parameters, also after a forward that has left whole ones."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: local_of(p.detach()) for name, p in net.named_parameters()}
 
 
 def whole(value: Any) -> Any:
@@ -147,79 +161,63 @@ def gradients_in_columns(world: list[Replica], _: Any, nodes: Any) -> None:
 
 
 def parameters_in_columns(world: list[Replica], plan: Any, nodes: Any) -> None:
-    """Sets are averaged before the step, or after it. Ranks of one place average their buffers;
-    their parameters are those of their nodes."""
+    """Sets are averaged before the step. Ranks of one place average their buffers; their parameters
+    are those of their nodes."""
     columns, sets = columns_of(world, nodes), sets_in(world[0].case, nodes, plan)
-    late = plan.transfers[0].after.point == "step"
     for r, t in enumerate(T):
         for replica in world:
             replica.gradients(t)
-            if late:
-                replica.step()
         for column in columns:
             for piece in sets[r % len(sets)]:
                 average_parameters(column, piece)
         for replica in world:
-            if not late:
-                replica.step()
+            replica.step()
             replica.end()
 
 
-# They send what another case sends: all buckets at once, whole layers, or after a vote. How a
-# strategy uses an average is tested with whole replicas.
-SENT_BY_OTHERS = (
-    *("bsp", "dreamddp whole layers", "local sgd", "post-local sgd", "fedavg", "fragments"),
-    "selsync late",
-)
+# One of each kind of average. How a strategy uses it is tested with whole replicas.
 CASES: dict[str, tuple[Strategy, Equations, Case, Loop]] = {
-    **{
-        name: (*given, ADAM, USUAL)
-        for name, given in STRATEGIES.items()
-        if name not in SENT_BY_OTHERS
-    },
-    **{name: (*given, CODED, USUAL) for name, given in CODES.items()},
-    "ddp": (DDP(), gradients_everywhere, ADAM, USUAL),
+    # Gradients, and the running statistics of each rank's place in the first node.
+    "wfbp": (WFBP(), gradients_in_columns, NORMED, USUAL),
+    # Slices of gradients, which cut across shards, also of a weight of two modules.
     "slices by priority": (
-        ByteScheduler(update="at_step", partition_elements=5), gradients_everywhere, ADAM, USUAL,
+        ByteScheduler(update="at_step", partition_elements=5),
+        gradients_everywhere,
+        TIED,
+        Loop(micro=2, clip=0.05),
     ),
-    "wfbp clipped": (WFBP(), gradients_everywhere, ADAM, Loop(clip=0.05)),
-    "wfbp in micro-batches": (WFBP(), gradients_everywhere, ADAM, Loop(micro=2)),
-    "wfbp without gradients": (WFBP(), gradients_everywhere, ADAM, Loop(clear="none")),
-    "wfbp with statistics": (WFBP(), gradients_in_columns, NORMED, USUAL),
-    "wfbp tied": (WFBP(fusion="none"), gradients_everywhere, TIED, USUAL),
-    "slices": (DreamDDP(period=3, split=True, fill=False), sets_average(), ADAM, USUAL),
-    "due at forward": (DreamDDP(period=3, due="forward", split=False), sets_average(), ADAM, USUAL),
-    "fragments due at forward": (
+    # A reduce-scatter and an all-gather.
+    "halves": (*STRATEGIES["halves"], ADAM, Loop(clear="none")),
+    # Gradients of several iterations, in two copies.
+    "deft": (*STRATEGIES["deft"], ADAM, USUAL),
+    # Slices of parameters, and norms of gradients of which each rank has a part.
+    "slices": (DreamDDP(period=3, split=True, clip=0.3), clipped, ADAM, USUAL),
+    # Averages that are due in a later iteration.
+    "dreamddp delayed": (*STRATEGIES["dreamddp delayed"], ADAM, USUAL),
+    # Parameters and state of the optimizer, before the step.
+    "partial": (*STRATEGIES["partial"], ADAM, USUAL),
+    # Parameters, and the running statistics of ranks of one place.
+    "sets": (PartialSync(period=2), parameters_in_columns, NORMED, USUAL),
+    # An outer step, in the next forward.
+    "fragments": (
         DiLoCo(period=4, fragments=2, due="forward"), sets_average(outer=stepped()), ADAM, USUAL,
     ),
-    "sets tied": (PartialSync(period=2), sets_average(), TIED, USUAL),
-    "sets with statistics": (PartialSync(period=2), parameters_in_columns, NORMED, USUAL),
-    "local sgd with statistics": (
-        offbeat.LocalSGD(period=3), parameters_in_columns, NORMED, USUAL,
-    ),
-    "local sgd clipped": (
-        offbeat.LocalSGD(period=3), STRATEGIES["local sgd"][1], ADAM, Loop(clip=0.05),
-    ),
+    # An average after a vote.
+    "selsync": (*STRATEGIES["selsync"], ADAM, USUAL),
+    # Codes of shards and of padding. Those of gradients: `SPOILT` in test_sharded.py.
+    "int4 of layers": (*CODES["int4 of layers"], CODED, USUAL),
 }  # fmt: skip
 
 
-def train(name: str, nodes: Shards, memory: str = shards.MEMORY) -> tuple[Trained, bool]:
-    """Train, and give back whole tensors of this rank's replica, and whether its shards were
-    staged. `memory` is the name by which shards are looked for in torch."""
+def train(name: str, nodes: Shards, renames: bool = False) -> tuple[Trained, bool]:
+    """Train, and give back whole tensors of this rank's replica, and whether offbeat has reported
+    that it copies shards before and after each use, as where torch `renames` its memory of them."""
     strategy, _, case, loop = CASES[name]
     with (
-        pytest.MonkeyPatch.context() as patch,
+        rename_memory() if renames else contextlib.nullcontext(),
         contextlib.redirect_stderr(io.StringIO()) as said,
+        job(case, strategy, nodes) as (model, optimizer),
     ):
-        patch.setattr(shards, "MEMORY", memory)
-        trained, are_staged = _train(strategy, case, loop, nodes)
-    words = " ".join(said.getvalue().split())
-    assert (are_staged and rank() == 0) == ("stores shards otherwise than expected" in words)
-    return trained, are_staged
-
-
-def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[Trained, bool]:
-    with job(case, strategy, nodes) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
         user = User(case, model, optimizer, loop)
         for t in T:
@@ -227,12 +225,21 @@ def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[T
             if scheduler is not None:
                 scheduler.step()
         trained = Trained(whole(model.state_dict()), whole(optimizer.state_dict()))
-        trained.plan = model._session.plan
-        engine = model._session.engine
-        are_staged = engine.flat.shards.are_staged
-        # No message may work in place on memory to which a rule or a vote copies shards.
-        assert engine.staged == are_staged
-    return trained, are_staged
+    return trained, "stores shards otherwise than expected" in " ".join(said.getvalue().split())
+
+
+@contextmanager
+def rename_memory() -> Iterator[None]:
+    """Let torch store shards under another name, as another version of it may do."""
+    names = {"_sharded_param_data": "_in_another_version"}
+    with pytest.MonkeyPatch.context() as patch:
+        for one in (*vars(_fsdp_param.FSDPParam).values(), *vars(_fsdp_collectives).values()):
+            function = inspect.unwrap(getattr(one, "fget", one))
+            if inspect.isfunction(function):
+                code = function.__code__
+                renamed = tuple(names.get(name, name) for name in code.co_names)
+                patch.setattr(function, "__code__", code.replace(co_names=renamed))
+        yield
 
 
 # ---- options of FSDP ------------------------------------------------------------------------
@@ -240,67 +247,75 @@ def _train(strategy: Strategy, case: Case, loop: Loop, nodes: Shards) -> tuple[T
 SINGLE = Case("mlp", "adamw", dtype=torch.float32)
 MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "mixed precision": MIXED,
-    "mixed precision under wfbp": MIXED,
+    "mixed precision in micro-batches under wfbp": {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    },
     # One node, because torch creates groups of pairs on a mesh of all ranks only.
     "in pairs after forward": {"reshard_after_forward": 2},
-    "accumulation": {},
-    "evaluation": {"reshard_after_forward": False},
-    "activation checkpoints": {},
-    "running statistics": {},
+    "evaluation and activation checkpoints": {"reshard_after_forward": False},
     "measured": {},
     "compiled blocks": {},
-    "compiled blocks under wfbp": {},
+    "written gradients": {},  # of one rank of each node, in an iteration without a backward
 }
 
 
 def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
-    """Hash of this rank's shards and buffers after local SGD of period 3, or after averages of
-    gradients, by offbeat or by all-reduces of this function."""
+    """Hash of this rank's shards after local SGD of period 3, or after averages of gradients, by
+    offbeat or by all-reduces of this function."""
     options = VARIANTS[name]
     name, _, gradients = name.partition(" under ")
-    case = NORMED if name == "running statistics" else SINGLE
     nodes = nodes_of(*mesh.shape)
-    net = build_model(case)
+    net = build_model(SINGLE)
     if name == "compiled blocks":
         for layer in net.children():
             if [*layer.parameters()]:
                 layer.compile(backend="aot_eager")
     shard(net, mesh["inside"], **options)
-    optimizer: Any = build_optimizer(case, net)
+    optimizer: Any = build_optimizer(SINGLE, net)
     model: Any = net
-    if name == "evaluation":  # leaves whole parameters in the modules
+    if name.startswith("evaluation"):  # leaves whole parameters in the modules
         with torch.no_grad():
-            net(batch(case, rank(), 99)[0])
+            net(batch(SINGLE, rank(), 99)[0])
     observed = 2 if name == "measured" else 0
     if averaged_by_us:
-        given: dict[str, Any] = {"profile": profile_in(case, nodes)}
+        given: dict[str, Any] = {"profile": profile_in(SINGLE, nodes)}
         if observed:
             given = {"observe": observed, "min_bucket_bytes": 1}
         strategy = WFBP() if gradients else offbeat.LocalSGD(period=3)
         given |= {"mesh": mesh["between"], "timeout_s": TIMEOUT_S}
         model, optimizer = offbeat.prepare(net, optimizer, strategy, **given)
     for t in range(observed + 5):
-        optimizer.zero_grad()
-        for part in range(2 if name == "accumulation" else 1):
-            x, y = batch(case, rank(), 10 * part + t)
-            net.set_requires_gradient_sync(name != "accumulation" or part == 1)
-            call = model
-            if name == "activation checkpoints":
-                call = partial(checkpoint, model, use_reentrant=False)
-            nn.functional.mse_loss(call(x), y).backward()
+        if name == "written gradients" and t == 3:
+            optimizer.zero_grad(set_to_none=False)
+            for p in net.parameters():
+                if p.grad is not None:
+                    local_of(p.grad).fill_(0.1 * (rank() % 2))
+        else:
+            backward(name, t, net, model, optimizer)
         if not averaged_by_us and (gradients or t < observed):
             average(mesh, (p.grad for p in net.parameters() if p.grad is not None))
         optimizer.step()
         if not (averaged_by_us or gradients) and t >= observed and (t - observed) % 3 == 2:
-            floats = (b for b in net.buffers() if b.is_floating_point())
-            average(mesh, (*(p for p in net.parameters() if p.requires_grad), *floats))
-        if name == "evaluation":
+            average(mesh, (p for p in net.parameters() if p.requires_grad))
+        if name.startswith("evaluation"):
             with torch.no_grad():
-                model(x)
+                model(batch(SINGLE, rank(), t)[0])
     if averaged_by_us:
         model.close()
-    return bits_of([*own_parameters(net).values(), *net.buffers()])
+    return bits_of(own_parameters(net).values())
+
+
+def backward(name: str, t: int, net: Any, model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    parts = 2 if name.endswith("micro-batches") else 1
+    for part in range(parts):
+        x, y = batch(SINGLE, rank(), 10 * part + t)
+        net.set_requires_gradient_sync(part == parts - 1)
+        if name.endswith("activation checkpoints"):
+            x = checkpoint(model, x, use_reentrant=False)
+        else:
+            x = model(x)
+        nn.functional.mse_loss(x, y).backward()
 
 
 def average(mesh: DeviceMesh, tensors: Any) -> None:
@@ -339,33 +354,31 @@ def spoil(policy: str, strategy: str, case: Case, nodes: Shards) -> tuple[str, d
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(spoil_shard)
 
-    try:
-        with job(case, strategy, nodes, prepare_to_spoil, on_nonfinite=policy) as pair:
-            model, optimizer = pair
+    with job(case, strategy, nodes, prepare_to_spoil, on_nonfinite=policy) as (model, optimizer):
+        try:
             for t in range(3):
                 now.append(t)
                 optimizer.zero_grad()
                 loss_of(model, *batch(case, rank(), t)).backward()
                 optimizer.step()
-            return "", whole(model.state_dict())
-    except RuntimeError as error:
-        return str(error), {}
+        except RuntimeError as error:
+            return str(error), {}
+        return "", whole(model.state_dict())
 
 
 def diverge(consolidating: bool) -> str:
     """Rank 3 changes its shards, although only gradients are averaged."""
-    nodes = nodes_of(2, 2)
-    try:
-        with job(ADAM, "wfbp", nodes, compare_every=0 if consolidating else 1) as pair:
-            model, optimizer = pair
+    compared = {"compare_every": 0 if consolidating else 1}
+    with job(ADAM, "wfbp", nodes_of(2, 2), **compared) as (model, optimizer):
+        try:
             for t in range(3):
                 User(ADAM, model, optimizer, USUAL).iterate(t)
                 if (t, rank()) == (1, 3):
                     with torch.no_grad():
                         own_parameters(model)["6.weight"].mul_(1.5)
             model.consolidate()
-    except RuntimeError as error:
-        return str(error)
+        except RuntimeError as error:
+            return str(error)
     return "nothing"
 
 
@@ -385,12 +398,6 @@ def repair() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     return before, after, bits_of([*after[0].values(), *state])
 
 
-def find_any() -> list[bool]:
-    """Of a tensor that only the last rank of a node has filled, and of zeros."""
-    memory = Memory(shard(build_model(ADAM), mesh_of(SHARDED)["inside"]))
-    return [memory.is_any(torch.full((3,), float(fill and rank() % 2))) for fill in (True, False)]
-
-
 # ---- unification and checkpoints ------------------------------------------------------------
 
 
@@ -407,13 +414,10 @@ def unite(nodes: Shards) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
 
 
 SHARDED, REPLICATED = nodes_of(2, 2), ((0, 1), (2, 3))
+# An outer optimizer of shards, and slices of whole replicas: `KILLED`.
 SAVED: dict[str, tuple[str, Sequence[Sequence[int]]]] = {
-    "an outer optimizer": ("diloco:period=4", SHARDED),
     "merged gradients": ("deft:forward=1:backward=1", SHARDED),
-    "gradients": ("wfbp", SHARDED),
     "slices": ("dreamddp:period=3:split=true", SHARDED),
-    "replicated, an outer optimizer": ("diloco:period=4", REPLICATED),
-    "replicated, merged gradients": ("deft:forward=1:backward=1", REPLICATED),
 }
 
 
@@ -473,21 +477,18 @@ SHAPES: dict[str, Sequence[Sequence[int]]] = {
     "single ranks": ((0,), (1,), (2,), (3,)),
     "replicated": REPLICATED,
     "replicated crosswise": ((0, 2), (1, 3)),
-    "one replicated node": ((0, 1, 2, 3),),
     "sharded": SHARDED,
     "sharded crosswise": Shards(((0, 2), (1, 3))),
     "one sharded node": nodes_of(1, 4),
 }
 PARAMETERS, GRADIENTS = "local-sgd:period=2", "wfbp"
-RESHAPED = (  # strategy, nodes of the saved job, nodes of the loading job
-    (PARAMETERS, "single ranks", "replicated"),
+# Strategy, nodes of the saved job, nodes of the loading job: each kind of nodes saves for another
+# one and loads from another one.
+RESHAPED = (
     (PARAMETERS, "single ranks", "one sharded node"),
-    (PARAMETERS, "replicated", "single ranks"),
     (PARAMETERS, "replicated", "replicated crosswise"),
-    (PARAMETERS, "replicated", "one replicated node"),
     (PARAMETERS, "replicated", "sharded"),
     (PARAMETERS, "sharded", "single ranks"),
-    (PARAMETERS, "sharded", "one sharded node"),
     (GRADIENTS, "sharded", "sharded crosswise"),
     (GRADIENTS, "one sharded node", "replicated"),
 )
@@ -608,6 +609,7 @@ def _crossed() -> dict[str, Any]:
 
 MESHES: dict[str, DeviceMesh] = {}
 
+# What is refused, and how the error names it.
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "HSDP": (
         lambda: {"model": _fully(MESHES["both"])},
@@ -621,21 +623,15 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"model": _fully(MESHES["between"])},
         "over which the parameters are sharded or replicated already",
     ),
-    "both dimensions": (
-        lambda: {"mesh": MESHES["both"]},
-        "mesh (2 x 2 ranks) must have one dimension where the model is sharded",
-    ),
-    "no mesh": (
-        lambda: {"mesh": None},
-        "the model is sharded over several ranks, so mesh (None) must be given",
-    ),
+    "both dimensions": (lambda: {"mesh": MESHES["both"]}, "mesh (2 x 2 ranks)"),
+    "no mesh": (lambda: {"mesh": None}, "mesh (None)"),
     "members that change": (
         lambda: {"mesh": None, "members": Members("127.0.0.1:1", first=2)},
         "must be whole on every rank where members change",
     ),
     "nodes of other ranks": (
         lambda: {"mesh": None, "nodes": [[0, 2], [1, 3]]},
-        "must be the ranks that share a replica: the model is sharded over ranks 0, 1, not 0, 2",
+        "the model is sharded over ranks 0, 1, not 0, 2",
     ),
     "nodes of unequal size": (_uneven, "sharded nodes must have equally many ranks, not 3, 1"),
     "columns of other members": (
@@ -644,8 +640,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "other groups in node 1": (
         lambda: {"model": _otherwise(MESHES["inside"])},
-        "the model must be the same on all ranks: rank 2 has \"cut along dimension 0 and gathered "
-        "with '0.weight' to '6.bias' (10)\"",
+        "rank 2 has \"cut along dimension 0 and gathered with '0.weight' to '6.bias' (10)\"",
     ),
     "another dimension in node 1": (
         lambda: {"model": _across(MESHES["inside"])},
@@ -653,7 +648,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a part of the model": (
         lambda: {"model": _partly(MESHES["inside"])},
-        "parameter '1.weight' is trained and not sharded, while others are",
+        "parameter '1.weight' is trained and not sharded",
     ),
     "tensor parallelism": (
         lambda: {"model": _tensor_parallel(MESHES["inside"])},
@@ -665,44 +660,19 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "weights that are gathered in another format": (
         lambda: {"model": _packed(MESHES["inside"])},
-        "parameter '1.weight' (Packed) must be a plain tensor, not one that FSDP gathers in "
-        "another format (fp8); leave the conversion out",
+        "parameter '1.weight' (Packed)",
     ),
     "updates in backward": (
         lambda: {"strategy": "dreamddp:average=after_update"},
-        "strategy (dreamddp(average=after_update)) must not require updates in backward",
+        "strategy (dreamddp(average=after_update))",
     ),
-    "updates of fragments in backward": (
-        lambda: {"strategy": "diloco:fragments=2:average=after_update"},
-        "must not require updates in backward where the model is sharded",
-    ),
-    "updates of sets in backward": (
-        lambda: {"strategy": "partial-sync:average=after_update"},
-        "must not require updates in backward where the model is sharded",
-    ),
-    "sums that pass from rank to rank": (
-        lambda: {"strategy": "cyclic"},
-        "strategy (cyclic) must average over all replicas where these have several ranks",
-    ),
-    "exchanges between pairs of nodes": (
-        lambda: {"strategy": "noloco"},
-        "strategy (noloco) must average over all replicas where these have several ranks",
-    ),
-    "gossip": (
-        lambda: {"strategy": "ad-psgd"},
-        "strategy (ad-psgd) must be one with a plan where replicas have several ranks (mesh (ranks "
-        "0, 2): 2 nodes of 2 ranks), because its workers exchange whole models at times of their "
-        "own",
-    ),
-    "servers": (
-        lambda: {"strategy": "ssp"},
-        "strategy (ssp) must be one with a plan where replicas have several ranks",
-    ),
+    "sums that pass from rank to rank": (lambda: {"strategy": "cyclic"}, "strategy (cyclic)"),
+    "a strategy without a plan": (lambda: {"strategy": "ad-psgd"}, "strategy (ad-psgd)"),
     "a profile of replicated nodes": (
         lambda: {"profile": profile_in(ADAM, ((0, 1), (2, 3)))},
         "the profile does not match",
     ),
-}  # fmt: skip
+}
 
 
 def refuse_all() -> dict[str, str]:
@@ -755,6 +725,7 @@ def train_until_killed(
                     offbeat.save(path, model, optimizer).wait()
         except RuntimeError as error:
             sys.last_value = error  # as in a script that does not catch it
-            with contextlib.redirect_stderr(said):
-                model._session.cluster.leave()
+            with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "_exit", sys.exit)  # this process has to report
+                atexit._run_exitfuncs()
             raise RuntimeError(" ".join(f"{error} {said.getvalue()}".split())) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import threading
 import traceback
@@ -40,20 +39,9 @@ from cases.happens_before.checker import (
 from cases.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from cases.node_jobs import PAIRS, Shards, profile_in
 from cases.workers import rank, world_size
-from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import (
-    active_plan,
-    connecting,
-    known_profile,
-    messages,
-    plan_choice,
-    updates,
-)
-from offbeat.core.runtime.plan_runner import PlanRunner
+from offbeat.core.runtime import connecting, known_profile, plan_choice
 from offbeat.core.transport import cluster, collectives
-from offbeat.core.transport.link import LinkThread, Message
-from offbeat.gossip import state as gossip_state
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -84,16 +72,16 @@ models.MODELS |= {"blocks": Blocks, "unused": Unused}
 CASE, BLOCKS, UNUSED = (
     Case(name, "nesterov", "none", torch.float32) for name in ("conv", "blocks", "unused")
 )
-STEPS, LAST = 7, 2  # iterations, and the last ones, in which waits of the host count: after all
-# looks at weights (`FIRST_LOOKS` in `core/runtime/updates.py`), of which each waits
-# Iterations of jobs whose script only trains. Waits of the host count in the last two, after a
-# single look at weights; they do not count with codes, in nodes or with a missing wait.
-SHORT = 5
-# Iterations before which a member leaves, and whose message it does not receive.
-LEAVES, DEAF = 2, 1
+# Iterations, and the last ones, in which waits of the host count: after all looks at weights, of
+# which each waits.
+STEPS, LAST = 7, 2
+# Iterations before which a member asks to leave, of the others then, and whose messages a member
+# does not receive.
+LEAVES, AFTERWARDS, DEAF = 2, 60, 1
 SHARDED = Shards(PAIRS)
 GPU = torch.device("cuda")
-MOST_ITERATIONS, EXCHANGES = 5000, 2  # of gossip
+# Of gossip, and operations of its threads, which are some exchanges.
+MOST_ITERATIONS, EXCHANGES = 5000, 100
 
 
 # ---- offbeat on streams -------------------------------------------------------------------------
@@ -164,10 +152,11 @@ def on_streams() -> Iterator[pytest.MonkeyPatch]:
 
 
 # ---- missing waits ------------------------------------------------------------------------------
+# Each breaks one method of the interface to a device, or torch.
 
 
 def no_follow(patch: pytest.MonkeyPatch) -> None:
-    """Compute does not wait for messages."""
+    """Compute does not wait for messages, nor a holder of gossip's lock for the one before."""
     patch.setattr(Streams, "follow", lambda *_: watch_thread())
 
 
@@ -177,69 +166,15 @@ def no_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Streams, "run", lambda self, _, *args: run(self, nothing, *args))
 
 
-def early_end(patch: pytest.MonkeyPatch) -> None:
-    """The end of a message is marked before its work."""
-
-    def run(self: Streams, *args: Any) -> Any:
-        start, _ = plain(self, *args)
-        return start, start
-
-    plain = Streams.run
-    patch.setattr(Streams, "run", run)
-
-
-def early_release(patch: pytest.MonkeyPatch) -> None:
-    """The release of a message is marked before the work that it follows."""
-    mark, first = Streams.mark, CHECKER.mark()
-    patch.setattr(Streams, "mark", lambda self: first if caller() == "release" else mark(self))
-
-
-def no_copy(patch: pytest.MonkeyPatch) -> None:
-    """A staged message sends the storage itself, which training changes meanwhile."""
-    clone = Tensor.clone
-
-    def alias(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        in_messages = sys._getframe(1).f_code.co_filename == messages.__file__
-        return self if in_messages else clone(self, *args, **kwargs)
-
-    patch.setattr(Tensor, "clone", alias)
-
-
-def unfollowed(function: str) -> Plant:
-    """Return a plant: the waits of one function do not order compute after the message."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def follow(self: Streams, mark: Any) -> None:
-            if caller(2) != function:
-                plain(self, mark)
-
-        plain = Streams.follow
-        patch.setattr(Streams, "follow", follow)
-
-    return plant
-
-
-def forgotten_sends(patch: pytest.MonkeyPatch) -> None:
-    """Sends that have arrived are forgotten, although the link has changed their anchors."""
-
-    def forget(self: messages.Messages) -> None:
-        self._sent = [message for message in self._sent if not message.wait(1.0)]
-
-    patch.setattr(messages.Messages, "_follow_sends", forget)
+def no_finish(patch: pytest.MonkeyPatch) -> None:
+    """The host does not wait for copies to it, nor the thread of a link for a failed message."""
+    patch.setattr(Streams, "finish", lambda _: None)
 
 
 def no_host_wait(patch: pytest.MonkeyPatch) -> None:
     """gloo sends pinned memory before the copy to it has ended."""
     nothing = SimpleNamespace(synchronize=lambda: None)
     patch.setattr(torch.cuda, "current_stream", lambda _: nothing)
-
-
-def no_wait_before_free(patch: pytest.MonkeyPatch) -> None:
-    """Pinned memory that is too small is freed before copies from it have ended."""
-    stream, nothing = torch.cuda.current_stream, SimpleNamespace(synchronize=lambda: None)
-    patch.setattr(
-        torch.cuda, "current_stream", lambda _: nothing if caller() == "reserve" else stream(_)
-    )
 
 
 def unmarked_side_stream(patch: pytest.MonkeyPatch) -> None:
@@ -252,95 +187,9 @@ def unmarked_side_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Streams, "mark", mark)
 
 
-def by_module(patch: pytest.MonkeyPatch) -> None:
-    """Averages of shards are complete when a module begins, and not when the model does."""
-    hooks = active_plan.ForwardHooks
-
-    def watch_modules(model: Any, flat: Flat, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as whole:
-            whole.setattr(Flat, "is_sharded", False)
-            return hooks(model, flat, *args)
-
-    patch.setattr(active_plan, "ForwardHooks", watch_modules)
-
-
-def no_wait_for_results(patch: pytest.MonkeyPatch) -> None:
-    """The result of a message is sent to another member before its copy to the host has ended."""
-    copy = Tensor.cpu
-
-    def copy_without_wait(self: Tensor) -> Tensor:
-        return self.to("cpu", non_blocking=True) if caller() == "exchange_results" else copy(self)
-
-    patch.setattr(Tensor, "cpu", copy_without_wait)
-
-
-def no_wait_to_repeat(patch: pytest.MonkeyPatch) -> None:
-    """Survivors average gradients on the host before their copies to the host have ended."""
-    move = Tensor.to
-
-    def move_without_wait(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if caller() == "_try" and args == ("cpu",):
-            return move(self, *args, non_blocking=True)
-        return move(self, *args, **kwargs)
-
-    patch.setattr(Tensor, "to", move_without_wait)
-
-
-def no_gossip_order(patch: pytest.MonkeyPatch) -> None:
-    """The lock of gossip orders the host alone."""
-
-    def enter(self: Any) -> None:
-        self._lock.acquire()
-        watch_thread()
-
-    patch.setattr(gossip_state.DeviceLock, "__enter__", enter)
-
-
-def stale_gossip_order(patch: pytest.MonkeyPatch) -> None:
-    """A holder of the lock of gossip follows the first holder instead of the last."""
-    patch.setattr(gossip_state.DeviceLock, "__exit__", lambda self, *_: self._lock.release())
-
-
-def unfinished(function: str) -> Plant:
-    """Return a plant: a function of the session of servers does not wait for its copies."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def finish(self: Streams) -> None:
-            if caller() != function:
-                plain(self)
-
-        plain = Streams.finish
-        patch.setattr(Streams, "finish", finish)
-
-    return plant
-
-
-def caller(depth: int = 1) -> str:
-    """Return the name of the function that has called the caller of this function."""
-    return sys._getframe(depth + 1).f_code.co_name
-
-
 PLANTS: dict[str, Plant] = {
-    "no_follow": no_follow,
-    "no_release": no_release,
-    "early_end": early_end,
-    "early_release": early_release,
-    "no_copy": no_copy,
-    "no_host_wait": no_host_wait,
-    "unmarked_side_stream": unmarked_side_stream,
-    "by_module": by_module,
-    "no_wait_for_results": no_wait_for_results,
-    "no_wait_to_repeat": no_wait_to_repeat,
-    "failed_messages": unfinished("_issue"),
-    "complete": unfollowed("complete"),
-    "capture": unfollowed("_capture_iteration"),
-    "wait_for_sends": unfollowed("wait_for_sends"),
-    "forgotten_sends": forgotten_sends,
-    "no_gossip_order": no_gossip_order,
-    "stale_gossip_order": stale_gossip_order,
-    "collect": unfinished("_collect"),
-    "push": unfinished("_push"),
-    "load_pulled": unfinished("_copy_incoming"),
+    plant.__name__: plant
+    for plant in (no_follow, no_release, no_finish, no_host_wait, unmarked_side_stream)
 }
 
 
@@ -362,8 +211,7 @@ def train(
         plant: name of the missing wait; None: nothing is missing.
         action: what the script does beside training: "observe" without a profile, "save", "load"
             or "evaluate" in the middle and at the end, "accumulate" two backward passes per step.
-            "staged save": the same, with messages that are copies. "unused": layers without
-            gradients.
+            "unused": layers without gradients.
         case: model and optimizer.
         build: returns the model, and further arguments of `prepare`.
     """
@@ -373,25 +221,17 @@ def train(
         options |= {"observe": 2, "min_bucket_bytes": 1}
     else:
         options["profile"] = profile_of(case, world_size())
-    before = Counter[Place]()
     with on_streams() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if action == "staged save":
-            stage_messages(patch)
-        if plant == "by_module":  # the plan registers its hooks in `prepare`
-            by_module(patch)
         model, more = (build_model(case), {}) if build is None else build()
         optimizer = build_optimizer(case, model)
         model, optimizer = offbeat.prepare(model, optimizer, strategy, **(options | more))
         CHECKER.reset()
         with Watch():
-            if plant is not None and plant != "by_module":
+            if plant is not None:
                 PLANTS[plant](patch)
-            if action is None and plant is None and build is None and "wire=" not in strategy:
-                patch.setattr(updates, "FIRST_LOOKS", 1)
-            steps = SHORT if action is None else STEPS
-            for t in range(steps):
-                if t == steps - LAST:
+            for t in range(STEPS):
+                if t == STEPS - LAST:
                     act(action, model, optimizer)
                     before = Counter(CHECKER.waits)
                 optimizer.zero_grad()
@@ -407,17 +247,6 @@ def train(
     return found
 
 
-def stage_messages(patch: pytest.MonkeyPatch) -> None:
-    """Let all messages be copies, as where the members of the job may change."""
-    run = PlanRunner.run_from
-
-    def run_from(self: PlanRunner, *args: Any, **kwargs: Any) -> None:
-        self.engine.staged = True
-        run(self, *args, **kwargs)
-
-    patch.setattr(PlanRunner, "run_from", run_from)
-
-
 def findings(waits: Counter[Place]) -> dict[str, Any]:
     return {
         "races": dict(CHECKER.races.most_common(4)),
@@ -428,7 +257,7 @@ def findings(waits: Counter[Place]) -> dict[str, Any]:
 
 def act(action: str | None, model: Any, optimizer: Any) -> None:
     """Do between iterations what some scripts do."""
-    if action in ("save", "staged save"):
+    if action == "save":
         with tempfile.TemporaryDirectory() as folder:
             offbeat.save(folder, model, optimizer).wait()
     elif action == "load":
@@ -452,18 +281,17 @@ def gossip(strategy: str, plant: str | None = None) -> dict[str, Any]:
             model = build_model(CASE)
             optimizer = build_optimizer(CASE, model)
             model, optimizer = offbeat.prepare(model, optimizer, strategy, timeout_s=20.0)
-            counts = model._session._gossip.counts
             for t in range(MOST_ITERATIONS):
                 optimizer.zero_grad()
                 loss_of(model, *batch(CASE, rank(), t)).backward()
                 optimizer.step()
-                if sum(counts.exchanges.values()) >= EXCHANGES:
+                operations = Counter(CHECKER.operations)
+                if operations.total() - operations[COMPUTE] >= EXCHANGES:
                     break
-            exchanged = sum(counts.exchanges.values())
             model.consolidate()
             found = findings(Counter())
         model.close()
-    return {**found, "exchanges": exchanged}
+    return found
 
 
 def serve(strategy: str, plant: str | None = None) -> dict[str, Any]:
@@ -527,15 +355,16 @@ def sharded_blocks() -> nn.Module:
 def change_members(
     strategy: str, plant: str | None, action: str | None, service: str
 ) -> dict[str, Any]:
-    """Train as one of three members.
+    """Train as one of three members, whose messages are copies.
 
     Args:
         strategy: text of the strategy.
         plant: name of the missing wait; None: nothing is missing.
-        action: "leave": member 1 leaves. "deaf": member 2 fails to receive a message.
+        action: "leave": member 1 leaves. "deaf": member 2 fails to receive a message. "save": as
+            of `train`.
         service: address of the membership service.
     """
-    who = rank()
+    who, now, steps = rank(), [0], AFTERWARDS if action == "leave" else STEPS
     with on_streams() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if dist.is_initialized():
@@ -543,8 +372,6 @@ def change_members(
         for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             patch.delenv(name)
         patch.setenv("OFFBEAT_SECRET", member_jobs.SECRET)
-        if action == "deaf" and who == 2:
-            fail_to_receive(patch)
         CHECKER.reset()
         model = build_model(CASE)
         optimizer = build_optimizer(CASE, model)
@@ -558,33 +385,37 @@ def change_members(
             timeout_s=20.0,
             members=offbeat.Members(service, first=3),
         )
-        member = model._session.changes._member
+        if action == "deaf" and who == 2:
+            fail_to_receive(patch, now)
         with Watch():
             if plant is not None:
                 PLANTS[plant](patch)
-            while (t := offbeat.iteration(model)) < STEPS and not model.has_left:
+            while (t := offbeat.iteration(model)) < steps and not model.has_left:
+                now[0] = t
                 if (action, who, t) == ("leave", 1, LEAVES):
                     model.request_leave()
-                    member_jobs._await(lambda: member_jobs.who_leaves(member))
+                if t == STEPS - LAST:
+                    act(action, model, optimizer)
                 optimizer.zero_grad()
                 loss_of(model, *batch(CASE, who, t)).backward()
                 optimizer.step()
+            act(action, model, optimizer)
             found = findings(Counter())
-        epochs = member.epoch.number
         model.close()
-    return {**found, "epochs": epochs}
+    return found
 
 
-def fail_to_receive(patch: pytest.MonkeyPatch) -> None:
-    """Let the links of this process fail after a message."""
-    send = LinkThread._send
+def fail_to_receive(patch: pytest.MonkeyPatch, now: list[int]) -> None:
+    """Let the links of this process fail after messages of iteration `DEAF` have arrived."""
+    run = Streams.run
 
-    def send_and_fail(link: LinkThread, message: Message) -> None:
-        send(link, message)
-        if message.iteration == DEAF:
+    def fail(self: Streams, *args: Any) -> Any:
+        marks = run(self, *args)
+        if now[0] == DEAF:
             raise RuntimeError("the connection of this test has failed")
+        return marks
 
-    patch.setattr(LinkThread, "_send", send_and_fail)
+    patch.setattr(Streams, "run", fail)
 
 
 def each(calls: Sequence[tuple[str, ...]]) -> list[Any]:

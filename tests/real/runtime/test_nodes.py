@@ -37,13 +37,11 @@ from cases.node_jobs import (
     ADAM,
     CODED,
     CODES,
-    MANY,
     NORMED,
     PAIRS,
     STRATEGIES,
     TIED,
     UNEVEN,
-    WIDE,
     T,
     members,
     profile_in,
@@ -55,9 +53,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offbeat
 from offbeat import ADPSGD, WFBP, Cyclic, FedAvg, LocalSGD, PartialSync, SelSync, Strategy
-from offbeat.core.measuring.sending import busy_throughout
-from offbeat.core.transport.link import Message, MessageLink
-from offbeat.plan import INSIDE
 from offbeat.profile import Profile
 
 
@@ -75,36 +70,27 @@ def train(
 
 Call = tuple[Any, ...]  # what `train` gets
 EQUATIONS = STRATEGIES | CODES
-# One of each kind of average: of gradients, as halves, and merged; of parameters in slices, later,
-# with state, by samples, as an outer step, and after a vote. Numbers of ranks are the weights of an
-# average, whichever strategy asks for it.
-KINDS = (
-    *("wfbp", "halves", "deft", "dreamddp", "dreamddp delayed", "partial", "diloco", "fedavg"),
-    "selsync",
-)
-# Those that average gradients send rank 0's running statistics, others average those of all ranks.
-STATISTICS = ("wfbp", "dreamddp", "diloco", "selsync")
 CLIPPED = Loop(clip=0.05)
 WITH_CODES = 2e-4  # int8: an error of 1/254 of the largest gradient in each iteration
-EVEN: tuple[Call, ...] = (
-    # Two nodes of two and three ranks have "fedavg", whose rounds are also those of "fedavg drawn".
-    *((ADAM, name, PAIRS) for name in STRATEGIES if name not in ("bsp", "fedavg")),
-    *((CODED, name, PAIRS) for name in CODES),
-    *((NORMED, name, PAIRS) for name in STATISTICS),
-    *((TIED, name, PAIRS) for name in ("wfbp", "partial")),
-    *((ADAM, name, PAIRS, CLIPPED) for name in ("deft", "dreamddp", "local sgd")),
-    (ADAM, "dreamddp", PAIRS, Loop(clip=0.05, micro=2, sync=True)),
-)
+THREE = ((0, 1), (2,), (3,))
+# One of each kind of average, where replicas count by their ranks.
 ODD: tuple[Call, ...] = (
-    *((ADAM, name, UNEVEN) for name in KINDS),
-    *((CODED, name, UNEVEN) for name in ("int8 of gradients", "int4 of layers")),
-    (NORMED, "local sgd", UNEVEN),
+    (NORMED, "wfbp", UNEVEN),  # gradients, and the running statistics of rank 0
+    (ADAM, "halves", UNEVEN),  # a reduce-scatter and an all-gather
+    (ADAM, "deft", UNEVEN, CLIPPED),  # merged gradients, clipped when they are applied
+    (ADAM, "dreamddp clipped", UNEVEN),  # slices of parameters, and norms of a node's gradients
+    (ADAM, "dreamddp delayed", UNEVEN),  # averages that are due in a later iteration
+    (TIED, "partial", UNEVEN),  # parameters, one of two modules, and state of the optimizer
+    (NORMED, "diloco", UNEVEN),  # an outer step, and the running statistics of all ranks
+    (ADAM, "selsync", UNEVEN),  # an average after a vote
+    (CODED, "int4 of layers", UNEVEN),  # codes of parameters, of shards of unequal nodes
 )
-# Three ranks of a node, and three nodes: averages of gradients, of slices, of parameters and after
-# a vote. The averages of the other methods are one of these.
-SIX: tuple[Call, ...] = (
-    *((ADAM, name, WIDE) for name in ("wfbp", "dreamddp")),
-    *((ADAM, name, MANY) for name in ("wfbp", "diloco", "selsync")),
+# What equal nodes, or more of them, send or compute otherwise.
+EVEN: tuple[Call, ...] = (
+    (CODED, "int8 of gradients", PAIRS),  # codes of gradients
+    (ADAM, "fedavg drawn", PAIRS),  # weights, which unequal nodes refuse
+    (ADAM, "dreamddp", PAIRS, Loop(clip=0.05, micro=2, sync=True)),  # several backward passes
+    (ADAM, "wfbp", THREE),  # a third replica, and replicas of a single rank
 )
 
 
@@ -127,18 +113,13 @@ def names_of(calls: tuple[Call, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("i", range(len(EVEN)), ids=names_of(EVEN))
-def test_two_nodes_of_two_ranks(i: int) -> None:
+def test_nodes_of_four_ranks(i: int) -> None:
     check(EVEN, i)
 
 
 @pytest.mark.parametrize("i", range(len(ODD)), ids=names_of(ODD))
 def test_nodes_of_two_and_three_ranks(i: int) -> None:
     check(ODD, i)
-
-
-@pytest.mark.parametrize("i", range(len(SIX)), ids=names_of(SIX))
-def test_two_nodes_of_three_ranks_and_three_of_two(i: int) -> None:
-    check(SIX, i)
 
 
 # ---- what is refused, on every rank ---------------------------------------------------------
@@ -251,7 +232,8 @@ def test_is_refused_on_every_rank(name: str) -> None:
 def measure(nodes: Any) -> dict[str, Any]:
     """Train by a measured profile and say what was printed, planned, counted and found."""
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(workers.rank() % 2)}
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     given = {"mesh": mesh()} if nodes == "mesh" else {"nodes": nodes}
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -262,9 +244,12 @@ def measure(nodes: Any) -> dict[str, Any]:
     return {"said": " ".join(said.getvalue().split()), "trained": trained}
 
 
-@pytest.mark.parametrize("nodes", ["auto", "mesh"])
-def test_a_job_measures_both_levels(nodes: str) -> None:
-    ranks = run_world(measure, 4, nodes)
+MEASURED = (("auto",), ("mesh",))
+
+
+@pytest.mark.parametrize("i", range(len(MEASURED)), ids=["auto", "mesh"])
+def test_a_job_measures_both_levels(i: int) -> None:
+    ranks, [nodes] = one_of(measure, 4, MEASURED, i), MEASURED[i]
     said = ranks[0]["said"]
     source = {"auto": "LOCAL_WORLD_SIZE", "mesh": "mesh (2 x 2 ranks)"}[nodes]
     assert f"2 nodes of 2 ranks ({source}): every rank holds the whole model" in said
@@ -285,28 +270,40 @@ def test_a_job_measures_both_levels(nodes: str) -> None:
 
 FULL = profile_in(ADAM, PAIRS)  # no processor is idle, so the gradients are one message
 assert FULL.inside is not None
-FULL = replace(FULL, inside=busy_throughout(FULL.inside, 1.0))
+FULL = replace(
+    FULL,
+    inside=replace(
+        FULL.inside,
+        cpu_s_per_message=FULL.inside.latency_s,
+        cpu_s_per_byte=1 / FULL.inside.bytes_per_s,
+    ),
+)
 DOWN = re.compile(r"[Rr]ank (\d+)(?: \([^)]*\))? (?:has died or stands still|has left|failed)")
 
 
-def note_senders() -> tuple[set[str], str]:
-    """The threads that send the gradients of a node, and the weights afterwards."""
-    senders, send = set(), MessageLink._send
+def note_senders() -> tuple[set[str], set[str], str]:
+    """The threads that average inside the node and between nodes, and the weights afterwards."""
+    inside, between, all_reduce = set[str](), set[str](), dist.all_reduce
+    node = next([*ranks] for ranks in PAIRS if workers.rank() in ranks)
 
-    def noted(self: MessageLink, message: Message) -> None:
-        if message.transfer.link == INSIDE:
-            senders.add(threading.current_thread().name)
-        send(self, message)
+    def noted(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        if op == dist.ReduceOp.AVG and len(ranks) < 4:
+            (inside if ranks == node else between).add(threading.current_thread().name)
+        return all_reduce(tensor, op, group, **more)
 
-    MessageLink._send = noted  # type: ignore[method-assign]
-    trained = workers.train(ADAM, LocalSGD(period=3), T, profile=FULL, nodes=PAIRS)
-    return senders, workers.bits_of(trained.model.values(), "".join(trained.model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        trained = workers.train(ADAM, LocalSGD(period=3), T, profile=FULL, nodes=PAIRS)
+    return inside, between, workers.bits_of(trained.model.values(), "".join(trained.model))
 
 
 def test_the_training_thread_sends_gradients_that_it_awaits() -> None:
     ranks = run_world(note_senders, 4)
-    assert [senders for senders, _ in ranks] == [{"MainThread"}] * 4
-    assert len({bits for _, bits in ranks[:2]}) == len({bits for _, bits in ranks[2:]}) == 1
+    for inside, between, _ in ranks:
+        assert inside == {"MainThread"}
+        assert between - {"MainThread"}  # a link
+    assert len({bits for *_, bits in ranks[:2]}) == len({bits for *_, bits in ranks[2:]}) == 1
 
 
 def fail_inside(how: str) -> str:
@@ -314,7 +311,7 @@ def fail_inside(how: str) -> str:
     return failing.train_until(strategy, how, 1, 4.0, observe=False, profile=FULL, nodes=PAIRS)
 
 
-@pytest.mark.parametrize("how", ["is killed", "is stopped", "raises"])
+@pytest.mark.parametrize("how", ["is killed", "is stopped"])
 def test_a_rank_that_fails_inside_a_node_is_named(how: str) -> None:
     outcomes = watch_world(fail_inside, 4, how, doomed=[1], timeout_s=60.0)
     for outcome in (outcomes[0], outcomes[2], outcomes[3]):
@@ -327,7 +324,8 @@ def test_a_rank_that_fails_inside_a_node_is_named(how: str) -> None:
 
 def diverge(inside: bool) -> str:
     """One rank changes its weights: within a node this is an error, between nodes none."""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = build_model(ADAM)
     optimizer = build_optimizer(ADAM, model)
     profile = profile_in(ADAM, PAIRS)
@@ -346,9 +344,9 @@ def diverge(inside: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside a node", "between nodes"])
+@pytest.mark.parametrize("inside", [False, True], ids=["between nodes", "inside a node"])
 def test_weights_are_compared_inside_nodes(inside: bool) -> None:
-    found = run_world(diverge, 4, inside)
+    found = one_of(diverge, 4, ((False,), (True,)), int(inside))
     if inside:
         words = "ranks that share a replica have diverged, although they apply the same gradients"
         assert all(words in one and "rank 3 and of rank 2" in one for one in found), found
@@ -385,10 +383,11 @@ def spoil(policy: str, strategy: Strategy, case: Case) -> tuple[str, list[Any]]:
     return error, [finite, texts, weights]
 
 
-SPOILT: tuple[tuple[Strategy, Case], ...] = tuple(
-    (kind(wire=wire), case)
-    for kind in (WFBP, LocalSGD)
-    for wire, case in (("none", ADAM), ("int8", CODED))  # Adam enlarges errors of codes
+# Averages of gradients, plain and of codes, and of parameters. Adam enlarges errors of codes.
+SPOILT: tuple[tuple[Strategy, Case], ...] = (
+    (WFBP(), ADAM),
+    (WFBP(wire="int8"), CODED),
+    (LocalSGD(), ADAM),
 )
 
 
@@ -396,7 +395,7 @@ SPOILT: tuple[tuple[Strategy, Case], ...] = tuple(
 def test_values_that_are_not_finite(i: int) -> None:
     """The rank is named, or left out of the average of its node or of all."""
     strategy, case = SPOILT[i]
-    named = [error for error, _ in run_world(spoil, 4, "raise", strategy, case)]
+    named = [error for error, _ in one_of(spoil, 4, tuple(("raise", *how) for how in SPOILT), i)]
     averages_gradients = isinstance(strategy, WFBP)
     # Averages inside a node do not reach the other node before the next average between them.
     for error in named if averages_gradients else named[2:]:

@@ -15,8 +15,9 @@ from cases.comparing import assert_close, assert_same
 from cases.merging import Merging, closes_every
 from cases.models import Case, Loop
 from cases.schedules import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
-from harness.ranks import Outcome, run_world, watch_world
-from oracle.training import Replica, apply_merged, bsp, merged, replicas
+from cases.turns import in_turn
+from harness.ranks import Outcome, one_of, run_world, watch_world
+from oracle.training import apply_merged, bsp, merged, replicas
 
 from offbeat import P3, WFBP, ByteScheduler, DeAR, Strategy
 
@@ -27,82 +28,73 @@ ITERATIONS = 8
 REMEDY = "use a strategy that steps at once, such as WFBP()"
 
 each = pytest.mark.parametrize("strategy", [SLICES, HALVES], ids=str)
+ROWS = P3(slice_elements=7)
 
-LOOPS = [
-    *(Loop(clear=how) for how in ("model", "none", "in place", "never", "after forward")),
-    *(Loop(clear=how) for how in ("after step", "inner")),
-    Loop(micro=3),
-    Loop(micro=3, clear="none"),
-    Loop(closure=True),
-    Loop(evaluate=True),
-    Loop(idle=frozenset({(0, 2), (1, 5)})),
-]
-MODELS = ["attending", "reading", "twice", "late", "branches", "checkpointed", "conv"]
-SCRIPTS = [
-    *(Script(loop=loop) for loop in LOOPS),
-    *(Script(Case(model, "nesterov")) for model in MODELS),
-    *(Script(Case(model, "adam"), bare=True) for model in ("attending", "reading")),
-    *(Script(after=after) for after in (look, look_on_rank_0, evaluate_on_rank_0)),
-    *(Script(after=after) for after in (support.set_rates, support.reload)),
-    Script(Case("mlp", "nesterov", "step")),
-    Script(Case("mlp", "adamw", "cosine"), after=look),
-]
-
-
-PLACES = {SLICES: range(len(SCRIPTS)), HALVES: range(0, len(SCRIPTS), 3)}
-RUNS = [(strategy, i) for strategy, places in PLACES.items() for i in places]
+IDLE = frozenset({(0, 2), (1, 5)})
+STEPPED = Case("mlp", "nesterov", "step")
+# What a script does with gradients, in which order a model uses its layers, and who looks at it.
+SCRIPTS: dict[str, tuple[Strategy, Script]] = {
+    # Gradients that are added up, set to None, zeroed in place, kept, or cleared at other times.
+    "several backward passes": (SLICES, Script(STEPPED, Loop(micro=3, clear="none"))),
+    "zeroed in place": (SLICES, Script(Case("conv", "nesterov"), Loop(clear="in place"))),
+    "never cleared": (SLICES, Script(loop=Loop(clear="never", evaluate=True))),
+    "cleared after the forward": (
+        SLICES,
+        Script(Case("twice", "nesterov"), Loop(clear="after forward")),
+    ),
+    "cleared by the bare optimizer": (
+        SLICES,
+        Script(Case("checkpointed", "nesterov"), Loop(clear="inner")),
+    ),
+    "a closure": (SLICES, Script(loop=Loop(closure=True))),
+    # Layers that do not run, or without gradients, and iterations without any.
+    "branches": (SLICES, Script(Case("branches", "nesterov"), Loop(idle=IDLE))),
+    "a late layer": (SLICES, Script(Case("late", "nesterov"), after=look_on_rank_0)),
+    # Weights that are read from outside of their modules, in the bare model.
+    "attending": (SLICES, Script(Case("attending", "adam"), bare=True)),
+    "reading": (SLICES, Script(Case("reading", "nesterov"), after=evaluate_on_rank_0)),
+    # Updates that are due when somebody looks, and settings and weights that change before.
+    "looking": (SLICES, Script(Case("mlp", "adamw", "cosine"), after=look)),
+    "loading": (SLICES, Script(loop=Loop(clear="model"), after=support.reload)),
+    # A half of each average is due in the forward.
+    "halves, several backward passes": (HALVES, Script(loop=Loop(micro=3, clear="after step"))),
+    "halves, branches": (HALVES, Script(Case("branches", "nesterov"), Loop(idle=IDLE))),
+    "halves, other rates": (HALVES, Script(after=support.set_rates)),
+    # The order of the first forward is not that of later ones; every read is of new weights.
+    "halves, read earlier": (HALVES, Script(Case("keeping", "nesterov"))),
+    "rows, read earlier": (ROWS, Script(Case("earlier", "nesterov"))),
+    "rows, looking": (ROWS, Script(after=look_on_rank_0)),
+}
+ITERATED = {
+    strategy: [n for n, (s, _) in SCRIPTS.items() if s == strategy]
+    for strategy in (SLICES, HALVES, ROWS)
+}
 
 
 @cache
 def trained(strategy: Strategy) -> list[Outcome]:
     """Each rank's result: per script what there is in the end, and what was seen meanwhile."""
-    scripts = [SCRIPTS[i] for i in PLACES[strategy]]
+    scripts = [SCRIPTS[name][1] for name in ITERATED[strategy]]
     return watch_world(support.follow_all, 2, scripts, strategy, ITERATIONS)
 
 
-@cache
-def expected(i: int) -> list[tuple[Replica, list[Any]]]:
-    return support.followed(SCRIPTS[i], ITERATIONS)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "i"), RUNS, ids=[f"{strategy}-{SCRIPTS[i]}" for strategy, i in RUNS]
-)
-def test_equals_plain_training(strategy: Strategy, i: int) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_equals_plain_training(name: str) -> None:
     """In the end, and wherever the script looks."""
-    for outcome, (replica, seen) in zip(trained(strategy), expected(i), strict=True):
+    strategy, script = SCRIPTS[name]
+    expected = support.followed(script, ITERATIONS)
+    for outcome, (replica, seen) in zip(trained(strategy), expected, strict=True):
         assert not outcome.error, outcome.traceback
-        mine, saw = outcome.result[PLACES[strategy].index(i)]
+        mine, saw = outcome.result[ITERATED[strategy].index(name)]
         assert_close(saw, seen, f"rank {replica.rank}: seen")
         assert_same(mine, replica, f"rank {replica.rank}")
 
 
-def test_p3_is_seen_updated_too() -> None:
-    script = Script(after=look_on_rank_0)
-    ranks = run_world(support.follow_all, 2, [script], P3(slice_elements=7), ITERATIONS)
-    for [(mine, saw)], (replica, seen) in zip(
-        ranks, support.followed(script, ITERATIONS), strict=True
-    ):
-        assert_close(saw, seen, f"rank {replica.rank}: seen")
-        assert_same(mine, replica, f"rank {replica.rank}")
-
-
-READERS = [Script(Case(model, "nesterov")) for model in ("earlier", "keeping")]
-
-
-@pytest.mark.parametrize("strategy", [P3(slice_elements=7), HALVES], ids=str)
-def test_weights_that_a_later_forward_reads_earlier(strategy: Strategy) -> None:
-    """The order of the first forward is not that of later ones; every read is of new weights."""
-    ranks = run_world(support.follow_all, 2, READERS, strategy, ITERATIONS)
-    for i, script in enumerate(READERS):
-        for mine, (replica, _) in zip(ranks, support.followed(script, ITERATIONS), strict=True):
-            assert_same(mine[i][0], replica, f"{script}, rank {replica.rank}")
-
-
-@each
-def test_tied_weights_after_observation(strategy: Strategy) -> None:
+@pytest.mark.parametrize("i", range(2), ids=["slices", "halves"])
+def test_tied_weights_after_observation(i: int) -> None:
     script = Script(Case("tied", "nesterov"))
-    ranks = run_world(support.follow_observed, 2, script, strategy, ITERATIONS)
+    calls = tuple((script, strategy, ITERATIONS) for strategy in (SLICES, HALVES))
+    ranks = one_of(support.follow_observed, 2, calls, i)
     for mine, (replica, _) in zip(ranks, support.followed(script, ITERATIONS), strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
 
@@ -118,38 +110,58 @@ def test_compiled_blocks() -> None:
         assert_close(plain, replica.model.state_dict(), f"rank {replica.rank}")
 
 
+# ---- what takes turns in a world of one rank ----------------------------------------------------
+
+PEEKING = Script(Case("peeking", "nesterov"))
+WAYS = (
+    *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),
+    "an attribute of the bare model",
+)
+ALONE: tuple[tuple[Any, ...], ...] = (
+    (support.when_updated, SLICES),
+    *((support.when_updated_in_forward, strategy) for strategy in (SLICES, HALVES)),
+    *((support.look_through, SLICES, what) for what in WAYS),
+    (support.follow_all, [PEEKING], SLICES, ITERATIONS),
+    (support.evaluate_in_inference_mode, SLICES),
+    (support.use_copies, SLICES),
+    (support.hooks_left, SLICES),
+)
+
+
+@cache
+def alone() -> list[Any]:
+    [found] = run_world(in_turn, 1, ALONE)
+    return found
+
+
+def found_by(*call: Any) -> Any:
+    return alone()[ALONE.index(call)]
+
+
 def test_updates_wait_for_the_next_forward() -> None:
     """Else none of the other tests here would mean anything."""
-    [[at_once, flushed]] = run_world(support.when_updated, 1, SLICES)
-    assert (at_once, flushed) == (False, True)
+    assert found_by(support.when_updated, SLICES) == [False, True]
 
 
 @each
 def test_modules_outside_of_the_model_leave_updates_to_its_forward(strategy: Strategy) -> None:
-    [[at_first, in_the_end]] = run_world(support.when_updated_in_forward, 1, strategy)
-    assert (at_first, in_the_end) == (False, True)
+    assert found_by(support.when_updated_in_forward, strategy) == [False, True]
 
 
 def test_what_is_reached_through_the_model_is_updated() -> None:
-    ways = (
-        *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),
-        "an attribute of the bare model",
-    )
-    calls = [(SLICES, what) for what in ways]
-    [updated] = run_world(workers.in_turn, 1, support.look_through, calls)
-    assert dict(zip(ways, updated, strict=True)) == dict.fromkeys(ways, True)
+    updated = {what: found_by(support.look_through, SLICES, what) for what in WAYS}
+    assert updated == dict.fromkeys(WAYS, True)
 
 
 def test_a_weight_that_is_read_before_its_module_is_called() -> None:
-    script = Script(Case("peeking", "nesterov"))
-    [[(mine, _)]] = run_world(support.follow_all, 1, [script], SLICES, ITERATIONS)
-    [(replica, _)] = support.followed(script, ITERATIONS, ranks=1)
+    [(mine, _)] = found_by(support.follow_all, [PEEKING], SLICES, ITERATIONS)
+    [(replica, _)] = support.followed(PEEKING, ITERATIONS, ranks=1)
     assert_same(mine, replica, "peeking")
 
 
 def test_evaluation_in_inference_mode_before_the_first_update() -> None:
     """Optimizer state that is made meanwhile must be fit for training."""
-    [weights] = run_world(support.evaluate_in_inference_mode, 1, SLICES)
+    weights = found_by(support.evaluate_in_inference_mode, SLICES)
     world = replicas(CASE, 1)
     bsp(world, range(4))
     assert_close(weights, list(world[0].model.parameters()), "weights")
@@ -167,17 +179,19 @@ def test_gradients_zeroed_behind_the_scenes() -> None:
     assert_same(outcome.result[0][0], replica, "weights")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        *((strategy, how) for strategy in (SLICES, WFBP()) for how in ("leaves", "trains")),
-        *((strategy, "consolidates") for strategy in (SLICES, WFBP(), Merging(period=2))),
-    ],
-    ids=str,
+# Updates in the forward, after the step, and of merged gradients; the last leaves at once.
+IN_VAIN: tuple[tuple[Strategy, str], ...] = (
+    (SLICES, "trains"),
+    (WFBP(), "consolidates"),
+    (Merging(period=2), "consolidates"),
+    (SLICES, "leaves"),
 )
-def test_a_forward_in_vain(strategy: Strategy, how: str) -> None:
+
+
+@pytest.mark.parametrize("i", range(len(IN_VAIN)), ids=[f"{one}-{how}" for one, how in IN_VAIN])
+def test_a_forward_in_vain(i: int) -> None:
     """As of an evaluation that forgets no_grad: no update twice, nobody waits for its messages."""
-    world = replicas(CASE, 2)
+    (strategy, how), world = IN_VAIN[i], replicas(CASE, 2)
     if isinstance(strategy, Merging):
         for run in (range(3), range(3, 5)):
             merged(world, run, closes_every(2))
@@ -185,25 +199,23 @@ def test_a_forward_in_vain(strategy: Strategy, how: str) -> None:
                 apply_merged(world, "sum")
     else:
         bsp(world, range(3 if how == "leaves" else 5))
-    for weight, replica in zip(
-        run_world(support.forward_again, 2, strategy, how), world, strict=True
-    ):
+    ranks = one_of(support.forward_again, 2, IN_VAIN, i)
+    for weight, replica in zip(ranks, world, strict=True):
         assert_close(weight, replica.model.get_parameter("6.weight").detach(), how)
 
 
 def test_a_copy_is_a_plain_module() -> None:
     """It can be pickled and acts on nothing; and the model itself has no hooks left at the end."""
-    assert all(run_world(support.use_copies, 1, SLICES)[0])
-    assert run_world(support.hooks_left, 1, SLICES) == [0]
+    assert all(found_by(support.use_copies, SLICES))
+    assert found_by(support.hooks_left, SLICES) == 0
 
 
 # ---- what cannot be done ------------------------------------------------------------------------
 
 
-@each
-def test_clipping_is_an_error(strategy: Strategy) -> None:
+def test_clipping_is_an_error() -> None:
     """Where the first iteration did not show that the script clips."""
-    args = (CASE, strategy, range(2), Loop(clip=0.05, since=1), {})
+    args = (CASE, HALVES, range(2), Loop(clip=0.05, since=1), {})
     [outcome] = watch_world(workers.train_with, 1, *args)
     assert outcome.kind == "ValueError"
     assert "a gradient was read between backward and optimizer.step()" in outcome.error
@@ -258,7 +270,7 @@ def test_killed_peer_while_a_forward_waits() -> None:
 
 @pytest.mark.parametrize(
     ("how", "strategy"),
-    [("meets", SLICES), ("meets", HALVES), ("saves", SLICES), ("saves", HALVES), ("slow", WHOLE)],
+    [("meets", SLICES), ("saves", HALVES), ("slow", WHOLE)],
     ids=str,
 )
 def test_rank_0_looks_alone(how: str, strategy: Strategy) -> None:

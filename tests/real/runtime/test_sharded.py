@@ -17,23 +17,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cases.comparing import assert_close, assert_same
 from cases.models import build_model
-from cases.node_jobs import ADAM, CODED, members
+from cases.node_jobs import ADAM, CODED, members, profile_in
 from cases.sharded_jobs import (
     CASES,
     KILLED,
     PARAMETERS,
     REFUSED,
-    REPLICATED,
     RESHAPED,
     SAVED,
     SHAPED,
     SHAPES,
     SHARDED,
     VARIANTS,
-    call,
     continue_killed,
     diverge,
-    find_any,
     nodes_of,
     refuse_all,
     repair,
@@ -46,50 +43,37 @@ from cases.sharded_jobs import (
     train_variants,
     unite,
 )
+from cases.turns import call
 from cases.workers import TIMEOUT_S
 from harness.ranks import one_of, run_world, watch_world
 from oracle.training import average_gradients, bsp, local_sgd
 
-from offbeat.core.buckets.shards import MEMORY
-
-STAGED = (
-    *("slices", "fragments due at forward", "partial", "dreamddp delayed"),
-    *("selsync", "wfbp tied", "deft"),
-)
-
-
-Call = tuple[str, Any, str]
-USUALLY: tuple[Call, ...] = tuple((name, SHARDED, MEMORY) for name in CASES)
-UNKNOWN: tuple[Call, ...] = tuple((name, SHARDED, "_name_of_another_version") for name in STAGED)
-# Numbers of ranks change the padding of shards and the divisor of an average, whichever strategy
-# asks for it: gradients, slices, whole shards, and an average after a vote.
-SIX: tuple[Call, ...] = (
-    *((name, nodes_of(2, 3), MEMORY) for name in ("wfbp", "slices")),
-    *((name, nodes_of(3, 2), MEMORY) for name in ("wfbp", "diloco", "selsync")),
+Call = tuple[Any, ...]  # what `train` gets
+# Three ranks pad shards and slices; three nodes divide an average and a vote.
+SIX: tuple[Call, ...] = (("slices", nodes_of(2, 3)), ("selsync", nodes_of(3, 2)))
+TWO: tuple[Call, ...] = (
+    *((name, SHARDED) for name in CASES if name not in ("slices", "selsync")),
+    # Copies before and after each use: by messages and a rule, and by a vote.
+    *((name, SHARDED, True) for name in ("fragments", "selsync")),
 )
 
 
 def check(calls: tuple[Call, ...], i: int) -> None:
-    name, nodes, memory = calls[i]
+    name, nodes, *renames = calls[i]
     results = one_of(train, sum(map(len, nodes)), calls, i)
-    _, equations, case, loop = CASES[name]
+    strategy, equations, case, loop = CASES[name]
     world = members(case, nodes, loop)
-    equations(world, results[0][0].plan, nodes)
-    for (trained, are_staged), replica in zip(results, world, strict=True):
-        assert are_staged == (memory != MEMORY)
-        assert trained.plan.digest == results[0][0].plan.digest
+    equations(world, strategy.plan(profile_in(case, nodes)), nodes)
+    for (trained, are_copied), replica in zip(results, world, strict=True):
+        assert are_copied == (bool(renames) and replica.rank == 0)
         assert_same(trained, replica, f"rank {replica.rank}")
 
 
-@pytest.mark.parametrize("i", range(len(USUALLY)), ids=CASES)
+@pytest.mark.parametrize(
+    "i", range(len(TWO)), ids=[f"{name}{' copied' if more else ''}" for name, _, *more in TWO]
+)
 def test_two_nodes_of_two_ranks(i: int) -> None:
-    check(USUALLY, i)
-
-
-@pytest.mark.parametrize("i", range(len(UNKNOWN)), ids=STAGED)
-def test_shards_in_memory_of_an_unknown_name(i: int) -> None:
-    """They are copied before and after each use."""
-    check(UNKNOWN, i)
+    check(TWO, i)
 
 
 @pytest.mark.parametrize("i", range(len(SIX)), ids=[f"{one[0]}-{len(one[1])}" for one in SIX])
@@ -113,9 +97,13 @@ def results_of(folder: Path) -> Results:
     """A function of a name: what each rank of two nodes of two has found."""
     calls = {
         "options": (train_variants, tuple(VARIANTS)),
-        **{f"skipped {name}": (spoil, "skip", *how, SHARDED) for name, how in SPOILT.items()},
+        **{
+            f"{policy} {name}": (spoil, policy, *how, SHARDED)
+            for policy in ("skip", "raise")
+            for name, how in SPOILT.items()
+        },
+        **{f"diverged {how}": (diverge, how) for how in (False, True)},
         "repaired": (repair,),
-        "any": (find_any,),
         "united": (unite, SHARDED),
         "saved": (train_all_saved, str(folder / "saved")),
         "reshaped": (reshape, str(folder / "reshaped")),
@@ -136,10 +124,10 @@ def test_options_of_fsdp(results_of: Results) -> None:
 def test_values_that_are_not_finite(results_of: Results, what: str) -> None:
     """One rank of a node has them. The node is named by all ranks, or left out of the averages of
     all its shards."""
-    (strategy, case), nodes = SPOILT[what], SHARDED
-    for rank, (error, _) in enumerate(run_world(spoil, 4, "raise", strategy, case, nodes)):
+    strategy, case = SPOILT[what]
+    for rank, (error, _) in enumerate(results_of(f"raise {what}")):
         assert f"rank {2 + rank % 2} sent values that are not finite" in error
-    world = members(case, nodes)
+    world = members(case, SHARDED)
     for t in range(3):
         for replica in world:
             replica.gradients(t)
@@ -150,14 +138,14 @@ def test_values_that_are_not_finite(results_of: Results, what: str) -> None:
         for replica in world:
             replica.step()
     expected = world[0].model.state_dict()
-    for error, model in results_of(f"skipped {what}"):
+    for error, model in results_of(f"skip {what}"):
         assert not error
         assert_close(model, expected, "model", 1e-12 if strategy == "wfbp" else 0.01)
 
 
 @pytest.mark.parametrize("consolidating", [False, True], ids=["in training", "in consolidate"])
-def test_shards_that_diverge_are_found(consolidating: bool) -> None:
-    for error in run_world(diverge, 4, consolidating):
+def test_shards_that_diverge_are_found(results_of: Results, consolidating: bool) -> None:
+    for error in results_of(f"diverged {consolidating}"):
         assert "replicas have diverged" in error
         assert "'6.weight' of rank 3 and of rank 1 differ" in error
 
@@ -172,10 +160,6 @@ def test_shards_are_repaired_with_their_state(results_of: Results) -> None:
     for index, state in after[0][1].items():
         mean = (before[0][1][index]["exp_avg"] + before[2][1][index]["exp_avg"]) / 2
         torch.testing.assert_close(state["exp_avg"], mean, rtol=1e-14, atol=1e-14)
-
-
-def test_a_nonzero_element_counts_on_all_ranks_of_a_node(results_of: Results) -> None:
-    assert results_of("any") == [[True, False]] * 4
 
 
 def test_buffers_are_united_over_all_ranks(results_of: Results) -> None:
@@ -253,18 +237,8 @@ def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
         assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nodes", "who"),
-    [
-        ("wfbp", SHARDED, 1),
-        ("wfbp", SHARDED, 0),  # hosts the store
-        ("local-sgd:period=2", SHARDED, 2),
-        ("dreamddp:period=2", REPLICATED, 3),
-        ("wfbp", REPLICATED, 2),
-    ],
-)
-def test_survivors_name_rank_and_node(strategy: str, nodes: Any, who: int) -> None:
-    require_named(strategy, nodes, who)
+def test_survivors_name_the_rank_that_hosts_the_store() -> None:
+    require_named("wfbp", SHARDED, 0)
 
 
 def require_named(strategy: str, nodes: Any, who: int, path: str = "") -> None:
