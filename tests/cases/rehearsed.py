@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from oracle.quadratic import MOMENTUM, RATE, Net, Quadratic
 from torch import Tensor, nn
 
@@ -18,7 +17,6 @@ from offbeat import Profile
 from offbeat.profile import Bucket, Link
 
 ITERATIONS, ROWS = 7, 4
-EXCHANGES = 3  # least number of exchanges of each worker of a recorded job
 SIZES, K, T = (5, 3, 7, 4, 6), 3, 9  # of the quadratic
 
 
@@ -100,71 +98,30 @@ def train_here(strategies: Sequence[str], seed: int) -> dict[str, tuple[list[flo
     return found
 
 
-class Recorded(NamedTuple):
-    """A job that keeps a record: strategy, servers among its last ranks, consolidation."""
+def train_recorded(name: str, seed: int, folder: str) -> tuple[list[float], Tensor] | None:
+    """Losses and final parameters of this rank of a job that keeps a record.
 
-    name: str
-    servers: int = 0
-    consolidates: bool = False  # before the last iteration
-
-
-def train_recorded(
-    jobs: Sequence[Recorded], seed: int, folder: str
-) -> list[tuple[list[float], Tensor] | None]:
-    """Losses and final parameters of this rank of jobs that keep a record; None on a server.
-
-    A job ends when each worker of gossip has exchanged several times.
+    The last rank is a server; it returns None.
     """
-    found: list[tuple[list[float], Tensor] | None] = []
     rank = int(os.environ["RANK"])
-    for number, job in enumerate(jobs):
-        os.environ["OFFBEAT_SERVERS"] = str(job.servers)
-        random.seed(seed + rank)
-        np.random.seed(seed + rank)
-        torch.manual_seed(seed + rank)
-        module = make_model()
-        optimizer = make_optimizer(module)
-        record = f"{folder}/{number}"
-        try:
-            model, optimizer = offbeat.prepare(module, optimizer, job.name, record=record)
-        except SystemExit:
-            found.append(None)
-            continue
-        losses: list[float] = []
-        while len(losses) < 2 * ITERATIONS or not _has_exchanged(model, job):
-            for batch in batches(rank):
-                losses.append(_train_on(batch, model, optimizer))
-                _keep_busy(rank)
-        if job.consolidates:
-            model.consolidate()
-            losses.append(_train_on(next(batches(rank)), model, optimizer))
-        model.close()
-        found.append((losses, flat(module)))
-    return found
-
-
-def _train_on(batch: tuple[Tensor, Tensor], model: Any, optimizer: Any) -> float:
-    optimizer.zero_grad()
-    loss = model(*batch)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def _has_exchanged(model: Any, job: Recorded) -> bool:
-    if job.servers:
-        return True
-    counts = model._session._gossip.counts.exchanges
-    least = torch.tensor(sum(counts.values()))
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least) >= EXCHANGES
-
-
-def _keep_busy(rank: int) -> None:
-    """Compute longer on higher ranks, so that ranks are in different iterations."""
-    numbers = torch.ones(100, 100)
-    for _ in range(20 * rank):
-        numbers = numbers @ numbers / 100
+    os.environ["OFFBEAT_SERVERS"] = "1"
+    random.seed(seed + rank)
+    np.random.seed(seed + rank)
+    torch.manual_seed(seed + rank)
+    module = make_model()
+    try:
+        model, optimizer = offbeat.prepare(module, make_optimizer(module), name, record=folder)
+    except SystemExit:
+        return None
+    losses = []
+    for batch in batches(rank):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.close()
+    return losses, flat(module)
 
 
 def flat(module: nn.Module) -> Tensor:

@@ -26,6 +26,8 @@ from offbeat.plan import (
 )
 from offbeat.profile import Bucket, Link, Profile
 
+STEP, END = Moment("step"), Moment("end")
+
 
 def profile(buckets: int = 20, world_size: int = 4, links: Sequence[Link] = ()) -> Profile:
     """A model of 0.3 s per iteration and 8.4 MB whose deep layers are the large ones."""
@@ -51,55 +53,32 @@ def profile(buckets: int = 20, world_size: int = 4, links: Sequence[Link] = ()) 
 
 def every_gradient(facts: Profile, name: str = "ddp", fuse: int = 5) -> Plan:
     """Gradients in groups, first in first out, the step waits for all."""
-    size = len(facts.buckets)
-    groups = [range(i, min(size, i + fuse)) for i in range(0, size, fuse)]
-    links = [link.name for link in facts.links]
+    size, links = len(facts.buckets), facts.links
     rules = [
-        transfer(
-            "grad",
-            group,
-            after=Moment("grad", group[-1]),
-            before=Moment("step"),
-            phases=[0],
-            link=links[n % len(links)],
-        )
-        for n, group in enumerate(groups)
+        _send("grad", group, Moment("grad", group[-1]), STEP, links[n % len(links)].name)
+        for n, group in enumerate(_groups(size, fuse))
     ]
-    return Plan(name, size, tuple(rules), (local(size, Moment("step"), [0]),))
+    return Plan(name, size, tuple(rules), (local(size, STEP, [0]),))
 
 
 def layer_sets(facts: Profile, name: str = "dreamddp", period: int = 5) -> Plan:
     """Each iteration of the period averages its own share of the parameters."""
-    size = len(facts.buckets)
-    links = [link.name for link in facts.links]
+    size, links = len(facts.buckets), facts.links
     rules = [
-        transfer(
-            "param",
-            range(b, b + 1),
-            after=Moment("grad", b),
-            before=Moment("end"),
-            phases=[b * period // size],
-            link=links[b % len(links)],
-        )
+        _send("param", range(b, b + 1), Moment("grad", b), END, links[b % len(links)].name,
+              [b * period // size])
         for b in range(size)
-    ]
-    applies = (local(size, Moment("grad"), range(period)),)
-    return Plan(name, size, tuple(rules), applies, period=period)
+    ]  # fmt: skip
+    return Plan(
+        name, size, tuple(rules), (local(size, Moment("grad"), range(period)),), period=period
+    )
 
 
 def whole_model(facts: Profile, name: str = "local-sgd", period: int = 5) -> Plan:
     """All parameters at once in the last iteration of the period."""
     size = len(facts.buckets)
-    rule = transfer(
-        "param",
-        range(size),
-        after=Moment("step"),
-        before=Moment("end"),
-        phases=[period - 1],
-        link=facts.links[0].name,
-    )
-    applies = (local(size, Moment("step"), range(period)),)
-    return Plan(name, size, (rule,), applies, period=period)
+    rule = _send("param", range(size), STEP, END, facts.links[0].name, [period - 1])
+    return Plan(name, size, (rule,), (local(size, STEP, range(period)),), period=period)
 
 
 NEAR_AND_FAR = (Link("net", 1.2e-3, 26e6, 0.013), Link("slow", 2e-3, 14e6, 0.02))
@@ -110,80 +89,63 @@ def merged(facts: Profile, name: str = "deft") -> Plan:
     size = len(facts.buckets)
     third, half = range(size // 3), range(size // 2)
     near, far = facts.links[0].name, facts.links[-1].name
-
-    def rule(buckets: range, after: Moment, phases: list[int], age: int, link: str, lag: int):
-        before = Moment("step", lag=lag)
-        return transfer(
-            "grad", buckets, after=after, before=before, phases=phases, link=link, age=age
-        )
-
-    forward, grad = Moment("forward", size - 1), Moment("grad", half.stop - 1)
+    rest, middle = range(half.stop, size), range(third.stop, half.stop)
+    forward, early = Moment("forward", size - 1), Moment("grad", third.stop - 1)
+    late, next_late = Moment("step", lag=1), Moment("step", lag=2)
     rules = (
-        rule(range(half.stop, size), forward, [3], 1, near, 1),  # the rest of what closed in 2
-        rule(range(third.stop, half.stop), forward, [4], 1, far, 0),
-        rule(half, grad, [1, 4], 0, near, 1),  # what closes in 1, 4
-        rule(range(half.stop, size), forward, [2, 5], 1, near, 0),
-        rule(third, Moment("grad", third.stop - 1), [2, 5], 0, far, 2),  # what closes in 2, 5
+        _send("grad", rest, forward, late, near, [3], age=1),  # the rest of what closed in 2
+        _send("grad", middle, forward, STEP, far, [4], age=1),
+        _send("grad", half, Moment("grad", half.stop - 1), late, near, [1, 4]),
+        _send("grad", rest, forward, STEP, near, [2, 5], age=1),
+        _send("grad", third, early, next_late, far, [2, 5]),  # what closes in 2, 5
     )
-    facts_of_it = {
-        "merges": [2, 1],
-        "coverage_rate": 1.12,
-        "capacity": 1.1,
-        "links": "net, and slow for what net cannot hide: 9 % less time than net alone",
-        "preserver": {
-            "tries": [
-                {"capacity": 1.0, "ratio": 1.0214, "merges": [2], "accepted": False},
-                {"capacity": 1.1, "ratio": 1.0087, "merges": [2, 1], "accepted": True},
-            ],
-            "decision": "accepted at the second try: the expected loss is within 1 %",
-        },
-    }
+    tries = [
+        {"capacity": 1.0, "ratio": 1.0214, "merges": [2], "accepted": False},
+        {"capacity": 1.1, "ratio": 1.0087, "merges": [2, 1], "accepted": True},
+    ]
     closes = Phases([1, 2, 4, 5])
-    applies = (
-        local(size, Moment("step"), closes, age=1),
-        Apply("close", range(size), Moment("end"), closes),
-    )
     return Plan(
         name,
         size,
         rules,
-        applies,
+        (local(size, STEP, closes, age=1), Apply("close", range(size), END, closes)),
         buffers=(Buffer("grad", "grad", copies=2),),
         period=3,
         prologue=3,
-        facts=tuple(Fact(key, value) for key, value in facts_of_it.items()),
+        facts=(Fact("merges", [2, 1]), Fact("coverage_rate", 1.12), Fact("tries", tries)),
     )
 
 
 def halves(facts: Profile, name: str = "dear", fuse: int = 5) -> Plan:
     """Reduce-scatter under backward, all-gather on a second channel under the next forward."""
     size, link = len(facts.buckets), facts.links[0].name
-    groups = [range(i, min(size, i + fuse)) for i in range(0, size, fuse)]
-    scatters = [
-        transfer(
-            "grad",
-            group,
-            after=Moment("grad", group[-1]),
-            before=Moment("step"),
-            phases=[0],
-            link=link,
-            verb="reduce_scatter",
-        )
+    groups = _groups(size, fuse)
+    rules = [
+        _send("grad", group, Moment("grad", group[-1]), STEP, link, verb="reduce_scatter")
         for group in groups
     ]
-    gathers = [
-        transfer(
-            "grad",
-            group,
-            after=Moment("step"),
-            before=Moment("forward", group[-1], lag=1),
-            phases=[0],
-            link=channel(link, 1),
-            verb="all_gather",
-        )
+    rules += [
+        _send("grad", group, STEP, Moment("forward", group[-1], lag=1), channel(link, 1),
+              verb="all_gather")
         for group in reversed(groups)
-    ]
-    return Plan(name, size, (*scatters, *gathers), (local(size, Moment("forward", lag=1), [0]),))
+    ]  # fmt: skip
+    return Plan(name, size, tuple(rules), (local(size, Moment("forward", lag=1), [0]),))
+
+
+def _send(
+    buffer: str,
+    buckets: range,
+    after: Moment,
+    before: Moment,
+    link: str,
+    phases: Sequence[int] = (0,),
+    **more: Any,
+) -> Transfer:
+    return transfer(buffer, buckets, after=after, before=before, phases=phases, link=link, **more)
+
+
+def _groups(size: int, fuse: int) -> list[range]:
+    return [range(i, min(size, i + fuse)) for i in range(0, size, fuse)]
 
 
 @dataclass
@@ -346,7 +308,7 @@ def _write_contestant(folder: Path, facts: Profile, entry: Entry) -> None:
     notes = {
         "iteration_s": seconds,
         "bound_s": max(compute, busy / period) if period == 1 else compute * 0.99,
-        "exposed_s": seconds - compute,
+        "exposed_s": max(0.0, seconds - compute),
     }
     _dump(folder / "predicted.json", {**replace(steady, notes=notes).to_dict()})
 

@@ -7,7 +7,7 @@ import pytest
 from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Moment, Payload, Plan, transfer
 from offbeat.profile import Bucket, Contention, Link, Profile
-from offbeat.sim import Ranks, predict_plan, simulate
+from offbeat.sim import simulate
 
 STEP = Moment("step")
 
@@ -49,16 +49,6 @@ def exactly(*seconds):
     return pytest.approx(seconds, rel=1e-12)
 
 
-def test_two_messages_at_once_take_half_as_long_again():
-    plan = plan_of("net", "net#1", after=Moment("grad"))
-    prediction = predict_plan(plan, profile_of([2.0, 2.0], links=("net", "idle")))
-    assert prediction.iteration_s == pytest.approx(2.0 + 2.0 * 3 / 2)
-    assert prediction.steady
-    assert prediction.busy_s == pytest.approx({"net": 3.0, "idle": 0.0, "net#1": 3.0})
-    assert prediction.idle_s == pytest.approx({"net": 2.0, "idle": 5.0, "net#1": 2.0})
-    assert prediction.bytes_per_iteration == {"net": 100.0, "idle": 0.0, "net#1": 100.0}
-
-
 def test_speed_changes_whenever_a_message_begins_or_ends():
     # Alone from 1 to 2, net has 3 of 4 s left; at 2/3 of the speed net#1 needs 3 s for its 2, in
     # which net does 2 of its 3; the last one it does alone.
@@ -72,61 +62,6 @@ def test_each_of_two_links_loses_its_own_share():
     lossy = (Contention(("aux", "net"), (0.8, 0.25)),)
     trace = simulate(plan_of("net", "aux"), profile_of([3.0, 2.0], contention=lossy), iterations=1)
     assert messages(trace) == {"net": exactly(1.0, 2 + 5 + 0.75), "aux": exactly(2.0, 2 + 4 / 0.8)}
-
-
-def test_three_channels_lose_twice():
-    plan = plan_of("net", "net#1", "net#2", after=Moment("grad"))
-    trace = simulate(plan, profile_of([4.0, 4.0, 4.0]), iterations=1)
-    assert [*messages(trace).values()] == [exactly(3.0, 12.0)] * 3
-
-
-def test_channels_that_share_a_full_link_share_it_evenly():
-    # Two get half of it each, so three get a third: 4 s of work each take 12.
-    full = (Contention(("net", "net"), (0.5, 0.5)),)
-    plan = plan_of("net", "net#1", "net#2", after=Moment("grad"))
-    trace = simulate(plan, profile_of([4.0, 4.0, 4.0], contention=full), iterations=1)
-    assert [*messages(trace).values()] == [exactly(3.0, 15.0)] * 3
-
-
-def test_what_another_link_carries_only_counts_if_it_slows_down():
-    plan = plan_of("net", "net#1", "aux", after=Moment("grad"))
-    trace = simulate(plan, profile_of([2.0, 2.0, 2.0]), iterations=1)
-    assert messages(trace)["aux"] == (3.0, 7.0)
-    alone = (Contention(("net", "net"), (1.0, 1.0)),)
-    trace = simulate(plan, profile_of([2.0, 2.0, 2.0], contention=alone), iterations=1)
-    assert messages(trace) == {"net": (3.0, 5.0), "net#1": (3.0, 5.0), "aux": (3.0, 7.0)}
-
-
-def test_a_later_iteration_slows_down_what_is_still_under_way():
-    # net's message is slowed from the next iteration on, when net#1 begins: of its 3.5 s, 1 s
-    # alone, 1 for 1.5 s, 1.5 s alone.
-    late = transfer(
-        "grad",
-        range(1),
-        after=Moment("grad", 0),
-        before=Moment("end", lag=3),
-        phases=[0],
-        link="net",
-    )
-    short = transfer(
-        "grad",
-        range(1, 2),
-        after=Moment("forward"),
-        before=Moment("end"),
-        phases=[1],
-        link="net#1",
-    )
-    trace = simulate(Plan("late", 2, (late, short), period=4), profile_of([3.5, 1.0]), iterations=1)
-    assert messages(trace) == {"net": exactly(1.0, 5.0)}
-
-
-def test_a_slow_rank_decides_when_messages_share():
-    # Rank 1 computes at half the speed: messages begin at 2 and 4, after 2 of 4 s alone.
-    trace = simulate(
-        plan_of("net", "net#1"), profile_of([4.0, 2.0]), iterations=1, ranks=Ranks(scale=(1.0, 2.0))
-    )
-    assert trace.ends_s == ((7.0,), (7.0,))
-    assert messages(trace) == {"net": (2.0, 7.0), "net#1": (4.0, 7.0)}
 
 
 def send(link, *ranks):
@@ -162,16 +97,3 @@ def test_sends_of_one_link_share_it_evenly_whatever_all_reduces_lose():
         plan = Plan("x", 1, (send("net", 0, 3), send("net#1", 1, 3), send("net#2", 2, 3)))
         trace = simulate(plan, profile, iterations=1)
         assert trace.ends_s == ((1.0,), (1.0,), (1.0,), exactly(1 + 3 * alone_s))
-
-
-def test_channels_have_their_links_rate():
-    ranks = Ranks(link_rates={"net": (1.0, 0.5)})
-    profile = profile_of([2.0, 0.0], contention=(Contention(("net", "net"), (1.0, 1.0)),))
-    trace = simulate(plan_of("net#1", "net"), profile, iterations=1, ranks=ranks)
-    assert messages(trace)["net#1"] == (1.0, 5.0)
-
-
-def test_messages_that_can_never_go_on_shared_links():
-    plan = plan_of("net", "net#1", after=Moment("end"))
-    with pytest.raises(ValueError, match=r"waits before step for grad\[0:1\]@net, which is rel"):
-        simulate(plan, profile_of([1.0, 1.0]))

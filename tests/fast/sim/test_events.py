@@ -1,14 +1,11 @@
 """Plans in which ranks differ in what they do: sends, groups and pipelines, by hand."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
-from offbeat.core.codecs import WIRES
-from offbeat.core.rules import SETTINGS, Setting
 from offbeat.core.sim.trace import COMPUTE
-from offbeat.plan import Apply, Buffer, Moment, Plan, Wire, local, transfer
+from offbeat.plan import Buffer, Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
 
@@ -68,15 +65,6 @@ def test_a_chain_of_sends():
     assert prediction.exposed_s == pytest.approx((0 + s + 2 * s) / 3)
 
 
-def test_sends_between_different_pairs_run_at_once_and_one_rank_sends_in_order():
-    profile = profile_of(4.0, world_size=4)
-    s = seconds(profile, sent((0, 1)))
-    apart = simulate(plan_of(sent((0, 1)), sent((2, 3))), profile, iterations=1)
-    assert [row[0] for row in apart.ends_s] == [1.0, 1 + s, 1.0, 1 + s]
-    one_sender = simulate(plan_of(sent((0, 1)), sent((0, 2))), profile, iterations=1)
-    assert [row[0] for row in one_sender.ends_s] == [1.0, 1 + s, 1 + 2 * s, 1.0]
-
-
 @pytest.mark.parametrize(("backward_s", "first_s"), [(1.0, 0.55), (0.02, 0.58)])
 def test_an_early_request_takes_no_time_from_a_message(backward_s, first_s):
     """Over a path of .05 s: a request, then 100 bytes at 200 per second. The first request is sent
@@ -93,19 +81,6 @@ def test_an_early_request_takes_no_time_from_a_message(backward_s, first_s):
     assert ends_s == pytest.approx([0.0, 1.2, 1.8])
 
 
-@pytest.mark.parametrize("message_s", [4.0, 1.0])
-def test_a_receiver_must_have_begun_the_iteration(message_s):
-    # Rank 1 takes three times as long; from the second iteration on the sender is ahead of it. The
-    # shorter message has left the link free before.
-    profile = profile_of(message_s, rank_scale=(1.0, 3.0))
-    plan = plan_of(sent((0, 1)))
-    s = seconds(profile, plan.transfers[0])
-    trace = simulate(plan, profile, iterations=2, record=2)
-    first = max(3.0, 1 + s)
-    assert trace.ends_s == ((1.0, 2.0), (first, first + max(3.0, s)))
-    assert shown(trace)[-1] == (1, "send", first, first + s)
-
-
 def test_collectives_span_one_part_of_a_links_groups():
     profile = profile_of(4.0, world_size=4, rank_scale=(1.0, 1.0, 1.0, 3.0))
     average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net")
@@ -115,70 +90,6 @@ def test_collectives_span_one_part_of_a_links_groups():
     slow = Ranks(link_rates={"net": (0.5, 1.0, 1.0, 1.0)})
     trace = simulate(plan, profile, iterations=1, ranks=slow)
     assert trace.ends_s == ((9.0,), (9.0,), (7.0,), (7.0,))
-
-
-def test_channels_have_the_groups_of_their_link():
-    profile = profile_of(4.0, world_size=4, rank_scale=(1.0, 1.0, 1.0, 3.0))
-    average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net#1")
-    plan = plan_of(average, groups={"net": ((0, 1), (2, 3))})
-    assert simulate(plan, profile, iterations=1).ends_s == ((5.0,), (5.0,), (7.0,), (7.0,))
-
-
-def test_a_group_of_one_rank_sends_nothing():
-    profile = profile_of(4.0, world_size=3)
-    average = transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net")
-    plan = plan_of(average, groups={"net": ((0,), (1, 2))})
-    assert simulate(plan, profile, iterations=1).ends_s == ((1.0,), (5.0,), (5.0,))
-    prediction = predict_plan(plan, profile, iterations=1)
-    assert prediction.bytes_per_iteration == {"net": pytest.approx(200 / 3)}
-
-
-def test_rules_of_single_ranks():
-    profile = profile_of(4.0, update_s=0.5)
-    plan = plan_of(applies=(Apply("local", range(1), STEP, [0], ranks=(1,)),))
-    assert simulate(plan, profile, iterations=1).ends_s == ((1.0,), (1.5,))
-
-
-def test_the_stagger_of_a_pipeline_emerges():
-    # Every rank needs the sum of those before it when its gradients exist, and passes it on.
-    ranks, profile = 3, profile_of(0.5, world_size=3)
-    passing = (sent((r, r + 1), after=GRAD, before=GRAD) for r in range(ranks - 1))
-    plan = plan_of(*passing)
-    s = seconds(profile, plan.transfers[0])
-    prediction = predict_plan(plan, profile)
-    assert prediction.steady
-    assert prediction.iteration_s == pytest.approx(1.0)  # all are apart, nobody is slowed down
-    starts = [
-        next(x.start_s for x in prediction.trace.spans if (x.rank, x.kind) == (r, "backward"))
-        for r in range(ranks)
-    ]
-    assert [b - a for a, b in pairwise(starts)] == pytest.approx([s] * 2)
-
-
-def test_a_wire_says_how_large_a_message_is(monkeypatch):
-    class Cut:
-        """A codec that says so; nothing is encoded in a simulation."""
-
-        linear, rounds, name = True, 1, "cut"
-
-        def __init__(self, by):
-            self.by = by
-
-        def bytes_of(self, size, itemsize=4):
-            return size * itemsize // self.by
-
-    monkeypatch.setitem(WIRES, "cut", Cut)
-    monkeypatch.setitem(SETTINGS, "cut", {"via": Setting("word", "reduce", words=("reduce",))})
-    wires = Wire("cut", {"by": 1}), None, None, Wire("cut", {"by": 4})
-    dense = [
-        transfer("grad", range(1), after=GRAD, before=STEP, phases=[0], link="net", wire=wire)
-        for wire in wires
-    ]
-    profile = profile_of(4.0)
-    assert {predict_plan(plan_of(t), profile).iteration_s for t in dense[:3]} == {5.0}
-    prediction = predict_plan(plan_of(dense[3]), profile)
-    assert prediction.iteration_s == 2.0
-    assert prediction.bytes_per_iteration == {"net": 25.0}
 
 
 def test_other_buffers_cost_as_the_kind_that_they_are_like():
@@ -191,10 +102,3 @@ def test_other_buffers_cost_as_the_kind_that_they_are_like():
         assert trace.ends_s == ((1 + s,),)
         (span,) = (x for x in trace.spans if x.lane == "net")
         assert (span.kind, span.bytes) == (kind, 100 * s)
-
-
-def test_only_the_optimizer_takes_time():
-    profile = profile_of(1.0, 1.0, update_s=3.0)
-    rules = [Apply(rule, range(2), STEP, [0]) for rule in ("outer", "delta", "reset")]
-    plan = Plan("x", 2, (), (local(2, Moment("grad"), [0]), *rules))
-    assert simulate(plan, profile, iterations=1).ends_s == ((5.0,),)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.core.sim.shorten import LONG, SAMPLE, shorten
-from offbeat.plan import Moment, Phases, Plan, local, transfer
+from offbeat.core.sim.shorten import LONG, shorten
+from offbeat.plan import Moment, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, predict, predict_plan, simulate
+from offbeat.sim import Ranks, predict, predict_plan
 from offbeat.strategies import LocalSGD
 
 PROFILE = Profile(
@@ -102,24 +102,6 @@ def test_a_stretch_with_messages_of_other_ranks_is_not_idle():
     assert prediction.iteration_s == pytest.approx(enumerated.iteration_s)
 
 
-def test_numbers_are_those_of_the_long_plan():
-    plan = LocalSGD(period=1000, warmup=700).plan(PROFILE)
-    short = shorten(plan)
-    assert len(short.plan.phases) < 600
-    real = [short.number_of(i) for i in range(len(short.plan.phases) + 1)]
-    assert real == sorted(set(real))
-    assert (real[0], real[short.plan.prologue], real[-1]) == (0, 700, 1700)
-    for here in range(len(short.plan.phases)):
-        alike = [t.phases for t in plan.transfers], [t.phases for t in short.plan.transfers]
-        assert [real[here] in p for p in alike[0]] == [here in p for p in alike[1]]
-    covered = sum(short.repeats.values()) + sum(
-        short.weight(i) for i in range(len(short.plan.phases)) if i not in short.repeats
-    )
-    in_prologue = [i for i in range(short.plan.prologue) if i not in short.repeats]
-    left_out = 700 - len(in_prologue)  # of the prologue: it does not count
-    assert covered == 1700 - left_out
-
-
 def test_the_trace_shows_what_comes_after_the_gap():
     trace = predict(LocalSGD(period=MILLION, warmup=2), PROFILE).trace
     last = trace.first + trace.iterations
@@ -127,16 +109,3 @@ def test_the_trace_shows_what_comes_after_the_gap():
     assert {s.iteration for s in trace.spans} == set(range(trace.first, last))
     assert [s.iteration for s in trace.spans if s.lane == "net"] == [last - 1]
     assert trace.notes["iteration_s"] > 0
-
-
-def test_short_plans_stay_as_they_are():
-    plan = LocalSGD(period=LONG, warmup=LONG).plan(PROFILE)
-    assert shorten(plan).plan is plan
-    assert SAMPLE < LONG
-
-
-def test_a_long_plan_is_simulated_in_part():
-    trace = simulate(LocalSGD(period=MILLION).plan(PROFILE), PROFILE)
-    assert trace.iterations == 2048
-    assert {s.iteration for s in trace.spans} == set(range(2016, 2048))
-    assert Phases({s.iteration for s in trace.spans}).runs == ((2016, 2048),)

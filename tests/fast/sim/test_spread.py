@@ -11,7 +11,7 @@ from offbeat.core.sim.job import Spread
 from offbeat.core.sim.simulation import make_job
 from offbeat.plan import Moment, Plan, transfer
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.sim import Ranks, predict, simulate
+from offbeat.sim import Ranks, predict
 from offbeat.strategies import BSP, DreamDDP, LocalSGD
 
 PROFILE = Profile(
@@ -41,13 +41,6 @@ def test_factors_have_mean_one_and_the_links_deviation():
     assert Spread(plan, PROFILE, seed=2).factor(plan.transfers[3], 7) != factors[7, 3]
 
 
-def test_messages_of_steady_links_take_what_they_take():
-    assert not Spread(messages(2), STEADY, seed=1).any
-    plan = BSP().plan(PROFILE)
-    [span] = [s for s in simulate(plan, STEADY, record=1).spans if s.lane == "net"]
-    assert span.end_s - span.start_s == pytest.approx(0.5 + 12 / 4)
-
-
 @pytest.mark.parametrize("strategy", [BSP(), LocalSGD(period=2), DreamDDP(period=2)])
 def test_both_engines_draw_the_same(strategy):
     plan = strategy.plan(PROFILE)
@@ -56,14 +49,6 @@ def test_both_engines_draw_the_same(strategy):
     assert one.ends_s[:, 0] == pytest.approx(other.ends_s[:, 0])
     steady = engine.run(make_job(plan, STEADY, Ranks(), 6, 5, {}, {}))
     assert not np.allclose(one.ends_s, steady.ends_s)
-
-
-def test_a_prediction_varies_messages():
-    """One after the other, compute and messages take on average what they take when steady."""
-    varied, steady = predict(BSP(), PROFILE), predict(BSP(), STEADY)
-    assert (varied.steady, steady.steady) == (False, True)
-    assert varied.iteration_s == pytest.approx(steady.iteration_s, rel=0.03)
-    assert varied.iteration_s != steady.iteration_s
 
 
 def test_a_prediction_takes_the_profiles_jitter_of_every_rank():

@@ -124,62 +124,6 @@ def test_windows_that_are_one_late_hide_everything_but_the_slower_side(merged, p
     assert prediction.exposed_s == exactly(max(communicated_s - computed_s, 0.0))
 
 
-def test_windows_are_applied_once_and_shown_with_their_iterations():
-    # The prologue merges iterations 0 and 1, the period 2 and 3, 4 and 5, ...; bucket 0 leaves
-    # when its window closes, bucket 1 an iteration later.
-    at_close = transfer(
-        "grad",
-        range(1),
-        after=Moment("grad", 0),
-        before=Moment("step", lag=2),
-        phases=[1, 3],
-        link="net",
-    )
-    later = transfer(
-        "grad",
-        range(1, 2),
-        after=Moment("forward"),
-        before=Moment("step", lag=1),
-        phases=[2],
-        link="net",
-        age=1,
-    )
-    plan = windows("deft", 2, (at_close, later), {1, 3}, period=2, prologue=2)
-    profile = profile_of(3.0, 1.0, update_s=1.0)
-    trace = simulate(plan, profile, iterations=8, record=8)
-    assert trace.iteration_seconds() == [4.0, 4.0, 4.0, 5.0, 4.0, 5.0, 4.0, 5.0]
-    assert {s.iteration for s in trace.spans if s.kind == "update"} == {3, 5, 7}
-    assert [(s.iteration, s.buckets, s.carries) for s in trace.spans if s.lane == "net"] == [
-        (1, (0, 1), (0, 2)),
-        (2, (1, 2), (0, 2)),
-        (3, (0, 1), (2, 4)),
-        (4, (1, 2), (2, 4)),
-        (5, (0, 1), (4, 6)),
-        (6, (1, 2), (4, 6)),
-        (7, (0, 1), (6, 8)),
-    ]
-    assert {s.carries for s in trace.spans if s.lane == COMPUTE} == {None}
-    prediction = predict_plan(plan, profile)
-    assert (prediction.iteration_s, prediction.exposed_s) == (4.5, 0.0)
-    assert (prediction.busy_s, prediction.bytes_per_iteration) == ({"net": 2.0}, {"net": 100.0})
-    assert len(prediction.window) % 2 == 0
-
-
-def test_a_message_that_lands_in_a_later_iteration_is_shown_in_its_own():
-    plan = on_arrival("late", [due_by_the_next_forward(0)])
-    trace = simulate(plan, profile_of(5.0), iterations=3, record=1)
-    (message,) = (s for s in trace.spans if s.lane == "net")
-    assert message.iteration == 2
-    assert message.start_s < trace.ends_s[0][2] + 1e-9 < message.end_s
-
-
-def test_windows_must_go_on_closing():
-    plan = windows("x", 1, (), {0}, period=2, prologue=1)
-    text = r"close \(in 0\) must act in a phase of the period \(1-2\), or nothing is applied after"
-    with pytest.raises(ValueError, match=text):
-        simulate(plan, profile_of(1.0))
-
-
 @pytest.mark.parametrize(
     ("halves", "seconds"),
     [

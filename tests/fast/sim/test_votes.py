@@ -1,11 +1,9 @@
 """Votes in simulations: when an outcome is known, and what depends on it."""
 
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 
-from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import Apply, Moment, Plan, Vote, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.sim import Ranks, predict_plan, simulate
@@ -49,18 +47,6 @@ def test_a_no_passes_over_messages_and_rules():
         assert {s.kind for s in trace.spans} - {"wait", "forward", "backward"} == kinds
 
 
-def test_chance_decides_per_iteration_and_the_seed_repeats_it():
-    told = {"iterations": 200, "votes": {"sync": 0.3}, "record": 200}
-    traces = [simulate(selected(), profile_of(), seed=seed, **told) for seed in (1, 1, 2)]
-    assert traces[0] == traces[1]
-    assert traces[0].ends_s != traces[2].ends_s
-    sent = {s.iteration for s in traces[0].spans if s.lane != COMPUTE}
-    assert traces[0].iteration_seconds() == pytest.approx(
-        [1.25 + 4 * (i in sent) for i in range(200)]
-    )
-    assert 40 <= len(sent) <= 80
-
-
 def test_predictions_average_over_chance():
     prediction = predict_plan(selected(), profile_of(), votes={"sync": 0.5})
     assert not prediction.steady
@@ -72,18 +58,6 @@ def test_predictions_average_over_chance():
     assert (never.steady, never.iteration_s, never.bytes_per_iteration["net"]) == (True, 1.25, 0.0)
 
 
-def test_outcomes_of_earlier_iterations():
-    # The vote of one iteration decides on the next one's forward.
-    late = Vote("sync", "changed", GRAD, Moment("forward", 0, 1), [0], {"threshold": 1.0})
-    apply = Apply("local", range(1), Moment("forward", 0, 1), [0], when="sync")
-    plan = Plan("x", 1, (), (apply,), (late,))
-    trace = simulate(plan, profile_of(), iterations=400, votes={"sync": 0.5})
-    seconds = trace.iteration_seconds()
-    assert seconds[0] == 1.0
-    assert {round(s, 9) for s in seconds[1:]} == {1.25, 1.75}
-    assert fmean(seconds[1:]) == pytest.approx(1.5, abs=0.1)
-
-
 def test_outcomes_of_a_run_are_replayed():
     said = [True, False, False]
     trace = simulate(selected(), profile_of(), iterations=6, votes={"sync": said})
@@ -93,7 +67,7 @@ def test_outcomes_of_a_run_are_replayed():
         prediction = predict_plan(selected(), profile_of(), votes={"sync": said}, skip=skip)
         assert prediction.iteration_s == pytest.approx(seconds)
         assert list(prediction.window) == list(range(skip, 3))
-    with pytest.raises(ValueError, match=r"votes\['sync'\] \(\[\]\) must hold at least one"):
+    with pytest.raises(ValueError, match="votes"):
         simulate(selected(), profile_of(), votes={"sync": []})
 
 

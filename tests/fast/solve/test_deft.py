@@ -144,30 +144,6 @@ def test_vgg19_on_two_links():
     )  # the input side is ready when backward ends
 
 
-def test_vgg19_on_one_link():
-    """Compute has room for two iterations of communication with 1 % to spare. Whole slices of the
-    size of forward waste more than that now and then (no set that could be left over is left
-    again after two iterations); smaller ones do not."""
-    coarse = deft.simulate(*vgg19(1))
-    assert coarse.merges[0] <= 3
-    assert set(coarse.merges[1:]) == {2}
-    assert deft.simulate(*vgg19(1, share=0.25)).merges == (2,)
-
-
-def test_everything_fits():
-    """One update per iteration, all but the input side under its own backward."""
-    schedule = deft.simulate(2.0, 4.0, [1.0, 2.0, 4.0], [[0.5, 0.5, 0.5]])
-    assert schedule.merges == (1,)
-    (iteration,) = schedule.cycle
-    assert iteration == deft.Iteration(
-        forward=(deft.Send(2, 0),),
-        current=(),
-        future=(deft.Send(0, 0), deft.Send(1, 0)),
-        closes=True,
-    )
-    assert schedule.prologue == (deft.Iteration((), (), iteration.future, closes=True),)
-
-
 def test_a_long_search_ends():
     """Incommensurable times hardly ever leave the same twice."""
     own_s = [math.sqrt(p) for p in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31)]
@@ -199,24 +175,6 @@ def test_counted_messages(forward, backward, backwards_s):
         assert all(ready_s[send.piece] < ready_s[-1] for send in iteration.future)
 
 
-def test_counted_messages_repeat_however_many():
-    ready_s = [float(i) for i in range(1, 60)]
-    for forward, backward in ((7, 20), (0, 31), (13, 41), (1, 57)):
-        schedule = deft.fifo(forward, backward, ready_s, 59.0)
-        assert_carries_all(schedule, 59)
-        sent = sum(len(i.forward + i.current + i.future) for i in schedule.cycle)
-        assert sent == 59 * len(schedule.merges)
-
-
-def test_most_updates():
-    assert deft.most_updates(1.0, 2.0, [[1.0, 2.0]]) == 1.0
-    assert deft.most_updates(1.0, 2.0, [[4.0, 2.0]]) == 0.5
-    assert deft.most_updates(1.0, 2.0, [[4.0, 2.0], [8.0, 4.0]]) == 0.75
-    assert deft.most_updates(1.0, 2.0, [[4.0, 6.0], [8.0, 0.0]]) == 1.0  # the second is free there
-    assert deft.most_updates(0.0, 0.0, [[1.0]]) == 0.0
-    assert deft.most_updates(0.0, 0.0, [[0.0]]) == 1.0
-
-
 def test_counted_messages_by_hand():
     schedule = deft.fifo(1, 2, [1.0, 2.0, 3.0, 4.0], 4.0)
 
@@ -229,32 +187,3 @@ def test_counted_messages_by_hand():
     assert (pieces(second.future), second.closes) == ([0], True)
     assert (pieces(third.forward), pieces(third.current)) == ([1], [2, 3])
     assert (pieces(third.future), third.closes) == ([], True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((1.0, 2.0, [1.0, 2.0], [[1.0, 3.0]]), r"piece 1 fits into neither window"),
-        ((0.0, 0.0, [0.0], [[1.0]]), r"piece 0 fits into neither window"),
-        ((1.0, 2.0, [2.0, 1.0], [[1.0, 1.0]]), r"ready_s\[1\] \(1\) must be at least ready_s\[0\]"),
-        (
-            (1.0, 2.0, [1.0], [[1.0, 1.0]]),
-            r"weights_s\[0\] \(2 values\) must be as long as ready_s",
-        ),
-    ],
-)
-def test_problems_that_make_no_sense(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        deft.simulate(*arguments)
-
-
-def test_a_piece_is_called_by_its_name():
-    with pytest.raises(ValueError, match=r"piece head fits into neither window, so no update"):
-        deft.simulate(1.0, 2.0, [2.0], [[3.0]], names=["head"])
-
-
-def test_counts_that_make_no_sense():
-    with pytest.raises(ValueError, match=r"forward \(-1\) must be at least 0"):
-        deft.fifo(-1, 1, [1.0], 1.0)
-    with pytest.raises(ValueError, match=r"piece 0 fits into neither window"):
-        deft.fifo(0, 0, [1.0], 1.0)

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.strategies.solvers import due
 from offbeat.strategies.solvers.due import Cycle, bound_s, due_sets, greedy, refill
 
 
@@ -100,34 +99,6 @@ def test_sets_are_the_best_of_all_and_the_bound_holds():
     assert bounded > 10
 
 
-def test_climbs_share_their_work_and_the_best_start_goes_first(monkeypatch):
-    given_to = []
-
-    class Climb(due._Climb):
-        def __init__(self, cycle, sets, work):
-            given_to.append((-work.left, sum(cycle.best(members)[0] for members in sets)))
-            super().__init__(cycle, sets, work)
-
-    monkeypatch.setattr(due, "_Climb", Climb)
-    climbs = 0
-    for cycle, period in CASES:
-        size = len(cycle.ready_s)
-        given_to.clear()
-        if period == 1:
-            continue  # nothing to move
-        due_sets(cycle, period, [[range(size), *[()] * (period - 1)]])
-        spent, start_s = zip(*given_to, strict=True) if given_to else ((), ())
-        assert len({*spent}) == len(spent)
-        assert list(spent) == sorted(spent)
-        assert list(start_s) == sorted(start_s)
-        climbs = max(climbs, len(spent))
-    assert climbs == 2
-
-
-def test_what_hides_everywhere_is_spread():
-    assert greedy(cycle_of([1.0] * 4, [2.0] * 4, [0.1] * 4), 2) == ((1, 3), (0, 2))
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4))
 def test_fine_slices_reach_the_bound(seed, period):
@@ -145,13 +116,6 @@ def test_fine_slices_reach_the_bound(seed, period):
     assert limit_s * (1 - 1e-9) <= found_s <= limit_s + 4 * max(fine.message_s) + 1e-9
 
 
-def test_the_link_may_wait_for_a_more_urgent_message():
-    """Bucket 2 is ready just after the link is free, and the next forward needs it first."""
-    cycle = cycle_of([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.9, 4.0, 1.0])
-    assert cycle.best((0, 1, 2)) == (7 + 1 + 4 + 1, (0, 2, 1))
-    assert cycle.seconds((0, 1, 2)) == pytest.approx(3 + 3.9 + 4 + 1 + 2)
-
-
 def test_filling_costs_nothing():
     filled_some = 0
     for cycle, period in CASES:
@@ -166,13 +130,3 @@ def test_filling_costs_nothing():
                 assert cycle.best(longer)[0] > cycle.seconds(order)
             filled_some += bool(more)
     assert filled_some > 10
-
-
-def test_large_searches_end_and_are_the_same_each_time():
-    cycle = random_cycle(random.Random(0), 300)
-    again = Cycle(cycle.ready_s, cycle.message_s, cycle.left_s, cycle.least_s)
-    start = [range(300), *[()] * 6]
-    orders = due_sets(cycle, 7, [start])
-    assert orders == due_sets(again, 7, [start])
-    assert sorted(i for order in orders for i in order) == list(range(300))
-    assert sum(map(cycle.seconds, orders)) <= 1.1 * 7 * bound_s(cycle, 7)

@@ -6,7 +6,6 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from offbeat.gossip import graphs
 from offbeat.gossip.graphs import constants, edge_rates, parts, topology
 
 ORACLE = [  # of the algorithms' specification, at rate 1: chi1, chi2, eta, alpha~
@@ -66,44 +65,11 @@ def test_constants_by_another_way(seed):
     assert found.alpha_tilde == pytest.approx(math.sqrt(chi1 / chi2) / 2)
 
 
-@pytest.mark.parametrize("n", [7, 8, 64])
-@pytest.mark.parametrize("name", ["ring", "exponential", "complete", "torus"])
-def test_constants_of_large_graphs_are_those_of_a_matrix(monkeypatch, name, n):
-    if name == "torus" and n == 7:
-        return  # has one row
-    dense = of(name, n)
-    monkeypatch.setattr(graphs, "MOST_DENSE", 0)
-    found = of(name, n)
-    assert found.lambda2 == pytest.approx(dense.lambda2, rel=1e-10)
-    assert (found.chi2, found.eta) == (pytest.approx(dense.chi2), pytest.approx(dense.eta))
-
-
-def test_a_large_graph_with_one_slow_edge_is_no_ring(monkeypatch):
-    rates = edge_rates(topology("ring", 12)) | {(3, 4): 0.01}
-    dense = constants(rates, 12)
-    monkeypatch.setattr(graphs, "MOST_DENSE", 0)
-    assert constants(rates, 12) == dense
-
-
 def test_rates_scale_time():
     slow, fast = of("torus", 12), of("torus", 12, rate=4.0)
     assert fast.eta == pytest.approx(4 * slow.eta)
     assert fast.chi1 == pytest.approx(slow.chi1 / 4)
     assert fast.alpha_tilde == pytest.approx(slow.alpha_tilde)
-
-
-def test_plain_gossip_leaves_the_second_copy_alone():
-    plain = of("ring", 8).as_ad_psgd()
-    assert (plain.eta, plain.alpha, plain.alpha_tilde) == (0.0, 0.5, 0.5)
-    assert plain.lambda2 == of("ring", 8).lambda2
-
-
-def test_edge_rates():
-    assert edge_rates(topology("ring", 4), 3.0) == dict.fromkeys(
-        [(0, 1), (0, 3), (1, 2), (2, 3)], 1.5
-    )
-    rates = edge_rates(topology("3-1,0-1,2-1", 4))  # a star around 1, edges the other way round
-    assert rates == dict.fromkeys([(0, 1), (1, 2), (1, 3)], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -134,80 +100,65 @@ def test_shapes(name, n, degrees, edges):
     assert parts(graph) == [tuple(range(n))]
 
 
-def test_random_graphs_are_the_same_for_the_same_seed():
+def test_edge_rates():
+    assert edge_rates(topology("ring", 4), 3.0) == dict.fromkeys(
+        [(0, 1), (0, 3), (1, 2), (2, 3)], 1.5
+    )
+    rates = edge_rates(topology("3-1,0-1,2-1", 4))  # a star around 1, edges the other way round
+    assert rates == dict.fromkeys([(0, 1), (1, 2), (1, 3)], 0.5)
     first, again, other = (edge_rates(topology("random-regular", 16, seed=s)) for s in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_given_graph_is_left_alone():
-    graph = nx.path_graph(3)
-    topology(graph, 3).remove_node(1)
-    assert graph.number_of_nodes() == 3
-
-
-def test_parts():
-    graph = nx.Graph([(4, 5), (0, 9), (2, 3), (3, 1)])
-    assert parts(graph) == [(1, 2, 3), (0, 9), (4, 5)]
+def test_a_large_ring_has_its_closed_form():
+    """Of 600 workers, which are too many for a dense matrix; also with one slow edge."""
+    n = 600
+    rates = edge_rates(topology("ring", n))
+    found = constants(rates, n)
+    assert found.lambda2 == pytest.approx(1 - math.cos(2 * math.pi / n), rel=1e-9)
+    assert found.chi2 == pytest.approx((n - 1) / n)
+    path = constants({edge: rate for edge, rate in rates.items() if edge != (0, n - 1)}, n)
+    assert path.lambda2 == pytest.approx(1 - math.cos(math.pi / n), rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "facts"),
+    ("name", "n", "named"),
     [
-        ("ring", 1, ["workers (1)", "at least 2"]),
-        ("cube", 8, ["'cube'", "ring", "random-regular"]),
-        ("measured", 8, ["'measured'", "needs links"]),
-        ("torus", 7, ["workers (7)", "6 or 8"]),
-        ("torus", 3, ["workers (3)", "take 4"]),
-        ("random-regular:3", 5, ["degree (3)", "take 4 workers"]),
-        ("random-regular:5", 5, ["degree (5)", "take 6 workers"]),
-        ("random-regular:0", 5, ["degree (0)"]),
-        ("random-regular:x", 5, ["degree ('x')"]),
-        ("random-regular:1", 8, ["degree (1)", "at least 3"]),
-        ("0-1,2-2,1-2", 3, ["2-2", "self loops"]),
-        ("0-1,2-3,3-4", 5, ["(2, 3, 4), (0, 1)", "connected"]),
-        ("0-1", 3, ["(0, 1), (2)"]),
-        ("0-1,1-3", 3, ["worker (3)", "0..2"]),
-        ("0-1-2", 3, ["[0, 1, 2]"]),
-        ("0-1,x", 3, ["'0-1,x'", "0-1,1-2"]),
-        ([(0, 1, 2)], 3, ["(0, 1, 2)"]),
-        (nx.Graph([("a", "b")]), 2, ["'a'"]),
-        (nx.DiGraph([(0, 1)]), 2, ["DiGraph", "undirected"]),
-        (nx.MultiGraph([(0, 1)]), 2, ["MultiGraph"]),
+        ("ring", 1, "workers"),
+        ("cube", 8, "'cube'"),
+        ("measured", 8, "'measured'"),
+        ("torus", 7, "workers"),
+        ("random-regular:3", 5, "degree"),
+        ("random-regular:x", 5, "degree"),
+        ("random-regular:1", 8, "degree"),
+        ("0-1,2-2,1-2", 3, "2-2"),
+        ("0-1,2-3,3-4", 5, r"\(2, 3, 4\), \(0, 1\)"),
+        ("0-1,1-3", 3, "worker"),
+        ("0-1-2", 3, r"\[0, 1, 2\]"),
+        ("0-1,x", 3, "0-1,x"),
+        (nx.Graph([("a", "b")]), 2, "'a'"),
+        (nx.DiGraph([(0, 1)]), 2, "DiGraph"),
+        (nx.MultiGraph([(0, 1)]), 2, "MultiGraph"),
     ],
 )
-def test_bad_topologies(name, n, facts):
-    with pytest.raises(ValueError) as caught:
+def test_bad_topologies(name, n, named):
+    with pytest.raises(ValueError, match=named):
         topology(name, n)
-    assert [fact for fact in facts if fact not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_bad_rate(rate):
-    with pytest.raises(ValueError, match=r"rate \((0|-1|nan|inf)\)"):
-        edge_rates(topology("ring", 4), rate)
 
 
 @pytest.mark.parametrize(
-    ("rates", "nodes", "facts"),
+    ("rates", "nodes", "named"),
     [
-        ({}, 1, ["workers (1)"]),
-        ({(0, 1): 1.0}, [0, 1, 7, 8], ["(0, 1), (7), (8)"]),
-        ({(0, 1): 1.0}, [0, 2], ["0-1"]),
-        ({(0, 0): 1.0, (0, 1): 1.0}, 2, ["0-0"]),
-        ({(0, 1): 0.0}, 2, ["rate (0)", "0-1"]),
-        ({(0, 1): math.nan}, 2, ["rate (nan)"]),
-        ({(0, 1): 1e-320}, 2, ["eta", "inf"]),
-        ({(0, 1): 1.0, (1, 2): 1e-17}, 3, ["lambda_2", "rounding"]),
+        ({}, 1, "workers"),
+        ({(0, 1): 1.0}, [0, 1, 7, 8], r"\(0, 1\), \(7\), \(8\)"),
+        ({(0, 1): 1.0}, [0, 2], "0-1"),
+        ({(0, 0): 1.0, (0, 1): 1.0}, 2, "0-0"),
+        ({(0, 1): 0.0}, 2, "rate"),
+        ({(0, 1): math.nan}, 2, "rate"),
+        ({(0, 1): 1e-320}, 2, "eta"),
+        ({(0, 1): 1.0, (1, 2): 1e-17}, 3, "lambda_2"),
     ],
 )
-def test_bad_rates(rates, nodes, facts):
-    with pytest.raises(ValueError) as caught:
+def test_bad_rates(rates, nodes, named):
+    with pytest.raises(ValueError, match=named):
         constants(rates, nodes)
-    assert [fact for fact in facts if fact not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("rate", [1e-200, 1e200])
-def test_extreme_rates_do_not_overflow(rate):
-    assert constants(dict.fromkeys([(0, 1), (1, 2)], rate), 3).alpha_tilde == pytest.approx(
-        constants({(0, 1): 1.0, (1, 2): 1.0}, 3).alpha_tilde
-    )

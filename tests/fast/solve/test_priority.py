@@ -67,19 +67,6 @@ def test_an_iteration_equals_the_event_loop():
         assert iteration_s(slices, compute) == event_loop(slices, compute)
 
 
-def test_an_iteration_without_messages_is_compute():
-    assert iteration_s([], Compute([1, 3], [2, 2], 0.5)) == 3 + 0.5 + 4
-    assert iteration_s([], Compute([], [], 0.5)) == 0.5
-
-
-def test_no_order_beats_compute_or_communication():
-    for slices, compute in problems(60, 6, seed=2):
-        fastest_s = min(iteration_s(order, compute) for order in permutations(slices))
-        compute_s = compute.ready_s[-1] + compute.other_s + sum(compute.forward_s)
-        first_s = min(compute.ready_s[s.bucket] for s in slices)
-        assert fastest_s >= max(compute_s, first_s + sum(s.seconds for s in slices))
-
-
 def test_priority_is_optimal_for_equal_slices_one_at_a_time():
     for slices, compute in problems(60, 6, seed=3):
         equal = [s._replace(seconds=1) for s in slices]
@@ -109,37 +96,6 @@ def test_priority_by_hand():
     assert priority_order(slices, [0.0, 2.0], credit_bytes=1000) == [0, 1, 2, 3, 4, 5]
 
 
-def test_one_at_a_time_is_preemption_between_slices():
-    compute = Compute([0.0, 2.0], [1.0, 5.0])
-    slices = [Slice(0, 2.0)] * 4 + [Slice(1, 2.0)]
-    first_in_first_out = iteration_s(slices, compute)
-    order = [slices[i] for i in priority_order(slices, compute.ready_s, 1)]
-    assert (first_in_first_out, iteration_s(order, compute)) == (10 + 5 + 1, 10 + 1)
-
-
-def test_two_messages_at_once_by_hand():
-    # 0 starts at 1 alone, 1 at 2 beside it: 2 s of 0 are left and take 3 s at two thirds. Then 1
-    # has 1 s left and the link to itself. 2, ready at 3, waits for channel 0 until 5 and 3 joins.
-    groups, ends_s = simultaneous_fusion([1, 2, 3, 4], lambda g: 3.0 * len(g), [1.0, 2 / 3])
-    assert groups == (range(1), range(1, 2), range(2, 4))
-    # From 5 two run again: 1 s of message 1 takes 1.5 s, the other 6 s then have 5 left.
-    assert ends_s == pytest.approx([5.0, 6.5, 11.5])
-
-
-def test_a_bucket_ready_when_the_message_starts_does_not_join():
-    assert simultaneous_fusion([1, 1, 4], lambda _: 3.0, [1.0]) == (
-        (range(1), range(1, 2), range(2, 3)),
-        [4.0, 7.0, 10.0],
-    )
-    assert simultaneous_fusion([1, 1, 3], lambda _: 3.0, [1.0])[0] == (range(1), range(1, 3))
-
-
-def test_channels_that_lose_nothing_are_links_of_their_own():
-    groups, ends_s = simultaneous_fusion([0, 0, 0], lambda g: 2.0 + g.start, [1.0, 1.0, 1.0])
-    assert groups == (range(1), range(1, 2), range(2, 3))
-    assert ends_s == [2.0, 3.0, 4.0]
-
-
 def test_channels_of_one_link_carry_all_the_work():
     """Four thirds of the rate while two are busy, all of it while one is: work is conserved."""
     rng = random.Random(6)
@@ -160,30 +116,6 @@ def test_channels_of_one_link_carry_all_the_work():
             busy = sum(a <= start_s and stop_s <= b for a, b in spans)
             done_s += (stop_s - start_s) * (0, 1, 4 / 3)[busy]
         assert done_s == pytest.approx(sum(seconds))
-
-
-def test_unit_runs_by_hand():
-    # Latency 1, blocks of 2 s. At 0: slack 6 < 1 + 4 * 2, so ceil(5 / 2) = 3 blocks, until 7.
-    # At 7, bucket 1 is ready (6) and the next gradient at 7.5: slack below the latency, 1 block.
-    # At 10 all are ready: what is left, input side first.
-    runs = unit_runs([0.0, 6.0, 7.5], [4, 3, 2], lambda _, n: 1.0 + 2.0 * n)
-    assert runs == [
-        (0, range(3)),
-        (1, range(1)),
-        (2, range(2)),
-        (1, range(1, 3)),
-        (0, range(3, 4)),
-    ]
-
-
-def test_a_bucket_that_ends_before_the_next_gradient_is_one_message():
-    runs = unit_runs([0.0, 20.0], [4, 4], lambda _, n: 1.0 + 2.0 * n)
-    assert runs == [(0, range(4)), (1, range(4))]
-
-
-def test_blocks_that_cost_nothing_more_ride_along():
-    runs = unit_runs([0.0, 1.0], [9, 1], lambda _, n: max(3.0, 0.5 * n))
-    assert runs == [(0, range(6)), (1, range(1)), (0, range(6, 9))]
 
 
 def test_unit_runs_cover_every_block_once():
@@ -216,39 +148,3 @@ def test_moves_approach_the_best_order():
             total, optimal = total + 1, optimal + (iteration_s(order, compute) == min(costs))
     assert total > 20
     assert optimal > 0.8 * total
-
-
-def test_messages_are_joined_where_that_is_faster():
-    def joined(first, second):
-        return (*first, *second) if first[-1] + 1 == second[0] else None
-
-    order = improved(
-        [(1,), (3,), (0,), (2,)], lambda order: 10 + len(order) + (order[0][0] != 0), joined, 100
-    )
-    assert order == [(0, 1, 2, 3)]
-
-
-def test_evaluations_are_bounded():
-    spent = []
-    improved(list(range(50)), lambda order: spent.append(order) or 1000 - len(spent), never, 70)
-    assert len(spent) == 71
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: Compute([2.0, 1.0], [1.0, 1.0]), r"ready_s\[1\] \(1\) must be at least ready_s"),
-        (lambda: Compute([1.0], [1.0, 1.0]), r"forward_s \(2 values\) must be as long as ready_s"),
-        (lambda: Compute([1.0], [1.0], -1), r"other_s \(-1\) must be finite and at least 0"),
-        (lambda: priority_order([], [], 0), r"credit_bytes \(0\) must be at least 1; use 1 for"),
-        (lambda: simultaneous_fusion([], len, []), r"speeds \(\[\]\) must have a value per chan"),
-        (lambda: simultaneous_fusion([], len, [1, 0]), r"speeds\[1\] \(0\) must be above 0; use"),
-        (
-            lambda: unit_runs([1.0], [1, 1], max),
-            r"units \(2 values\) must be as long as ready_s \(1 values\)",
-        ),
-    ],
-)
-def test_input_that_makes_no_sense(call, text):
-    with pytest.raises(ValueError, match=text):
-        call()

@@ -6,6 +6,7 @@ the same heights as `HEIGHTS`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +185,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     rough = (high - low) / max(1, count) or 1.0
     power = 10.0 ** int(f"{rough:e}".partition("e")[2])
     step = next(k * power for k in (1, 2, 5, 10) if k * power >= rough * (1 - 1e-9))
-    first, last = -int(-low // step) if low > 0 else int(-(-low // step)), int(high / step + 1e-9)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{i * step:.9g}") for i in range(first, last + 1)]
 
 

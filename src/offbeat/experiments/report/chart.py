@@ -13,6 +13,8 @@ from offbeat.experiments.report.boxes import ticks
 
 SIZE = 10_000  # coordinates of a chart in HTML: [0, SIZE] in both directions
 NEAR = 0.075  # share of the height from which names at the ends of lines do not overlap
+RAISED = 0.055  # share of the height by which the style sheet raises names left of their ends
+BESIDE = 0.5  # share of the width within which two names may overlap in a narrow window
 NEXT = 0.02  # share of the width from which numbers of marks do not overlap
 
 Values = Sequence[float | None]
@@ -184,12 +186,12 @@ class Chart:
         placed: list[Point] = []
         ends = [(*self.place(*line.known_points[-1]), line) for line in self.lines]
         for x, y, line in sorted(ends, key=lambda end: (end[1], end[0])):
-            at = min(max(y, 0.0), 1.0)
-            near = [other for left, other in placed if abs(left - x) < 0.3]
-            while any(abs(at - other) < NEAR for other in near):
+            at, is_left = min(max(y, 0.0), 1.0), x > 0.8
+            near = [other for beside, other in placed if abs(beside - x) < BESIDE]
+            while any(abs(at - RAISED * is_left - other) < NEAR for other in near):
                 at += NEAR / 4
-            placed.append((x, at))
-            yield Label(f"end{' left' * (x > 0.8)} {line.look}", line.name, (x, at))
+            placed.append((x, at - RAISED * is_left))
+            yield Label(f"end{' left' * is_left} {line.look}", line.name, (x, at))
 
 
 def as_html(chart: Chart) -> str:
