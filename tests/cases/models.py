@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -231,12 +232,13 @@ def build_scheduler(case: Case, optimizer: torch.optim.Optimizer) -> LRScheduler
 def batch(case: Case, rank: int, iteration: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one rank in one iteration."""
     generator = torch.Generator().manual_seed(1000 * iteration + rank + 1)
+    how: dict[str, Any] = {"generator": generator, "device": "cpu"}  # whatever the default device
     if case.model == "tied":
-        tokens = torch.randint(11, (2, ROWS + 1), generator=generator)
+        tokens = torch.randint(11, (2, ROWS + 1), **how)
         return tokens[0, :-1], torch.nn.functional.one_hot(tokens[1, :-1], 11).to(case.dtype)
     shape = (ROWS, 2, 4, 4) if case.model == "conv" else (ROWS, 5)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    y = torch.randn((ROWS, 3), generator=generator, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64, **how)
+    y = torch.randn((ROWS, 3), dtype=torch.float64, **how)
     return x.to(case.dtype), y.to(case.dtype)
 
 

@@ -29,13 +29,13 @@ from cases.models import (
     loss_of,
     profile_of,
 )
+from cases.untouched import within
 from offbeat.plan import BUILT_IN, Buffer, Plan, Transfer
 from offbeat.profile import Profile
 from offbeat.strategies import Strategy
 from offbeat.testing import Inspection, inspect
 
 TIMEOUT_S = 20.0
-_open: list[Any] = []  # models of `prepared`, until they are closed
 
 
 @dataclass
@@ -68,10 +68,8 @@ def prepared(
     """prepare, and close at the end so that another session can follow in this process."""
     options.setdefault("timeout_s", TIMEOUT_S)
     model, optimizer = offbeat.prepare(model, optimizer, strategy, **options)
-    _open.append(model)
     yield model, optimizer
     model.close()
-    _open.remove(model)
 
 
 def snapshot(value: Any) -> Any:
@@ -113,16 +111,19 @@ def train(
     unites: bool = False,
     slow: int | None = None,
     profile: Profile | None = None,
+    setting: str = "",
     **options: Any,
 ) -> Trained:
     """Train on this rank's batches. Ranks begin with different weights: rank 0's must count.
     Without a profile but with `observe` in the options, the runtime measures its own. Replicas are
-    united at the end if `unites`, which takes more messages than the training; `slow` is late."""
+    united at the end if `unites`, which takes more messages than the training; `slow` is late.
+    Global states stay as they are, under the usual settings or another one of `untouched`."""
     model = build_model(case, seed=rank())
     optimizer = build_optimizer(case, model)
     if profile is None and "observe" not in options:
         profile = profile_of(case, world_size())
-    with prepared(model, optimizer, strategy, profile=profile, **options) as (model, optimizer):
+    session = prepared(model, optimizer, strategy, profile=profile, **options)
+    with within(setting, session) as (model, optimizer):
         scheduler = build_scheduler(case, optimizer)
         if load is not None:
             model.load_state_dict(load[0])
@@ -199,6 +200,7 @@ class User:
         if self.loop.evaluate:
             self.evaluate()
 
+    @torch.enable_grad()
     def backward(self, t: int) -> Tensor:
         self.clear()
         if (rank(), t) in self.loop.idle:
@@ -290,30 +292,9 @@ def in_turn(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> l
     return [function(*args) for args in calls]
 
 
-def attempts(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any, str, str]]:
-    """Result of each call, or None with kind and text of its exception. What a call has left, its
-    open models and variables of the environment, does not reach the next."""
-    found: list[tuple[Any, str, str]] = []
-    variables = dict(os.environ)
-    for function, *args in calls:
-        try:
-            found.append((function(*args), "", ""))
-        except (Exception, SystemExit) as error:
-            found.append((None, type(error).__name__, str(error)))
-        while _open:
-            with contextlib.suppress(RuntimeError, ValueError):  # of the same cause
-                _open.pop().close()
-        os.environ.clear()
-        os.environ.update(variables)
-    return found
-
-
-def train_cases(strategy: Strategy, cases: Sequence[Case], iterations: int) -> list[Trained]:
-    """The last case unites replicas at its end, where the last rank is a straggler."""
-    return [
-        train(case, strategy, range(iterations), unites=case is cases[-1], slow=world_size() - 1)
-        for case in cases
-    ]
+def train_and_unite(strategy: Strategy, case: Case, iterations: int) -> Trained:
+    """Replicas are united at the end, where the last rank is a straggler."""
+    return train(case, strategy, range(iterations), unites=True, slow=world_size() - 1)
 
 
 def train_with_torch(case: Case, iterations: int) -> Trained:
@@ -338,16 +319,11 @@ def train_all_with_torch(cases: Sequence[Case], iterations: int) -> list[Trained
 
 
 def train_beside_torch(
-    strategies: Sequence[Strategy], cases: Sequence[Case], iterations: int
-) -> list[tuple[Trained, list[Trained]]]:
-    """Per case: what torch's DDP makes of it, and what each strategy does."""
-    return [
-        (
-            train_with_torch(case, iterations),
-            [train(case, strategy, range(iterations)) for strategy in strategies],
-        )
-        for case in cases
-    ]
+    strategies: Sequence[Strategy], case: Case, iterations: int
+) -> tuple[Trained, list[Trained]]:
+    """What torch's DDP makes of a case, and what each strategy does."""
+    theirs = train_with_torch(case, iterations)
+    return theirs, [train(case, strategy, range(iterations)) for strategy in strategies]
 
 
 def train_in_two_halves(case: Case, strategy: Strategy, iterations: int) -> tuple[Trained, Trained]:

@@ -21,8 +21,9 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402
 import torch.profiler._cupti_monitor  # noqa: E402
 import torch.utils.serialization.config  # noqa: E402, F401
-from support import workers  # noqa: E402, F401
+from cases import strategy_lists, workers  # noqa: E402, F401
 
+from harness import commands  # noqa: E402, F401
 from offbeat.core.runtime import plan_session, prepare  # noqa: E402, F401
 from offbeat.core.sim import prediction  # noqa: E402, F401
 from offbeat.experiments.record import recorder  # noqa: E402, F401

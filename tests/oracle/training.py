@@ -23,8 +23,7 @@ from cases.models import (
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.core.rules import RULES, VOTES
-from offbeat.plan import Apply, Plan, Transfer
+from offbeat.plan import Transfer
 
 Names = Collection[str]
 Kept = dict[str, list[Tensor]]  # by name: what each replica had
@@ -354,9 +353,10 @@ def selective(
     lag: int,
     aggregate: str,
     state: str = "local",
-) -> None:
+) -> list[list[bool]]:
     """A piece is averaged if the change of any replica's squared norm of it is at least delta,
-    `lag` iterations before; the first time always, and in r = h mod H if it is in forced[h]."""
+    `lag` iterations before; the first time always, and in r = h mod H if it is in forced[h].
+    Returns by iteration and piece whether it has changed so much."""
     norms: dict[tuple[int, int], list[float]] = {}
     told: list[list[bool]] = []
     for r, t in enumerate(iterations):
@@ -380,6 +380,7 @@ def selective(
             treat_state(world, piece, state)
         for replica in world:
             replica.end()
+    return told
 
 
 def squared_norm(replica: Replica, piece: Piece) -> float:
@@ -454,148 +455,14 @@ def _added(sums: list[Tensor | None], grads: list[Tensor | None]) -> list[Tensor
     return [b if a is None else a if b is None else a + b for a, b in pairs]
 
 
-def as_planned(
-    world: list[Replica], iterations: Sequence[int], plan: Plan, tensors: Sequence[Names]
-) -> dict[str, list[bool]]:
-    """Whatever a plan moves, read literally: gradients are averaged before the update, parameters
-    with their state before or after it. `tensors[b]`: names in bucket b. What came out of its
-    votes, by name, per iteration."""
-    outcomes: dict[str, list[bool]] = {vote.name: [] for vote in plan.votes}
-    voters = [_Voter(replica, tensors) for replica in world]
-    taken: Kept = {}
-    clips = [
-        Clipping(a.arg("norm"), tensors, a.rule == "clip_early")
-        for a in plan.applies
-        if a.rule in ("clip", "clip_early")
-    ]
-    outer = _outer_of(plan)
-    if outer is not None:
-        outer.start(world)
-    closing = [apply.phases for apply in plan.applies if apply.rule == "close"]
-    if closing:
-        [local] = [apply for apply in plan.applies if apply.rule == "local"]
-        merge = local.arg("merge", "sum")
-        merged(world, iterations, lambda r: any(plan.phase(r) in p for p in closing), merge)
-        return outcomes
-    for r, t in enumerate(iterations):
-        phase = plan.phase(r)
-        for replica in world:
-            replica.gradients(t)
-            for clip in clips:
-                clip(replica)
-        for vote in plan.votes:
-            run = vote.buckets or range(plan.buckets)
-            says = [VOTES[vote.rule](voter, vote, run) for voter in voters]
-            outcomes[vote.name].append(any(says))
-        active = [t for t in plan.transfers if phase in t.phases and goes(t, r, outcomes)]
-        if any(rule.payload.buffer == "grad" for rule in active):
-            # All of them are sent in one iteration, whole or in slices, so no piece is left out.
-            average_gradients(world)
-        [local] = [a for a in plan.applies if a.rule == "local" and phase in a.phases]
-        now = [a for a in plan.applies if phase in a.phases and goes(a, r, outcomes)]
-        resets = [a for a in now if a.rule == "reset"]
-        after_update = local.at.point == "grad" or not _before_the_step(active, local)
-        copies = [a for a in now if a.rule == "copy" and a.arg("target") != "common"]
-        copied = [n for a in copies for b in a.buckets for n in tensors[b]]
-        early = local.at.point == "step" and any(a.at.point == "grad" for a in copies)
-        if early:
-            taken |= kept(world, copied)
-        stepping = [r for r in world if local.ranks is None or r.rank in local.ranks]
-        after_update &= not early
-        if after_update:
-            _step(stepping)
-        for apply in now:
-            for voter in voters if apply.rule == "select" else []:
-                RULES[apply.rule](voter, apply)
-        if not early:
-            taken |= kept(world, copied)
-        for rule in active:
-            piece = _piece(rule, tensors)
-            if rule.payload.buffer == "param":
-                average_parameters(world, piece)
-                if outer is not None and any(a.rule == "outer" for a in now):
-                    outer(world, piece.names)
-            elif rule.payload.buffer == "state":
-                treat_state(world, piece, "averaged")
-        for reset in resets:
-            names = tuple(n for b in reset.buckets for n in tensors[b])
-            treat_state(world, Piece(names), "reset")
-        if not after_update:
-            _step(stepping)
-        for apply in now:
-            if apply.rule in ("delta", "blend"):
-                landing = [n for b in apply.buckets for n in tensors[b] if n in taken]
-                if outer is None:
-                    shift(world, landing, taken, 1 - apply.arg("kept", 0.0))
-                else:
-                    outer.land(world, landing, taken)
-        if outer is not None and any(a.arg("target") == "common" for a in now):
-            outer.start(world)
-        for replica in world:
-            replica.end()
-    return outcomes
-
-
-def _outer_of(plan: Plan) -> Outer | None:
-    steps = [apply for apply in plan.applies if apply.rule == "outer"]
-    if not steps:
-        return None
-    alpha = next((a.arg("share") for a in plan.applies if a.rule == "blend"), None)
-    rate, momentum, nesterov = (steps[0].arg(name) for name in ("rate", "momentum", "nesterov"))
-    return Outer(rate, momentum, bool(nesterov), alpha)
-
-
-def goes(rule: Transfer | Apply, r: int, outcomes: dict[str, list[bool]]) -> bool:
-    """Whether a rule happens in an iteration, as far as votes say."""
+def goes(rule: Transfer, r: int, outcomes: dict[str, list[bool]]) -> bool:
+    """Whether a message is sent in an iteration, as far as votes say."""
     return rule.when is None or r < rule.ago or outcomes[rule.when][r - rule.ago]
-
-
-class _Voter:
-    """What rules may ask of a replica."""
-
-    def __init__(self, replica: Replica, tensors: Sequence[Names]) -> None:
-        self.rank, self._replica, self._tensors = replica.rank, replica, tensors
-        self._kept: dict[str, object] = {}
-
-    def squared_norm(self, buffer: str, buckets: range) -> float:
-        assert buffer == "grad"
-        return squared_norm(self._replica, Piece(self._names(buckets)))
-
-    def write(self, buffer: str, buckets: range) -> list[Tensor]:
-        names = self._names(buckets)
-        if buffer == "param":
-            return [_tensor(self._replica, name).detach() for name in names]
-        keys = _keys([self._replica], Piece(names))
-        return _state(self._replica, Piece(names), keys)
-
-    def recall(self, name: str) -> object:
-        return self._kept.get(name)
-
-    def keep(self, name: str, value: object) -> None:
-        self._kept[name] = value
-
-    def show(self, name: str, numbers: object) -> None:
-        pass
-
-    def _names(self, buckets: range) -> tuple[str, ...]:
-        return tuple(name for b in buckets for name in self._tensors[b])
-
-
-def _before_the_step(active: Sequence[Transfer], local: Apply) -> bool:
-    """Whether parameters are averaged before the update, which may wait for the next forward."""
-    last = "forward" if local.at.point == "forward" else "step"
-    return any(rule.before.point == last for rule in active if rule.payload.buffer == "param")
 
 
 def _step(world: list[Replica]) -> None:
     for replica in world:
         replica.step()
-
-
-def _piece(transfer: Transfer, tensors: Sequence[Names]) -> Piece:
-    payload = transfer.payload
-    names = tuple(n for b in payload.buckets for n in tensors[b])
-    return Piece(names, payload.part, payload.parts, payload.width)
 
 
 def consolidate(world: list[Replica], merge: str = "sum") -> None:

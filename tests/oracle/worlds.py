@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from cases.models import profile_of
 from torch import nn
 
 from offbeat import Profile
@@ -113,9 +112,10 @@ class TorchWorld:
         return Piece(names) if piece is None else Piece(names, piece.part, piece.parts, piece.width)
 
 
-def by_own_equations(world: list[Replica], iterations: Sequence[int], strategy: Strategy) -> None:
+def by_own_equations(
+    world: list[Replica], iterations: Sequence[int], strategy: Strategy, profile: Profile
+) -> None:
     """What the strategy's own equations compute; they count iterations from zero."""
-    profile = profile_of(world[0].case, len(world))
     numbers = TorchWorld(world, iterations, profile)
     advance = strategy.equations(strategy.plan(profile))
     for iteration in range(len(iterations)):

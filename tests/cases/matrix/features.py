@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from cases.matrix.job import ROWS, STEPS, Job
+from cases.matrix.job import ROWS, Job
 
 Script = Callable[[Job], None]
 
@@ -76,10 +76,9 @@ def usual(
     optimizer: Any,
     before: Callable[[int], Any] = nothing,
     after: Callable[[int], Any] = nothing,
-    steps: int = STEPS,
 ) -> None:
     """The loop of every tutorial; `before` comes between backward and step."""
-    for t in range(steps):
+    for t in range(job.steps):
         optimizer.zero_grad()
         loss = job.loss(model, t)
         loss.backward()
@@ -162,7 +161,7 @@ def gradients_logged_later(job: Job) -> None:
 def zeroed_in_place(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad(set_to_none=False)
         job.loss(model, t).backward()
         optimizer.step()
@@ -172,7 +171,7 @@ def zeroed_in_place(job: Job) -> None:
 def gradients_taken(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         for p in module.parameters():
             p.grad = None
         job.loss(model, t).backward()
@@ -183,7 +182,7 @@ def gradients_taken(job: Job) -> None:
 def create_graph(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         job.loss(model, t).backward(create_graph=True)
         optimizer.step()
@@ -193,7 +192,7 @@ def create_graph(job: Job) -> None:
 def gradient_penalty(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         x, y = job.batch(t)
         x = x.clone().requires_grad_()
@@ -210,7 +209,7 @@ def scaled(job: Job, clip: float | None = None, overflow: bool = False) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
     scaler = torch.amp.GradScaler("cpu", 1024.0)
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         loss = job.loss(model, t)
         if overflow and t == 2 and job.rank == 1:
@@ -242,7 +241,7 @@ def scaler_overflow(job: Job) -> None:
 def autocast(job: Job) -> None:
     module = mlp().float()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         x, y = job.batch(t)
         with torch.autocast("cpu", torch.bfloat16):
@@ -258,7 +257,7 @@ def autocast(job: Job) -> None:
 def accumulation(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         with model.no_sync():
             (job.loss(model, 2 * t) / 2).backward()
@@ -269,9 +268,9 @@ def accumulation(job: Job) -> None:
 def accumulated(job: Job, clip: float | None = None) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(2 * STEPS - 1):
+    for t in range(2 * job.steps - 1):
         (job.loss(model, t) / 2).backward()
-        if t % 2 or t == 2 * STEPS - 2:  # the last step is of one batch
+        if t % 2 or t == 2 * job.steps - 2:  # the last step is of one batch
             if clip is not None:
                 clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -292,7 +291,7 @@ def accumulation_and_clip(job: Job) -> None:
 def two_losses(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         x, y = job.batch(t)
         output = model(x)
@@ -305,7 +304,7 @@ def two_losses(job: Job) -> None:
 def dropped(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         job.loss(model, t).backward()
         if t != 2:
             optimizer.step()
@@ -316,7 +315,7 @@ def dropped(job: Job) -> None:
 def skipped(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         job.loss(model, t).backward()
         if t == 2:
@@ -329,7 +328,7 @@ def skipped(job: Job) -> None:
 def skipped_early(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         loss = job.loss(model, t)
         if t == 2:
@@ -343,7 +342,7 @@ def skipped_early(job: Job) -> None:
 def skipped_alone(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         loss = job.loss(model, t)
         if t == 2 and job.rank == 1:
@@ -357,7 +356,7 @@ def skipped_alone(job: Job) -> None:
 def idle(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         if t != 2 or job.rank == 0:
             job.loss(model, t).backward()
@@ -368,7 +367,7 @@ def idle(job: Job) -> None:
 def closure(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
 
         def again(t: int = t) -> Tensor:
             optimizer.zero_grad()
@@ -383,9 +382,9 @@ def closure(job: Job) -> None:
 def uneven(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
-        job.loss(model, t, rows=1 if job.rank and t == STEPS - 1 else ROWS).backward()
+        job.loss(model, t, rows=1 if job.rank and t == job.steps - 1 else ROWS).backward()
         optimizer.step()
 
 
@@ -393,7 +392,7 @@ def uneven(job: Job) -> None:
 def nan(job: Job) -> None:
     module = mlp()
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         (job.loss(model, t) * (float("nan") if (job.rank, t) == (1, 2) else 1)).backward()
         optimizer.step()
@@ -477,7 +476,7 @@ def dropout(job: Job) -> None:
     module = seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Linear(6, 3)))
     torch.manual_seed(job.rank)  # once, so that whatever else draws would be seen
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         job.loss(model, t).backward()
         optimizer.step()
@@ -516,7 +515,7 @@ class Branches(nn.Module):
 def branching(job: Job, which: Callable[[int], int]) -> None:
     module: Any = seeded(Branches)
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         module.which = which(t)
         optimizer.zero_grad()
         job.loss(model, t).backward()
@@ -554,7 +553,7 @@ def reentrant(job: Job) -> None:
     module = seeded(lambda: Checkpointed(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
     module.reentrant = True  # type: ignore[assignment]
     model, optimizer = job.prepare(module, sgd(module))
-    for t in range(STEPS):
+    for t in range(job.steps):
         optimizer.zero_grad()
         x, y = job.batch(t)
         nn.functional.mse_loss(model(x.clone().requires_grad_()), y).backward()
@@ -574,7 +573,7 @@ def gan(job: Job) -> None:
     critic = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     g, g_optimizer = job.prepare(generator, sgd(generator))
     d, d_optimizer = job.prepare(critic, sgd(critic))
-    for t in range(STEPS):
+    for t in range(job.steps):
         x, y = job.batch(t)
         d_optimizer.zero_grad()
         with torch.no_grad():

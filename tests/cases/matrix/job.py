@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.profile import Bucket, Link, Profile
 
 STEPS = 5
-OBSERVED = 2  # of these, where a profile is measured
+OBSERVED = 6  # iterations before these by default, where the profile is measured
 TIMEOUT_S = 8.0
 ROWS = 4
 
@@ -41,13 +42,15 @@ STRATEGIES: dict[str, Strategy] = {
 class Job:
     """A rank's place in a script. `strategy` None: torch's own DDP; `plainly`: the reference of
     the strategy, which runs as it `ran`: strategies with the iterations from which on.
-    `measured`: the profile is not given, the first iterations are observed."""
+    `measured`: a folder for the profiles, which are not given: the first iterations are
+    observed."""
 
     strategy: Strategy | None
     plainly: bool = False
     ran: list[list[tuple[int, Strategy]]] = field(default_factory=list)
     find_unused: bool = False
-    measured: bool = False
+    measured: Path | None = None
+    steps: int = STEPS
     seen: list[float] = field(default_factory=list)
     modules: list[tuple[nn.Module, Any]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Job:
             return Model(model, reference), Optimizer(optimizer, reference)
         options = {"timeout_s": TIMEOUT_S, "compare_every": 1, **options}
         if self.measured:
-            options.setdefault("observe", OBSERVED)
+            options |= {"profile": self._file, "min_bucket_bytes": 1}
         elif self.strategy.needs.profile and "observe" not in options:
             options["profile"] = profile_of(model)
         mine, steps = offbeat.prepare(model, optimizer, self.strategy, **options)
@@ -118,7 +121,10 @@ class Job:
         for _, prepared in self.modules:
             choice = getattr(getattr(prepared, "_session", None), "choice", None)
             now = asked if choice is None else choice.strategy
-            found.append([(0, asked)] + ([(1, now)] if now != asked else []))
+            if self.measured:
+                found.append([(0, now)])  # after the observed iterations
+            else:
+                found.append([(0, asked)] + ([(1, now)] if now != asked else []))
         return found
 
     def end(self, error: BaseException | None) -> None:
@@ -130,9 +136,20 @@ class Job:
         if error is not None:
             del sys.last_value
 
+    @property
+    def _file(self) -> Path:
+        """Where rank 0 writes the profile of the model that is prepared next."""
+        assert self.measured is not None
+        return self.measured / f"{len(self.modules)}.json"
+
     def _reference(self, model: nn.Module, optimizer: Any) -> references.Reference:
+        reference = self._planned_reference(model, optimizer)
+        reference.observed = OBSERVED if self.measured else 0
+        return reference
+
+    def _planned_reference(self, model: nn.Module, optimizer: Any) -> references.Reference:
         strategy, runs = self.strategy, self.ran[len(self.modules)]
-        profile = profile_of(model)
+        profile = Profile.load(self._file) if self.measured else profile_of(model)
         if isinstance(strategy, LocalSGD):
             return references.Periodic(model, optimizer)
         if isinstance(strategy, DreamDDP):

@@ -61,25 +61,41 @@ def average(tensors: Iterable[Tensor]) -> None:
 
 class Reference(Session):
     """Local steps: nothing is averaged. An iteration ends with a step, or when its gradients are
-    dropped."""
+    dropped. The first `observed` ones average the gradients of every backward, each of which
+    counts. The equations begin with the iteration `begun`, after a step."""
+
+    observed = 0
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self.module, self.optimizer = module, optimizer
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.r, self.open, self.quiet = 0, False, False
+        self.begun = 0
         self._hooks = AfterBackward(self.trained.values(), self._backward_over)
         module.register_load_state_dict_post_hook(lambda *_: self.loaded())
 
     def _backward_over(self) -> None:
         if not self.quiet:
-            self.open = True
-            self.backward_ends()
+            again, self.open = self.open, True
+            if self.observes:
+                self.average_gradients()
+                self.r += again
+            else:
+                self.backward_ends()
+
+    @property
+    def observes(self) -> bool:
+        return self.begun < self.observed
+
+    def average_gradients(self) -> None:
+        """`g = mean_k(g_k)`."""
+        mean_gradients(self.trained.values())
 
     def backward_ends(self) -> None:
         """What code between backward and step sees."""
 
     def loaded(self) -> None:
-        """Other weights were loaded."""
+        """The equations begin anew: other weights were loaded, or nothing is observed any more."""
 
     def before(self) -> None:
         """What comes before the update."""
@@ -91,18 +107,34 @@ class Reference(Session):
         self.optimizer.step()
 
     def step(self, skip_update: bool) -> None:
+        self.end(skip_update)
+        if self.observes and self.r >= self.observed:
+            self.begun = self.r
+            self.loaded()
+
+    def end(self, skip_update: bool) -> None:
+        if not self.observes:
+            self.iterate(skip_update)
+        else:
+            if not self.open:
+                self.average_gradients()
+            if not skip_update:
+                self.optimizer.step()
+        self.r, self.open = self.r + 1, False
+
+    def iterate(self, skip_update: bool) -> None:
+        """One step of the equations."""
         self.before()
         if not skip_update:
             self.update()
         self.after()
-        self.r, self.open = self.r + 1, False
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool) -> None:
         if self.open:
-            self.step(skip_update=True)
+            self.end(skip_update=True)
         self.module.zero_grad(set_to_none)
 
     @contextmanager
@@ -132,13 +164,10 @@ class Reference(Session):
 
 
 class Synchronous(Reference):
-    """`g = mean_k(g_k)` in every backward; a rank without one counts as zero."""
+    """`g = mean_k(g_k)` in every backward."""
 
     def backward_ends(self) -> None:
-        for p in self.trained.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        average(p.grad for p in self.trained.values() if p.grad is not None)
+        self.average_gradients()
 
     def before(self) -> None:
         if not self.open:
@@ -152,7 +181,7 @@ class Periodic(Reference):
 
     @torch.no_grad()
     def after(self) -> None:
-        if (self.r + 1) % self.period == 0:
+        if (self.r + 1 - self.begun) % self.period == 0:
             average(self.trained.values())
 
 
@@ -177,9 +206,10 @@ class Partial(Reference):
 
     @torch.no_grad()
     def _average(self, when: str) -> None:
-        begin, how, sets = [run for run in self._runs if run[0] <= self.r][-1]
+        r = self.r - self.begun
+        begin, how, sets = [run for run in self._runs if run[0] <= r][-1]
         if how == when:
-            names = sets[(self.r - begin) % len(sets)]
+            names = sets[(r - begin) % len(sets)]
             average(self.trained[n] for n in names if n in self.trained)
 
     def before(self) -> None:
@@ -250,8 +280,8 @@ class Late(Reference):
         """What was added up is of other weights."""
         self._opened, self._closed, self._anew = {}, None, self.r
 
-    def step(self, skip_update: bool) -> None:
-        super().step(False)  # what is due is of other iterations
+    def iterate(self, skip_update: bool) -> None:
+        super().iterate(False)  # what is due is of other iterations
 
     def update(self) -> None:
         if self._due:
@@ -291,7 +321,7 @@ class Handed(Reference):
         for name in names:
             self.trained[name].copy_(kept[name])
 
-    def step(self, skip_update: bool) -> None:
+    def iterate(self, skip_update: bool) -> None:
         """Rank 0 decides whether there is an update."""
         mean_gradients(self.trained.values())
         mine = self._newest
@@ -304,7 +334,6 @@ class Handed(Reference):
             self.optimizer.step()
         self._older, self._newest = mine, self._kept()
         self.after()
-        self.r, self.open = self.r + 1, False
 
     def loaded(self) -> None:
         self._older = self._newest = self._kept()

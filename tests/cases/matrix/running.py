@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cases.matrix.features import FEATURES, Feature
-from cases.matrix.job import STRATEGIES, Job
+from cases.matrix.job import OBSERVED, STEPS, STRATEGIES, Job
 
 LIKE_DDP, LIKE_REFERENCE, REFUSED, NOT_RUN, DIFFERENT = "= DDP", "= reference", "refused", "-", "?"
 SIGNS = {LIKE_DDP: "✓", LIKE_REFERENCE: "≈", REFUSED: "✗", NOT_RUN: "–", DIFFERENT: "?"}
@@ -58,22 +59,27 @@ def run(feature: Feature, job: Job) -> Left:
     return left
 
 
-def yardsticks(keys: Sequence[str]) -> dict[str, Left]:
+def yardsticks(keys: Sequence[str], steps: int = STEPS) -> dict[str, Left]:
     """What these scripts leave on this rank under torch's own DDP."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     wanted = {key: FEATURES[key] for key in keys if FEATURES[key].yardstick}
-    return {key: run(one, Job(None, find_unused=one.find_unused)) for key, one in wanted.items()}
+    return {
+        key: run(one, Job(None, find_unused=one.find_unused, steps=steps))
+        for key, one in wanted.items()
+    }
 
 
 def judge(
-    feature: Feature, name: str, yardstick: Left | None, *, measured: bool = False
+    feature: Feature, name: str, yardstick: Left | None, measured: Path | None = None
 ) -> Verdict:
-    """This rank's verdict, which takes the other rank's failures into account."""
+    """This rank's verdict, which takes the other rank's failures into account. Where profiles are
+    measured, into a folder, there are as many iterations more."""
     if name in feature.not_for:
         return Verdict(NOT_RUN)
     strategy = STRATEGIES[name]
-    mine = run(feature, Job(strategy, find_unused=feature.find_unused, measured=measured))
+    how: dict[str, Any] = {"measured": measured, "steps": STEPS + (OBSERVED if measured else 0)}
+    mine = run(feature, Job(strategy, find_unused=feature.find_unused, **how))
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, mine.error)
     if any(errors):
@@ -87,7 +93,7 @@ def judge(
             return Verdict(LIKE_DDP)
     if name == "DDP":
         return Verdict(DIFFERENT, apart)
-    theirs = run(feature, Job(strategy, plainly=True, ran=mine.ran))
+    theirs = run(feature, Job(strategy, plainly=True, ran=mine.ran, **how))
     apart = everywhere(difference(mine, theirs, feature.tolerance))
     return Verdict(DIFFERENT, apart) if apart else Verdict(LIKE_REFERENCE)
 
@@ -114,11 +120,17 @@ def difference(mine: Left, theirs: Left, tolerance: float) -> str:
 
 
 def verdicts(
-    name: str, keys: Sequence[str], by_ddp: list[dict[str, Left]], measured: bool = False
+    name: str, keys: Sequence[str], by_ddp: list[dict[str, Left]], measured: Path | None = None
 ) -> dict[str, Verdict]:
     """Of these scripts under one strategy, given every rank's yardsticks; to be called on every
     rank of a world."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     mine = by_ddp[dist.get_rank()]
-    return {key: judge(FEATURES[key], name, mine.get(key), measured=measured) for key in keys}
+    found = {}
+    for key in keys:
+        folder = measured and measured / key
+        if folder:
+            folder.mkdir(exist_ok=True)
+        found[key] = judge(FEATURES[key], name, mine.get(key), folder)
+    return found

@@ -63,12 +63,16 @@ def rehearse(
     return models, curve
 
 
-# Numbers of ranks are the weights of an average, whichever strategy asks for it.
-WEIGHED = (
-    *("wfbp", "halves", "deft", "dreamddp", "dreamddp delayed", "partial", "diloco", "fedavg"),
-    "selsync",
-)
-CASES = [(name, PAIRS) for name in STRATEGIES] + [(name, UNEVEN) for name in WEIGHED]
+# Numbers of ranks are the weights of an average: of gradients, in windows, of sets, at a vote, with
+# an outer step, and of drawn replicas.
+CASES = [
+    ("halves", PAIRS),
+    ("deft", UNEVEN),
+    ("dreamddp clipped", UNEVEN),
+    ("selsync", UNEVEN),
+    ("fragments", PAIRS),
+    ("fedavg drawn", PAIRS),
+]
 
 
 @pytest.mark.parametrize(("name", "nodes"), CASES, ids=lambda one: str(one).replace(" ", ""))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases.matrix import page
 from cases.matrix.features import FEATURES
-from cases.matrix.job import STRATEGIES
+from cases.matrix.job import OBSERVED, STEPS, STRATEGIES
 from cases.matrix.running import DIFFERENT, LIKE_DDP, LIKE_REFERENCE, Verdict, verdicts, yardsticks
 from harness.ranks import run_world
 
@@ -27,7 +28,21 @@ QUARTER = (
     "batch_norm", "dropout", "unused_by_one", "adamw", "clamped", "loaded", "frozen_later",
     "unfrozen_later", "ema",
 )  # fmt: skip
-MEASURED = ("dropout", "clip_norm", "accumulation")  # where a profile is measured
+# Where the first iterations are observed, and the plan is made from what was measured: what a
+# script does in the former decides about the latter.
+OBSERVED_SCRIPTS = {
+    "WFBP": ("clip_later", "accumulation_without_no_sync", "scaler_overflow", "unused_by_one"),
+    "P3": ("scaler_and_clip", "dropped", "ema"),
+    "DeAR": ("clip_norm", "dropout", "gradients_logged", "frozen_later", "loaded"),
+    "DreamDDP": (
+        "accumulation_and_clip", "adamw", "batch_norm", "clip_later", "dropped", "idle", "loaded",
+        "plain",
+    ),
+    "LocalSGD": ("closure", "gan", "scaler_overflow", "skipped_alone", "unused_by_one"),
+    "SelSync": ("clip_value", "dropout"),
+    "DeFT": ("evaluation", "frozen_later"),
+    "Cyclic": ("loaded", "plain"),
+}  # fmt: skip
 REWRITING = os.environ.get("OFFBEAT_REWRITE_GOLDENS") == "1"
 WHOLE = REWRITING or os.environ.get("OFFBEAT_WHOLE_MATRIX") == "1"
 RUN = tuple(FEATURES) if WHOLE else QUARTER
@@ -61,14 +76,20 @@ def test_no_script_trains_otherwise_in_silence(name: str) -> None:
     assert outcomes(name)["plain"].kind == expected
 
 
-@pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if s.synchronous][1:])
-def test_measured_profiles_change_no_number(name: str) -> None:
-    """Without a given profile, for the strategies that compute what DDP computes."""
-    keys = RUN if WHOLE else MEASURED
-    first, second = run_world(verdicts, 2, name, keys, by_ddp(), True, timeout_s=200.0)
+@cache
+def observed_by_ddp() -> list[Any]:
+    keys = sorted({key for keys in OBSERVED_SCRIPTS.values() for key in keys})
+    return run_world(yardsticks, 2, keys, OBSERVED + STEPS)
+
+
+@pytest.mark.parametrize("name", OBSERVED_SCRIPTS)
+def test_observed_iterations_come_first(name: str, tmp_path: Path) -> None:
+    """Without a given profile: iterations of BSP, then the strategy, on the measured plan."""
+    args = (name, OBSERVED_SCRIPTS[name], observed_by_ddp(), tmp_path)
+    first, second = run_world(verdicts, 2, *args, timeout_s=200.0)
     assert first == second
-    assert not {key: v.words for key, v in first.items() if v.kind == DIFFERENT}
-    assert all(first[key].kind == LIKE_DDP for key in MEASURED)
+    expected = LIKE_DDP if STRATEGIES[name].synchronous else LIKE_REFERENCE
+    assert {key: v for key, v in first.items() if v.kind != expected} == {}
 
 
 def test_the_page() -> None:

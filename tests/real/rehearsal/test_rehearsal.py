@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import rehearsed
 from cases.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
-from cases.strategy_lists import STRATEGIES
 from harness.ranks import run_world
 from oracle.quadratic import Quadratic, interpreted, model_of
 
@@ -20,30 +19,31 @@ from offbeat.core.strategy.parsing import parse
 from offbeat.core.verify.interpreter import Interpreter
 from offbeat.sim import predict, simulate
 
-# Settings with which methods whose averages are rare send messages within T iterations.
-FREQUENT = {
-    "des-loc": "des-loc:period=2:first=1:second=2",
-    "diloco": "diloco:period=4",
-    "eager": "eager:period=3",
-    "noloco": "noloco:period=2",
-    "sparseloco": "sparseloco:period=3:fraction=0.2",
-}
-MORE = [
+# Each kind of step between messages: gradients at once, in halves, in windows and handed on;
+# averages of sets, late, with an outer step, of state, in pairs and by votes.
+INTERPRETED = [
+    "wfbp:wire=powersgd:2",
+    "dear",
     "cyclic:stages=3",
     "deft:preserver=false",
     "diloco:period=2:fragments=2:delay=1",
-    "diloco:period=3:wire=int8",
     "dreamddp:period=3:due=delayed:wire=int4",
     "dreamddp:period=3:due=forward",
     "local-sgd:period=2:state=averaged",
-    "local-sgd:period=2:wire=topk:0.3",
     "noloco:period=2:gamma=0.5",
     "selsync:delta=.2",
-    "wfbp:wire=powersgd:2",
+]
+PREDICTED = [
+    "dear",
+    "cyclic:stages=3",
+    "deft:preserver=false",
+    "dreamddp:period=3:due=forward",
+    "noloco:period=2",
+    "selsync:delta=.2",
 ]
 
 
-@pytest.mark.parametrize("name", [*(FREQUENT.get(name, name) for name in STRATEGIES), *MORE])
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_equals_the_interpreter(name):
     curve, seen = rehearse_quadratic(name)
     [course] = curve.run.courses
@@ -52,22 +52,27 @@ def test_equals_the_interpreter(name):
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
 
 
-# Their messages are those of another strategy, in another order or at another time, or of another
-# setting below: gradients of buckets or slices, and averages that are due later.
-SENT_BY_OTHERS = ("asc-wfbp", "bsp", "bytescheduler", "us-byte", "diloco", "dreamddp", "eager")
-OTHERWISE = ("deft", "fedavg", "selsync")
 # Each kind of message, and codecs whose codes are added on every rank. Servers and gossip are
 # replayed in test_recorded_order.py. The sum of three numbers depends on their order.
 PROCESSES = [
-    *(FREQUENT.get(name, name) for name in STRATEGIES if name not in (*SENT_BY_OTHERS, *OTHERWISE)),
+    "ddp",
+    "wfbp",
+    "p3",
+    "dear",
+    "cyclic",
     "deft:preserver=false",
+    "demo",
+    "des-loc:period=2:first=1:second=2",
     "diloco:period=3:fragments=1:due=forward:delay=1:alpha=0.5",
     "dreamddp:period=3:due=delayed:gain=0.5:wire=int4",
     "dreamddp:period=3:due=forward",
     "fedavg:local_steps=2",
     "local-sgd:period=2:state=averaged",
     "local-sgd:period=2:wire=topk:0.3",
+    "noloco:period=2",
+    "partial-sync",
     "selsync:delta=.2",
+    "sparseloco:period=3:fraction=0.2",
     "wfbp:wire=powersgd:2",
 ]
 
@@ -105,7 +110,7 @@ def test_clock_is_the_simulators(name):
 STEADY = 4  # periods after which the timeline of each plan repeats
 
 
-@pytest.mark.parametrize("name", [*(FREQUENT.get(name, name) for name in STRATEGIES), *MORE])
+@pytest.mark.parametrize("name", PREDICTED)
 def test_the_last_period_takes_the_predicted_time(name):
     """Without jitter: the mean of the last period of the rehearsal, whose clock is a simulation of
     all its iterations, beside the steady state that `predict` finds by itself. With votes: of all

@@ -23,8 +23,8 @@ from offbeat.plan import INSIDE, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies.levels import two_levels
 
-PLANS, PARTS = 300, 4  # accepted ones, in so many tests
-BETWEEN_NODES = 60
+PLANS, PARTS = 160, 2  # accepted ones, in so many tests
+BETWEEN_NODES = 30
 TOLERANCE = 1e-12
 
 

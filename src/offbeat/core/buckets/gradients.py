@@ -53,6 +53,8 @@ class Gradients:
         # By copy and bucket: parameters that had no gradient on this rank in some iteration.
         self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
         self.open()
+        if self.late:  # the newest copy has the gradients that the plan before has applied
+            self.zero()
 
     def open(self) -> None:
         """Assign the views of the newest copy to `p.grad`, so that backward adds to it."""

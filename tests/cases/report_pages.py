@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases.report_runs import RUNS
 
+from cases.report_runs import RUNS
 from offbeat.experiments.report import write
 
 
