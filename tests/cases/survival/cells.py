@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from checkpoint.test_resume import TRIALS
 from harness.ranks import Outcome, run_world, watch_world
+from real.checkpoint.test_resume import TRIALS
 
 from cases import failing
 from cases.member_jobs import Scenario, epochs_of, membership_service, train_member

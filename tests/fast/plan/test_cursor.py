@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fast.plan.test_random_plans import first_accepted, iterations_of
 from harness.threads import MemoryControl
 from oracle import quadratic
 from oracle.quadratic import Quadratic, model_of
 from oracle.random_plans import random_plan, ranks_of
-from plan.test_random_plans import first_accepted, iterations_of
 
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.windows import Windows

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from cases import workers
 from harness.ranks import run_world
-from runtime.test_nodes import ADAM, NORMED, check
+from real.runtime.test_nodes import ADAM, NORMED, check
 
 from offbeat import DDP, WFBP, PartialSync, Strategy
 from offbeat.sim import predict

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_compare import SCRIPT
+from tools.test_compare import SCRIPT
 
 from offbeat.cli import entry as cli
 from offbeat.core.measuring.processors import processors

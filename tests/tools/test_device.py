@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_compare import SCRIPT
+from tools.test_compare import SCRIPT
 
 from offbeat.cli import entry as cli
 from offbeat.cli.texts import parse_device_speed

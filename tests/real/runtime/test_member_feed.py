@@ -12,9 +12,9 @@ from weakref import ref
 
 import pytest
 import torch
+from cases.member_checks import compare, run
 from cases.member_jobs import Outcome, Scenario, by_plan, every
 from harness.ranks import free_port
-from runtime.test_members import compare, run
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
