@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 from cases.checkpoint_jobs import job
@@ -50,7 +50,7 @@ def save_checkpoints(folder: str) -> dict[str, str]:
 
 def write_artifacts(folder: Path) -> None:
     """Write checkpoints of two ranks, plans, a profile, and the record of a comparison."""
-    digests = run_world(save_checkpoints, 2, str(folder / "checkpoints"), timeout_s=90)
+    digests = run_ranks(2, save_checkpoints, str(folder / "checkpoints"), timeout_s=90)
     (folder / "checkpoints.json").write_text(json.dumps(digests))
     argv = COMPARISON.format(out=folder / "record", root=ROOT).split()
     subprocess.run([sys.executable, "-m", "offbeat", *argv], check=True, timeout=300)

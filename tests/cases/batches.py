@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from harness.ranks import WorldError, run_world
+from harness.ranks import WorldError, run_ranks
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Batch:
     def _run(self, calls: Sequence[tuple[Any, ...]]) -> list[list[Attempt]]:
         from cases.workers import attempts  # imports torch
 
-        found = run_world(attempts, self.world_size, calls, timeout_s=self.timeout_s)
+        found = run_ranks(self.world_size, attempts, calls, timeout_s=self.timeout_s)
         return [[Attempt(*one) for one in rank] for rank in found]
 
 

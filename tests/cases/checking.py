@@ -8,22 +8,14 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from harness.ranks import run_world
+from harness.ranks import enter, namespaces_of, run_ranks
 
-from offbeat.lab import Lab, syscalls
+from offbeat.lab import Lab
 from offbeat.lab.addressing import address
 
 Printed = tuple[int, str, str]  # exit code, stdout, stderr
-
-
-def namespaces_of(lab: Lab) -> list[str]:
-    """Return the paths of the lab's namespaces: the center, then the hosts."""
-    folder = Path(f"/proc/{lab.process.pid}/fd")
-    paths = {path.stat().st_ino: str(path) for path in folder.iterdir() if path.exists()}
-    return [paths[inode] for inode in lab.inodes()]
 
 
 def check_in(
@@ -41,7 +33,7 @@ def check_in(
     """
     names = namespaces_of(lab)[1:]
     options = {"port": port, "quick": quick, "strict": strict}
-    return run_world(check_on_host, ranks, names, options, change)
+    return run_ranks(ranks, check_on_host, names, options, change)
 
 
 def check_on_host(
@@ -64,13 +56,6 @@ def check_on_host(
         except SystemExit as end:
             code = int(end.code or 0)
     return code, out.getvalue(), err.getvalue()
-
-
-def enter(name: str) -> None:
-    """Move this process into a namespace."""
-    fd = os.open(name, os.O_RDONLY)
-    syscalls.setns(fd, syscalls.CLONE_NEWNET)
-    os.close(fd)
 
 
 # --- faults --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,8 +35,8 @@ CLIPPED = {
 
 def both_worlds(directory: str, limit_s: float) -> tuple[list[Any], list[Any]]:
     """What each rank has seen: of two ranks, and of two nodes of two."""
-    flat = run_world(frameworks_workers.everything, RANKS, directory, timeout_s=limit_s)
-    return flat, run_world(in_nodes, NODES * INSIDE, directory, timeout_s=limit_s)
+    flat = run_ranks(RANKS, frameworks_workers.everything, directory, timeout_s=limit_s)
+    return flat, run_ranks(NODES * INSIDE, in_nodes, directory, timeout_s=limit_s)
 
 
 def in_nodes(directory: str) -> dict[str, dict[str, Any]]:

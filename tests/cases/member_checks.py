@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness.ranks import watch_world
+from harness.ranks import watch_ranks
 
 from cases.member_jobs import (
     Average,
@@ -26,8 +26,8 @@ def run(scenario: Scenario) -> tuple[list[Outcome | None], list[Epoch]]:
     ends = [who for who, name in scenario.inject.items() if name.startswith("end")]
     killed = [*scenario.kills, *scenario.signals, *ends]
     with membership_service() as address:
-        ended = watch_world(
-            train_member, scenario.processes, address, scenario, timeout_s=110, doomed=killed
+        ended = watch_ranks(
+            scenario.processes, train_member, address, scenario, timeout_s=110, doomed=killed
         )
         epochs = epochs_of(address)
     for one in ended:

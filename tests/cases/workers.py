@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,11 +285,6 @@ def train_in_turn(
     case: Case, strategies: Sequence[Strategy], iterations: range, options: dict[str, Any]
 ) -> list[Trained]:
     return [train(case, strategy, iterations, **options) for strategy in strategies]
-
-
-def in_turn(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Several calls in one world."""
-    return [function(*args) for args in calls]
 
 
 def train_and_unite(strategy: Strategy, case: Case, iterations: int) -> Trained:

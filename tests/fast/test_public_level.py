@@ -41,7 +41,7 @@ def root_of(node: ast.AST) -> str:
 
 def private_places(tree: ast.Module) -> set[int]:
     """Return the lines that use a private name of offbeat or replace one of its names."""
-    found, ours, others = set(), set(), {"self", "cls"}
+    found, ours, others = set(), set(), {"self", "cls", "torch"}
     for name, bound, line in imports(tree):
         (ours if name.startswith("offbeat") else others).add(bound)
         if name.startswith("offbeat") and "._" in name.replace(".__", ""):

@@ -19,9 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cases.checking import enter, namespaces_of
-
-from harness.ranks import free_port, start_fork
+from harness.ranks import enter, free_port, namespaces_of, start_fork
 from offbeat.lab import NoLab
 from offbeat.lab.launch import Result, rank_environment
 

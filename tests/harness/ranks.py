@@ -1,4 +1,5 @@
-"""Worlds: real processes on this host, one per rank, forked from a server that has torch."""
+"""Ranks of a job: processes forked from a server that has torch, on this host or in the network
+namespaces of a lab, or threads of this process."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ import random
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+
+from offbeat.lab import Lab
+from offbeat.lab.launch import rank_environment
 
 TESTS = Path(__file__).parents[1]
 GRACE_S = 0.5  # for a rank that hangs
@@ -43,69 +47,97 @@ class WorldError(AssertionError):
     """At least one rank did not return a result."""
 
 
-def run_world(
+def run_ranks(
+    n: int,
     function: Callable[..., Any],
-    world_size: int,
     *args: Any,
+    where: Literal["fork", "threads", "netns"] = "fork",
+    doomed: Sequence[int] = (),
     timeout_s: float = 60.0,
     imports: Sequence[str] = (),
 ) -> list[Any]:
-    """Results of `function(*args)` on every rank. WorldError with the tracebacks of those that
-    failed; whoever still runs at the timeout is killed.
+    """Results of `function(*args)` on every rank; None for the `doomed` ones, which end early.
 
-    The modules of `imports`, which take seconds, are imported once for all ranks.
+    "threads" are threads of this process, which call `function(world, rank, *args)`. "netns" are
+    processes on hosts of a lab, with links of 1 Gbit/s, as `lab_of` makes it. The modules of
+    `imports`, which take seconds, are imported once for all forked ranks.
+
+    Raises:
+        WorldError: with the tracebacks of the ranks that failed; whoever still runs at the timeout
+            is killed.
     """
+    if where == "threads":
+        from harness.threads import run_threads  # imports torch
+
+        return run_threads(n, function, *args)
     if imports:
-        nested = (function, world_size, args, timeout_s, imports)
-        return run_world(_fork_world, 1, *nested, timeout_s=timeout_s)[0]
-    outcomes = watch_world(function, world_size, *args, timeout_s=timeout_s)
-    bad = [o for o in outcomes if o.exitcode != 0 or o.kind]
+        nested = (n, function, args, doomed, timeout_s, imports)
+        return run_ranks(1, _fork_ranks, *nested, timeout_s=timeout_s)[0]
+    if where == "netns":
+        with lab_of(n) as lab:
+            ended = watch_ranks(n, function, *args, lab=lab, doomed=doomed, timeout_s=timeout_s)
+    else:
+        ended = watch_ranks(n, function, *args, doomed=doomed, timeout_s=timeout_s)
+    bad = [o for o in ended if o.rank not in doomed and (o.exitcode != 0 or o.kind)]
     if bad:
         raise WorldError("\n".join(_words(o) for o in bad))
-    return [o.result for o in outcomes]
+    return [o.result for o in ended]
 
 
 def one_of(
-    function: Callable[..., Any], world_size: int, calls: tuple[tuple[Any, ...], ...], i: int
+    n: int, function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...], i: int
 ) -> list[Any]:
     """Per rank what the i-th call returns. All share a world, which costs as much as a training;
     only if that fails has each its own."""
-    ranks = _at_once(function, world_size, calls)
-    if ranks is None:
-        return run_world(function, world_size, *calls[i])
-    return [rank[i] for rank in ranks]
+    together = _at_once(n, function, calls)
+    if together is None:
+        return run_ranks(n, function, *calls[i])
+    return [rank[i] for rank in together]
 
 
 @cache
 def _at_once(
-    function: Callable[..., Any], world_size: int, calls: tuple[tuple[Any, ...], ...]
+    n: int, function: Callable[..., Any], calls: tuple[tuple[Any, ...], ...]
 ) -> list[Any] | None:
-    from cases.workers import in_turn  # imports torch
-
     with contextlib.suppress(WorldError):
-        return run_world(in_turn, world_size, function, calls, timeout_s=80.0)
+        return run_ranks(n, in_turn, function, calls, timeout_s=80.0)
     return None
 
 
-def watch_world(
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns; for `in_turn` with several functions."""
+    return function(*args)
+
+
+def in_turn(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Several calls in one world."""
+    return [function(*args) for args in calls]
+
+
+def watch_ranks(
+    n: int,
     function: Callable[..., Any],
-    world_size: int,
     *args: Any,
     timeout_s: float = 60.0,
-    ranks: Sequence[int] | None = None,
+    only: Sequence[int] | None = None,
     doomed: Sequence[int] = (),
+    lab: Lab | None = None,
 ) -> list[Outcome]:
-    """How every rank ended, failures included. Only `ranks` are started (default: all); nobody
-    waits for the `doomed` ones."""
+    """How every rank ended, failures included. Ranks are on the hosts of a lab, if there is one.
+    `only` some are started (default: all); nobody waits for the `doomed` ones."""
     ctx = _context()
     port = free_port()
+    hosts = namespaces_of(lab)[1:] if lab else [""] * n
     started = time.monotonic()
     processes, pipes = {}, {}
     try:
-        for rank in range(world_size) if ranks is None else ranks:
+        for rank in range(n) if only is None else only:
             here, there = ctx.Pipe(duplex=False)
-            environment = variables(rank, world_size, port)
-            process = ctx.Process(target=_rank, args=(there, environment, function, args))
+            environment = variables(rank, n, port)
+            if lab is not None:
+                environment |= rank_environment(lab, rank, port, n, 0)
+            own = (there, environment, hosts[rank], function, args)
+            process = ctx.Process(target=_rank, args=own)
             process.start()
             there.close()
             processes[rank], pipes[rank] = process, here
@@ -123,10 +155,11 @@ def watch_world(
             pipe.close()
 
 
-def _fork_world(
+def _fork_ranks(
+    n: int,
     function: Callable[..., Any],
-    world_size: int,
     args: Sequence[Any],
+    doomed: Sequence[int],
     timeout_s: float,
     imports: Sequence[str],
 ) -> list[Any]:
@@ -135,7 +168,7 @@ def _fork_world(
     for name in imports:
         importlib.import_module(name)
     _context = partial(multiprocessing.get_context, "fork")
-    return run_world(function, world_size, *args, timeout_s=timeout_s)
+    return run_ranks(n, function, *args, doomed=doomed, timeout_s=timeout_s)
 
 
 @cache
@@ -223,8 +256,37 @@ def free_port() -> int:
             return port
 
 
+@contextlib.contextmanager
+def lab_of(n: int, rate: str = "1gbit") -> Iterator[Lab]:
+    """A lab with a host for each rank."""
+    from offbeat.lab import Cluster
+
+    with Lab(Cluster.simple(n, rate)) as lab:
+        yield lab
+
+
+def namespaces_of(lab: Lab) -> list[str]:
+    """Paths of the lab's network namespaces: the center, then the hosts."""
+    folder = Path(f"/proc/{lab.process.pid}/fd")
+    paths = {path.stat().st_ino: str(path) for path in folder.iterdir() if path.exists()}
+    return [paths[inode] for inode in lab.inodes()]
+
+
+def enter(namespace: str) -> None:
+    """Move this process into a network namespace."""
+    from offbeat.lab import syscalls
+
+    fd = os.open(namespace, os.O_RDONLY)
+    syscalls.setns(fd, syscalls.CLONE_NEWNET)
+    os.close(fd)
+
+
 def _rank(
-    pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: Any
+    pipe: Connection,
+    variables: dict[str, str],
+    namespace: str,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     """Body of one process."""
     import torch
@@ -233,6 +295,8 @@ def _rank(
     from offbeat.testing import quick
 
     os.environ.update(variables)
+    if namespace:
+        enter(namespace)
     torch.set_num_threads(1)
     quick()
     try:

@@ -167,13 +167,14 @@ _COMBINE = {
 }
 
 
-def run_ranks(size: int, life: Callable[[World, int], Any]) -> list[Any]:
-    """Results of `life(world, rank)` on every rank, each in a thread; the first error is raised."""
+def run_threads(size: int, life: Callable[..., Any], *args: Any) -> list[Any]:
+    """Results of `life(world, rank, *args)` on every rank, each in a thread; the first error is
+    raised."""
     world, results, errors = World(size), [None] * size, []
 
     def one(rank: int) -> None:
         try:
-            results[rank] = life(world, rank)
+            results[rank] = life(world, rank, *args)
         except BaseException as error:
             errors.append(error)
 

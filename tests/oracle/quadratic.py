@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from harness.threads import MemoryControl, World, memory_links, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import MemoryControl, World, memory_links
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -145,7 +146,7 @@ def ran(plan: Plan, task: Quadratic, *, has_members: bool = False) -> list[list[
             for link in links.values():
                 link.close()
 
-    return run_ranks(task.ranks, life)
+    return run_ranks(task.ranks, life, where="threads")
 
 
 def train(

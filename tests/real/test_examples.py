@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from harness.commands import ForkedPython
-from harness.ranks import free_port, run_world
+from harness.ranks import free_port, run_ranks
 
 from offbeat.profile import Bucket, Link, Profile
 
@@ -53,13 +53,13 @@ def run_here(argv: list[str], *, is_alone: bool = False) -> str:
 
 
 def run_alone(script: str, *args: str) -> str:
-    [printed] = run_world(partial(run_here, is_alone=True), 1, example(script, *args))
+    [printed] = run_ranks(1, partial(run_here, is_alone=True), example(script, *args))
     return printed
 
 
 def run_as_two(argv: list[str]) -> str:
     """Rank 0's output; rank 1 must print nothing."""
-    printed, nothing = run_world(run_here, 2, argv)
+    printed, nothing = run_ranks(2, run_here, argv)
     assert nothing == ""
     return printed
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from cases.artifacts import STRATEGIES
 from cases.checkpoint_jobs import job
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 from offbeat.experiments.record.run_directory import load
@@ -54,7 +54,7 @@ def _load_checkpoints(folder: str) -> list[tuple[str, int, str, bool]]:
 
 def test_checkpoints_load_bit_for_bit(folder: Path) -> None:
     expected: list[dict[str, str]] = json.loads((folder / "checkpoints.json").read_text())
-    found = run_world(_load_checkpoints, 2, str(folder / "checkpoints"), timeout_s=90)
+    found = run_ranks(2, _load_checkpoints, str(folder / "checkpoints"), timeout_s=90)
     for rank, digests in enumerate(expected):
         assert found[rank] == [(name, 4, digests[name], True) for name in sorted(digests)]
 
@@ -74,7 +74,7 @@ def _load_newer_checkpoint(folder: str) -> str:
 
 
 def test_checkpoint_of_a_later_schema_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for error in run_world(_load_newer_checkpoint, 2, str(tmp_path), timeout_s=90):
+    for error in run_ranks(2, _load_newer_checkpoint, str(tmp_path), timeout_s=90):
         assert error.startswith("the checkpoint could not be loaded: rank 1: schema (2) of ")
         assert error.endswith(
             "/rank-1 must be at most 1: a later version of offbeat has written it; install that "

@@ -29,7 +29,7 @@ from cases.docs import (
 from cases.promised import promised
 from cases.scripts import docs_script
 from cases.strategy_lists import ALL
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat import metrics
 from offbeat.lab import Cluster
@@ -67,7 +67,7 @@ def test_the_cluster_file_of_the_lab():
 )
 def test_examples(page, tmp_path):
     ranks = RANKS.get(name_of(page), 1)
-    assert run_world(run_page, ranks, page, tmp_path) == ranks * [
+    assert run_ranks(ranks, run_page, page, tmp_path) == ranks * [
         sum(block.runs for block in blocks(page))
     ]
 

@@ -19,7 +19,7 @@ import torch
 from cases import gpu_jobs
 from cases.scripts import ROOT, benchmark
 from harness.commands import ForkedPython
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 
 from offbeat.cli import app
 from offbeat.cli.entry import mark_script
@@ -79,7 +79,7 @@ def run_forked(ranks: int, name: str, **settings: Any) -> list[Any]:
     """Run work of the check-list as `run_ranks` does."""
     variables = {key: str(value) for key, value in settings.items() if key.isupper()}
     arguments = {key: value for key, value in settings.items() if not key.isupper()}
-    world = watch_world(work, ranks, name, arguments, variables)
+    world = watch_ranks(ranks, work, name, arguments, variables)
     return [
         checklist.Ended(int(bool(one.kind)), checklist.result_of(one.result or ""), one.traceback)
         for one in world
@@ -107,7 +107,7 @@ def test_the_comparison_of_the_check_list(monkeypatch: pytest.MonkeyPatch) -> No
         paces.append(command[command.index("--pace") + 1])
         script, out = Path(command[-1]), Path(command[command.index("--out") + 1])
         if len(paces) == 1:
-            run_world(run_text, 1, script.read_text())
+            run_ranks(1, run_text, script.read_text())
         out.mkdir()
         row = {"label": "wfbp", "iteration_s": 0.25}
         (out / "summary.json").write_text(json.dumps({"rows": [row]}))
@@ -134,6 +134,6 @@ def test_overlap_in_a_trace() -> None:
 
 
 def test_what_ranks_do_on_a_gpu_runs_on_cpus() -> None:
-    one, other = run_world(gpu_jobs.train, 2, ["wfbp", "dear"], ["lo"], "cpu", timeout_s=60.0)
+    one, other = run_ranks(2, gpu_jobs.train, ["wfbp", "dear"], ["lo"], "cpu", timeout_s=60.0)
     assert [found["bits"] for found in one] == [found["bits"] for found in other]
     assert all(found["losses"][-1] < 10 for found in one)

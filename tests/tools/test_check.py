@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness.commands import ForkedPython
-from harness.ranks import free_port, run_world, watch_world
+from harness.ranks import free_port, run_ranks, watch_ranks
 
 from offbeat import cli
 from offbeat.check.connections import accept, connect, listen
@@ -295,18 +295,18 @@ def check_quickly(
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
-    outcomes = watch_world(check_quickly, 3, {}, 1.5, str(tmp_path), 2, ranks=[0, 1])
+    outcomes = watch_ranks(3, check_quickly, {}, 1.5, str(tmp_path), 2, only=[0, 1])
     for code, text in [one.result for one in outcomes]:
         assert code == 1
         assert "rank 2" in text
-    ((code, text),) = [o.result for o in watch_world(check_quickly, 2, {}, 1.5, ranks=[1])]
+    ((code, text),) = [o.result for o in watch_ranks(2, check_quickly, {}, 1.5, only=[1])]
     assert code == 1
     assert "MASTER_ADDR (127.0.0.1)" in text, "a rank that resolves the address to itself"
 
 
 def test_different_secrets_fail() -> None:
     secrets = {0: {"OFFBEAT_SECRET": "a"}, 1: {"OFFBEAT_SECRET": "b"}}
-    (code, text), (other, _) = run_world(check_quickly, 2, secrets)
+    (code, text), (other, _) = run_ranks(2, check_quickly, secrets)
     assert code == other == 1
     assert "rank 1" in text
     assert "OFFBEAT_SECRET" in text

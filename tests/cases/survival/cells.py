@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from harness.ranks import Outcome, run_world, watch_world
+from harness.ranks import Outcome, run_ranks, watch_ranks
 from real.checkpoint.test_resume import TRIALS
 
 from cases import failing
@@ -76,8 +76,8 @@ def _disturbed(name: str, how: str, who: int) -> str:
     """Return what the ranks do to which nothing happens."""
     strategy = strategy_of(name)
     servers = int(strategy.needs.servers)
-    outcomes = watch_world(
-        live, 3 + servers, strategy, servers, how, who, timeout_s=LIMIT_S, doomed=[who]
+    outcomes = watch_ranks(
+        3 + servers, live, strategy, servers, how, who, timeout_s=LIMIT_S, doomed=[who]
     )
     others = [outcome for outcome in outcomes if outcome.rank != who]
     silent = [outcome.rank for outcome in others if outcome.kind == "silent"]
@@ -97,8 +97,8 @@ def _names_only(outcome: Outcome, who: int) -> bool:
 def _paused(name: str) -> str:
     strategy = strategy_of(name)
     servers = int(strategy.needs.servers)
-    ranks = run_world(
-        failing.stop_for_a_moment, 3 + servers, strategy, 0.3, servers, timeout_s=LIMIT_S
+    ranks = run_ranks(
+        3 + servers, failing.stop_for_a_moment, strategy, 0.3, servers, timeout_s=LIMIT_S
     )
     found = [pair for pair in ranks if pair]
     assert all(pair[1] == found[0][1] for pair in found), "replicas differ"
@@ -120,7 +120,7 @@ def _changed(name: str) -> str:
     """Return what a job with members does while one is killed, one joins, and the first leaves."""
     strategy = strategy_of(name)
     with membership_service() as address:
-        founders = watch_world(train_member, 3, address, Scenario(strategy, 2), timeout_s=LIMIT_S)
+        founders = watch_ranks(3, train_member, address, Scenario(strategy, 2), timeout_s=LIMIT_S)
     kinds = {outcome.kind for outcome in founders}
     if kinds == {"ValueError"}:
         return REFUSED
@@ -128,7 +128,7 @@ def _changed(name: str) -> str:
     changes = {"kills": {1: 5}, "joins": {3: 17}, "join_after": 1, "leaves": {0: 25}}
     scenario = Scenario(strategy, 40, **changes)
     with membership_service() as address:
-        outcomes = watch_world(train_member, 4, address, scenario, timeout_s=LIMIT_S, doomed=[1])
+        outcomes = watch_ranks(4, train_member, address, scenario, timeout_s=LIMIT_S, doomed=[1])
         counts = [len(epoch.members) for epoch in epochs_of(address)]
     others = [outcome for outcome in outcomes if outcome.rank != 1]
     assert not any(outcome.kind for outcome in others), f"{name}: {others}"

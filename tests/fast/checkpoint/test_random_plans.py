@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.threads import MemoryControl, World, memory_links, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import MemoryControl, World, memory_links
 from oracle.quadratic import DECAY, MOMENTUM, RATE, TIMEOUT_S, Net, Quadratic, ran
 from oracle.random_plans import random_plan, ranks_of
 
@@ -96,7 +97,7 @@ def lives(plan: Plan, task: Quadratic, live: Any) -> list[Any]:
             for link in links.values():
                 link.close()
 
-    return run_ranks(task.ranks, life)
+    return run_ranks(task.ranks, life, where="threads")
 
 
 def accepted() -> Iterator[tuple[int, Plan]]:

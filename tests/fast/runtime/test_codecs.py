@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from cases.coding import LINEAR, PLAIN, SIZES, codec_of, profile_of
-from harness.threads import memory_links, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import memory_links
 from oracle.quadratic import MOMENTUM, RATE, Quadratic, interpreted, model_of, ran
 from oracle.quantized import quantized
 
@@ -158,7 +159,7 @@ def averaged(name, via, given, rounds=2):
         assert part.plain.tolist() == [(ranks - 1) / 2] * 3
         return part.mean.numpy(), part.numbers.numpy()
 
-    found = run_ranks(ranks, life)
+    found = run_ranks(ranks, life, where="threads")
     memories = [{} for _ in given]
     for i in range(rounds):
         mean, lost = used.average(given, via, i, memories)
@@ -217,7 +218,7 @@ def test_a_rank_without_finite_values(name, via):
             link.close()
         return found
 
-    for rank in run_ranks(3, life):
+    for rank in run_ranks(3, life, where="threads"):
         for (bad, mean, plain), value in zip(rank, (nan, 2.0), strict=True):
             assert bad == [1]
             assert mean == pytest.approx([value] * len(mean), nan_ok=True)
@@ -238,7 +239,7 @@ def test_values_whose_sum_overflows_are_finite():
         assert outcome.bad == []
         torch.testing.assert_close(part.mean, large, rtol=1e-2, atol=0)
 
-    run_ranks(1, life)
+    run_ranks(1, life, where="threads")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_anchors_of_different_origin_are_laid_to_ranks_of_the_job(name, via):
         finally:
             link.close()
 
-    run_ranks(2, life)
+    run_ranks(2, life, where="threads")
 
 
 def test_a_message_for_one_rank():
@@ -288,7 +289,7 @@ def test_a_message_for_one_rank():
             link.close()
 
     x = torch.randn(600)
-    mine, theirs = run_ranks(2, life)
+    mine, theirs = run_ranks(2, life, where="threads")
     assert mine.mean.tolist() == theirs.mean.tolist()
     assert theirs.plain.tolist() == [0.0, 0.0]
     np.testing.assert_allclose(mine.numbers + mine.mean, x, atol=1e-6)

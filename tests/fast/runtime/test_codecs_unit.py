@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch._inductor.config
 from cases.coding import PLAIN, SIZES, codec_of, profile_of
-from harness.threads import memory_links, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import memory_links
 from oracle.quadratic import Net
 from torch._dynamo.exc import TorchDynamoException
 
@@ -145,7 +146,7 @@ def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
         assert all(torch.equal(memory[k], remembered[k]) for k in memory)
         return [list(bad) for bad in outcomes]
 
-    assert run_ranks(2, life) == [[[], [0, 1]]] * 2
+    assert run_ranks(2, life, where="threads") == [[[], [0, 1]]] * 2
 
 
 @pytest.mark.parametrize("via", ["gather", "scatter"])
@@ -242,7 +243,7 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         finally:
             link.close()
 
-    for took, known in run_ranks(2, life):
+    for took, known in run_ranks(2, life, where="threads"):
         assert took == known
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases.models import Case, profile_of
-from harness.threads import MemoryControl, World, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import MemoryControl, World
 
 from offbeat import BSP, P3, WFBP, PartialSync, Strategy
 from offbeat.core.derive.deferred import defer_updates
@@ -58,7 +59,8 @@ def test_what_one_rank_does_counts_for_all() -> None:
         return combine_usage(mine, MemoryControl(world, rank))  # type: ignore[arg-type]
 
     assert (
-        run_ranks(2, both) == [ScriptUsage(True, True, True, True, 3, alters=True, hooks=True)] * 2
+        run_ranks(2, both, where="threads")
+        == [ScriptUsage(True, True, True, True, 3, alters=True, hooks=True)] * 2
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from cases.server_jobs import SECRET, Job, job, pulled, until
-from harness.threads import MemoryControl, World, run_ranks
+from harness.ranks import run_ranks
+from harness.threads import MemoryControl, World
 
 from offbeat.core.buckets.flat import memory_of
 from offbeat.core.runtime.event_log import EventLog
@@ -184,7 +185,7 @@ def test_fingerprints_of_a_secret_differ_between_jobs(monkeypatch: pytest.Monkey
             monkeypatch.setattr(control, "gather", watch)
             return common_secret(rank, 0, control)[1]  # type: ignore[arg-type]
 
-        assert run_ranks(2, live) == [b"of the user"] * 2
+        assert run_ranks(2, live, where="threads") == [b"of the user"] * 2
         return [value for value in seen if isinstance(value, str)]
 
     first, second = fingerprints(), fingerprints()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import checkpoint_jobs as jobs
 from cases.models import build_model
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import offbeat
@@ -255,7 +255,7 @@ def test_folder_of_a_million_checkpoints(tmp_path: Path) -> None:
 def test_killed_at_any_time(tmp_path: Path) -> None:
     """Whatever was the last thing done to the disk: there is a whole checkpoint, of the first save
     or of the second."""
-    [found] = run_world(jobs.deaths, 1, str(tmp_path))
+    [found] = run_ranks(1, jobs.deaths, str(tmp_path))
     newest = [whole[0] for _, whole in found]
     assert newest == sorted(newest)
     assert newest.count(1) > 3
@@ -536,7 +536,7 @@ def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    for found in run_world(jobs.full_disk, 2, str(tmp_path)):
+    for found in run_ranks(2, jobs.full_disk, str(tmp_path)):
         assert f"{tmp_path}/000002-iteration-2 was not saved (rank 1: " in found["error"]
         assert "File too large" in found["error"]
         assert f"{tmp_path}/000001-iteration-1 is still whole" in found["error"]
@@ -547,16 +547,16 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
-    zero, one = watch_world(jobs.killed_while_saving, 2, str(tmp_path), doomed=[1])
+    zero, one = watch_ranks(2, jobs.killed_while_saving, str(tmp_path), doomed=[1])
     assert one.exitcode == -signal.SIGKILL
     assert f"{tmp_path}/000002-iteration-2 was not saved" in zero.result
     assert list(Folder(tmp_path).manifests(0)) == ["000001-iteration-1"]
-    found = run_world(jobs.goes_on, 2, str(tmp_path), offbeat.LocalSGD(period=3))
+    found = run_ranks(2, jobs.goes_on, str(tmp_path), offbeat.LocalSGD(period=3))
     assert [(at, exact) for at, _, exact in found] == [(1, True)] * 2
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    for said in run_world(jobs.refused, 2, str(tmp_path)):
+    for said in run_ranks(2, jobs.refused, str(tmp_path)):
         assert f"there is no checkpoint in {tmp_path} on any rank" in said["nothing"]
         assert "model (Sequential) must be the one that offbeat.prepare" in said["module"]
         assert "optimizer (SGD) must be the one that offbeat.prepare" in said["optimizer"]
@@ -572,15 +572,15 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 
 def test_a_data_loader_without_a_generator_is_named(tmp_path: Path) -> None:
     """Its next iterator draws from the random stream that `load` has restored."""
-    ((equal, named),) = run_world(jobs.resume_within_a_pass, 1, str(tmp_path / "a"), False)
+    ((equal, named),) = run_ranks(1, jobs.resume_within_a_pass, str(tmp_path / "a"), False)
     assert not equal
     assert len(named) == 1
-    assert run_world(jobs.resume_within_a_pass, 1, str(tmp_path / "b"), True) == [(True, [])]
+    assert run_ranks(1, jobs.resume_within_a_pass, str(tmp_path / "b"), True) == [(True, [])]
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
     """A list of optimizers is saved and loaded; their groups are the ones that step afterwards."""
-    for whole, resumed, rates, refused in run_world(jobs.resume_two_optimizers, 2, str(tmp_path)):
+    for whole, resumed, rates, refused in run_ranks(2, jobs.resume_two_optimizers, str(tmp_path)):
         assert whole == resumed
         assert rates == [0.01, 0.02]
         assert [words.split(" must")[0] for words in refused] == [
@@ -589,21 +589,21 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_servers_keep_their_own() -> None:
-    words, _ = run_world(jobs.served, 2)
+    words, _ = run_ranks(2, jobs.served)
     assert len(words) == 2
     assert all("not for strategies with servers" in text for text in words)
 
 
 def test_other_worlds(tmp_path: Path) -> None:
     """A consolidated checkpoint is any job's; one of replicas that differ only its own."""
-    saved = run_world(jobs.save_consolidated, 2, str(tmp_path))
+    saved = run_ranks(2, jobs.save_consolidated, str(tmp_path))
     (_, weights) = saved[0]
     for size, strategy in (
         (3, offbeat.LocalSGD(period=10)),
         (1, offbeat.WFBP()),
         (2, offbeat.BSP()),
     ):
-        found = run_world(jobs.load_elsewhere, size, str(tmp_path), strategy)
+        found = run_ranks(size, jobs.load_elsewhere, str(tmp_path), strategy)
         assert len({digest for digest, _, _, _ in found}) == 1
         for digest, mine, (exact, iteration, extra), said in found:
             assert digest == saved[0][0], "weights, and rank 0's optimizer state"
@@ -615,15 +615,15 @@ def test_other_worlds(tmp_path: Path) -> None:
 
 
 def test_plans_that_were_measured(tmp_path: Path) -> None:
-    whole = run_world(jobs.observed, 2, str(tmp_path), False)
-    resumed = run_world(jobs.observed, 2, str(tmp_path), True)
+    whole = run_ranks(2, jobs.observed, str(tmp_path), False)
+    resumed = run_ranks(2, jobs.observed, str(tmp_path), True)
     assert [r[:2] for r in resumed] == [w[:2] for w in whole]
     assert resumed[0][2] == 5
 
 
 def test_what_was_seen_of_the_loss(tmp_path: Path) -> None:
-    whole = run_world(jobs.watched, 2, str(tmp_path), False)
-    assert run_world(jobs.watched, 2, str(tmp_path), True) == whole
+    whole = run_ranks(2, jobs.watched, str(tmp_path), False)
+    assert run_ranks(2, jobs.watched, str(tmp_path), True) == whole
     assert "noise=None" not in whole[0][1]
 
 
@@ -632,8 +632,8 @@ def test_what_was_seen_of_the_loss(tmp_path: Path) -> None:
 )
 def test_gossip(strategy: offbeat.Strategy, tmp_path: Path) -> None:
     """Every worker saves when it likes, and goes on from its own."""
-    saved = run_world(jobs.gossiping, 2, str(tmp_path), strategy, False)
-    loaded = run_world(jobs.gossiping, 2, str(tmp_path), strategy, True)
+    saved = run_ranks(2, jobs.gossiping, str(tmp_path), strategy, False)
+    loaded = run_ranks(2, jobs.gossiping, str(tmp_path), strategy, True)
     for rank, ((at, state), (back, found)) in enumerate(zip(saved, loaded, strict=True)):
         assert at == back == 4 + rank
         assert all(torch.equal(t, found[n]) for n, t in state.items())
@@ -646,11 +646,11 @@ def test_a_launcher_saves_and_resumes(tmp_path: Path) -> None:
         return str(file)
 
     folder = str(tmp_path / "saved")
-    plain = run_world(jobs.launched, 2, job(), 8)
+    plain = run_ranks(2, jobs.launched, job(), 8)
     asked = {"checkpoint": folder, "checkpoint_every": 2, "resume": True}
-    assert [at for at, _ in run_world(jobs.launched, 2, job(**asked), 5)] == [0, 0]
+    assert [at for at, _ in run_ranks(2, jobs.launched, job(**asked), 5)] == [0, 0]
     assert [m.iteration for m in Folder(folder).manifests(1).values()] == [4, 2]
-    assert run_world(jobs.launched, 2, job(**asked), 8) == [(4, digest) for _, digest in plain]
+    assert run_ranks(2, jobs.launched, job(**asked), 8) == [(4, digest) for _, digest in plain]
     assert [m.iteration for m in Folder(folder).manifests(0).values()] == [8, 6]
     require_sound(folder)
 
@@ -660,11 +660,11 @@ def require_sound(folder: str) -> None:
     newest, before = Folder(folder).manifests(1)
     [file] = Folder(folder).shard(newest, 1).glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
-    for at, said in run_world(jobs.reloads, 2, folder):
+    for at, said in run_ranks(2, jobs.reloads, folder):
         assert at == 6
         assert any(f"{newest} is not complete on every rank; {before} is loaded" in s for s in said)
     [file] = Folder(folder).shard(before, 1).glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    for at, said in run_world(jobs.reloads, 2, folder):
+    for at, said in run_ranks(2, jobs.reloads, folder):
         assert at == -1
         assert f"rank 1: {file} is not what was written" in said[0]

@@ -12,7 +12,7 @@ from cases.member_jobs import (
     membership_service,
     train_member,
 )
-from harness.ranks import watch_world
+from harness.ranks import watch_ranks
 
 from offbeat import LocalSGD
 
@@ -20,8 +20,8 @@ from offbeat import LocalSGD
 def train(address: str, scenario: Scenario) -> list[Outcome | None]:
     """Run a scenario. Return the outcomes by process, None for killed ones."""
     killed = [*scenario.inject]
-    ended = watch_world(
-        train_member, scenario.processes, address, scenario, timeout_s=110, doomed=killed
+    ended = watch_ranks(
+        scenario.processes, train_member, address, scenario, timeout_s=110, doomed=killed
     )
     for one in ended:
         assert one.rank in killed or not one.kind, one.error + one.traceback

@@ -8,7 +8,7 @@ import pytest
 from cases import checkpoint_jobs as jobs
 from cases.models import Case
 from cases.strategy_lists import STRATEGIES
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 from offbeat.core.strategy.registry import module_names, setting_names
@@ -63,8 +63,8 @@ def test_no_strategy_is_left_out() -> None:
 @pytest.mark.parametrize("kind", TRIALS)
 def test_at_every_position(kind: str, tmp_path: Path) -> None:
     trials = TRIALS[kind]
-    expected = run_world(jobs.train_and_save, 2, trials, str(tmp_path), timeout_s=120.0)
-    found = run_world(jobs.resume_everywhere, 2, trials, str(tmp_path), timeout_s=120.0)
+    expected = run_ranks(2, jobs.train_and_save, trials, str(tmp_path), timeout_s=120.0)
+    found = run_ranks(2, jobs.resume_everywhere, trials, str(tmp_path), timeout_s=120.0)
     for mine, theirs in zip(expected, found, strict=True):
         for trial, digest, (name, digests) in zip(trials, mine, theirs, strict=True):
             assert name == str(trial.strategy)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.models import Case, build_model, build_optimizer, profile_of
 from harness.parts import Flat, ParameterWatch, StateStore, group_parameters, place_like
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 CASES = [Case("conv"), Case("tied"), Case("mixed", dtype=torch.float32)]
@@ -184,7 +184,7 @@ def prepared_copies() -> list[int]:
 
 
 def test_prepared_modules_are_saved_like_plain_ones() -> None:
-    [sizes] = run_world(prepared_copies, 1)
+    [sizes] = run_ranks(1, prepared_copies)
     plain, ours, twin, part, plain_part = sizes
     assert ours == pytest.approx(plain, abs=4096)  # hooks, which do nothing where they are loaded
     assert twin == pytest.approx(plain, abs=4096)

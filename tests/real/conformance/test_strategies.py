@@ -28,7 +28,7 @@ from cases.workers import (
     train_in_two_halves,
     train_with,
 )
-from harness.ranks import one_of, run_world
+from harness.ranks import one_of, run_ranks
 from oracle.training import (
     Clipping,
     Outer,
@@ -300,7 +300,7 @@ def trained(strategy: Strategy, world_size: int) -> list[Trained]:
     together = STRATEGIES_UNDER_TEST if world_size == 2 else OF_THREE_RANKS
     batch, i = batch_of(strategy, together)
     calls = tuple((s, case_of(s, world_size), ITERATIONS) for s in batch)
-    return one_of(train_and_unite, world_size, calls, i)
+    return one_of(world_size, train_and_unite, calls, i)
 
 
 def batch_of(strategy: Strategy, strategies: list[Strategy]) -> tuple[list[Strategy], int]:
@@ -355,7 +355,7 @@ def test_equals_the_equations_after_observed_iterations(strategy: Strategy) -> N
         )
         for one, setting in zip(OBSERVING, 3 * GLOBAL_SETTINGS, strict=False)
     ]
-    ranks = one_of(train_with, 2, tuple(calls[first : first + AT_A_TIME]), i - first)
+    ranks = one_of(2, train_with, tuple(calls[first : first + AT_A_TIME]), i - first)
     world = replicas(calls[i][0], 2)
     (on_time if strategy.synchronous else bsp)(world, range(OBSERVED))
     equations(world, range(OBSERVED, OBSERVED + 6), strategy, ranks[0].profile)
@@ -367,12 +367,12 @@ def test_equals_the_equations_after_observed_iterations(strategy: Strategy) -> N
 def test_gossip_and_servers_leave_global_states() -> None:
     """As all others do: `train` compares."""
     others = [cls() for name, cls in ALL.items() if name not in STRATEGIES]
-    run_world(train_without_plans, 3, others, "bfloat16")
+    run_ranks(3, train_without_plans, others, "bfloat16")
 
 
 def test_trials_of_an_optimizer_leave_random_states() -> None:
     """Even if it draws in its step."""
-    for found, expected in run_world(states_after_steps, 2, 4):
+    for found, expected in run_ranks(2, states_after_steps, 4):
         assert found == expected
 
 
@@ -393,7 +393,7 @@ def test_rules_may_have_other_names() -> None:
     """They give the same bits, and the same predictions."""
     calls = [(s, case_of(s, 2), s not in STRATEGIES_UNDER_TEST) for s in ALIASED]
     rules = set[str]()
-    for number, rank in enumerate(run_world(train_aliased, 2, calls, ITERATIONS)):
+    for number, rank in enumerate(run_ranks(2, train_aliased, calls, ITERATIONS)):
         for strategy, (other, own) in zip(ALIASED, rank, strict=True):
             own = own or trained(strategy, 2)[number]
             assert_close(other.model, own.model, str(strategy), tolerance=0.0)
@@ -416,7 +416,7 @@ SINGLE = Case("conv", "adam", "step", torch.float32)
 @cache
 def trained_by_torch(world_size: int) -> list[list[Trained]]:
     cases = CASES if world_size == 2 else OF_THREE
-    return run_world(train_all_with_torch, world_size, cases, ITERATIONS)
+    return run_ranks(world_size, train_all_with_torch, cases, ITERATIONS)
 
 
 @worlds(SYNCHRONOUS)
@@ -430,7 +430,7 @@ def test_equals_torch_ddp(strategy: Strategy, world_size: int) -> None:
 
 def test_equals_torch_ddp_in_single_precision() -> None:
     strategies = [s for s in SYNCHRONOUS if s == settings_of(s.name, 0)]
-    for theirs, ours in run_world(train_beside_torch, 2, strategies, SINGLE, 6):
+    for theirs, ours in run_ranks(2, train_beside_torch, strategies, SINGLE, 6):
         for strategy, mine in zip(strategies, ours, strict=True):
             assert_like_torch(mine, theirs, str(strategy), 1e-6)
 
@@ -579,7 +579,7 @@ def test_checkpoint_continues_exactly(strategy: Strategy) -> None:
     case = Case("conv", "nesterov")
     world = replicas(case, 2)
     calls = tuple((case, s, ITERATIONS) for s in HALVES)
-    ranks = one_of(train_in_two_halves, 2, calls, HALVES.index(strategy))
+    ranks = one_of(2, train_in_two_halves, calls, HALVES.index(strategy))
     equations(world, range(HALF), strategy)
     consolidate(world, getattr(strategy, "scale", "sum"))
     for replica, (first, _) in zip(world, ranks, strict=True):

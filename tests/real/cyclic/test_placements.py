@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases.cyclic import ITERATIONS, batch, chain, equations, optimizer_of
 from harness.parts import Placement, Timetable, Work
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from torch import Tensor, nn
 
 from offbeat.cyclic import Interleaved, merge_records, recording
@@ -67,7 +67,7 @@ def trained(n: int, placement: Placement, anew: int | None) -> list[Any]:
     ],
 )
 def test_equals_its_equations(placement: Placement, n: int, anew: int | None) -> None:
-    ranks = run_world(trained, Timetable(placement, n).devices, n, placement, anew)
+    ranks = run_ranks(Timetable(placement, n).devices, trained, n, placement, anew)
     for k, (name, strategy) in enumerate(RULES):
         expected, theta = equations(n, name, strategy, anew=anew)
         losses = sorted(loss for found in ranks for loss in found[k][0])
@@ -102,7 +102,7 @@ def nesterov(n: int) -> list[dict[str, Tensor]]:
 def test_copies_of_a_stage_stay_equal_where_steps_write_to_gradients() -> None:
     """Each worker steps its copy with the average gradient, which they pass on one by one."""
     n = 3
-    for alone, together in run_world(nesterov, n, n):
+    for alone, together in run_ranks(n, nesterov, n):
         for key, value in together.items():
             torch.testing.assert_close(value, alone[key], rtol=0, atol=1e-12)
 
@@ -135,7 +135,7 @@ def resumed(n: int, placement: Placement) -> list[Any]:
 @pytest.mark.parametrize("placement", ["pyramid", "zero"])
 def test_goes_on_from_a_checkpoint(placement: Placement) -> None:
     n = 2
-    for found in run_world(resumed, Timetable(placement, n).devices, n, placement):
+    for found in run_ranks(Timetable(placement, n).devices, resumed, n, placement):
         for k, name in enumerate(("sgd", "adam")):
             _, theta = equations(n, name, Cyclic(), anew=2)
             for key, value in found[k].items():
@@ -169,7 +169,7 @@ def held(n: int) -> tuple[int, int, Any]:
 
 def test_a_worker_holds_two_travelling_stages_at_a_time() -> None:
     n = 4
-    ranks = run_world(held, n, n)
+    ranks = run_ranks(n, held, n)
     assert [(busy, ever) for busy, ever, _ in ranks] == [(2, 3)] * n
     run = merge_records(Timetable("zero", n), [record for _, _, record in ranks])
     assert len(run.works) == 4 * 2 * n * n
@@ -204,7 +204,7 @@ def test_names_the_worker_that_died(
 ) -> None:
     world = [n, placement, victim, pause_s]
     devices = Timetable(placement, n).devices
-    outcomes = watch_world(killed, devices, *world, doomed=[victim], timeout_s=60)
+    outcomes = watch_ranks(devices, killed, *world, doomed=[victim], timeout_s=60)
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "RuntimeError"
@@ -242,7 +242,7 @@ def refused(kind: str) -> None:
     ],
 )
 def test_refuses_in_words(kind: str, words: list[str]) -> None:
-    outcomes = watch_world(refused, 2, kind, timeout_s=40)
+    outcomes = watch_ranks(2, refused, kind, timeout_s=40)
     errors = [outcome.error for outcome in outcomes if outcome.kind == "ValueError"]
     assert errors
     for error in errors:
@@ -279,8 +279,8 @@ def turned(placement: Placement) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def test_outputs_that_are_not_contiguous() -> None:
-    [(losses, theta)] = run_world(turned, 1, "single")
-    ranks = run_world(turned, 2, "pipeline")
+    [(losses, theta)] = run_ranks(1, turned, "single")
+    ranks = run_ranks(2, turned, "pipeline")
     assert [loss for own, _ in ranks for loss in own] == pytest.approx(losses, abs=1e-12)
     for _, found in ranks:
         for key, value in found.items():

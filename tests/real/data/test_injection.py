@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 from cases.injecting import BATCH, INJECTION, share_samples
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -108,7 +108,7 @@ def test_structures_are_kept():
 
 @pytest.fixture(scope="module")
 def world():
-    return run_world(share_samples, 3)
+    return run_ranks(3, share_samples)
 
 
 def test_shared_samples_arrive(world):

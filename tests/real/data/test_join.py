@@ -9,7 +9,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 import offbeat
@@ -66,7 +66,7 @@ def train_unlike() -> list[object]:
 
 
 def test_all_end_with_the_shortest() -> None:
-    first, second, third = run_world(train_unlike, 3)
+    first, second, third = run_ranks(3, train_unlike)
     assert first == second == third
     assert first[:4] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2
     assert first[4:6] == [[0, 1, 2]] * 2

@@ -18,7 +18,7 @@ import pytest
 from cases.golden_logs.jobs import EVALUATION, Job, interpret, profile_of, train
 from cases.member_jobs import membership_service
 from cases.strategy_lists import STRATEGIES
-from harness.ranks import one_of, run_world
+from harness.ranks import one_of, run_ranks
 from torch import nn
 
 from offbeat import (
@@ -104,8 +104,8 @@ def calls(nodes: bool) -> tuple[tuple[Job], ...]:
 def ranks_of(name: str) -> list[list[str]]:
     """Return by rank the log of a job."""
     if name in NODES:
-        return one_of(train, 4, calls(True), list(NODES).index(name))
-    return one_of(train, 2, calls(False), list(PLANNED).index(name))
+        return one_of(4, train, calls(True), list(NODES).index(name))
+    return one_of(2, train, calls(False), list(PLANNED).index(name))
 
 
 def text_of(job: Job, ranks: Sequence[list[str]]) -> str:
@@ -149,7 +149,7 @@ def test_steps(name: str) -> None:
 def test_steps_of_members() -> None:
     with membership_service() as service:
         job = job_of(DreamDDP(period=3), "one_link", service)
-        compare("members-dreamddp", job, run_world(train, 2, job))
+        compare("members-dreamddp", job, run_ranks(2, train, job))
 
 
 def test_a_model_without_a_plan_has_no_steps() -> None:

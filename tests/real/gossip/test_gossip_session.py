@@ -24,7 +24,7 @@ from cases.gossip_workers import (
 )
 from cases.models import Case, build_model
 from harness.parts import KEPT, partners
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from oracle.training import bsp, replicas
 
 from offbeat import ADPSGD, A2CiD2
@@ -49,7 +49,7 @@ def assert_same(found: list[Gossiped]) -> None:
     ids=str,
 )
 def test_workers_exchange_and_end_alike(case: Case, strategy: A2CiD2 | ADPSGD) -> None:
-    found = run_world(gossip, 3, case, strategy, 8, None, 3)
+    found = run_ranks(3, gossip, case, strategy, 8, None, 3)
     assert_same(found)
     # All workers agree on the same units in the same order; some may not know the newest ones yet.
     most = max((one.units for one in found), key=len)
@@ -68,12 +68,12 @@ def test_workers_exchange_and_end_alike(case: Case, strategy: A2CiD2 | ADPSGD) -
 
 
 def test_workers_exchange_whatever_the_loop_looks_at() -> None:
-    assert min(run_world(in_evaluation_mode, 2, ADPSGD("complete"), timeout_s=30)) >= 2
+    assert min(run_ranks(2, in_evaluation_mode, ADPSGD("complete"), timeout_s=30)) >= 2
 
 
 def test_alone_it_is_the_users_own_training() -> None:
     case = Case("mlp", "nesterov", "step")
-    (found,) = run_world(gossip, 1, case, A2CiD2(), 5)
+    (found,) = run_ranks(1, gossip, case, A2CiD2(), 5)
     world = replicas(case, 1)
     bsp(world, range(5))
     for name, value in world[0].model.state_dict().items():
@@ -82,7 +82,7 @@ def test_alone_it_is_the_users_own_training() -> None:
 
 def test_exchanges_are_recorded_at_both_ends(tmp_path: Path) -> None:
     strategy = A2CiD2("0-1,1-2", rate=4.0)
-    records = run_world(recorded, 3, str(tmp_path), Case("mlp", "sgd"), strategy, 8, 3)
+    records = run_ranks(3, recorded, str(tmp_path), Case("mlp", "sgd"), strategy, 8, 3)
     notes = [record["trace"]["notes"]["gossip"] for record in records]
     assert set(notes[0]["exchanges"]) <= {"1"}
     model = build_model(Case("mlp", "sgd"))
@@ -106,7 +106,7 @@ def test_exchanges_are_recorded_at_both_ends(tmp_path: Path) -> None:
 
 def test_a_graph_by_measured_links() -> None:
     """Between hosts that are alike it is that of all pairs, and everybody has the same."""
-    found = run_world(around, 4, A2CiD2("measured"))
+    found = run_ranks(4, around, A2CiD2("measured"))
     assert all(edges == found[0] for edges in found)
     assert nx.is_connected(nx.Graph(found[0]))
     assert {end for edge in found[0] for end in edge} == {0, 1, 2, 3}
@@ -125,7 +125,7 @@ def test_each_pair_is_measured_once(size: int) -> None:
 
 def test_a_thin_link_is_found() -> None:
     """Ranks 0 and 3 reach each other at a tenth of the rate of the others."""
-    rates, delays = run_world(pairs_with_a_slow_one, 4)[1]
+    rates, delays = run_ranks(4, pairs_with_a_slow_one)[1]
     for i, j in combinations(range(4), 2):
         assert 0 < delays[i][j] < 1
         assert (rates[i][j] < 4e6) == ((i, j) == (0, 3))
@@ -134,8 +134,8 @@ def test_a_thin_link_is_found() -> None:
 @pytest.mark.parametrize("wire", ["none", "int4"])
 def test_survivors_go_on_and_end_alike(wire: str) -> None:
     strategy = A2CiD2("complete", rate=4.0, silent_s=0.5, wire=wire)
-    outcomes = watch_world(
-        gossip, 4, Case("mlp", "sgd"), strategy, 8, 2, 2, doomed=[2], timeout_s=40
+    outcomes = watch_ranks(
+        4, gossip, Case("mlp", "sgd"), strategy, 8, 2, 2, doomed=[2], timeout_s=40
     )
     assert outcomes[2].kind == "silent"
     living = [outcomes[rank] for rank in (0, 1, 3)]
@@ -154,12 +154,12 @@ def test_survivors_go_on_and_end_alike(wire: str) -> None:
     ids=str,
 )
 def test_jobs_that_cannot_be(strategy: A2CiD2, optimizer: str, words: str) -> None:
-    for said in run_world(refused, 2, strategy, optimizer):
+    for said in run_ranks(2, refused, strategy, optimizer):
         assert words in said
 
 
 def test_a_loaded_checkpoint_is_x_and_the_second_copy_too() -> None:
-    for x, tilde, saved, x_after, tilde_after in run_world(loaded, 2):
+    for x, tilde, saved, x_after, tilde_after in run_ranks(2, loaded):
         assert not torch.equal(x, tilde)
         assert not torch.equal(x, saved)
         assert torch.equal(x_after, saved)
@@ -168,13 +168,13 @@ def test_a_loaded_checkpoint_is_x_and_the_second_copy_too() -> None:
 
 def test_a_consolidation_takes_as_many_meetings_as_others_may_ask_for() -> None:
     """So whoever was out of reach finds all its results. Counts are rounded to the nearest one."""
-    assert run_world(consolidated, 2) == [(KEPT, 10)] * 2
+    assert run_ranks(2, consolidated) == [(KEPT, 10)] * 2
 
 
 def test_what_comes_between_two_iterations_is_no_gradient() -> None:
-    assert run_world(gradient_seconds, 1) == [[1.5, 1.5, 1.0, 1.5]]
+    assert run_ranks(1, gradient_seconds) == [[1.5, 1.5, 1.0, 1.5]]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_forward_sees_what_was_exchanged_before(training: bool) -> None:
-    assert run_world(exchanged_before, 1, training) == [True]
+    assert run_ranks(1, exchanged_before, training) == [True]

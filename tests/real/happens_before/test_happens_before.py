@@ -20,7 +20,7 @@ from cases.happens_before import jobs
 from cases.happens_before.checker import CHECKER, COMPUTE, Streams, Watch
 from cases.member_jobs import epochs_of, membership_service
 from cases.strategy_lists import GOSSIP, SERVED, STRATEGIES
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor
 
 from offbeat.core.strategy.registry import setting_names
@@ -142,7 +142,7 @@ def outcomes(world: str) -> dict[Call, tuple[list[dict[str, Any]], list[Epoch]]]
             for call, address in zip(calls, addresses, strict=True)
         ]
         imports = IMPORTS.get(world, [])
-        everyone = run_world(jobs.each, ranks, given, timeout_s=110.0, imports=imports)
+        everyone = run_ranks(ranks, jobs.each, given, timeout_s=110.0, imports=imports)
         epochs = [epochs_of(address) if address else [] for address in addresses]
     found = zip(map(list, zip(*everyone, strict=True)), epochs, strict=True)
     return dict(zip(calls, found, strict=True))

@@ -17,7 +17,7 @@ from cases.matrix import page
 from cases.matrix.features import FEATURES
 from cases.matrix.job import OBSERVED, STEPS, STRATEGIES
 from cases.matrix.running import DIFFERENT, LIKE_DDP, LIKE_REFERENCE, Verdict, verdicts, yardsticks
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 pytestmark = pytest.mark.xdist_group("matrix")  # all of them share what DDP leaves
 
@@ -58,12 +58,12 @@ def scripts_of(name: str) -> tuple[str, ...]:
 
 @cache
 def by_ddp() -> list[Any]:
-    return run_world(yardsticks, 2, RUN)
+    return run_ranks(2, yardsticks, RUN)
 
 
 @cache
 def outcomes(name: str) -> dict[str, Verdict]:
-    first, second = run_world(verdicts, 2, name, scripts_of(name), by_ddp(), timeout_s=200.0)
+    first, second = run_ranks(2, verdicts, name, scripts_of(name), by_ddp(), timeout_s=200.0)
     assert first == second
     return first
 
@@ -79,14 +79,14 @@ def test_no_script_trains_otherwise_in_silence(name: str) -> None:
 @cache
 def observed_by_ddp() -> list[Any]:
     keys = sorted({key for keys in OBSERVED_SCRIPTS.values() for key in keys})
-    return run_world(yardsticks, 2, keys, OBSERVED + STEPS)
+    return run_ranks(2, yardsticks, keys, OBSERVED + STEPS)
 
 
 @pytest.mark.parametrize("name", OBSERVED_SCRIPTS)
 def test_observed_iterations_come_first(name: str, tmp_path: Path) -> None:
     """Without a given profile: iterations of BSP, then the strategy, on the measured plan."""
     args = (name, OBSERVED_SCRIPTS[name], observed_by_ddp(), tmp_path)
-    first, second = run_world(verdicts, 2, *args, timeout_s=200.0)
+    first, second = run_ranks(2, verdicts, *args, timeout_s=200.0)
     assert first == second
     expected = LIKE_DDP if STRATEGIES[name].synchronous else LIKE_REFERENCE
     assert {key: v for key, v in first.items() if v.kind != expected} == {}

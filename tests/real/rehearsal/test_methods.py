@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import rehearsed
 from cases.rehearsed import K, T, quadratic_profile, rehearse_quadratic
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat.core.strategy.parsing import parse
 from offbeat.sim import predict
@@ -31,7 +31,7 @@ def test_one_clock_for_all_is_synchronous():
 
 
 def test_a_recorded_order_repeats_the_weights_of_the_job(tmp_path):
-    results = run_world(rehearsed.train_recorded, 3, SERVED, SEED, str(tmp_path), timeout_s=150.0)
+    results = run_ranks(3, rehearsed.train_recorded, SERVED, SEED, str(tmp_path), timeout_s=150.0)
     workers = [result for result in results if result is not None]
     assert len(workers) == 2
     [folder] = tmp_path.iterdir()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import rehearsed
 from cases.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.quadratic import Quadratic, interpreted, model_of
 
 import offbeat
@@ -78,7 +78,7 @@ PROCESSES = [
 
 
 def test_equals_real_processes_with_the_same_seeds():
-    real = run_world(rehearsed.train_here, 3, PROCESSES, 5, timeout_s=150.0)
+    real = run_ranks(3, rehearsed.train_here, PROCESSES, 5, timeout_s=150.0)
     for name in PROCESSES:
         models, curve = rehearsed.rehearse(name, ranks=3, seed=5)
         for rank, model in enumerate(models):

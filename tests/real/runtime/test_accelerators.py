@@ -18,7 +18,7 @@ from cases import checkpoint_jobs as jobs
 from cases import gpu_jobs
 from cases.models import Case, batch, build_model, build_optimizer, loss_of
 from cases.stub_devices import Launches, OpaqueMarks, StubStream, stub_cuda
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -254,7 +254,7 @@ def train_at_a_pace(strategy: str, folder: str, servers: bool) -> dict[str, Any]
 @pytest.mark.parametrize(("strategy", "servers"), [("wfbp", False), ("ssp:s=0", True)])
 def test_marks_are_no_host_times(strategy: str, servers: bool, tmp_path: Path) -> None:
     """A mark is an event on a GPU, with which neither pace nor turns nor sessions can compute."""
-    found = run_world(train_at_a_pace, 1 + servers, strategy, str(tmp_path), servers)[0]
+    found = run_ranks(1 + servers, train_at_a_pace, strategy, str(tmp_path), servers)[0]
     assert found["iterations"] == 5
     if not servers:
         assert found["profile"].pace == 2.0
@@ -601,7 +601,7 @@ def test_a_failure_is_reported_once() -> None:
 
 def test_messages_among_all_ranks_on_the_host() -> None:
     """The job of a test marked `gpu` has the expected results without one."""
-    for same in run_world(gpu_jobs.send_over_gloo, 2, "cpu"):
+    for same in run_ranks(2, gpu_jobs.send_over_gloo, "cpu"):
         assert same == gpu_jobs.ALL_SAME
 
 
@@ -694,7 +694,7 @@ def train_aligned(folder: str) -> list[dict[str, Any]]:
 def test_gaps_change_no_bit_and_checkpoints_cross_devices(tmp_path: Path) -> None:
     """Codecs see other blocks with gaps. All else computes the same, and a run that was saved on
     one kind of device goes on to the same bits on the other."""
-    for rank in run_world(train_aligned, 2, str(tmp_path), timeout_s=100.0):
+    for rank in run_ranks(2, train_aligned, str(tmp_path), timeout_s=100.0):
         for name, bits in zip(ALIGNED, rank, strict=True):
             assert (bits["cpu alignment"], bits["gpu alignment"]) == (1, 16)
             if "wire" not in name:

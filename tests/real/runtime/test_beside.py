@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 from offbeat.core.measuring import beside_compute
@@ -171,8 +171,8 @@ def of_ranks(pace: float) -> tuple[Profile, dict[str, int]]:
 
 
 def test_all_ranks_know_the_same() -> None:
-    (one, sent), (other, _) = run_world(of_ranks, 2, 8.0)
+    (one, sent), (other, _) = run_ranks(2, of_ranks, 8.0)
     assert one == other
     assert one.links[0].latency_s >= LATENCY_S
     assert sent == {"net": 0}
-    assert run_world(of_ranks, 2, 0.0)[0][0].links == (LINK,)  # hosts are not emulated
+    assert run_ranks(2, of_ranks, 0.0)[0][0].links == (LINK,)  # hosts are not emulated

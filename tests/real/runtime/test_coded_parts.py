@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat.core.codecs import WIRES, codec
 from offbeat.core.codecs.average import (
@@ -123,7 +123,7 @@ def other_groups() -> list[bool]:
 def test_parts_change_no_bit() -> None:
     """Ten pieces are four parts; two pieces are two."""
     assert PARTS == 4
-    first, second = run_world(compare_parts, 2)
+    first, second = run_ranks(2, compare_parts)
     assert [case[0] for case in first[::3]] == PIECEWISE == ["bf16", "fp16", "int8", "int4", "sign"]
     for one, other in zip(first, second, strict=True):
         for name, size, parts, whole, predicted in (one, other):
@@ -133,7 +133,7 @@ def test_parts_change_no_bit() -> None:
 
 
 def test_a_bad_rank_counts_as_at_once() -> None:
-    for ways in run_world(average_with_a_bad_rank, 2):
+    for ways in run_ranks(2, average_with_a_bad_rank):
         for parts, whole in ways:
             assert parts[3] == [1]
             assert parts == whole
@@ -141,15 +141,15 @@ def test_a_bad_rank_counts_as_at_once() -> None:
 
 def test_different_origins_are_refused_after_all_parts() -> None:
     """With two connections, and so that the next message is whole."""
-    first, second = run_world(average_different_changes, 2)
+    first, second = run_ranks(2, average_different_changes)
     assert "weights were loaded on some ranks only" in first[0]
     assert first == second
 
 
 def test_a_silent_rank_is_not_waited_for() -> None:
-    first, _ = run_world(wait_for_a_silent_rank, 2)
+    first, _ = run_ranks(2, wait_for_a_silent_rank)
     assert LIMIT_S / 2 < first < 20 * LIMIT_S
 
 
 def test_only_two_ranks_send_parts() -> None:
-    assert run_world(other_groups, 3) == [[False, False]] * 3
+    assert run_ranks(3, other_groups) == [[False, False]] * 3

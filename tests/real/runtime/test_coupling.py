@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import guards as support
 from cases import keepers, workers
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -169,7 +169,7 @@ def test_nothing_of_the_user_is_touched() -> None:
     ids=str,
 )
 def test_refused_where_buckets_step_alone(strategy: Strategy, text: str) -> None:
-    [words] = run_world(support.refuse, 1, Clipped, strategy)
+    [words] = run_ranks(1, support.refuse, Clipped, strategy)
     assert text in words
     assert bool(words) == bool(text)
 
@@ -194,7 +194,7 @@ def test_trials_change_nothing_that_an_optimizer_keeps(name: str) -> None:
 
 def test_a_list_of_parameters_is_stepped_once_per_step() -> None:
     """Weights are those of torch's DDP, bit for bit, though its trial copies share the list."""
-    for found in run_world(keepers.train_as_ddp, 2, "Listed", [WFBP(), BSP()], 8):
+    for found in run_ranks(2, keepers.train_as_ddp, "Listed", [WFBP(), BSP()], 8):
         assert len(set(found)) == 1
 
 
@@ -207,6 +207,6 @@ def test_views_made_before_parameters_moved_are_refused() -> None:
         ("Listed", PartialSync(2), True),
         ("Blocked", WFBP(), True),
     ]
-    [found] = run_world(workers.in_turn, 1, keepers.fail, calls)
+    [found] = run_ranks(1, workers.in_turn, keepers.fail, calls)
     assert [step for step, _ in found] == [1, 1, 3, 3, 0, -1]
     assert all("param_groups" in text or "param groups" in text for step, text in found[:-1])

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from cases import workers
 from cases.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
-from cases.turns import in_turn
 from cases.workers import prepared
-from harness.ranks import run_world, watch_world
+from harness.ranks import call, in_turn, run_ranks, watch_ranks
 from torch import Tensor, nn
 
 import offbeat
@@ -149,7 +148,7 @@ def test_equals_its_equations(
 ) -> None:
     """Every worker, every stage, every iteration, and the parameters at the end."""
     case = Case(optimizer=optimizer)
-    ranks = run_world(trained, world_size, case, strategies)
+    ranks = run_ranks(world_size, trained, case, strategies)
     for n, strategy in enumerate(strategies):
         seen, end = equations(case, strategy, world_size)
         for rank in range(world_size):
@@ -200,7 +199,7 @@ ANEW = 4
 def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest() -> None:
     case = Case(optimizer="nesterov")
     ways = ((PROMPT(), False), (PROMPT(rule="v1"), True), (PROMPT(wire="topk:1"), False))
-    ranks = run_world(interrupted, 3, case, ways)
+    ranks = run_ranks(3, interrupted, case, ways)
     for n, (strategy, _) in enumerate(ways):
         expected, _ = equations(case, strategy, 3, ANEW)
         for rank in range(3):
@@ -242,7 +241,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     """By function: what each of two ranks has found."""
     folder = str(tmp_path_factory.mktemp("jobs"))
     calls = [(normalized,), (_stages_of, JOBS, folder), (clipped,)]
-    ranks = run_world(in_turn, 2, calls)
+    ranks = run_ranks(2, in_turn, call, calls)
     return {function: [rank[i] for rank in ranks] for i, (function, *_) in enumerate(calls)}
 
 
@@ -270,7 +269,7 @@ def until_killed(doomed: int) -> str:
 
 def test_a_worker_that_dies_is_named_by_its_neighbours() -> None:
     """Sums go from 1 to 2 to 0: of the others one had to do with rank 2 itself."""
-    outcomes = watch_world(until_killed, 3, 2, doomed=(2,), timeout_s=60)
+    outcomes = watch_ranks(3, until_killed, 2, doomed=(2,), timeout_s=60)
     said = [outcomes[rank].result for rank in (0, 1)]
     assert all("failed" in words or "did not arrive" in words for words in said)
     assert any("rank 2" in words.split(" on link")[0] for words in said)
@@ -297,7 +296,7 @@ def spoilt(culprit: int, strategy: Cyclic) -> tuple[str, bool]:
 @pytest.mark.parametrize("strategy", [Cyclic(), Cyclic(wire="fp16")], ids=str)
 def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(strategy: Cyclic) -> None:
     """Sums go from 1 to 2 to 0, and whoever is handed a spoilt one knows who has spoilt it."""
-    outcomes = watch_world(spoilt, 3, 2, strategy, timeout_s=30)
+    outcomes = watch_ranks(3, spoilt, 2, strategy, timeout_s=30)
     results = [outcome.result for outcome in outcomes]
     assert all(finite and words != "nothing" for words, finite in results)
     assert results[0][0].startswith("rank 2 sent values that are not finite")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases.workers import rank
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,7 +86,7 @@ def seconds_of(record: dict[str, Any], kind: str) -> dict[int, float]:
 
 
 def test_waiting_within_backward_is_not_compute(tmp_path: Path) -> None:
-    zero, one = run_world(records, 2, str(tmp_path))
+    zero, one = run_ranks(2, records, str(tmp_path))
     for usual, accumulated, estimated in (zero, one):
         for record in (usual, accumulated):
             notes = record["trace"]["notes"]

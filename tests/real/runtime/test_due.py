@@ -15,7 +15,7 @@ from cases import workers
 from cases.comparing import assert_same, sets_of
 from cases.models import Case, Loop, profile_of
 from cases.schedules import CASE, Script, follow_all
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.training import Replica, consolidate, delayed_sync, partial_sync, replicas
 
 from offbeat import DreamDDP
@@ -59,7 +59,7 @@ LOOPS = [
 def test_loops(strategy: DreamDDP, loop: Loop) -> None:
     """An evaluation does early what the next forward waits for; clipping sees local gradients."""
     case = Case("conv" if loop.evaluate else "mlp", "nesterov")
-    ranks = run_world(workers.train_with, 2, case, strategy, range(ITERATIONS), loop, {})
+    ranks = run_ranks(2, workers.train_with, case, strategy, range(ITERATIONS), loop, {})
     world = replicas(case, 2, loop)
     equations(world, range(ITERATIONS), strategy, case)
     for mine, replica in zip(ranks, world, strict=True):
@@ -70,7 +70,7 @@ def test_loops(strategy: DreamDDP, loop: Loop) -> None:
 def test_weights_that_a_later_forward_reads_earlier(strategy: DreamDDP) -> None:
     """The read waits for the average, and sees no weights of before."""
     scripts = [Script(Case(model, "nesterov")) for model in ("earlier", "keeping")]
-    ranks = run_world(follow_all, 2, scripts, strategy, ITERATIONS)
+    ranks = run_ranks(2, follow_all, scripts, strategy, ITERATIONS)
     for i, script in enumerate(scripts):
         world = replicas(script.case, 2)
         equations(world, range(ITERATIONS), strategy, script.case)
@@ -82,7 +82,7 @@ def test_weights_that_a_later_forward_reads_earlier(strategy: DreamDDP) -> None:
 def test_consolidate(strategy: DreamDDP) -> None:
     """A delayed plan begins anew: what has not landed would take equal replicas apart again."""
     pauses = 3, 4
-    ranks = run_world(support.train_with_pauses, 2, strategy, pauses, ITERATIONS)
+    ranks = run_ranks(2, support.train_with_pauses, strategy, pauses, ITERATIONS)
     world = replicas(CASE, 2)
     for start, stop in pairwise([0, *(t + 1 for t in pauses), ITERATIONS]):
         if start:
@@ -105,7 +105,7 @@ def recorded(directory: str, strategy: DreamDDP) -> list[Any]:
 
 def test_samples_are_taken_once_everything_has_landed(tmp_path: Path) -> None:
     """With everything averaged in every iteration replicas are equal then, and not before."""
-    one, other = run_world(recorded, 2, str(tmp_path), DreamDDP(period=1, due="forward"))
+    one, other = run_ranks(2, recorded, str(tmp_path), DreamDDP(period=1, due="forward"))
     assert one == other
     assert one[0] == [0, 1, 2]
 
@@ -114,7 +114,7 @@ def test_memory_is_what_the_plan_says() -> None:
     """Two more copies of the parameters, and nothing staged beside them; or none."""
     profile = profile_of(Case("mlp", "sgd"), 1)
     paper, forward, late = (
-        run_world(support.tensor_bytes, 1, strategy)[0][0]
+        run_ranks(1, support.tensor_bytes, strategy)[0][0]
         for strategy in (DreamDDP(period=3), DreamDDP(period=3, due="forward"), LATE)
     )
     assert forward == paper

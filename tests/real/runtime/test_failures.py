@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cases import failing
 from harness.commands import ForkedPython
-from harness.ranks import Outcome, free_port, run_world, variables, watch_world
+from harness.ranks import Outcome, free_port, run_ranks, variables, watch_ranks
 
 from offbeat import DDP, WFBP, DeFT, DreamDDP, LocalSGD, PartialSync, Strategy
 
@@ -29,8 +29,8 @@ def survivors(
     """Outcomes of the ranks to which nothing happened; all of them must have ended in time."""
     doomed = () if how in ("raises", "has less data") else (who,)
     args = (strategy, how, who, TIMEOUT_S, observe)
-    outcomes = watch_world(
-        failing.train_until, world, *args, timeout_s=PATIENCE_S + 10, doomed=doomed
+    outcomes = watch_ranks(
+        world, failing.train_until, *args, timeout_s=PATIENCE_S + 10, doomed=doomed
     )
     left = [o for o in outcomes if o.rank != who]
     for outcome in left:
@@ -99,7 +99,7 @@ def test_silent_peer() -> None:
 @pytest.mark.parametrize("strategy", [DreamDDP(period=2, due="forward"), DeFT()], ids=str)
 def test_a_rank_that_is_stopped_for_a_moment(strategy: Strategy) -> None:
     """Shorter than any timeout: the others wait, and no bit changes."""
-    found = run_world(failing.stop_for_a_moment, 2, strategy, 0.3)
+    found = run_ranks(2, failing.stop_for_a_moment, strategy, 0.3)
     assert len({bits for of_rank in found for bits in of_rank}) == 1
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_raises(strategy: Strategy) -> None:
 def test_a_rank_with_less_data() -> None:
     """It consolidates while the others train on: both sides time out, in words."""
     args = (EAGER, "has less data", 1, TIMEOUT_S, False)
-    other, early = watch_world(failing.train_until, 2, *args, timeout_s=PATIENCE_S)
+    other, early = watch_ranks(2, failing.train_until, *args, timeout_s=PATIENCE_S)
     assert re.search(WHERE, other.error), other.error
     assert "in consolidate, comparing values" in other.error, other.error
     remedy = "consolidate() was called on rank 1, but not on rank 0; call it on every rank, in "
@@ -137,14 +137,14 @@ def test_a_rank_with_less_data() -> None:
 def test_consolidate_on_one_rank_names_the_others(strategy: Strategy) -> None:
     """Rank 0 is alone, as the store of these jobs ends with it."""
     args = (0, strategy, TIMEOUT_S)
-    alone, other = watch_world(failing.consolidate_on, 2, *args, timeout_s=PATIENCE_S)
+    alone, other = watch_ranks(2, failing.consolidate_on, *args, timeout_s=PATIENCE_S)
     assert other.result == "left"
     text = "consolidate() was called on rank 0, but not on rank 1; call it on every rank, in "
     assert alone.error.startswith(text), alone.error
 
 
 def test_every_step_after_a_failure_refers_to_it() -> None:
-    outcomes = watch_world(failing.train_on_after_failure, 2, doomed=(1,), timeout_s=PATIENCE_S)
+    outcomes = watch_ranks(2, failing.train_on_after_failure, doomed=(1,), timeout_s=PATIENCE_S)
     first, second = outcomes[0].result
     assert re.search(WHERE, first)
     assert second == "this worker has failed; start it again"
@@ -157,7 +157,7 @@ def test_every_step_after_a_failure_refers_to_it() -> None:
 def test_missing_rank_at_start(present: tuple[int, ...], cause: str) -> None:
     """Every rank names it, unless it would host the store."""
     size = max(present) + 1 if len(present) > 1 else 2
-    outcomes = watch_world(failing.meet, size, 3.0, ranks=present, timeout_s=PATIENCE_S)
+    outcomes = watch_ranks(size, failing.meet, 3.0, only=present, timeout_s=PATIENCE_S)
     for rank, outcome in zip(present, outcomes, strict=True):
         assert outcome.kind == "RuntimeError", outcome
         assert re.match(

@@ -13,7 +13,7 @@ from cases import guards as support
 from cases.batches import Batch, Call
 from cases.guards import CASE, WHEN
 from cases.models import batch, build_model, loss_of
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor
 
 from offbeat import WFBP, ByteScheduler, DeAR, LocalSGD
@@ -190,7 +190,7 @@ def test_a_skipped_replica_takes_over_the_others_weights(call: Call) -> None:
 
 
 def test_consolidate_leaves_out_a_replica_that_is_not_finite() -> None:
-    ranks = run_world(support.consolidate_spoilt, 3, [1])
+    ranks = run_ranks(3, support.consolidate_spoilt, [1])
     for found in ranks:
         assert found["raise"].startswith("parameters of rank 1 are not finite")
         for name, value in found["skip"].items():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from cases import workers
 from cases.models import Case
 from cases.scripts import benchmark
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch.distributed import distributed_c10d
 
 import offbeat
@@ -116,7 +116,7 @@ def groups_of_control() -> tuple[list[bool], list[bool]]:
 
 
 def test_at_most_twice_the_threads_and_sockets_of_ddp() -> None:
-    ranks, torchs = (run_world(count_in_training, RANKS, case) for case in ("offbeat", "ddp"))
+    ranks, torchs = (run_ranks(RANKS, count_in_training, case) for case in ("offbeat", "ddp"))
     for own, ddp in zip(ranks[1:], torchs[1:], strict=True):  # rank 0 hosts the store
         assert {what: ddp[what] for what in DDP} == DDP
         assert all(number <= 2 * ddp[what] for what, number in own.items()), own
@@ -124,7 +124,7 @@ def test_at_most_twice_the_threads_and_sockets_of_ddp() -> None:
 
 @cache
 def used_channels() -> list[dict[str, Any]]:
-    return run_world(use_channels, 2)
+    return run_ranks(2, use_channels)
 
 
 def test_channels_that_no_plan_uses_are_closed() -> None:
@@ -148,7 +148,7 @@ def test_links_that_open_with_other_groups_close_the_earlier_ones() -> None:
 
 
 def test_control_messages_use_the_default_group_that_offbeat_has_created() -> None:
-    for owned, survives in run_world(groups_of_control, 2):
+    for owned, survives in run_ranks(2, groups_of_control):
         assert owned == [True, False]
         assert survives == [True, True]
 
@@ -236,7 +236,7 @@ def calls_of_an_iteration(strategy: str, layers: int) -> float:
 def test_an_iteration_between_averages_makes_few_calls() -> None:
     """As many for any number of parameters, because each pass over them is one call of torch."""
     few, many = (
-        run_world(calls_of_an_iteration, 1, "local-sgd:period=1000", layers)[0]
+        run_ranks(1, calls_of_an_iteration, "local-sgd:period=1000", layers)[0]
         for layers in (3, 50)
     )
     assert many <= few + 2 * 50  # checks of at most 64 parameters per forward

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -378,7 +378,7 @@ def both_ways(micro: int, folder: str) -> list[list[str]]:
 @pytest.mark.parametrize("micro", [1, 2])
 def test_the_profile_has_the_mean_over_ranks_and_numbers_stay(micro: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for ours, plain in run_world(partial(both_ways, micro, folder), 2):
+        for ours, plain in run_ranks(2, partial(both_ways, micro, folder)):
             assert ours == plain
         profiles = [Profile.load(Path(folder, f"{name}.json")) for name in ("measured", "plain")]
     kept, nothing = ([b.activation_bytes for b in p.buckets] for p in profiles)

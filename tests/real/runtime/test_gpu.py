@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import gpu_jobs, oddities
 from cases.comparing import assert_close
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 
 from offbeat import BSP, DDP, WFBP, LocalSGD, PartialSync, Strategy
 from offbeat.core.buckets.flat import Flat
@@ -41,13 +41,13 @@ BEFORE = PartialSync(period=2, average="before_update")
 )
 def test_alone_it_is_plain_training(strategy: Strategy) -> None:
     """An average over one rank changes nothing, so every strategy is plain training."""
-    [(plain, ours)] = run_world(oddities.train_on_gpu, 1, strategy, False, timeout_s=100)
+    [(plain, ours)] = run_ranks(1, oddities.train_on_gpu, strategy, False, timeout_s=100)
     assert_close(ours, plain, str(strategy))
 
 
 @pytest.mark.parametrize("strategy", [WFBP(), BEFORE], ids=str)
 def test_gradient_scaler(strategy: Strategy) -> None:
-    [(plain, ours)] = run_world(oddities.train_on_gpu, 1, strategy, True, timeout_s=100)
+    [(plain, ours)] = run_ranks(1, oddities.train_on_gpu, strategy, True, timeout_s=100)
     assert_close(ours, plain, str(strategy))
 
 
@@ -79,7 +79,7 @@ def test_codes_mean_the_same_on_a_gpu_and_on_the_host(wire: str) -> None:
 
 
 def test_profile_is_measured_with_events() -> None:
-    [profile] = run_world(oddities.observe_on_gpu, 1, timeout_s=100)
+    [profile] = run_ranks(1, oddities.observe_on_gpu, timeout_s=100)
     assert profile.forward_s > 0
     assert profile.backward_s > 0
     assert profile.update_s > 0
@@ -87,7 +87,7 @@ def test_profile_is_measured_with_events() -> None:
 
 def test_gloo_through_pinned_memory() -> None:
     """Two processes may share one GPU, which NCCL refuses."""
-    for same in run_world(gpu_jobs.send_over_gloo, 2, timeout_s=100):
+    for same in run_ranks(2, gpu_jobs.send_over_gloo, timeout_s=100):
         assert same == gpu_jobs.ALL_SAME
 
 
@@ -106,27 +106,27 @@ def assert_alike(ranks: list[list[dict[str, Any]]], expected: list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def on_cpu() -> list[dict[str, Any]]:
-    return run_world(gpu_jobs.train, 2, STRATEGIES, ["lo"], "cpu", timeout_s=100)[0]
+    return run_ranks(2, gpu_jobs.train, STRATEGIES, ["lo"], "cpu", timeout_s=100)[0]
 
 
 @pytest.mark.parametrize("links", [["lo"], ["nccl:lo"]], ids=lambda links: links[0])
 def test_two_ranks_compute_what_cpus_compute(
     links: list[str], on_cpu: list[dict[str, Any]]
 ) -> None:
-    assert_alike(run_world(gpu_jobs.train, 2, STRATEGIES, links, timeout_s=110), on_cpu)
+    assert_alike(run_ranks(2, gpu_jobs.train, STRATEGIES, links, timeout_s=110), on_cpu)
 
 
 def test_a_link_of_nccl_beside_one_of_gloo() -> None:
     """NCCL requires one order of launches over all groups of a process, and each link and channel
     has a thread of its own. A deadlock would end in the timeout of the world."""
-    one, other = run_world(gpu_jobs.train_beside, 2, timeout_s=110)
+    one, other = run_ranks(2, gpu_jobs.train_beside, timeout_s=110)
     assert [found["bits"] for found in one] == [found["bits"] for found in other]
 
 
 def test_blocks_that_were_compiled_before_their_buckets_changed() -> None:
     """The parameters move twice. Compiled kernels load 16 bytes at a time."""
-    [(compiled,)] = run_world(compiled_blocks, 1, True, timeout_s=110)
-    [(plain,)] = run_world(compiled_blocks, 1, False, timeout_s=110)
+    [(compiled,)] = run_ranks(1, compiled_blocks, True, timeout_s=110)
+    [(plain,)] = run_ranks(1, compiled_blocks, False, timeout_s=110)
     assert_close(compiled["weights"], {k: plain["weights"][k] for k in plain["weights"]}, "", 1e-3)
 
 
@@ -138,12 +138,12 @@ def compiled_blocks(compiled: bool) -> list[dict[str, Any]]:
 
 
 def test_a_checkpoint_of_a_codec_with_memory(tmp_path: Path) -> None:
-    for saved, resumed in run_world(gpu_jobs.resume, 2, str(tmp_path), timeout_s=110):
+    for saved, resumed in run_ranks(2, gpu_jobs.resume, str(tmp_path), timeout_s=110):
         assert saved == resumed
 
 
 def test_workers_of_a_server_accumulate() -> None:
-    *workers, server = run_world(gpu_jobs.serve, 3, timeout_s=110)
+    *workers, server = run_ranks(3, gpu_jobs.serve, timeout_s=110)
     assert server is None
     assert all(loss is not None and loss < 10 for loss in workers)
 
@@ -158,7 +158,7 @@ def test_survivors_name_the_lost_rank(link: str, nonfinite: str, how: str) -> No
     """With NCCL neither torch's watchdog nor a communicator that the lost rank has destroyed ends
     them before, and a message that never arrives has a timeout."""
     arguments = ([link], how, 1, "cuda", nonfinite)
-    outcomes = watch_world(fail, 2, *arguments, timeout_s=90.0, doomed=[1])
+    outcomes = watch_ranks(2, fail, *arguments, timeout_s=90.0, doomed=[1])
     survivor = outcomes[0]
     assert survivor.kind == "", survivor.traceback
     words, seconds = survivor.result

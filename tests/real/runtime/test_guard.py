@@ -12,7 +12,7 @@ from cases.batches import Batch, Call
 from cases.comparing import assert_same
 from cases.merging import Merging, Watched, closes_every
 from cases.schedules import CASE
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.training import Replica, apply_merged, bsp, merged, replicas
 
 from offbeat import DeFT
@@ -89,7 +89,7 @@ def test_deft_falls_back() -> None:
 @pytest.mark.parametrize("observed", [False, True])
 def test_deft_without_a_window_runs_wfbp(observed: bool) -> None:
     """On all ranks, and rank 0 says it once."""
-    ranks = run_world(support.without_a_window, 2, DeFT(), observed, ITERATIONS)
+    ranks = run_ranks(2, support.without_a_window, DeFT(), observed, ITERATIONS)
     for mine in ranks:
         assert mine.strategies == ["wfbp"]
         assert all("does not fit into backward" in line for line in mine.warnings)
@@ -203,7 +203,7 @@ def test_noise_meter_keeps_generations_apart() -> None:
 def test_consolidate_leaves_the_meter_in_step() -> None:
     """Gradients that are three times as large after it are measured as just that."""
     strategy = Merging(period=2, guards=True)
-    for before, after in run_world(support.noise_around_a_pause, 2, strategy, 7):
+    for before, after in run_ranks(2, support.noise_around_a_pause, strategy, 7):
         assert after == pytest.approx([9 * value for value in before])
 
 

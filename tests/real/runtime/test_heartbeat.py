@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -700,7 +700,7 @@ def train_after_another_job() -> list[float]:
 
 
 def test_rank_connects_again_if_the_store_of_another_job_goes() -> None:
-    first, second = run_world(train_after_another_job, 2)
+    first, second = run_ranks(2, train_after_another_job)
     assert first == second
 
 

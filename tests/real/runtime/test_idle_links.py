@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 from offbeat.core.measuring import idle_links
@@ -99,7 +99,7 @@ def of_ranks(cases: Sequence[tuple[float, float]]) -> tuple[list[Profile], dict[
 def test_all_ranks_know_the_same() -> None:
     """Only of distant links, if forwards are long: pauses of the forward, of at most .25 s here."""
     cases = [(0.22, 0.05), (3.0, 0.05), (3.0, 2.0), (0.19, 0.05), (3.0, 0.003)]
-    (found, sent), (other, _) = run_world(of_ranks, 2, cases)
+    (found, sent), (other, _) = run_ranks(2, of_ranks, cases)
     assert found == other
     assert sent == {"net": 0}
     links = [profile.links[0] for profile in found]

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 from offbeat.core.runtime.launchers import LOOPBACK, first_host, torchrun_variables
@@ -189,7 +189,7 @@ def lines_of_prepare(local_world_sizes: list[str]) -> list[list[str]]:
 
 
 def test_rank_0_says_once_that_nodes_are_not_known() -> None:
-    first, *others = run_world(lines_of_prepare, 3, ["2", "1", "3", ""])
+    first, *others = run_ranks(3, lines_of_prepare, ["2", "1", "3", ""])
     assert [len(lines) for lines in first] == [2, 1, 1, 1]
     assert "LOCAL_WORLD_SIZE (2)" in first[0][0]
     assert others == [[[]] * 4] * 2

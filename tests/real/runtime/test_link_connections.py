@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.runtime.connecting import link_specs
@@ -133,7 +133,7 @@ def test_pieces_have_a_least_size(size_bytes: int, count: int) -> None:
 
 def test_every_rank_needs_the_same_number() -> None:
     specs = [LinkSpec("lo", "lo", "gloo", 2), LinkSpec("lo", "lo", "gloo")]
-    for outcome in watch_world(connect_with, 2, specs):
+    for outcome in watch_ranks(2, connect_with, specs):
         assert outcome.kind == "ValueError", outcome.error
         assert "the connections of the links must be the same on all ranks: rank 0" in outcome.error
 
@@ -142,14 +142,14 @@ VERBS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange", 
 
 
 def test_connections_are_open_and_two_ranks_keep_all_bits() -> None:
-    for opened, results in run_world(send_on_both, 2, VERBS):
+    for opened, results in run_ranks(2, send_on_both, VERBS):
         assert opened == [1, 3]
         assert results["one#1"] == results["three"]
 
 
 def test_three_ranks_have_equal_averages() -> None:
     """gloo adds the ranks' values in an order that depends on the place in the message."""
-    ranks = run_world(send_on_both, 3, VERBS)
+    ranks = run_ranks(3, send_on_both, VERBS)
     for opened, results in ranks:
         assert opened == [2, 6]
         for i, (one, three) in enumerate(zip(results["one#1"], results["three"], strict=True)):

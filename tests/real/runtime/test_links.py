@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
@@ -298,7 +298,7 @@ def connect_with(specs: list[tuple[LinkSpec, ...]]) -> list[str]:
 @pytest.mark.parametrize(("world_size", "native"), [(2, False), (3, False), (4, True)])
 def test_verbs_are_the_mean(world_size: int, native: bool) -> None:
     """Against float64, of every dtype and of sizes that do not divide; all ranks bit by bit."""
-    ranks = run_world(run_verbs, world_size, native)
+    ranks = run_ranks(world_size, run_verbs, native)
     cases = [(dtype, size) for dtype in TOLERANCE for size in sizes(world_size)]
     for i, (dtype, size) in enumerate(cases):
         expected, tolerance = exact_mean(world_size, size, dtype), TOLERANCE[dtype]
@@ -315,18 +315,18 @@ def test_verbs_are_the_mean(world_size: int, native: bool) -> None:
 
 
 def test_alone_nothing_happens() -> None:
-    assert run_world(run_alone, 1) == [True]
+    assert run_ranks(1, run_alone) == [True]
 
 
 @pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
 def test_a_half_gives_up_after_its_timeout(verb: Verb) -> None:
-    outcomes = watch_world(wait_for_a_silent_rank, 3, 1.0, verb)
+    outcomes = watch_ranks(3, wait_for_a_silent_rank, 1.0, verb)
     for outcome in outcomes[:2]:
         assert 0 < outcome.result < 2.5
 
 
 def test_a_patient_average_looks_about_until_it_ends() -> None:
-    first, second = run_world(wait_patiently, 2)
+    first, second = run_ranks(2, wait_patiently)
     assert first == [0.5, 0.5, [False, True]]
     assert second == [0.5, 0.5, 0.5]  # the average that rank 0 no longer awaits
 
@@ -335,14 +335,14 @@ def test_an_exchange_hands_every_rank_its_shards() -> None:
     """At once and, of larger shards, one rank after the other."""
     edges = [3 * AT_ONCE_BYTES // 4, 3 * ASKED_BYTES // 4]
     elements = [3, edges[0], edges[0] + 3, edges[1] - 3, edges[1], 99_999]
-    for rank, found in enumerate(run_world(run_exchange, 3, elements)):
+    for rank, found in enumerate(run_ranks(3, run_exchange, elements)):
         assert found == [[10.0 * source + rank for source in range(3)]] * len(elements)
 
 
 def test_two_ranks_exchange_tensors_in_both_directions() -> None:
-    for found, first in zip(run_world(run_swaps, 3, 2), (1.0, 0.0, 2.0), strict=True):
+    for found, first in zip(run_ranks(3, run_swaps, 2), (1.0, 0.0, 2.0), strict=True):
         assert found[0] == [first]
-    assert [row[1] for row in run_world(run_swaps, 4, 2)] == [[2.0], [3.0], [0.0], [1.0]]
+    assert [row[1] for row in run_ranks(4, run_swaps, 2)] == [[2.0], [3.0], [0.0], [1.0]]
 
 
 class Eager:
@@ -372,7 +372,7 @@ def test_an_exchange_sends_the_values_from_before_it(monkeypatch: pytest.MonkeyP
 
 def test_groups_work_if_pairs_connect_with_their_first_message() -> None:
     expected = [[0, 1, 2, 3, 4], [0.0, -4.0], 2.0, None, 2.0, True]
-    assert run_world(run_lazily, 5) == [expected] * 5
+    assert run_ranks(5, run_lazily) == [expected] * 5
 
 
 def train_lazily() -> list[float]:
@@ -390,7 +390,7 @@ def train_lazily() -> list[float]:
 
 def test_a_job_trains_if_pairs_connect_with_their_first_message() -> None:
     """Its groups do not share the devices of gloo, which would wait forever."""
-    first, *others = run_world(train_lazily, 3)
+    first, *others = run_ranks(3, train_lazily)
     assert others == [first] * 2
 
 
@@ -444,7 +444,7 @@ def test_shards_follow_their_definition(size: int) -> None:
 
 
 def test_channels_are_groups_of_their_own() -> None:
-    for arrived, links, apart, means, words in run_world(use_channels, 2):
+    for arrived, links, apart, means, words in run_ranks(2, use_channels):
         assert arrived
         assert links == ["net", "net#1", "net#2"]
         assert apart == 3
@@ -571,7 +571,7 @@ def test_all_groups_are_on_the_first_link_unless_the_variable_names_another_inte
 ) -> None:
     named = variable or "lo"
     expected = [named, "lo", variable or None, named]
-    assert run_world(interfaces_of_groups, 2, variable) == [expected] * 2
+    assert run_ranks(2, interfaces_of_groups, variable) == [expected] * 2
 
 
 def agreement_of(store: Any, rank: int, version: str, limit_s: float = 10.0) -> str:
@@ -661,7 +661,7 @@ def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.M
 def test_names_are_rank_0_s() -> None:
     """The same network may be called otherwise on another host."""
     assert (
-        run_world(connect_with, 2, [(LO,), (LinkSpec("loopback", "lo", "gloo"),)]) == [["lo"]] * 2
+        run_ranks(2, connect_with, [(LO,), (LinkSpec("loopback", "lo", "gloo"),)]) == [["lo"]] * 2
     )
 
 
@@ -680,14 +680,14 @@ def test_names_are_rank_0_s() -> None:
     ],
 )
 def test_differences_are_said_on_every_rank(specs: Any, text: str) -> None:
-    for outcome in watch_world(connect_with, 2, specs):
+    for outcome in watch_ranks(2, connect_with, specs):
         assert outcome.kind == "ValueError", outcome.error
         assert text in outcome.error
         assert outcome.seconds < 20
 
 
 def test_a_rank_that_nobody_reaches_is_named() -> None:
-    outcomes = watch_world(connect_deaf, 3)
+    outcomes = watch_ranks(3, connect_deaf)
     for outcome in outcomes:
         assert outcome.kind == "ValueError", outcome.error
         assert outcome.error.startswith("link 'lo' must connect all ranks, but within 15 s rank 0 ")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -122,7 +122,7 @@ def count_bytes() -> list[int]:
 def test_every_link_and_every_pair(
     names: list[str], pairs: list[tuple[str, str]], dtype: torch.dtype
 ) -> None:
-    first, second = run_world(measured, 2, names, dtype)
+    first, second = run_ranks(2, measured, names, dtype)
     assert [c.links for c in first[1]] == pairs
     assert first[1] == second[1], "every rank has the same speeds"
     assert first[3] == second[3], "every rank has sent as much"
@@ -151,7 +151,7 @@ def check(link: Link) -> None:
 
 
 def test_alone_there_is_nothing_to_share() -> None:
-    [(links, contention, *_)] = run_world(measured, 1, ["a", "b"], torch.float32)
+    [(links, contention, *_)] = run_ranks(1, measured, ["a", "b"], torch.float32)
     assert [link.name for link in links] == ["a", "b"]
     assert all(link.bytes_per_s > 0 and not link.halves for link in links)
     assert contention == ()
@@ -358,7 +358,7 @@ def exchanged_in_pairs() -> tuple[list[float], float | None]:
 
 
 def test_pairs_of_three_ranks_exchange() -> None:
-    (zero, rate), *others = run_world(exchanged_in_pairs, 3)
+    (zero, rate), *others = run_ranks(3, exchanged_in_pairs)
     assert [zero, *(held for held, _ in others)] == [[1.0] * 3, [0.0] * 3, [2.0] * 3]
     assert rate is not None
     assert [other for _, other in others] == [rate] * 2
@@ -563,8 +563,8 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
 
 
 def test_a_job_plans_with_the_rate_of_its_own_messages() -> None:
-    for seconds, least_s in run_world(profile_of_a_fast_link, 2, 6):
+    for seconds, least_s in run_ranks(2, profile_of_a_fast_link, 6):
         assert seconds == pytest.approx(least_s)
-    for seconds, least_s in run_world(profile_of_a_fast_link, 2, 2):
+    for seconds, least_s in run_ranks(2, profile_of_a_fast_link, 2):
         assert least_s is None
         assert seconds < 1e-9

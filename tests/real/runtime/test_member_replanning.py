@@ -13,7 +13,7 @@ from cases.member_drifting import (
     train,
 )
 from cases.member_jobs import Average, epochs_of, expected, largest_difference, membership_service
-from harness.ranks import watch_world
+from harness.ranks import watch_ranks
 
 from offbeat import P3, DreamDDP
 from offbeat.core.profile.elsewhere import for_members, with_slower_links
@@ -27,8 +27,8 @@ def run(scenario: DriftingScenario) -> tuple[dict[int, DriftingOutcome], list[Ep
     """Run a scenario. Return the outcomes of all processes that have not ended early, by process,
     and the epochs."""
     with membership_service() as address:
-        ended = watch_world(
-            train, scenario.processes, address, scenario, timeout_s=110, doomed=[*scenario.ends_in]
+        ended = watch_ranks(
+            scenario.processes, train, address, scenario, timeout_s=110, doomed=[*scenario.ends_in]
         )
         epochs = epochs_of(address)
     found = {one.rank: one for one in ended if one.rank not in scenario.ends_in}

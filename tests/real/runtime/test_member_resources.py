@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from cases.member_jobs import CASE, Scenario, enter_environment, membership_service
 from cases.models import batch, build_model, build_optimizer, loss_of
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor
 
 import offbeat
@@ -148,7 +148,7 @@ def count_copies(address: str) -> tuple[int, int]:
 
 def test_averages_of_members_use_the_memory_of_earlier_ones() -> None:
     with membership_service() as address:
-        for sent, allocated in run_world(count_copies, 2, address):
+        for sent, allocated in run_ranks(2, count_copies, address):
             assert sent >= 8
             assert allocated <= sent / 2
 
@@ -157,7 +157,7 @@ def test_averages_of_members_use_the_memory_of_earlier_ones() -> None:
 @pytest.mark.parametrize("job", [survive_failures, survive_requests])
 def test_descriptors_and_threads_do_not_grow(job: Callable[[str], Any]) -> None:
     with membership_service() as address:
-        stays, *_ = run_world(job, 2, address, timeout_s=110.0)
+        stays, *_ = run_ranks(2, job, address, timeout_s=110.0)
     (descriptors, threads), (later_descriptors, later_threads) = stays[BEFORE], stays[AFTER]
     assert later_descriptors < descriptors + AFTER - BEFORE
     assert later_threads < threads + AFTER - BEFORE

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.workers import snapshot
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor
 
 from offbeat.core.runtime import member_state
@@ -65,7 +65,7 @@ def feed(nodes: str, equal: bool) -> tuple[list[Tensor], Any, int]:
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("nodes", NODES)
 def test_joining_ranks_receive_one_copy(nodes: str, equal: bool) -> None:
-    ranks = run_world(feed, 4, nodes, equal)
+    ranks = run_ranks(4, feed, nodes, equal)
     right, size = tensors_of(1), sum(t.nbytes for t in tensors_of(1))
     for rank in JOINING[nodes]:
         tensors, state, _ = ranks[rank]

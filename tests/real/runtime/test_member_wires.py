@@ -20,7 +20,7 @@ from cases.member_jobs import (
     membership_service,
     train_member,
 )
-from harness.ranks import free_port, watch_world
+from harness.ranks import free_port, watch_ranks
 from oracle.coded_averages import CodedAverages, MixedWires, ScatteredWires
 from oracle.quadratic import Net, Quadratic, interpreted, ran
 from oracle.random_plans import random_plan, ranks_of
@@ -58,8 +58,8 @@ def check(scenario: Scenario) -> tuple[list[Outcome | None], list[Epoch]]:
     """Run a scenario. Compare its weights with the equations, and the anchors of all members in
     each iteration."""
     with membership_service() as address:
-        ended = watch_world(
-            train_member, scenario.processes, address, scenario, timeout_s=110,
+        ended = watch_ranks(
+            scenario.processes, train_member, address, scenario, timeout_s=110,
             doomed=[*scenario.kills],
         )  # fmt: skip
         epochs = epochs_of(address)

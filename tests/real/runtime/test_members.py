@@ -23,7 +23,7 @@ from cases.member_jobs import (
 )
 from cases.member_stopping import STOPPED, STOPS_AT
 from cases.member_stopping import train as train_stopping
-from harness.ranks import free_port, run_world, watch_world
+from harness.ranks import free_port, run_ranks, watch_ranks
 from oracle.late_averages import weights_at_forward
 
 from offbeat import (
@@ -191,7 +191,7 @@ def test_a_stopped_member_joins_again(tmp_path: Path) -> None:
     after the timeout. Its error states what to do, and its process is started again."""
     scenario = Scenario(LocalSGD(period=3), 15, joins={3: 10}, join_after=1, folder=str(tmp_path))
     with membership_service() as address:
-        ended = watch_world(train_stopping, scenario.processes, address, scenario, timeout_s=110)
+        ended = watch_ranks(scenario.processes, train_stopping, address, scenario, timeout_s=110)
         epochs = epochs_of(address)
     stopped = ended[STOPPED]
     assert stopped.kind == "RuntimeError", stopped
@@ -208,8 +208,8 @@ def test_a_stopped_member_joins_again(tmp_path: Path) -> None:
 def test_a_job_with_fewer_members_than_least_ends_with_their_names() -> None:
     scenario = Scenario(LocalSGD(period=2), 8, first=2, kills={1: 3}, least=2)
     with membership_service() as address:
-        survivor, _ = watch_world(
-            train_member, 2, address, scenario, timeout_s=110, doomed=[*scenario.kills]
+        survivor, _ = watch_ranks(
+            2, train_member, address, scenario, timeout_s=110, doomed=[*scenario.kills]
         )
         [epoch] = epochs_of(address)
     assert survivor.kind == "RuntimeError", survivor
@@ -221,7 +221,7 @@ def test_a_job_with_fewer_members_than_least_ends_with_their_names() -> None:
 def test_a_process_trains_again_after_it_has_closed_its_model() -> None:
     scenario = Scenario(LocalSGD(period=2), 4, first=2)
     with membership_service() as address:
-        (first, again), *others = run_world(train_twice, 2, address, scenario)
+        (first, again), *others = run_ranks(2, train_twice, address, scenario)
         assert [len(e.members) for e in epochs_of(address)] == [2, 2]
     for weights in (again, *(weights for other in others for weights in other)):
         assert all(weights[name].equal(value) for name, value in first.items())

@@ -16,8 +16,7 @@ from cases.comparing import assert_same
 from cases.merging import Merging, closes_every
 from cases.models import Case, Loop, build_model
 from cases.schedules import CASE, Script
-from cases.turns import call
-from harness.ranks import Outcome, one_of, run_world, watch_world
+from harness.ranks import Outcome, call, one_of, run_ranks, watch_ranks
 from oracle.training import Replica, apply_merged, merged, replicas
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
@@ -47,7 +46,7 @@ TURNS = {one: [script for s, script in SCRIPTS if s == one] for one in (PAIRS, M
 
 @cache
 def trained(strategy: Merging) -> list[Outcome]:
-    return watch_world(schedules.follow_all, 2, TURNS[strategy], strategy, ITERATIONS)
+    return watch_ranks(2, schedules.follow_all, TURNS[strategy], strategy, ITERATIONS)
 
 
 @pytest.mark.parametrize(("strategy", "script"), SCRIPTS, ids=str)
@@ -76,7 +75,7 @@ PAUSED: tuple[tuple[Strategy, tuple[int, ...], int], ...] = (
 
 @pytest.mark.parametrize("i", range(len(PAUSED)), ids=[str(one) for one, *_ in PAUSED])
 def test_consolidate_applies_everything_once_and_begins_anew(i: int) -> None:
-    ranks, (_, pauses, _) = one_of(support.train_with_pauses, 2, PAUSED, i), PAUSED[i]
+    ranks, (_, pauses, _) = one_of(2, support.train_with_pauses, PAUSED, i), PAUSED[i]
     world = replicas(CASE, 2)
     closes, merge = closes_of(ranks[0].plan)
     bounds = [0, *(t + 1 for t in pauses), ITERATIONS]
@@ -102,18 +101,18 @@ TOGETHER: tuple[tuple[Any, ...], ...] = (
 
 
 def test_consolidate_within_an_iteration_is_an_error() -> None:
-    for words in one_of(call, 2, TOGETHER, 0):
+    for words in one_of(2, call, TOGETHER, 0):
         assert len(words) == 1
         assert "backward ran without optimizer.step() after it" in words[0]
 
 
 def test_loading_weights_discards_what_was_merged_for_others() -> None:
     """Gradients of the weights before are not applied to those that were loaded."""
-    assert one_of(call, 2, TOGETHER, 1) == [True, True]
+    assert one_of(2, call, TOGETHER, 1) == [True, True]
 
 
 def test_two_links() -> None:
-    ranks = run_world(support.train_on_two_links, 2, PAIRS, ITERATIONS)
+    ranks = run_ranks(2, support.train_on_two_links, PAIRS, ITERATIONS)
     for (mine, groups), replica in zip(ranks, reference(Script(), PAIRS), strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
         assert groups == 2
@@ -122,7 +121,7 @@ def test_two_links() -> None:
 def test_gradients_zeroed_in_place() -> None:
     """They hold what the window has added up so far: it is applied, or it is an error."""
     script = Script(loop=Loop(clear="gradients in place"))
-    outcomes = watch_world(schedules.follow_all, 2, [script], PAIRS, ITERATIONS)
+    outcomes = watch_ranks(2, schedules.follow_all, [script], PAIRS, ITERATIONS)
     for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
         if outcome.error:
             assert outcome.kind == "ValueError"
@@ -133,14 +132,14 @@ def test_gradients_zeroed_in_place() -> None:
 
 def test_gradient_scaler_is_an_error() -> None:
     args = (CASE, PAIRS, range(2), Loop(scale=8.0), {})
-    [outcome] = watch_world(workers.train_with, 1, *args)
+    [outcome] = watch_ranks(1, workers.train_with, *args)
     assert outcome.kind == "ValueError"
     assert "gradients of several scales cannot be unscaled together" in outcome.error
 
 
 def test_one_extra_copy_of_the_gradients() -> None:
-    [(merging, gradients)] = run_world(support.tensor_bytes, 1, PAIRS)
-    [(plain, _)] = run_world(support.tensor_bytes, 1, WFBP())
+    [(merging, gradients)] = run_ranks(1, support.tensor_bytes, PAIRS)
+    [(plain, _)] = run_ranks(1, support.tensor_bytes, WFBP())
     trainable = [p for p in build_model(Case("mlp")).parameters() if p.requires_grad]
     assert gradients == sum(p.nbytes for p in trainable)
     assert merging - plain == gradients + 8 * len(trainable)  # who has none, a number each
@@ -153,7 +152,7 @@ def test_one_extra_copy_of_the_gradients() -> None:
 def test_schedulers(name: str) -> None:
     """Per iteration they move with the optimizer; per epoch they are not held up."""
     calls = tuple((PAIRS, one, 12) for one in support.SCHEDULERS)
-    [rates] = one_of(support.rates_of, 1, calls, [*support.SCHEDULERS].index(name))
+    [rates] = one_of(1, support.rates_of, calls, [*support.SCHEDULERS].index(name))
     assert rates == pytest.approx(expected_rates(name, 12))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.workers import prepared, rank
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,7 +155,7 @@ def handmade() -> Profile:
 @pytest.mark.parametrize(("world_size", "most"), [(2, 0.0), (3, 1e-5)])
 def test_numbers_are_those_of_ddp(world_size: int, most: float) -> None:
     pairs = PAIRS if world_size == 2 else {"plain": STRATEGIES[1:2]}
-    for found in run_world(differences, world_size, pairs, timeout_s=100.0):
+    for found in run_ranks(world_size, differences, pairs, timeout_s=100.0):
         assert {key: value for key, value in found.items() if not value <= most} == {}
 
 
@@ -189,7 +189,7 @@ def own_buffers() -> dict[str, Any]:
 
 
 def test_who_keeps_buffers_of_its_own() -> None:
-    first, second = run_world(own_buffers, 2)
+    first, second = run_ranks(2, own_buffers)
     for name in ("off", "periodic"):
         assert all(not torch.equal(first[name][n], second[name][n]) for n in first[name])
     assert all(torch.equal(first["late"][n], second["late"][n]) for n in first["late"])

@@ -47,7 +47,7 @@ from cases.node_jobs import (
     profile_in,
 )
 from cases.workers import Trained
-from harness.ranks import one_of, run_world, watch_world
+from harness.ranks import one_of, run_ranks, watch_ranks
 from oracle.training import average_gradients, replicas
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -97,7 +97,7 @@ EVEN: tuple[Call, ...] = (
 def check(calls: tuple[Call, ...], i: int) -> None:
     case, name, nodes, *loop = calls[i]
     world = members(case, nodes, *loop)
-    ranks = one_of(train, len(world), calls, i)
+    ranks = one_of(len(world), train, calls, i)
     EQUATIONS[name][1](world, ranks[0][1], nodes)
     for (trained, _, _), replica in zip(ranks, world, strict=True):
         assert_same(trained, replica, f"rank {replica.rank}")
@@ -217,7 +217,7 @@ def refuse_all() -> dict[str, str]:
 
 @cache
 def refusals() -> list[dict[str, str]]:
-    return run_world(refuse_all, 4)
+    return run_ranks(4, refuse_all)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -249,7 +249,7 @@ MEASURED = (("auto",), ("mesh",))
 
 @pytest.mark.parametrize("i", range(len(MEASURED)), ids=["auto", "mesh"])
 def test_a_job_measures_both_levels(i: int) -> None:
-    ranks, [nodes] = one_of(measure, 4, MEASURED, i), MEASURED[i]
+    ranks, [nodes] = one_of(4, measure, MEASURED, i), MEASURED[i]
     said = ranks[0]["said"]
     source = {"auto": "LOCAL_WORLD_SIZE", "mesh": "mesh (2 x 2 ranks)"}[nodes]
     assert f"2 nodes of 2 ranks ({source}): every rank holds the whole model" in said
@@ -299,7 +299,7 @@ def note_senders() -> tuple[set[str], set[str], str]:
 
 
 def test_the_training_thread_sends_gradients_that_it_awaits() -> None:
-    ranks = run_world(note_senders, 4)
+    ranks = run_ranks(4, note_senders)
     for inside, between, _ in ranks:
         assert inside == {"MainThread"}
         assert between - {"MainThread"}  # a link
@@ -313,7 +313,7 @@ def fail_inside(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["is killed", "is stopped"])
 def test_a_rank_that_fails_inside_a_node_is_named(how: str) -> None:
-    outcomes = watch_world(fail_inside, 4, how, doomed=[1], timeout_s=60.0)
+    outcomes = watch_ranks(4, fail_inside, how, doomed=[1], timeout_s=60.0)
     for outcome in (outcomes[0], outcomes[2], outcomes[3]):
         assert outcome.kind == "RuntimeError", outcome
         assert "1" in DOWN.findall(outcome.error), outcome.error
@@ -346,7 +346,7 @@ def diverge(inside: bool) -> str:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["between nodes", "inside a node"])
 def test_weights_are_compared_inside_nodes(inside: bool) -> None:
-    found = one_of(diverge, 4, ((False,), (True,)), int(inside))
+    found = one_of(4, diverge, ((False,), (True,)), int(inside))
     if inside:
         words = "ranks that share a replica have diverged, although they apply the same gradients"
         assert all(words in one and "rank 3 and of rank 2" in one for one in found), found
@@ -395,12 +395,12 @@ SPOILT: tuple[tuple[Strategy, Case], ...] = (
 def test_values_that_are_not_finite(i: int) -> None:
     """The rank is named, or left out of the average of its node or of all."""
     strategy, case = SPOILT[i]
-    named = [error for error, _ in one_of(spoil, 4, tuple(("raise", *how) for how in SPOILT), i)]
+    named = [error for error, _ in one_of(4, spoil, tuple(("raise", *how) for how in SPOILT), i)]
     averages_gradients = isinstance(strategy, WFBP)
     # Averages inside a node do not reach the other node before the next average between them.
     for error in named if averages_gradients else named[2:]:
         assert "rank 2 sent values that are not finite" in error
-    left_out = one_of(spoil, 4, tuple(("skip", *how) for how in SPOILT), i)
+    left_out = one_of(4, spoil, tuple(("skip", *how) for how in SPOILT), i)
     assert [error for error, _ in left_out] == ["nothing"] * 4
     assert all(finite for _, (finite, *_) in left_out)
     warned = [text for _, (_, texts, _) in left_out for text in texts]

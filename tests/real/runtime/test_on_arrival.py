@@ -15,8 +15,7 @@ from cases.comparing import assert_close, assert_same
 from cases.merging import Merging, closes_every
 from cases.models import Case, Loop
 from cases.schedules import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
-from cases.turns import in_turn
-from harness.ranks import Outcome, one_of, run_world, watch_world
+from harness.ranks import Outcome, call, in_turn, one_of, run_ranks, watch_ranks
 from oracle.training import apply_merged, bsp, merged, replicas
 
 from offbeat import P3, WFBP, ByteScheduler, DeAR, Strategy
@@ -75,7 +74,7 @@ ITERATED = {
 def trained(strategy: Strategy) -> list[Outcome]:
     """Each rank's result: per script what there is in the end, and what was seen meanwhile."""
     scripts = [SCRIPTS[name][1] for name in ITERATED[strategy]]
-    return watch_world(support.follow_all, 2, scripts, strategy, ITERATIONS)
+    return watch_ranks(2, support.follow_all, scripts, strategy, ITERATIONS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -94,7 +93,7 @@ def test_equals_plain_training(name: str) -> None:
 def test_tied_weights_after_observation(i: int) -> None:
     script = Script(Case("tied", "nesterov"))
     calls = tuple((script, strategy, ITERATIONS) for strategy in (SLICES, HALVES))
-    ranks = one_of(support.follow_observed, 2, calls, i)
+    ranks = one_of(2, support.follow_observed, calls, i)
     for mine, (replica, _) in zip(ranks, support.followed(script, ITERATIONS), strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
 
@@ -104,7 +103,7 @@ def test_compiled_blocks() -> None:
     world = replicas(replace(case, model="backwards"), 2)
     bsp(world, range(ITERATIONS))
     for [(mine, _)], replica in zip(
-        run_world(support.follow_all, 2, [Script(case)], SLICES, ITERATIONS), world, strict=True
+        run_ranks(2, support.follow_all, [Script(case)], SLICES, ITERATIONS), world, strict=True
     ):
         plain = {name.replace("_orig_mod.", ""): t for name, t in mine.model.items()}
         assert_close(plain, replica.model.state_dict(), f"rank {replica.rank}")
@@ -130,7 +129,7 @@ ALONE: tuple[tuple[Any, ...], ...] = (
 
 @cache
 def alone() -> list[Any]:
-    [found] = run_world(in_turn, 1, ALONE)
+    [found] = run_ranks(1, in_turn, call, ALONE)
     return found
 
 
@@ -170,7 +169,7 @@ def test_evaluation_in_inference_mode_before_the_first_update() -> None:
 def test_gradients_zeroed_behind_the_scenes() -> None:
     """In place, while they are still needed: they are applied all the same, or it is an error."""
     script = Script(loop=Loop(clear="inner in place"))
-    [outcome] = watch_world(support.follow_all, 1, [script], SLICES, ITERATIONS)
+    [outcome] = watch_ranks(1, support.follow_all, [script], SLICES, ITERATIONS)
     if outcome.error:
         assert outcome.kind == "ValueError"
         assert "gradients were changed" in outcome.error
@@ -199,7 +198,7 @@ def test_a_forward_in_vain(i: int) -> None:
                 apply_merged(world, "sum")
     else:
         bsp(world, range(3 if how == "leaves" else 5))
-    ranks = one_of(support.forward_again, 2, IN_VAIN, i)
+    ranks = one_of(2, support.forward_again, IN_VAIN, i)
     for weight, replica in zip(ranks, world, strict=True):
         assert_close(weight, replica.model.get_parameter("6.weight").detach(), how)
 
@@ -216,7 +215,7 @@ def test_a_copy_is_a_plain_module() -> None:
 def test_clipping_is_an_error() -> None:
     """Where the first iteration did not show that the script clips."""
     args = (CASE, HALVES, range(2), Loop(clip=0.05, since=1), {})
-    [outcome] = watch_world(workers.train_with, 1, *args)
+    [outcome] = watch_ranks(1, workers.train_with, *args)
     assert outcome.kind == "ValueError"
     assert "a gradient was read between backward and optimizer.step()" in outcome.error
     assert REMEDY in outcome.error
@@ -224,14 +223,14 @@ def test_clipping_is_an_error() -> None:
 
 def test_gradient_scaler_is_an_error() -> None:
     args = (CASE, SLICES, range(2), Loop(scale=8.0, since=1), {})
-    [outcome] = watch_world(workers.train_with, 1, *args)
+    [outcome] = watch_ranks(1, workers.train_with, *args)
     assert outcome.kind == "ValueError"
     assert "GradScaler cannot unscale this strategy's gradients" in outcome.error
     assert "bf16 autocast without a scaler" in outcome.error
 
 
 def test_a_gradient_taken_away_is_an_error() -> None:
-    [outcome] = watch_world(oddities.drop_a_gradient, 1, SLICES, 1)
+    [outcome] = watch_ranks(1, oddities.drop_a_gradient, SLICES, 1)
     assert outcome.kind == "ValueError"
     assert "gradients were changed between backward and optimizer.step()" in outcome.error
 
@@ -244,7 +243,7 @@ def test_a_gradient_taken_away_is_an_error() -> None:
     ],
 )
 def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) -> None:
-    [outcome] = watch_world(train, 1, SLICES)
+    [outcome] = watch_ranks(1, train, SLICES)
     assert outcome.kind == "ValueError"
     assert words in outcome.error
     assert REMEDY in outcome.error
@@ -253,7 +252,7 @@ def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) ->
 def test_killed_peer_while_a_forward_waits() -> None:
     """The survivors' next forward needs what the dead one has not sent, or their step does."""
     args = (SLICES, "is killed", 1, 30.0, False)
-    outcomes = watch_world(failing.train_until, 3, *args, doomed=(1,))
+    outcomes = watch_ranks(3, failing.train_until, *args, doomed=(1,))
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "RuntimeError", outcome.error
         where = re.match(
@@ -276,5 +275,5 @@ def test_killed_peer_while_a_forward_waits() -> None:
 def test_rank_0_looks_alone(how: str, strategy: Strategy) -> None:
     """It saves a checkpoint while the others wait at a barrier, or at the end, when they leave;
     whoever leaves first takes with it no message that is still under way."""
-    for outcome in watch_world(support.leave, 2, how, strategy):
+    for outcome in watch_ranks(2, support.leave, how, strategy):
         assert (outcome.error, outcome.exitcode) == ("", 0), outcome.traceback

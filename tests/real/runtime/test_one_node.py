@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cases import workers
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from real.runtime.test_nodes import ADAM, NORMED, check
 
 from offbeat import DDP, WFBP, PartialSync, Strategy
@@ -45,7 +45,7 @@ def measure(strategy: Strategy) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", [WFBP(), PartialSync(period=2)], ids=str)
 def test_a_job_measures_its_node(strategy: Strategy) -> None:
-    first, second = run_world(measure, 2, strategy)
+    first, second = run_ranks(2, measure, strategy)
     assert "1 node of 2 ranks (LOCAL_WORLD_SIZE): every rank holds the whole model" in first["said"]
     assert "there is no other node to average with" in first["said"]
     profile = first["profile"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from cases import workers
 from cases.models import Case
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat.core.measuring.connections import LARGE_MESSAGES, MESSAGE_S, open_connections
 from offbeat.core.runtime import training_job
@@ -88,7 +88,7 @@ def orders(directory: str) -> list[list[Any]]:
 
 def test_before_the_first_recorded_iteration(tmp_path: Path) -> None:
     """Channels of the plan among them; nothing is sent for it without a record."""
-    for planned, unrecorded, ddp in run_world(orders, 2, str(tmp_path)):
+    for planned, unrecorded, ddp in run_ranks(2, orders, str(tmp_path)):
         assert planned == [["net", "net#1"], "iteration", "iteration"]
         assert unrecorded == []
         assert ddp == [["net"], "iteration", "iteration"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases.models import Case, batch, build_model, loss_of, profile_of
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 from offbeat import Profile
@@ -178,7 +178,7 @@ def test_compute_goes_on_after_waits_outside_of_messages(text: str, tmp_path: Pa
     profile_of(Case(), 2).with_pace(1.0).save(tmp_path / "profile.json")
     job = {"schema": 1, "pace": 1.0, "profile": str(tmp_path / "profile.json")}
     (tmp_path / "job.json").write_text(json.dumps(job))
-    for told in run_world(events_of_an_iteration, 2, text, tmp_path):
+    for told in run_ranks(2, events_of_an_iteration, text, tmp_path):
         before_update = told[: told.index("update")]
         # torch's DDP waits in forward for buffers and in backward for gradients
         assert before_update.count("wait") >= (2 if text == "ddp" else 1)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cases import talking
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_joined_values_of_all_ranks() -> None:
 
 def test_ranks_tell_each_other() -> None:
     """One that cannot say something is named on all, and they stay together."""
-    first, second = run_world(talking.tell_all_sorts, 2)
+    first, second = run_ranks(2, talking.tell_all_sorts)
     assert first == second
     nothing, said, state, refused, after = first
     assert nothing == [None, None]

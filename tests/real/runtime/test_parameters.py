@@ -4,7 +4,7 @@ import os
 
 import torch
 from cases.batches import Batch
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 import offbeat
@@ -116,7 +116,7 @@ def served_scenes():
 
 
 def test_with_servers():
-    (second, unfrozen), _ = run_world(served_scenes, 2)
+    (second, unfrozen), _ = run_ranks(2, served_scenes)
     assert "another model is prepared with servers" in second
     assert "parameter 'later.bias' was unfrozen after offbeat.prepare" in unfrozen
 

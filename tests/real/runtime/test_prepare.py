@@ -17,7 +17,7 @@ import torch
 from cases import failing, workers
 from cases.batches import Batch, Call
 from cases.models import Case, build_model, build_optimizer, profile_of
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from torch import nn
 
 import offbeat
@@ -167,7 +167,7 @@ def test_refused_when_prepared_already(call: Call) -> None:
 
 def test_a_model_that_is_closed_after_an_exception_has_failed() -> None:
     """Lightning closes it before the exception has left the script."""
-    others, closed = run_world(failing.close_after_an_exception, 2)
+    others, closed = run_ranks(2, failing.close_after_an_exception)
     assert closed == "closed"
     assert "failed with KeyError" in others
 
@@ -194,7 +194,7 @@ def test_a_loop_without_steps_is_reported_once(calls: list[Call]) -> None:
 
 
 def test_an_error_leaves_nothing_behind() -> None:
-    for words, *threads in run_world(failing.prepare_after_an_error, 2):
+    for words, *threads in run_ranks(2, failing.prepare_after_an_error):
         assert "the profile does not match: its world_size (3) must be 2" in words
         assert threads == []
 
@@ -241,12 +241,12 @@ def test_loading_in_the_middle(calls: list[Call]) -> None:
 
 
 def test_a_lone_process_trains_alone() -> None:
-    assert run_world(failing.train_alone, 1) == [("wfbp", 1)]
+    assert run_ranks(1, failing.train_alone) == [("wfbp", 1)]
 
 
 def test_a_closed_model_says_so() -> None:
     for strategies, servers in (([BSP(), DDP(), A2CiD2("complete")], 0), ([SSP(s=0)], 1)):
-        found = run_world(failing.go_on_after_close, 2, strategies, servers)[0]
+        found = run_ranks(2, failing.go_on_after_close, strategies, servers)[0]
         assert len(found) == len(strategies)
         for weights, words in found:
             assert weights, "its weights can still be read"
@@ -262,14 +262,14 @@ def test_evaluating_with_gradients_is_no_iteration(calls: list[Call]) -> None:
 
 
 def test_a_rank_that_does_not_prepare_again() -> None:
-    said, _ = run_world(failing.prepare_alone, 2)
+    said, _ = run_ranks(2, failing.prepare_alone)
     assert said.startswith("rank 0 waited 0.5 s for all 2 ranks to call offbeat.prepare")
 
 
 def test_nothing_is_kept_after_close() -> None:
     """Neither sessions nor memory, nor the threads of groups."""
     strategies = [BSP(), DreamDDP(2, wire="int4"), DDP(), DreamDDP(2), A2CiD2()]
-    assert run_world(failing.left_after_close, 2, strategies) == [[(0, 0)] * 5] * 2
+    assert run_ranks(2, failing.left_after_close, strategies) == [[(0, 0)] * 5] * 2
 
 
 # ---- profiles -------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_nothing_is_kept_after_close() -> None:
 def test_profile_cache(tmp_path: Path) -> None:
     """Written when missing, reused, measured anew on another model. Other load may have slowed the
     messages of the first measurement, so any network is accepted."""
-    world = partial(run_world, failing.train_with_cache, 2)
+    world = partial(run_ranks, failing.train_with_cache, 2)
     path = tmp_path / "cache" / "profile.json"
     [(first, known), _] = world(str(path), "mlp", inf)
     assert not known
@@ -296,10 +296,10 @@ def test_a_profile_of_another_network_is_measured_again_or_stated(tmp_path: Path
     slow = tuple(replace(link, latency_s=20.0) for link in known.links)
     far = replace(known, buckets=quick, links=slow)
     measured, written = tmp_path / "measured.json", tmp_path / "written.json"
-    [(fingerprint, _), _] = run_world(failing.train_with_cache, 2, str(measured), CASE.model)
+    [(fingerprint, _), _] = run_ranks(2, failing.train_with_cache, str(measured), CASE.model)
     replace(far, model=fingerprint).save(measured)
     replace(far, model="").save(written)
-    first, second = run_world(failing.prepare_elsewhere, 2, str(measured), str(written))
+    first, second = run_ranks(2, failing.prepare_elsewhere, str(measured), str(written))
     assert [used for used, *_ in first] == [used for used, *_ in second] == [False, True, True]
     assert [len(lines) for _, lines, _ in first] == [1, 1, 1]
     assert [latency_s for *_, latency_s in first[1:]] == [20.0, 20.0]
@@ -311,7 +311,7 @@ def test_a_cache_that_cannot_be_written_warns(tmp_path: Path) -> None:
     """And training goes on."""
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "profile.json"
-    [warned] = run_world(failing.train_without_cache, 1, str(path))
+    [warned] = run_ranks(1, failing.train_without_cache, str(path))
     assert any(str(path) in text and "cannot be written" in text for text in warned)
 
 
@@ -319,7 +319,7 @@ def test_a_broken_profile_file(tmp_path: Path) -> None:
     """Only rank 0 reads it, but all ranks raise."""
     path = tmp_path / "profile.json"
     path.write_text('{"schema": 1, "world_size": ')
-    for outcome in watch_world(failing.prepare_with, 2, str(path)):
+    for outcome in watch_ranks(2, failing.prepare_with, str(path)):
         assert outcome.kind == "ValueError"
         assert f"{path} is not JSON" in outcome.error
 
@@ -334,7 +334,7 @@ def test_tuned_ddp_has_a_profile(call: Call) -> None:
 
 def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
     job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
-    ranks = run_world(failing.train_as_job, 2, job, None)
+    ranks = run_ranks(2, failing.train_as_job, job, None)
     for rank, result in enumerate(ranks):
         assert result["plan"].strategy == "dreamddp"
         record = read(path_of(tmp_path, rank))
@@ -348,12 +348,12 @@ def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
 
 def test_a_job_counts_before_the_script(tmp_path: Path) -> None:
     job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
-    for result in run_world(failing.train_as_job, 2, job, "bsp"):
+    for result in run_ranks(2, failing.train_as_job, job, "bsp"):
         assert (result["plan"].strategy, result["plan"].period) == ("dreamddp", 2)
 
 
 def test_a_job_is_of_one_model(tmp_path: Path) -> None:
-    [words] = run_world(failing.prepare_two_as_job, 1, {"record_dir": str(tmp_path)})
+    [words] = run_ranks(1, failing.prepare_two_as_job, {"record_dir": str(tmp_path)})
     assert words.startswith("a second model cannot be prepared in a process that `offbeat run`")
 
 
@@ -375,7 +375,7 @@ def test_strategies_by_name() -> None:
 def test_a_job_that_only_measures(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     job = {"save_profile": str(path), "stop_after_profile": True, "record_dir": str(tmp_path)}
-    for outcome in watch_world(failing.train_as_job, 2, job, None):
+    for outcome in watch_ranks(2, failing.train_as_job, job, None):
         assert (outcome.kind, outcome.error) == ("SystemExit", "0")
     profile = Profile.load(path)
     assert profile.world_size == 2
@@ -386,7 +386,7 @@ def test_a_job_that_only_measures(tmp_path: Path) -> None:
 
 
 def test_the_world_may_be_destroyed_before_the_model_is_closed() -> None:
-    assert run_world(workers.destroys_the_world_first, 2) == [False, False]
+    assert run_ranks(2, workers.destroys_the_world_first) == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.quadratic import Nodes, Quadratic, interpreted, ran, train
 from oracle.random_plans import random_plan, ranks_of
 
@@ -122,7 +122,7 @@ def run_in_nodes(jobs):
 def test_nodes_compute_what_the_interpreter_computes_for_replicas():
     """A replica's gradient is the mean of its ranks', and their parameters have equal bits."""
     plans = [plan for _, plan in zip(range(BETWEEN_NODES), plans_of_nodes(), strict=False)]
-    ranks = run_world(run_in_nodes, 4, [(both, task.by_member) for _, both, task in plans])
+    ranks = run_ranks(4, run_in_nodes, [(both, task.by_member) for _, both, task in plans])
     for i, (plan, both, task) in enumerate(plans):
         expected = np.array(interpreted(plan, task, seed=task.seed))
         found = np.array([rank[i] for rank in ranks])

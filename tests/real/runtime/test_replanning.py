@@ -14,7 +14,7 @@ import pytest
 from cases.comparing import assert_same, sets_of
 from cases.drifting import Drifted, Times, train
 from cases.models import Case, profile_of
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.training import partial_sync, replicas
 
 from offbeat import ASCWFBP, BSP, P3, WFBP, DreamDDP, LocalSGD, Plan, Profile, Strategy
@@ -257,7 +257,7 @@ def drifted(
 ) -> list[Drifted]:
     profile = profile_of(CASE, ranks)
     args = (CASE, strategy, profile, iterations, times, BOUNDARY)
-    return run_world(_train, ranks, args, options)
+    return run_ranks(ranks, _train, args, options)
 
 
 def _train(args: tuple, options: dict) -> Drifted:
@@ -301,7 +301,7 @@ def test_no_plan_that_saves_less_than_two_percent() -> None:
     profile = with_slower_links(PROFILE, 1e-6)
     strategy, times = DreamDDP(PERIOD), Times(messages=((0, 4.0),))
     args = (CASE, strategy, profile, 10, times, BOUNDARY)
-    first, second = run_world(_train, 2, args, {"replan": "always"})
+    first, second = run_ranks(2, _train, args, {"replan": "always"})
     assert [len(first.plans), len(second.plans)] == [1, 1]
     assert "no other plan saves 2%, so the plan stays" in first.printed
     assert first.profile == second.profile != profile
@@ -352,7 +352,7 @@ def test_another_period_is_reported_and_not_used() -> None:
 
 
 def test_ranks_must_have_the_same_policy() -> None:
-    found = run_world(_differ, 2, PROFILE)
+    found = run_ranks(2, _differ, PROFILE)
     assert all("replan=" in error for error in found)
 
 

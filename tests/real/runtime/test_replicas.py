@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import guards as support
 from cases.batches import Batch, Call
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat import (
     DDP,
@@ -161,7 +161,7 @@ def test_sketches_measure_how_far_apart_tensors_are() -> None:
 
 
 def test_text_is_hashed_alike_in_every_process() -> None:
-    values = run_world(hash_text, 2, "weights")
+    values = run_ranks(2, hash_text, "weights")
     assert values[0] == values[1] == hash_text("weights") != hash_text("weighst")
 
 

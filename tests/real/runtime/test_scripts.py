@@ -17,7 +17,7 @@ from cases.models import Case, Loop, profile_of
 from cases.strategy_lists import STRATEGIES
 from cases.workers import Trained
 from harness.parts import average_of, conflict_with, defer_updates
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from oracle.training import Replica, bsp, local_sgd, partial_sync, replicas
 
 from offbeat import (
@@ -278,7 +278,7 @@ def test_hooks_registered_later_may_count_but_not_change_or_read() -> None:
 def test_hooks_are_allowed_without_a_variant_until_they_do_something(call: Call) -> None:
     """In cyclic parallelism the rank that updates refuses a hook that clips."""
     assert [steps for steps, _ in call.results] == [6, 6]
-    outcomes = watch_world(workers.train_with, 2, CASE, Cyclic(), range(4), Loop(hook=0.05), {})
+    outcomes = watch_ranks(2, workers.train_with, CASE, Cyclic(), range(4), Loop(hook=0.05), {})
     assert any(one.kind == "ValueError" and "hook" in one.error for one in outcomes)
 
 
@@ -327,7 +327,7 @@ def test_the_record_of_a_run_holds_the_variant(tmp_path: Path) -> None:
     profile, variant = profile_of(CASE, 2), P3().at_step()
     assert variant is not None
     args = (CASE, P3(), range(4), CLIPPING, {"profile": profile})
-    run_world(train_launched, 2, tmp_path, *args)
+    run_ranks(2, train_launched, tmp_path, *args)
     recorded = Plan.from_dict(json.loads((tmp_path / "plan.json").read_text()))
     assert recorded.digest == variant.plan(profile).digest != P3().plan(profile).digest
 
@@ -378,7 +378,7 @@ def test_accumulation_that_changes_is_that_of_no_sync() -> None:
 
 @TWO.each(oddities.add_up, [AFTER, [1, 1, 1, 2, 2, 2]], [BEFORE, [1, 1, 1, 2, 2, 2]])
 def test_another_backward_after_weights_have_moved_is_refused(calls: list[Call]) -> None:
-    alone = watch_world(oddities.add_up, 2, Cyclic(), [1, 1, 1, 2, 2, 2])
+    alone = watch_ranks(2, oddities.add_up, Cyclic(), [1, 1, 1, 2, 2, 2])
     for outcomes in (alone, *(call.outcomes for call in calls)):
         assert any("with model.no_sync():" in o.error for o in outcomes)
         assert {o.kind for o in outcomes} == {"RuntimeError"}
@@ -387,7 +387,7 @@ def test_another_backward_after_weights_have_moved_is_refused(calls: list[Call])
 @pytest.mark.parametrize("strategy", [WFBP(), DeAR()], ids=str)
 def test_one_rank_alone_runs_another_backward(strategy: Strategy) -> None:
     """It names the rank that does not; nobody waits longer than for the timeout."""
-    first, second = watch_world(add_alone, 2, strategy)
+    first, second = watch_ranks(2, add_alone, strategy)
     assert (first.kind, second.kind) == ("RuntimeError", "RuntimeError")
     assert "rank 1 did not" in first.error
     assert max(first.seconds, second.seconds) < 20

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 from offbeat.core.measuring.jitter import cluster_jitter, jitter_of, spread_of
@@ -44,7 +44,7 @@ def measured(threads: int, seconds: float) -> tuple[Link, int, float]:
 
 
 def test_every_rank_knows_the_same_processor_time() -> None:
-    first, second = run_world(measured, 2, 64, 3.0)  # more threads than any machine here
+    first, second = run_ranks(2, measured, 64, 3.0)  # more threads than any machine here
     assert first == second
     link, sent, left_bytes = first
     assert 0 < link.cpu_s_per_message + link.cpu_s_per_byte * TOTAL < 1
@@ -53,7 +53,7 @@ def test_every_rank_knows_the_same_processor_time() -> None:
 
 
 def test_without_a_budget_nothing_is_sent() -> None:
-    for link, _, left_bytes in run_world(measured, 2, 64, 1e-4):
+    for link, _, left_bytes in run_ranks(2, measured, 64, 1e-4):
         assert link == Link("a", 1e-3, 1e8)
         assert left_bytes == 20 * TOTAL
 

@@ -43,9 +43,8 @@ from cases.sharded_jobs import (
     train_variants,
     unite,
 )
-from cases.turns import call
 from cases.workers import TIMEOUT_S
-from harness.ranks import one_of, run_world, watch_world
+from harness.ranks import call, one_of, run_ranks, watch_ranks
 from oracle.training import average_gradients, bsp, local_sgd
 
 Call = tuple[Any, ...]  # what `train` gets
@@ -60,7 +59,7 @@ TWO: tuple[Call, ...] = (
 
 def check(calls: tuple[Call, ...], i: int) -> None:
     name, nodes, *renames = calls[i]
-    results = one_of(train, sum(map(len, nodes)), calls, i)
+    results = one_of(sum(map(len, nodes)), train, calls, i)
     strategy, equations, case, loop = CASES[name]
     world = members(case, nodes, loop)
     equations(world, strategy.plan(profile_in(case, nodes)), nodes)
@@ -109,7 +108,7 @@ def results_of(folder: Path) -> Results:
         "reshaped": (reshape, str(folder / "reshaped")),
         "refused": (refuse_all,),
     }
-    return lambda name: one_of(call, 4, tuple(calls.values()), [*calls].index(name))
+    return lambda name: one_of(4, call, tuple(calls.values()), [*calls].index(name))
 
 
 def test_options_of_fsdp(results_of: Results) -> None:
@@ -196,7 +195,7 @@ def test_torch_reads_checkpoints(results_of: Results, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reshaped(folder: Path) -> list[Any]:
-    return run_world(reshape_ours, 4, str(folder / "ours"))
+    return run_ranks(4, reshape_ours, str(folder / "ours"))
 
 
 @pytest.mark.parametrize("key", RESHAPED, ids=" - ".join)
@@ -242,7 +241,7 @@ def test_survivors_name_the_rank_that_hosts_the_store() -> None:
 
 
 def require_named(strategy: str, nodes: Any, who: int, path: str = "") -> None:
-    outcomes = watch_world(train_until_killed, 4, strategy, nodes, who, path, doomed=[who])
+    outcomes = watch_ranks(4, train_until_killed, strategy, nodes, who, path, doomed=[who])
     for outcome in outcomes:
         if outcome.rank != who:
             assert f"Rank {who} (" in outcome.error, outcome
@@ -254,5 +253,5 @@ def test_killed_jobs_continue_with_the_same_bits(tmp_path: Path) -> None:
     paths = [str(tmp_path / strategy) for strategy, _, _ in KILLED]
     for job, path in zip(KILLED, paths, strict=True):
         require_named(*job, path)
-    for found in run_world(continue_killed, 4, paths):
+    for found in run_ranks(4, continue_killed, paths):
         assert [whole == resumed for whole, resumed in found] == [True] * len(KILLED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import strangers
 from cases.batches import Batch, Call
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import nn
 
 import offbeat
@@ -81,7 +81,7 @@ def test_refused_in_words(call: Call) -> None:
 
 def test_begun_anew_after_a_failure() -> None:
     """Whoever learns of it last does not keep the others waiting until their time is over."""
-    ranks = run_world(strangers.begins_anew, 3, Cyclic(), timeout_s=60.0)
+    ranks = run_ranks(3, strangers.begins_anew, Cyclic(), timeout_s=60.0)
     assert sum("not finite" in said for said, _ in ranks) >= 1
     assert all(said for said, _ in ranks)
     for _, weights in ranks[1:]:
@@ -100,7 +100,7 @@ def test_loading_on_one_rank_alone(call: Call) -> None:
 
 
 def test_saving_on_one_rank_alone(tmp_path: Path) -> None:
-    said, _ = run_world(strangers.saves_alone, 2, str(tmp_path))
+    said, _ = run_ranks(2, strangers.saves_alone, str(tmp_path))
     assert "Every rank must call it" in said
     assert "rank 1" in said
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat.core.transport import control as control_module
 from offbeat.core.transport.control import Control
@@ -129,7 +129,7 @@ def talk_beside_a_thread() -> tuple[list[float], list[list[int]], list[float], i
 
 
 def test_collectives_of_the_script_do_not_mix_with_control_messages() -> None:
-    for sums, last, least, largest, same, other in run_world(talk_beside_a_thread, 3):
+    for sums, last, least, largest, same, other in run_ranks(3, talk_beside_a_thread):
         assert sums == [3.0 + 3 * i for i in range(TIMES)]
         assert last == [[rank, TIMES - 1] for rank in range(3)]
         assert least == [float(i) for i in range(TIMES)]

@@ -15,7 +15,7 @@ from cases.merging import Merging
 from cases.models import USUAL, Case, Loop, build_model, profile_of
 from cases.workers import Trained
 from harness.parts import average_of
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from oracle.training import (
     Replica,
     bsp,
@@ -254,7 +254,7 @@ def test_parameters_outside_the_optimizer_are_averaged_only(calls: list[Call]) -
 
 def test_two_links() -> None:
     """A message of one link does not wait for the other's; each keeps the plan's order."""
-    ranks = run_world(oddities.train_on_two_links, 2)
+    ranks = run_ranks(2, oddities.train_on_two_links)
     world = replicas(CASE, 2)
     bsp(world, range(ITERATIONS))
     for mine, replica in zip(ranks, world, strict=True):

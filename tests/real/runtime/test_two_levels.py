@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 from torch import Tensor
 
 from offbeat.core.codecs import codec
@@ -80,7 +80,7 @@ def results(cluster: Cluster, rank: int) -> dict[str, Any]:
 
 @cache
 def found() -> list[list[dict[str, Any]]]:
-    return run_world(use_links, RANKS)
+    return run_ranks(RANKS, use_links)
 
 
 @pytest.mark.parametrize("i", range(len(TOPOLOGIES)), ids=lambda i: str(TOPOLOGIES[i]))
@@ -140,7 +140,7 @@ def use_native_halves() -> list[tuple[bytes, bytes]]:
 
 
 def test_native_halves_with_fewer_owners() -> None:
-    ranks = run_world(use_native_halves, 3)
+    ranks = run_ranks(3, use_native_halves)
     for n, size in enumerate(SIZES):
         mean = np.mean([values(rank, size).numpy() for rank in range(3)], axis=0)
         whole = np.frombuffer(ranks[0][n][1])
@@ -187,7 +187,7 @@ def send_codes() -> tuple[list[tuple[list[int], Any]], int]:
 
 @cache
 def coded() -> list[tuple[list[tuple[list[int], Any]], int]]:
-    return run_world(send_codes, 4)
+    return run_ranks(4, send_codes)
 
 
 def test_a_rank_that_is_left_out_keeps_the_new_error_of_its_shard() -> None:

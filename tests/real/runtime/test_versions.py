@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import watch_world
+from harness.ranks import watch_ranks
 from torch._C._distributed_c10d import HashStore
 
 import offbeat
@@ -78,7 +78,7 @@ def prepare_with_versions() -> None:
 
 def test_prepare_compares_versions() -> None:
     """Before any collective: both ranks raise, and neither waits for the other one."""
-    for outcome in watch_world(prepare_with_versions, 2, timeout_s=60):
+    for outcome in watch_ranks(2, prepare_with_versions, timeout_s=60):
         assert outcome.kind == "ValueError", outcome.error
         assert "rank 1 (" in outcome.error
         assert f"has offbeat 0.0.9, rank 0 has {offbeat.__version__};" in outcome.error

@@ -15,7 +15,7 @@ from cases import workers
 from cases.models import Case, Loop
 from cases.tiny_runs import write_tiny
 from cases.workers import Trained
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat import BSP, FedAvg, SelSync, Strategy
 from offbeat.core.plan.program import Step
@@ -51,7 +51,7 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_averaged_gradients_are_seen_before_the_step_as_those_of_bsp(loop: Loop) -> None:
     """Bit for bit, clipped or unscaled as the user's loop does."""
-    for mine, theirs in run_world(several, 2, CASE, [GRADIENTS, BSP()], loop, 6):
+    for mine, theirs in run_ranks(2, several, CASE, [GRADIENTS, BSP()], loop, 6):
         for name, tensor in theirs.model.items():
             assert torch.equal(mine.model[name], tensor), name
 
@@ -59,7 +59,7 @@ def test_averaged_gradients_are_seen_before_the_step_as_those_of_bsp(loop: Loop)
 def test_parameters_and_rounds_of_one_step_are_bsp_up_to_rounding() -> None:
     one = FedAvg(local_steps=1)
     strategies = [SelSync(delta=0), SelSync(delta=0, scope="layer"), one, BSP()]
-    for *mine, theirs in run_world(several, 2, CASE, strategies, Loop(), 6):
+    for *mine, theirs in run_ranks(2, several, CASE, strategies, Loop(), 6):
         for other in mine:
             for name, tensor in theirs.model.items():
                 torch.testing.assert_close(other.model[name], tensor, rtol=1e-12, atol=1e-12)
@@ -104,7 +104,7 @@ def recorded(directory: str, strategy: Strategy) -> dict[str, Any]:
 def test_every_iteration_is_recorded(
     strategy: SelSync, names: list[str], lag: int, tmp_path: Path
 ) -> None:
-    records = run_world(recorded, 2, str(tmp_path), strategy)
+    records = run_ranks(2, recorded, str(tmp_path), strategy)
     mine, theirs = (record["votes"] for record in records)
     assert mine["iterations"] == theirs["iterations"] == list(range(10))
     assert list(mine["by_vote"]) == names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from cases import wired
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 
 from offbeat import WFBP, Cyclic, DreamDDP, FedAvg, LocalSGD, SelSync
 from offbeat.core.codecs import WIRES
@@ -30,7 +30,7 @@ HANDED = tuple(
 
 
 def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent():
-    ranks = run_world(wired.train, 3, STRATEGIES)
+    ranks = run_ranks(3, wired.train, STRATEGIES)
     first = ranks[0]
     for strategy, *found in zip(STRATEGIES, *ranks, strict=True):
         averaged = slice(1, None, 2) if isinstance(strategy, LocalSGD) else slice(None)
@@ -47,7 +47,7 @@ def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent():
 
 
 def test_what_is_handed_on_takes_few_bytes_and_learns():
-    ranks = run_world(wired.train, 3, HANDED)
+    ranks = run_ranks(3, wired.train, HANDED)
     for strategy, *found in zip(HANDED, *ranks, strict=True):
         assert all(other["consolidated"] == found[0]["consolidated"] for other in found)
         assert all(f["hashes"][-1] != found[0]["hashes"][-1] for f in found[1:]), str(strategy)
@@ -59,7 +59,7 @@ def test_what_is_handed_on_takes_few_bytes_and_learns():
 
 
 def test_weights_that_are_loaded_on_some_ranks_only_are_noticed():
-    outcomes = watch_world(wired.loaded, 3, Cyclic(wire="int4"), 1)
+    outcomes = watch_ranks(3, wired.loaded, Cyclic(wire="int4"), 1)
     said = [outcome.result or outcome.traceback for outcome in outcomes]
     assert "trained on" not in said
     assert any("weights were loaded on some ranks only" in words for words in said), said
@@ -67,7 +67,7 @@ def test_weights_that_are_loaded_on_some_ranks_only_are_noticed():
 
 def test_a_rank_killed_between_encoding_and_sending_takes_nothing_along():
     strategy = LocalSGD(period=2, wire="int4")
-    outcomes = watch_world(wired.killed_between, 2, strategy, 1, doomed=[1], timeout_s=40)
+    outcomes = watch_ranks(2, wired.killed_between, strategy, 1, doomed=[1], timeout_s=40)
     assert outcomes[0].result is not None, outcomes[0].traceback
     words, kept = outcomes[0].result
     assert "rank 1" in words.lower()

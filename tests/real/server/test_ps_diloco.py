@@ -12,7 +12,7 @@ import torch
 from cases.comparing import assert_close
 from cases.models import Case
 from cases.server_workers import Worked, work
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from oracle.training import Outer, local_sgd, replicas
 from torch import Tensor
 
@@ -156,7 +156,7 @@ def both(results: list[Any], workers: int) -> list[Worked]:
 
 def test_with_all_workers_it_is_diloco() -> None:
     strategy = PSDiLoCo(period=3, outer="0.7/0.5")
-    results = run_world(work, 4, CASE, strategy, 6, 2)
+    results = run_ranks(4, work, CASE, strategy, 6, 2)
     world = replicas(CASE, 2)
     local_sgd(world, range(6), period=3, outer=Outer(0.7, 0.5, nesterov=True))
     expected = dict(world[0].model.named_parameters())
@@ -171,7 +171,7 @@ def test_with_all_workers_it_is_diloco() -> None:
     ids=str,
 )
 def test_replicas_agree_in_the_end(strategy: Any) -> None:
-    a, b = both(run_world(work, 3, Case("conv", "sgd"), strategy, 5, 1), 2)
+    a, b = both(run_ranks(3, work, Case("conv", "sgd"), strategy, 5, 1), 2)
     assert all(torch.equal(a.model[name], b.model[name]) for name in a.model)
     start: dict[str, Tensor] = replicas(Case("conv", "sgd"), 1)[0].model.state_dict()
     assert any(not torch.equal(a.model[name], start[name]) for name in start)
@@ -179,7 +179,7 @@ def test_replicas_agree_in_the_end(strategy: Any) -> None:
 
 def test_a_killed_worker_leaves_a_quorum_running() -> None:
     strategy = PSDiLoCo(period=1, quorum=1, silent_s=1.0)
-    outcomes = watch_world(work, 3, CASE, strategy, 6, 1, 1, doomed=[1], timeout_s=40)
+    outcomes = watch_ranks(3, work, CASE, strategy, 6, 1, 1, doomed=[1], timeout_s=40)
     assert outcomes[1].kind == "silent"
     assert outcomes[0].error == outcomes[2].error == ""
     assert outcomes[0].result.clock == 6

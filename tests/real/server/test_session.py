@@ -13,7 +13,7 @@ from cases.comparing import assert_close
 from cases.models import Case
 from cases.server_jobs import job, until
 from cases.server_workers import Worked, refused, sparsely, work
-from harness.ranks import run_world, watch_world
+from harness.ranks import run_ranks, watch_ranks
 from oracle.training import bsp, replicas
 
 from offbeat import BSP, PSBSP, SSP, Profile
@@ -43,7 +43,7 @@ def both(results: list[Worked | int], workers: int) -> list[Worked]:
     ids=str,
 )
 def test_without_staleness_it_is_bsp(case: Case, strategy: SSP, servers: int, bare: bool) -> None:
-    results = run_world(work, 2 + servers, case, strategy, ITERATIONS, servers, None, bare)
+    results = run_ranks(2 + servers, work, case, strategy, ITERATIONS, servers, None, bare)
     world = replicas(case, 2)
     bsp(world, range(ITERATIONS))
     expected = dict(world[0].model.named_parameters())
@@ -57,7 +57,7 @@ def test_without_staleness_it_is_bsp(case: Case, strategy: SSP, servers: int, ba
 @pytest.mark.parametrize("strategy", [SSP(s=3), SSP(s=1, apply="push", accumulate=2)], ids=str)
 def test_replicas_agree_in_the_end(strategy: SSP) -> None:
     """With staleness the path depends on timing; what consolidate leaves does not differ."""
-    results = run_world(work, 3, Case("conv", "sgd"), strategy, ITERATIONS, 1)
+    results = run_ranks(3, work, Case("conv", "sgd"), strategy, ITERATIONS, 1)
     a, b = both(results, 2)
     assert all(torch.equal(a.model[name], b.model[name]) for name in a.model)
     assert a.clock == ITERATIONS // strategy.accumulate
@@ -176,15 +176,15 @@ def test_a_server_frees_the_memory_of_its_model() -> None:
 
 
 def test_sparse_gradients_become_dense() -> None:
-    for before, after in run_world(sparsely, 3, SSP(s=0))[:2]:
+    for before, after in run_ranks(3, sparsely, SSP(s=0))[:2]:
         mean = torch.tensor([[0.5, 0.5], [0.5, 0.5], [0, 0]]).double()
         torch.testing.assert_close(after, before - 0.5 * mean)
 
 
 def test_a_killed_worker_leaves_the_other_running() -> None:
     strategy = SSP(s=1, silent_s=1.0)
-    outcomes = watch_world(
-        work, 3, Case("mlp", "sgd"), strategy, ITERATIONS, 1, 1, doomed=[1], timeout_s=40
+    outcomes = watch_ranks(
+        3, work, Case("mlp", "sgd"), strategy, ITERATIONS, 1, 1, doomed=[1], timeout_s=40
     )
     assert outcomes[1].kind == "silent"
     assert outcomes[0].error == outcomes[2].error == ""
@@ -202,7 +202,7 @@ def test_a_killed_worker_leaves_the_other_running() -> None:
     ids=str,
 )
 def test_jobs_that_cannot_be(servers: int, strategy: object, words: str) -> None:
-    for said in run_world(refused, 2, servers, strategy):
+    for said in run_ranks(2, refused, servers, strategy):
         assert words in said
 
 
@@ -210,8 +210,8 @@ def test_a_new_job_begins_from_the_last_snapshot_of_all_servers(tmp_path: Path) 
     """Parameters and momentum: two jobs of four and two clocks are one of six."""
     case = Case("mlp", "nesterov")
     strategy = SSP(s=0, snapshot=str(tmp_path), snapshot_every=2)
-    (first,) = both(run_world(work, 3, case, strategy, 5, 2), 1)  # its fifth clock is lost
-    (again,) = both(run_world(work, 3, case, strategy, 2, 2), 1)
+    (first,) = both(run_ranks(3, work, case, strategy, 5, 2), 1)  # its fifth clock is lost
+    (again,) = both(run_ranks(3, work, case, strategy, 2, 2), 1)
     assert (first.begun, again.begun) == (0, 4)
     assert "resume" not in first.said
     said = " ".join(again.said.split())

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from cases.models import USUAL, Case, build_model, build_optimizer, profile_of
-from cases.workers import User, in_turn, prepared, rank, snapshot
-from harness.ranks import run_world
+from cases.workers import User, prepared, rank, snapshot
+from harness.ranks import in_turn, run_ranks
 from torch import nn
 
 import offbeat
@@ -166,7 +166,7 @@ def trained_after_a_load(iterations: int) -> dict[str, torch.Tensor]:
 def test_a_load_drops_the_average_in_flight():
     """In the middle of a period, and at its end: training goes on as from a start."""
     calls = [(0,), (3,), (2,)]
-    for expected, *others in run_world(in_turn, 2, trained_after_a_load, calls):
+    for expected, *others in run_ranks(2, in_turn, trained_after_a_load, calls):
         for found in others:
             for name, value in expected.items():
                 assert torch.equal(found[name], value), name

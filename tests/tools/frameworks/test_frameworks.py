@@ -12,7 +12,7 @@ import torch
 from cases import frameworks_workers
 from cases.frameworks_nodes import CLIPPED, LIGHTNING, both_worlds
 from harness.parts import Options
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 import offbeat
 
@@ -34,7 +34,7 @@ LIMIT_S = 180  # importing the frameworks takes long on a busy machine
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
     """What each rank has seen, of two ranks and of two nodes of two."""
     where, limit_s = str(tmp_path_factory.mktemp("frameworks")), LIMIT_S - 20
-    [found] = run_world(both_worlds, 1, where, limit_s, timeout_s=LIMIT_S - 10, imports=FRAMEWORKS)
+    [found] = run_ranks(1, both_worlds, where, limit_s, timeout_s=LIMIT_S - 10, imports=FRAMEWORKS)
     return found
 
 

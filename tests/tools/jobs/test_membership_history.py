@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cases.made_jobs import make_job
 from cases.member_jobs import SECRET, Scenario, membership_service, train_recorded_member
-from harness.ranks import watch_world
+from harness.ranks import watch_ranks
 
 from offbeat import WFBP, LocalSGD, cli
 from offbeat.core.files import replace_text
@@ -122,8 +122,8 @@ def test_records_of_members_that_fail_join_and_leave(tmp_path: Path) -> None:
     scenario = Scenario(LocalSGD(period=3), 30, kills={0: 5}, joins={3: 14}, join_after=1,
                         leaves={2: 22})  # fmt: skip
     with membership_service() as address:
-        ended = watch_world(
-            train_recorded_member, 4, str(tmp_path), address, scenario, timeout_s=110, doomed=[0]
+        ended = watch_ranks(
+            4, train_recorded_member, str(tmp_path), address, scenario, timeout_s=110, doomed=[0]
         )
     for one in ended:
         assert one.rank == 0 or not one.kind, one.error + one.traceback

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cases import observed_jobs
 from harness.commands import ForkedPython
-from harness.ranks import free_port, run_world, watch_world
+from harness.ranks import free_port, run_ranks, watch_ranks
 
 from offbeat import Plan, Profile
 from offbeat.experiments.record.run_directory import load_repetition
@@ -28,7 +28,7 @@ from offbeat.jobs.record_lines import RUN_FILE, load
 )
 def test_a_record_of_each_kind_of_session(strategy: str, servers: int, tmp_path: Path) -> None:
     ranks = 2 + servers
-    said = run_world(observed_jobs.train_recorded, ranks, str(tmp_path), strategy, "text", servers)
+    said = run_ranks(ranks, observed_jobs.train_recorded, str(tmp_path), strategy, "text", servers)
     (folder,) = tmp_path.iterdir()
     record = load([folder])
     assert record.missing == []
@@ -66,13 +66,13 @@ def test_a_record_of_each_kind_of_session(strategy: str, servers: int, tmp_path:
 
 
 def test_messages_as_json_and_none(tmp_path: Path) -> None:
-    said = run_world(observed_jobs.train_recorded, 2, str(tmp_path), "wfbp", "json")
+    said = run_ranks(2, observed_jobs.train_recorded, str(tmp_path), "wfbp", "json")
     lines = [json.loads(line) for line in said[0].splitlines()]
     assert {line["event"] for line in lines} >= {"start", "end"}
     assert all(isinstance(line["t"], float) and line["level"] for line in lines)
     assert lines[-1]["how"] == "ended"
-    assert run_world(observed_jobs.printed_without_record, 2, "off") == ["", ""]
-    first, other = run_world(observed_jobs.printed_without_record, 2, "text")
+    assert run_ranks(2, observed_jobs.printed_without_record, "off") == ["", ""]
+    first, other = run_ranks(2, observed_jobs.printed_without_record, "text")
     assert "bsp, 2 ranks" in first
     assert other == ""
 
@@ -82,7 +82,7 @@ def test_every_line_of_a_job_is_json(tmp_path: Path) -> None:
     strategy, found = "a2cid2:topology=measured", list[set[str]]()
     for signal_at, code in ((4, -signal.SIGTERM), (-1, 0)):
         act = (str(tmp_path), strategy, signal_at)
-        outcomes = watch_world(observed_jobs.train_until_signal, 2, *act)
+        outcomes = watch_ranks(2, observed_jobs.train_until_signal, *act)
         assert [one.exitcode for one in outcomes] == [code] * 2
         zero, one = ((tmp_path / f"stderr{rank}").read_text().splitlines() for rank in range(2))
         found.append({json.loads(line)["event"] for line in zero})
@@ -97,7 +97,7 @@ def test_a_signal_without_a_checkpoint(signal_at: int, how: str, tmp_path: Path)
     """While the profile is measured, which is not a part of checkpoints, and before the model is
     closed."""
     act = (str(tmp_path), "wfbp", signal_at)
-    outcomes = watch_world(observed_jobs.train_until_signal, 2, *act)
+    outcomes = watch_ranks(2, observed_jobs.train_until_signal, *act)
     assert [one.exitcode for one in outcomes] == [-signal.SIGTERM] * 2
     (folder,) = (tmp_path / "runs").iterdir()
     assert [(lines.end or {})["how"] for lines in load([folder]).ranks.values()] == [how] * 2
@@ -105,7 +105,7 @@ def test_a_signal_without_a_checkpoint(signal_at: int, how: str, tmp_path: Path)
 
 
 def test_ctrl_c_is_the_end_of_a_record(tmp_path: Path) -> None:
-    (printed,) = run_world(observed_jobs.interrupt_recorded, 1, str(tmp_path))
+    (printed,) = run_ranks(1, observed_jobs.interrupt_recorded, str(tmp_path))
     assert "FutureWarning" not in printed, "of torch's DDP"
     (folder,) = tmp_path.iterdir()
     end = load([folder]).ranks[0].end
@@ -152,7 +152,7 @@ def test_the_rank_that_fails_is_told_from_the_one_that_waits_for_it(tmp_path: Pa
 
 def test_a_run_names_the_run_that_it_continues(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    run_world(observed_jobs.train_twice, 2, str(runs), str(tmp_path / "checkpoints"))
+    run_ranks(2, observed_jobs.train_twice, str(runs), str(tmp_path / "checkpoints"))
     records = sorted((load([folder]) for folder in runs.iterdir()), key=lambda r: r.run["started"])
     first, second = records
     events = [e for e in second.ranks[1].events if e["event"] == "checkpoint"]
@@ -172,7 +172,7 @@ def test_attempts_of_torchrun_are_linked(job: str, tmp_path: Path) -> None:
     other = {"job": "other", "agent": "other:1", "restarts": 0}
     (earlier / RUN_FILE).write_text(json.dumps({"id": "other", "started": 1.0, "torchrun": other}))
     act = (str(runs), job, str(tmp_path / "kept"))
-    run_world(observed_jobs.train_at_every_attempt, 1, *act)
+    run_ranks(1, observed_jobs.train_at_every_attempt, *act)
     records = [load([folder]) for folder in find_runs(runs)][1:]
     found = [
         [(e["event"], e["continues"]) for e in record.ranks[0].events if "continues" in e]
@@ -192,7 +192,7 @@ def test_attempts_of_torchrun_are_linked(job: str, tmp_path: Path) -> None:
 
 def test_forks_write_close_and_end_nothing(tmp_path: Path) -> None:
     """Workers of a DataLoader, children of multiprocessing, and os.fork of every rank."""
-    for codes in run_world(observed_jobs.train_with_forks, 2, str(tmp_path)):
+    for codes in run_ranks(2, observed_jobs.train_with_forks, str(tmp_path)):
         assert codes == [7, 0, 7, 1, 7, 0, 7, 0], "of os.fork and multiprocessing in turn"
     (folder,) = (tmp_path / "runs").iterdir()
     record = load([folder])
@@ -209,7 +209,7 @@ def test_forks_write_close_and_end_nothing(tmp_path: Path) -> None:
 
 def test_the_launcher_has_no_record_of_a_server(tmp_path: Path) -> None:
     """Reports join the iterations of all records of a launched run."""
-    said = run_world(observed_jobs.train_launched, 3, str(tmp_path), "ssp", 1)
+    said = run_ranks(3, observed_jobs.train_launched, str(tmp_path), "ssp", 1)
     assert said[2] == "served"
     repetition = load_repetition(tmp_path, 0)
     assert [record.rank for record in repetition.ranks] == [0, 1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness.ranks import run_world
+from harness.ranks import run_ranks
 
 from offbeat.core.transport.control import Control
 from offbeat.jobs.settings import (
@@ -144,7 +144,7 @@ def errors_of_settings(folder: str) -> list[str]:
 def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     """All ranks refuse the same, and name the values of both; a folder that one of them cannot
     write, by the name of the variable or argument."""
-    first, second = run_world(errors_of_settings, 2, str(tmp_path))
+    first, second = run_ranks(2, errors_of_settings, str(tmp_path))
     assert first == second
     assert first[:3] == ["", "", ""]
     for text, words in zip(

@@ -16,7 +16,7 @@ import pytest
 from cases import stopping_jobs as jobs
 from harness.commands import ForkedPython
 from harness.parts import Folder, load
-from harness.ranks import TESTS, run_world, watch_world
+from harness.ranks import TESTS, run_ranks, watch_ranks
 
 from offbeat import A2CiD2, LocalSGD
 
@@ -36,8 +36,8 @@ def require_resumable(folder: Path) -> None:
     """One checkpoint, from which a job continues bit for bit."""
     [name] = Folder(folder / "kept").names()
     iterations = int(name.rpartition("-")[2]) + 4
-    resumed = run_world(jobs.train, 2, str(folder), iterations)
-    assert resumed == run_world(jobs.train, 2, None, iterations)
+    resumed = run_ranks(2, jobs.train, str(folder), iterations)
+    assert resumed == run_ranks(2, jobs.train, None, iterations)
 
 
 @pytest.mark.parametrize(("signalled", "sender"), [((0, 1), "[01]"), ((1,), "1")])
@@ -46,7 +46,7 @@ def test_all_ranks_stop_after_the_same_iteration(
 ) -> None:
     """Rank 0 is faster, and leads by up to a period."""
     job = (str(tmp_path), 1_000_000, signalled, (0.0, 0.05), LocalSGD(period=7))
-    outcomes = watch_world(jobs.train, 2, *job)
+    outcomes = watch_ranks(2, jobs.train, *job)
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
     [name] = Folder(tmp_path / "kept").names()
     count = name.rpartition("-")[2]
@@ -60,7 +60,7 @@ def test_all_ranks_stop_after_the_same_iteration(
 
 def test_ranks_that_do_not_wait_for_each_other_stop_separately(tmp_path: Path) -> None:
     job = (str(tmp_path), 1_000_000, (0, 1), (0.0, 0.05), A2CiD2())
-    outcomes = watch_world(jobs.train, 2, *job)
+    outcomes = watch_ranks(2, jobs.train, *job)
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 2
     for rank, end in enumerate(ends(tmp_path)):
         [name] = Folder(tmp_path / "kept" / f"worker-{rank}").names()
@@ -70,7 +70,7 @@ def test_ranks_that_do_not_wait_for_each_other_stop_separately(tmp_path: Path) -
 
 def test_a_server_ends_after_its_workers(tmp_path: Path) -> None:
     """Otherwise the workers would end by an error, as the launcher stops all ranks at once."""
-    outcomes = watch_world(jobs.serve_and_train, 3, str(tmp_path))
+    outcomes = watch_ranks(3, jobs.serve_and_train, str(tmp_path))
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 3, outcomes[0].error
     (folder,) = (tmp_path / "runs").iterdir()
     texts = [lines.end and lines.end["text"] for _, lines in sorted(load([folder]).ranks.items())]
@@ -81,7 +81,7 @@ def test_a_server_ends_after_its_workers(tmp_path: Path) -> None:
 
 def test_workers_of_a_loader_end_after_their_rank(tmp_path: Path) -> None:
     """Otherwise torch would raise in the rank, which could not save the checkpoint."""
-    outcomes = watch_world(jobs.train_with_loader, 2, str(tmp_path))
+    outcomes = watch_ranks(2, jobs.train_with_loader, str(tmp_path))
     assert [one.exitcode for one in outcomes] == [TERMINATED] * 2, outcomes[0].error
     assert len(Folder(tmp_path / "kept").names()) == 1
     worker, until = (tmp_path / "worker").read_text(), time.monotonic() + 20
@@ -130,18 +130,18 @@ def test_torchrun_and_resume(tmp_path: Path) -> None:
 def test_end_without_a_checkpoint(
     act: Callable[[str], Any], text: str, codes: list[int], tmp_path: Path
 ) -> None:
-    outcomes = watch_world(act, 2, str(tmp_path), timeout_s=25)
+    outcomes = watch_ranks(2, act, str(tmp_path), timeout_s=25)
     assert [one.exitcode for one in outcomes] == codes
     assert f"received SIGTERM. Ended after {jobs.AT} iterations: {text}" in ends(tmp_path)[0]
     assert Folder(tmp_path / "kept").names() == []
 
 
 def test_handler_of_a_script_is_called_after_the_checkpoint(tmp_path: Path) -> None:
-    outcomes = watch_world(jobs.leave_by_handler, 2, str(tmp_path))
+    outcomes = watch_ranks(2, jobs.leave_by_handler, str(tmp_path))
     assert [one.exitcode for one in outcomes] == [TERMINATED, 3]
     assert len(Folder(tmp_path / "kept").names()) == 1
 
 
 def test_handlers_of_scripts_and_forks(tmp_path: Path) -> None:
     expected = (["before", "after"], TERMINATED)
-    assert run_world(jobs.keep_handlers, 2, str(tmp_path)) == [expected] * 2
+    assert run_ranks(2, jobs.keep_handlers, str(tmp_path)) == [expected] * 2

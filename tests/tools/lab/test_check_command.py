@@ -19,11 +19,10 @@ from cases.checking import (
     differ,
     end_early,
     hide_the_name,
-    namespaces_of,
     share,
     use_two_links,
 )
-from harness.ranks import run_world
+from harness.ranks import namespaces_of, run_ranks
 
 from offbeat.check.link_check import link_limit_s
 from offbeat.lab import Cluster, Lab, Link
@@ -72,7 +71,7 @@ def printed(_support: str | None) -> dict[str, list[Printed]]:
         pytest.skip(_support)
     with ExitStack() as stack:
         labs = {name: stack.enter_context(Lab(cluster)) for name, cluster in LONG.items()}
-        run_world(share, 1, namespaces_of(labs["a shared link"])[0], (1, 3), 4_000_000)
+        run_ranks(1, share, namespaces_of(labs["a shared link"])[0], (1, 3), 4_000_000)
         pool = stack.enter_context(ThreadPoolExecutor(len(labs)))
         checks = {n: pool.submit(check_in, lab, lab.cluster.hosts) for n, lab in labs.items()}
         return {name: check.result() for name, check in checks.items()}
@@ -110,7 +109,7 @@ def test_blocked_ports_are_named() -> None:
     with Lab(Cluster.simple(4, "20mbit")) as lab:
         names = namespaces_of(lab)[1:]
         pairs = [(names[host], lab.address(peer)) for host, peer in ((1, 2), (2, 1), (3, 0))]
-        run_world(block, 1, pairs, PORT)
+        run_ranks(1, block, pairs, PORT)
         printed = check_in(lab, 4, port=PORT, quick=True)
     one_way, both_ways = verdicts(printed_by_rank_0(printed, 1))
     for text, names in (
@@ -126,7 +125,7 @@ def test_every_link_is_checked() -> None:
     with Lab(Cluster(hosts=2, links=(Link(name="a"), Link(name="b")))) as lab:
         names = namespaces_of(lab)[1:]
         well = check_in(lab, 2, use_two_links, port=PORT, quick=True)
-        run_world(block, 1, [(names[1], lab.address(0, 1))], PORT)
+        run_ranks(1, block, [(names[1], lab.address(0, 1))], PORT)
         printed = check_in(lab, 2, use_two_links, port=PORT, quick=True)
     lines = printed_by_rank_0(well, 0)
     assert re.fullmatch(r"offbeat check: 2 ranks on 2 hosts, eth0, eth1, \d s", lines[0])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cases.checking import namespaces_of
 from harness.commands import ForkedPython
+from harness.ranks import namespaces_of
 
 from offbeat.lab import Cluster, Lab
 
