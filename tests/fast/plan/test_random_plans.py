@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
 from functools import cache
 from itertools import count, islice
 from random import Random
 
 import numpy as np
 import pytest
+from harness.parts import (
+    RULES,
+    WIRES,
+    InterpretedModel,
+    Interpreter,
+    Program,
+    slices_of,
+)
 from oracle.adversary import Machine, Problem, momentum
 from oracle.random_plans import random_plan, ranks_of
 
-from offbeat.core.codecs import WIRES
-from offbeat.core.plan.program import Program
-from offbeat.core.rules import RULES
-from offbeat.core.verify.check import check, shorten_phases, slices_of
-from offbeat.core.verify.interpreter import Interpreter
-from offbeat.core.verify.worker import InterpretedModel
-from offbeat.plan import VERBS, Phases, Plan
+from offbeat.plan import VERBS, Plan, check
 
 PLANS = 500
 EXECUTED = 60
@@ -149,48 +149,6 @@ def test_no_machine_is_so_unkind_that_weights_differ():
             machine = Machine(plan, problem, ranks_of(plan), seed=s, lazy=lazy, flushes=flushes)
             unkind = machine.run(iterations_of(plan))
             assert_same(plain, unkind, f"seed {seed}, machine {s}\n{plan}", 1e-9)
-
-
-def stretched(plan: Plan, by: int) -> Plan:
-    """The plan with `by` further phases after each one, equal to it but for transfers and all
-    that they bring: these keep to the first of them."""
-
-    def first(phases: Phases) -> Phases:
-        return Phases(p * (by + 1) for p in phases)
-
-    def every(phases: Phases) -> Phases:
-        return Phases.of_runs((a * (by + 1), z * (by + 1)) for a, z in phases.runs)
-
-    def apply(a):
-        return replace(a, phases=(every if a.rule == "local" else first)(a.phases))
-
-    return replace(
-        plan,
-        transfers=tuple(replace(t, phases=first(t.phases)) for t in plan.transfers),
-        applies=tuple(map(apply, plan.applies)),
-        prologue=plan.prologue * (by + 1),
-        period=plan.period * (by + 1),
-    )
-
-
-def messages(plan: Plan) -> list[str]:
-    """What is wrong, without the numbers of iterations and phases."""
-    return [re.sub(r"iteration \d+", "iteration", problem.message) for problem in check(plan)]
-
-
-def test_a_shortened_plan_means_the_same(monkeypatch):
-    """What is found in it is found in the whole as well, and nothing else."""
-    cut = 0
-    for seed, plan, _ in plans()[::4]:
-        long = stretched(plan, 6)
-        found = messages(long)
-        with monkeypatch.context() as patch:
-            patch.setattr("offbeat.core.verify.check.shorten_phases", lambda plan: plan)
-            assert messages(long) == found, seed
-        short = shorten_phases(long)
-        assert shorten_phases(short) == short
-        cut += short is not long
-    assert cut > 30
 
 
 @pytest.mark.parametrize("seed", range(3))

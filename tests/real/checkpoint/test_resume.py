@@ -8,10 +8,10 @@ import pytest
 from cases import checkpoint_jobs as jobs
 from cases.models import Case
 from cases.strategy_lists import STRATEGIES
+from harness.parts import module_names, setting_names
 from harness.ranks import run_ranks
 
 import offbeat
-from offbeat.core.strategy.registry import module_names, setting_names
 from offbeat.strategies import create
 
 ADAM = Case("conv", "adam", "step")

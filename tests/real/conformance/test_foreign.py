@@ -13,8 +13,8 @@ from cases.strategy_lists import STRATEGIES
 from offbeat.plan import Moment, Phases, Plan, local, transfer
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import Strategy
-from offbeat.strategies.equations import synchronous
 from offbeat.testing.conformance import conforms, moves_everything
+from offbeat.testing.equations import synchronous
 
 PROFILE = Profile(
     tuple(Bucket(str(b), 0.01, 0.02, 1000 * (b + 1)) for b in range(3)),

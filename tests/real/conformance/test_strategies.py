@@ -28,6 +28,7 @@ from cases.workers import (
     train_in_two_halves,
     train_with,
 )
+from harness.parts import COMPUTE, RULES, Windows, average_of, draw_samples
 from harness.ranks import one_of, run_ranks
 from oracle.training import (
     Clipping,
@@ -50,15 +51,10 @@ from oracle.worlds import by_own_equations
 from torch import Tensor
 
 from offbeat import Plan, Profile
-from offbeat.core.derive.windows import Windows
-from offbeat.core.rules import RULES
-from offbeat.core.rules.select import draw_samples
-from offbeat.core.sim.trace import COMPUTE
 from offbeat.plan import BUFFERS, VOTES, Payload
 from offbeat.sim import simulate
 from offbeat.strategies import Strategy, create
-from offbeat.strategies.equations import Changes
-from offbeat.strategies.partial_sync import average_of
+from offbeat.testing.equations import Changes
 
 # One case per setting that changes what is sent or computed; a strategy that is only registered is
 # tested with its defaults. Fusions and solvers choose among equal plans: strategies/.

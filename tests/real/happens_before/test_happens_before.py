@@ -20,11 +20,10 @@ from cases.happens_before import jobs
 from cases.happens_before.checker import CHECKER, COMPUTE, Streams, Watch
 from cases.member_jobs import epochs_of, membership_service
 from cases.strategy_lists import GOSSIP, SERVED, STRATEGIES
+from harness.parts import Scratch, setting_names, via_host
 from harness.ranks import run_ranks
 from torch import Tensor
 
-from offbeat.core.strategy.registry import setting_names
-from offbeat.core.transport.collectives import Scratch, via_host
 from offbeat.membership import Epoch
 
 Call = tuple[str, ...]

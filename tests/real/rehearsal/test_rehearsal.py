@@ -9,14 +9,12 @@ import pytest
 import torch
 from cases import rehearsed
 from cases.rehearsed import SIZES, K, T, quadratic_profile, rehearse_quadratic
+from harness.parts import Interpreter, coupled_links, parse
 from harness.ranks import run_ranks
 from oracle.quadratic import Quadratic, interpreted, model_of
 
 import offbeat
 from offbeat import Profile
-from offbeat.core.sim.fluid import coupled_links
-from offbeat.core.strategy.parsing import parse
-from offbeat.core.verify.interpreter import Interpreter
 from offbeat.sim import predict, simulate
 
 # Each kind of step between messages: gradients at once, in halves, in windows and handed on;

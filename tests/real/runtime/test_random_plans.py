@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness.parts import CPU, LinkSpec, NodeClaim, Program, connect, two_levels
 from harness.ranks import run_ranks
 from oracle.quadratic import Nodes, Quadratic, interpreted, ran, train
 from oracle.random_plans import random_plan, ranks_of
 
 from offbeat import Plan, Strategy
-from offbeat.core.plan.program import Program
-from offbeat.core.transport.cluster import connect
-from offbeat.core.transport.device import CPU
-from offbeat.core.transport.interfaces import LinkSpec
-from offbeat.core.transport.topology import NodeClaim
-from offbeat.core.verify.check import check
-from offbeat.plan import INSIDE, vote_channel
+from offbeat.plan import INSIDE, check, vote_channel
 from offbeat.profile import Bucket, Link, Profile
-from offbeat.strategies.levels import two_levels
 
 PLANS, PARTS = 160, 2  # accepted ones, in so many tests
 BETWEEN_NODES = 30
