@@ -24,6 +24,7 @@ MODULES = (
     "offbeat.strategies",
     "offbeat.data",
     "offbeat.lab",
+    "offbeat.testing",
     "offbeat.testing.conformance",
     "offbeat.testing.equations",
 )
