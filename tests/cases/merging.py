@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +32,7 @@ from offbeat.experiments.record.record_file import path_of, read
 from offbeat.plan import Apply, Buffer, Merge, Moment, Phases, local, transfer
 from offbeat.profile import Link
 from offbeat.strategies import Monitor
+from offbeat.testing import inspect
 
 # ---- merged ------------------------------------------------------------------------------------
 
@@ -226,13 +229,13 @@ def train_guarded(
     window: int,
     offsets: dict[tuple[int, int], float],
     iterations: int,
-    directory: str,
     rates: Sequence[float] = (0.05, 0.05),
 ) -> Watched:
     """Train with a guard that looks every `window` iterations. `offsets`: what is added to the
     loss per (rank, iteration), without an effect on gradients; `rates`: per rank."""
     guard.WINDOW, guard.WINDOWS_PER_LOOK, guard.LOOKS_PER_ESTIMATE = window, 1, 1
-    job = Path(directory) / f"job{rank()}.json"
+    directory = mkdtemp()
+    job = Path(directory) / "job.json"
     job.write_text(json.dumps({"schema": 1, "record_dir": directory}))
     os.environ["OFFBEAT_JOB"] = str(job)
     module, plain = build(CASE)
@@ -248,12 +251,13 @@ def train_guarded(
                 loss = loss_of(model, *batch(CASE, rank(), t))
                 (loss + offsets.get((rank(), t), 0.0)).backward()
                 optimizer.step()
-                names.append(model._session.plan.strategy)
-                periods.append(model._session.plan.period)
+                names.append(inspect(model).plan.strategy)
+                periods.append(inspect(model).plan.period)
             trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
             model.consolidate(repair=rates[0] != rates[1])
             united = bits(model)
     decisions = read(path_of(directory, rank()))["decisions"]
+    rmtree(directory)
     texts = [str(w.message) for w in caught]
     return Watched(trained, names, periods, texts, decisions, united)
 
@@ -270,7 +274,7 @@ def without_a_window(strategy: Strategy, observed: bool, iterations: int) -> Wat
         prepared(module, plain, strategy, **given) as (model, optimizer),
     ):
         go_on(model, optimizer, CASE, range(iterations))
-        names = [model._session.plan.strategy]
+        names = [inspect(model).plan.strategy]
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         united = bits(model)
     text = " ".join(printed.getvalue().split())  # lines are wrapped

@@ -36,6 +36,7 @@ from offbeat.strategies import Strategy
 from offbeat.testing import Inspection, inspect
 
 TIMEOUT_S = 20.0
+_open: list[Any] = []  # models of `prepared`, until they are closed
 
 
 @dataclass
@@ -68,8 +69,10 @@ def prepared(
     """prepare, and close at the end so that another session can follow in this process."""
     options.setdefault("timeout_s", TIMEOUT_S)
     model, optimizer = offbeat.prepare(model, optimizer, strategy, **options)
+    _open.append(model)
     yield model, optimizer
     model.close()
+    _open.remove(model)
 
 
 def snapshot(value: Any) -> Any:
@@ -285,6 +288,24 @@ def train_in_turn(
     case: Case, strategies: Sequence[Strategy], iterations: range, options: dict[str, Any]
 ) -> list[Trained]:
     return [train(case, strategy, iterations, **options) for strategy in strategies]
+
+
+def attempts(calls: Sequence[tuple[Any, ...]]) -> list[tuple[Any, str, str]]:
+    """Result of each call, or None with kind and text of its exception. What a call has left, its
+    open models and variables of the environment, does not reach the next."""
+    found: list[tuple[Any, str, str]] = []
+    variables = dict(os.environ)
+    for function, *args in calls:
+        try:
+            found.append((function(*args), "", ""))
+        except (Exception, SystemExit) as error:
+            found.append((None, type(error).__name__, str(error)))
+        while _open:
+            with contextlib.suppress(RuntimeError, ValueError):  # of the same cause
+                _open.pop().close()
+        os.environ.clear()
+        os.environ.update(variables)
+    return found
 
 
 def train_and_unite(strategy: Strategy, case: Case, iterations: int) -> Trained:

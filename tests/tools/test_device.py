@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tools.test_compare import SCRIPT
+from cases.layered import layered_script
 
 from offbeat.cli import entry as cli
 from offbeat.cli.texts import parse_device_speed
@@ -82,7 +82,7 @@ def test_simulate_and_advise_state_whose_times_they_are(capsys):
 
 
 def test_compare_predicts_for_the_device_beside_the_measured_hosts(tmp_path, capsys):
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(layered_script(4, 10**5))
     argv = ["compare", "--lab", "none", "--hosts", "2", "--profile", "p.json", "--out", "r"]
     argv += ["--strategies", "bsp,local-sgd", "--repeat", "1", "--device-speed", "20ms"]
     assert cli.main([*argv, "train.py"]) == 0

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from tools.test_compare import SCRIPT
+from cases.layered import layered_script
 
 from offbeat.cli import entry as cli
 from offbeat.core.measuring.processors import processors
@@ -152,7 +152,7 @@ def test_a_run_predicts_for_its_own_network_and_records_it(tmp_path, monkeypatch
     """Measured at 200 Mbit/s on 4 hosts, run at 10 Mbit/s on 2; the lab is a stand-in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "Lab", lambda cluster, _: NoLab(cluster))
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(layered_script(4, 10**5))
     KNOWN.save("p.json")
     argv = ["run", "--profile", "p.json", "--hosts", "2", "--rate", "10mbit", "--out", "r"]
     assert cli.main([*argv, "train.py"]) == 0

@@ -71,12 +71,12 @@ def test_older_parameters_are_kept_only_while_needed() -> None:
         def passed(work: Work, _begin_s: float, _end_s: float, trainer=trainer) -> None:
             # The last forward of an iteration is the last that uses older ones.
             if not work.backward and work.batch % 4 == 3:
-                assert len(trainer._stages[work.stage].versions) == 1
+                assert len(trainer.stages[work.stage].versions) == 1
 
         trainer.on_work = passed
         for t in range(3):
             trainer.step([batch(i, t) for i in range(4)])
-            seen.append(max(len(stage.versions) for stage in trainer._stages))
+            seen.append(max(len(stage.versions) for stage in trainer.stages))
         assert max(seen) == most
         trainer.finish()
 

@@ -79,7 +79,7 @@ def command(folder: Path, out: str, strategies: str, *more: str, resume: bool = 
 
 def test_a_script_as_it_is(folder, monkeypatch):
     """The script equals the function, and --resume keeps what is complete."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     typed = command(folder, "run", "dreamddp:period=3", "--jitter", "0.1")
     script = [str(folder / "train.py"), "5"]
     assert main([*typed, *script]) == 0
@@ -146,7 +146,7 @@ if os.environ["RANK"] == "0":
 @pytest.mark.usefixtures("forked_rehearsals")
 def test_what_was_interrupted_is_rehearsed_after_what_is_kept(folder, tmp_path, monkeypatch):
     """Ctrl-C in the second strategy; then both in two processes at once."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "helper.py").write_text(HELPER)
     script = [str(tmp_path / "train.py"), "5"]
     (tmp_path / "train.py").write_text(STOPPED.format(folder=str(tmp_path)) + SCRIPT)
@@ -202,7 +202,7 @@ print(" ".join(place), rehearsed.flat(module)[:6].tolist())
 def test_replicas_of_two_ranks(folder, monkeypatch):
     """`--per-node 2`: both ranks of a node print the same weights, and the report has all ranks.
     The shortest loader ends the loops of all ranks."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (folder / "nodes.py").write_text(NODES)
     typed = command(folder, "nodes", "local-sgd:period=2", "--per-node", "2")
     assert main([*typed, str(folder / "nodes.py")]) == 0
@@ -244,7 +244,7 @@ print(accelerator.process_index, found.tolist(), accelerator.is_main_process, se
 def test_accelerate_deals_the_data(folder, monkeypatch):
     """accelerate keeps its rank once per process; each replica has its own."""
     pytest.importorskip("accelerate")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (folder / "accelerated.py").write_text(ACCELERATE)
     assert main([*command(folder, "accelerated", "wfbp"), str(folder / "accelerated.py")]) == 0
     repetition = folder / "accelerated" / "wfbp" / "rep0"

@@ -282,7 +282,7 @@ def test_speeds_are_seconds_per_byte_of_the_numbers(monkeypatch):
     with encoding, and so do linear codecs, which do both in one."""
     few = 4 * measuring.FEW
 
-    def taken(used, x, _):  # seconds to encode, to decode, of all
+    def taken(used, x, *_):  # seconds to encode, to decode, of all
         size = 4 * x.numel()
         if used.linear:
             return 0.0, 0.0, 7.0 + 3 * size

@@ -220,7 +220,7 @@ def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() 
         _new_iteration=lambda number: Iteration(number, Timestamps(), []),
         _log=None,
         _recorder=None,
-        _listener=None,
+        _listeners=[],
     )
     LoopSession.step(session, False)
     assert published == [session._done.number] == [5]

@@ -45,7 +45,7 @@ from offbeat.testing.conformance import equals_equations, moves_everything, shar
 from offbeat.testing.conformance import plan_is_pure as is_pure
 from offbeat.testing.conformance import plan_is_sound as is_sound
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 KIB = 1024
 SMALL = Profile(
     buckets=tuple(

@@ -521,7 +521,8 @@ def bytes_moved(trained: Trained, iterations: range, kind: str) -> int:
         if t in iterations and name.partition(" ")[2].startswith(kind)
         if not name.startswith("reduce_scatter")
     }
-    return sum(size for _, _, size in messages)
+    # An all-gather sends half of what it moves.
+    return sum(size * (2 if name.startswith("all_gather") else 1) for _, name, size in messages)
 
 
 # ---- (d) the same order as in the simulator -------------------------------------------------

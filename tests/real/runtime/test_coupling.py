@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from cases import guards as support
-from cases import keepers, workers
-from harness.ranks import run_ranks
+from cases import keepers
+from harness.ranks import in_turn, run_ranks
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -207,6 +207,6 @@ def test_views_made_before_parameters_moved_are_refused() -> None:
         ("Listed", PartialSync(2), True),
         ("Blocked", WFBP(), True),
     ]
-    [found] = run_ranks(1, workers.in_turn, keepers.fail, calls)
+    [found] = run_ranks(1, in_turn, keepers.fail, calls)
     assert [step for step, _ in found] == [1, 1, 3, 3, 0, -1]
     assert all("param_groups" in text or "param groups" in text for step, text in found[:-1])

@@ -17,7 +17,7 @@ from real.runtime.test_nodes import ADAM, NORMED, check
 from offbeat import DDP, WFBP, PartialSync, Strategy
 from offbeat.sim import predict
 
-STRATEGIES = ("wfbp", "dreamddp", "local sgd", "diloco", "selsync")
+STRATEGIES = ("wfbp", "dreamddp", "diloco", "selsync")
 CALLS = tuple((ADAM, name, ((0, 1),)) for name in STRATEGIES)
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import oddities, workers
-from harness.ranks import run_ranks
+from cases import oddities
+from harness.ranks import in_turn, run_ranks
 
 from offbeat import LocalSGD, PartialSync
 from offbeat.core.runtime.outputs import tensors_of
@@ -41,6 +41,6 @@ def test_tensors_in_objects() -> None:
 def test_iterations_are_steps_whatever_a_forward_returns(strategy: Strategy) -> None:
     """Also if gradients are zeroed between forward and backward."""
     calls = [(kind, strategy) for kind in oddities.RETURNS]
-    for found in run_ranks(2, workers.in_turn, oddities.train_returning, calls):
+    for found in run_ranks(2, in_turn, oddities.train_returning, calls):
         assert [iterations for _, iterations in found] == [8] * len(calls)
         assert len({bits for bits, _ in found}) == 1

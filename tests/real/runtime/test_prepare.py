@@ -278,7 +278,7 @@ def test_nothing_is_kept_after_close() -> None:
 def test_profile_cache(tmp_path: Path) -> None:
     """Written when missing, reused, measured anew on another model. Other load may have slowed the
     messages of the first measurement, so any network is accepted."""
-    world = partial(run_ranks, failing.train_with_cache, 2)
+    world = partial(run_ranks, 2, failing.train_with_cache)
     path = tmp_path / "cache" / "profile.json"
     [(first, known), _] = world(str(path), "mlp", inf)
     assert not known
