@@ -24,7 +24,7 @@ PROFILE = Profile(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_the_steady_state_is_that_of_a_long_simulation(data):
     profile = data.draw(random_timelines.profiles(most_buckets=3, contention=True))

@@ -254,7 +254,7 @@ def test_a_late_plan_that_saves_nothing_gives_way_to_wfbp(noise):
     assert "late updates save no time" in said
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     profile=profiles(),
     most=st.integers(1, 5),
