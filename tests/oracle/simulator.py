@@ -391,7 +391,7 @@ def wired_s(t: Transfer, plan: Plan, profile: Profile) -> tuple[float, float, fl
             shard = numbers / ranks
             rounds = [codes, codes + ranks * plain]
             coded_s = coding_s(2, [numbers, shard], [numbers, numbers])
-        sent, sent_s = sum(rounds) // 2, sum(map(gathered_s, rounds))
+        sent, sent_s = sum(rounds) // 2, sum(map(gathered_s, filter(None, rounds)))
         busy_s = (cpu_s + link.cpu_s_per_byte * sent if sent else 0.0) + coded_s
         bytes_s = transfer_s * sum(rounds) / whole * half(link, "all_gather")
     takes_time = link.cpu_s_per_message or link.cpu_s_per_byte
