@@ -1,4 +1,4 @@
-"""Guard against updates without effect: an optimizer must change the weights of its groups."""
+"""Guard against updates without effect: an optimizer must write the weights of its groups."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.shards import local_of
 
 ATTEMPTS = 3  # updates; some optimizers, such as SOAP, only create their state in the first one
-LEAST_RATE = 1e-6  # with a smaller learning rate, updates may be below rounding
 
 
 class UpdateCheck:
-    """Compares weights before and after the first updates of an optimizer, until one changes them.
+    """Compares weights before and after the first updates of an optimizer, until one writes them.
 
-    Updates count if a gradient is not zero and the learning rate of its group is not near zero.
+    A write counts even if it changes no weight: updates may be smaller than the resolution of the
+    weights, as those of bfloat16 in a warm-up. Updates count if a gradient is not zero.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
         self._unmoved, self._first = 0, -1
-        self._before: tuple[list[Tensor], int] | None = None
+        self._before: tuple[list[Tensor], list[int], int] | None = None
         self.done = False
 
     def begin(self, first: int, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,37 +36,40 @@ class UpdateCheck:
         self._before = None
         if self._first not in (-1, first):
             return
-        moving = {
-            id(p)
-            for group in self._optimizer.param_groups
-            if (rate := group.get("lr")) is None or abs(float(rate)) >= LEAST_RATE
-            for p in group["params"]
-        }
-        stepped: list[Tensor] = [p for p in parameters if id(p) in moving]
+        groups = (group["params"] for group in self._optimizer.param_groups)
+        own = {id(p) for group in groups for p in group}
+        stepped: list[Tensor] = [p for p in parameters if id(p) in own]
         if any(_has_gradient(p) for p in stepped):
-            self._first, self._before = first, (stepped, checksum(*stepped))
+            self._first = first
+            self._before = stepped, versions_of(stepped), checksum(*stepped)
 
     def end(self) -> None:
         """Compare the weights after the update.
 
         Raises:
-            ValueError: `ATTEMPTS` updates have changed no weight.
+            ValueError: `ATTEMPTS` updates have written no weight.
         """
         if self._before is None:
             return
-        parameters, before = self._before
+        parameters, versions, before = self._before
         self._before = None
-        if checksum(*parameters) != before:
+        # Writes through `.data` change no version.
+        if versions_of(parameters) != versions or checksum(*parameters) != before:
             self.done = True
             return
         self._unmoved += 1
         if self._unmoved == ATTEMPTS:
             raise ValueError(
-                f"{type(self._optimizer).__name__}.step() has changed no weight in {ATTEMPTS} "
+                f"{type(self._optimizer).__name__}.step() has written no weight in {ATTEMPTS} "
                 "updates although gradients are not zero (does it keep views of parameters or "
                 "gradients?); let it use p and p.grad of its param_groups in every step(), or use "
                 "strategy DDP(), which moves neither"
             )
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the counts of in-place writes of tensors."""
+    return [tensor._version for tensor in tensors]
 
 
 def _has_gradient(p: Tensor) -> bool:
