@@ -18,7 +18,8 @@ class UpdateCheck:
     """Compares weights before and after the first updates of an optimizer, until one writes them.
 
     A write counts even if it changes no weight: updates may be smaller than the resolution of the
-    weights, as those of bfloat16 in a warm-up. Updates count if a gradient is not zero.
+    weights, as those of bfloat16 in a warm-up. Updates count if a gradient is not zero, and nor is
+    the learning rate of its group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -36,7 +37,7 @@ class UpdateCheck:
         self._before = None
         if self._first not in (-1, first):
             return
-        groups = (group["params"] for group in self._optimizer.param_groups)
+        groups = [g["params"] for g in self._optimizer.param_groups if g.get("lr") != 0]
         own = {id(p) for group in groups for p in group}
         stepped: list[Tensor] = [p for p in parameters if id(p) in own]
         if any(_has_gradient(p) for p in stepped):

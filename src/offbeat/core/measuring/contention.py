@@ -17,9 +17,7 @@ from offbeat.core.plan import base_link, channel
 from offbeat.core.profile import Contention, Link
 from offbeat.core.transport.cluster import Cluster
 
-RUNS = (
-    3  # loads of `Effort.load` messages for each pair: one on one link alone, one on each of both
-)
+RUNS = 3  # loads of `Effort.load` messages for each pair: one on one link, one on each of both
 
 Spans = list[tuple[float, float]]  # (start, end) of messages, perf_counter seconds
 

@@ -33,7 +33,10 @@ class Effort:
 
 
 THOROUGH = Effort()
-QUICK = Effort(0.5, 1, 2, 1, 1, 1 << 14, (1, 1), 3, 0.0)
+QUICK = Effort(
+    links_s=0.5, series=1, load=2, volleys=1, volley=1, codec_numbers=1 << 14,
+    codec_repeats=(1, 1), codec_messages=3, codec_rest_s=0.0,
+)  # fmt: skip
 _used = THOROUGH
 
 
