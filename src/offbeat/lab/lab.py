@@ -2,8 +2,10 @@
 
 import os
 import platform
+import secrets
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -26,6 +28,7 @@ from offbeat.lab.units import parse_rate_bps
 
 _FIRST_PORT = 29500
 _PORTS = 10_000
+_LISTENING_PORTS = range(20_000, 32_768)  # below those that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -320,10 +323,12 @@ class NoLab(_RunningLab):
         return None
 
     def next_port(self) -> int:
-        """Return a port that is free on the loopback at present."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
+        """Return a free port of the loopback that no outgoing connection takes meanwhile."""
+        while True:
+            port = secrets.choice(_LISTENING_PORTS)
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
 
     def set_rate(self, host: int, link: str, rate: str | float | None) -> None:
         """Raise LabError: the loopback is not shaped.

@@ -56,6 +56,20 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def reaches_stand_ins(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the steps of a copy change a small stand-in parameter of each group.
+
+    They do not if the optimizer steps tensors of its own attributes, or reads gradients from there.
+    """
+    for g, _ in enumerate(optimizer.param_groups):
+        try:
+            if _step_stand_in(optimizer, g, 1.0, alone=False) is None:
+                return False
+        except Exception:
+            return False
+    return True
+
+
 def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
     """Return a copy of the optimizer with other groups and without state.
 
