@@ -62,15 +62,16 @@ class Scenario:
             processes receive the optimizer's state before members change.
         join_after: number of the epoch after whose beginning processes request to join.
         kills: by process, the iteration in which it ends; in its message, or after its step.
-        kill_in_message: whether the process ends in its first message from that iteration on.
+        kill_in_message: whether the process ends in its first message from that iteration on that
+            is no vote.
         deaf: by process, the iteration whose message it sends but fails to receive.
         loses: by process, further messages that it fails to receive, one after the other: the first
             one from an iteration on with a bucket, as (iteration, bucket).
         state: `join_state` of joining processes.
         least: smallest number of members with which the job continues after a failure.
         samples: number of samples that the members read once; 0: no sampler.
-        lost_at: iteration whose samples have been read when the members that remain notice that the
-            store of the first member is lost; -1: none.
+        lost_at: by process that remains, the iteration whose samples it has read when it notices
+            that the store of the first member is lost.
         ranks: number of ranks of each member. Process p is a rank of the member p // ranks.
         ports: by member of several ranks, a free port of its node.
         orphans: processes that end with an error, because another rank of their member has.
@@ -104,7 +105,7 @@ class Scenario:
     state: Any = "copy"
     least: int = 1
     samples: int = 0
-    lost_at: int = -1
+    lost_at: Mapping[int, int] = field(default_factory=dict)
     ranks: int = 1
     ports: tuple[int, ...] = ()
     orphans: tuple[int, ...] = ()
@@ -225,7 +226,7 @@ def train_member(address: str, scenario: Scenario) -> Outcome:
             break
         read[t] = indices
         anchors[t] = digest_anchors(model)
-        if t == scenario.lost_at and who not in scenario.kills:
+        if scenario.lost_at.get(who) == t:
             _await(lambda: model._session._cluster.control.has_lost_store)
         if scenario.spoils.get(who) == t:
             next(model.module.parameters()).data[:1] = float("nan")
@@ -373,12 +374,12 @@ def _fail_in_messages(scenario: Scenario, who: int) -> None:
     send, loses = LinkThread._send, [*scenario.loses.get(who, ())]
 
     def send_or_fail(link: LinkThread, message: Message) -> None:
-        if scenario.kill_in_message and message.iteration >= scenario.kills.get(who, math.inf):
+        payload, kills = message.transfer.payload, scenario.kills.get(who, math.inf)
+        if scenario.kill_in_message and payload.buffer != "vote" and message.iteration >= kills:
             os._exit(9)
         given = message.tensors
         send(link, message)
         is_lost = scenario.deaf.get(who) == message.iteration
-        payload = message.transfer.payload
         if loses and payload.buffer in ("param", "average"):
             iteration, bucket = loses[0]
             if message.iteration >= iteration and bucket in payload.buckets:

@@ -127,13 +127,33 @@ def test_each_sample_is_read_once_while_members_change() -> None:
 
 def test_a_failure_that_is_noticed_between_iterations_loses_no_samples() -> None:
     """The members have read the samples of the next iteration, which is still of the old epoch."""
-    changes = {"kills": {0: 7}, "lost_at": 8}
+    changes = {"kills": {0: 7}, "lost_at": {1: 8, 2: 8}}
     outcomes, epochs = run(Scenario(LocalSGD(period=6), 100, samples=161, **changes))
     assert [len(e.members) for e in epochs] == [3, 2]
     kept = epochs[1].details["lost_from"]
     read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
     assert len(read) == len(set(read))
     assert 161 - len(read) - BATCH_SIZE * kept < 2
+
+
+def test_a_member_that_is_behind_trains_on_until_the_new_epoch() -> None:
+    """Process 1 notices the failure two iterations before process 2."""
+    scenario = Scenario(LocalSGD(period=6), 20, kills={0: 7}, lost_at={1: 8, 2: 10})
+    epochs = check(scenario, every(6))
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 10)]
+
+
+def test_a_vote_that_has_landed_keeps_no_samples_of_a_failed_member() -> None:
+    """Process 1 has voted in iteration 6, and dies in the average of iteration 7. Its samples since
+    the average of iteration 3 are read by others."""
+    changes = {"kills": {1: 6}, "kill_in_message": True}
+    strategy = SelSync(delta=1e9, max_period=4)
+    outcomes, epochs = run(Scenario(strategy, 100, samples=161, **changes))
+    assert [len(e.members) for e in epochs] == [3, 2]
+    assert epochs[1].details["lost_from"] == 4
+    read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
+    assert len(read) == len(set(read))
+    assert 161 - len(read) - BATCH_SIZE * 4 < 2
 
 
 @pytest.mark.parametrize(
