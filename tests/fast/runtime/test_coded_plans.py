@@ -105,9 +105,10 @@ SMALL_HALF = replace(HALF, small_halves={"all_gather": ((1000, 0.01), (1_000_000
     ],
 )
 def test_planners_are_told_what_messages_take(wire, link, given):
-    """The links that they plan with take as long as the wire, and as much of compute: also where a
-    floor, a half of an all-reduce or a bucket was measured."""
-    link = replace(link, cpu_s_per_message=0.3, cpu_s_per_byte=1e-5)
+    """The links that they plan with take as long as the wire, also after a pause, and as much of
+    compute: also where a floor, a half of an all-reduce or a bucket was measured."""
+    pauses = ((100, 0.1), (10_000_000, 0.9))
+    link = replace(link, cpu_s_per_message=0.3, cpu_s_per_byte=1e-5, after_pause=pauses)
     buckets = (Bucket("b", 0.01, 0.02, 80_000, given),) * 2
     profile = Profile(buckets, (link,), 4, codecs=(CodecSpeed(wire.name, *SPEED),))
     ways = [(range(1), "all_reduce"), (range(2), "all_reduce"), (range(2), "send")]
@@ -117,6 +118,8 @@ def test_planners_are_told_what_messages_take(wire, link, given):
         takes = Encoded(profile, payload, wire, verb)
         # Blocks are filled up.
         assert told.message_s(payload, "net", verb) == pytest.approx(takes.seconds("net"), rel=5e-3)
+        told_s = told.link("net").additional_s(profile.bytes_of(payload), verb, 4)
+        assert told_s == pytest.approx(link.additional_s(takes.bytes, verb, 4), rel=5e-3)
         if verb == "all_reduce" and not given:
             assert told.sending_s(payload, "net") == pytest.approx(takes.sending_s("net"), rel=5e-3)
 

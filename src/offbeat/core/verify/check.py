@@ -192,8 +192,6 @@ class _Execution:
         plan, rng = self.plan, np.random.default_rng(0)
         self.lag = Program(plan).lag
         self.active = plan.prologue + plan.period + self.lag
-        # The gradients of the last window are applied at the end of the next one, a period later.
-        self.late = any(map(effects.is_window_end, plan.applies))
         self.start = rng.normal(size=sum(self.sizes))
         self.sources = rng.normal(size=(self.ranks, self.active, sum(self.sizes)))
         self.offsets = [0, *accumulate(self.sizes)]
@@ -248,7 +246,7 @@ class _Execution:
         )
         if say >= MIXED:
             periods = MIXED_PERIODS  # gradients never become 0, so votes always matter
-        more = (periods + self.late) * self.plan.period + 2 * self.lag + 1
+        more = periods * self.plan.period + 2 * self.lag + 1
         interpreter.run(self.active + more)
         return [worker.seen for worker in interpreter.workers]
 
