@@ -31,6 +31,14 @@ from offbeat.plan import Apply, Moment, Phases, Plan
 # ---- windows -----------------------------------------------------------------------------------
 
 
+def test_a_window_has_an_iteration_of_a_worker_far_behind():
+    """Rank 0 begins it after the window's end."""
+    trace = Trace("simulated", "ssp", ((10.0, 20.0, 30.0), (1.0, 2.0, 3.0)), (0.0, 0.0))
+    window = window_of(trace, range(2, 3), 5.0)
+    assert window.iterations == range(2, 3)
+    assert [window.bounds_s(rank) for rank in (0, 1)] == [[18.0, 28.0], [0.0, 1.0]]
+
+
 def run_of(path, lengths, *, shifts=(0.0,), sends=1, skip=0, notes=None):
     """Compute for the whole of every iteration, a message in the second half where `sends`."""
     records = []

@@ -266,7 +266,8 @@ def _most_similar(starts: list[int], sent: dict[int, Counter[Key]], predicted: T
 def window_of(trace: Trace, iterations: range, length_s: float | None = None) -> Window:
     """Return iterations of a trace as a window, on one clock.
 
-    With `length_s` the window has this length and all iterations that begin in the window.
+    With `length_s` the window has this length and all iterations that begin in the window, at least
+    the first one.
     """
     ranks = range(trace.world_size)
     starts = [start_of(trace, rank, iterations.start) for rank in ranks]
@@ -281,7 +282,8 @@ def window_of(trace: Trace, iterations: range, length_s: float | None = None) ->
     else:
         begun = bisect_left(trace.ends_s[0][: trace.iterations], zeros[0] + length_s)
         last = min(begun, trace.iterations - 1) + trace.first
-        iterations = range(iterations.start, last + 1)
+        # Workers of servers do not wait for each other: rank 0 may begin its first one later.
+        iterations = range(iterations.start, max(last, iterations.start) + 1)
     return Window(trace, iterations, zeros, length_s, _seen_spans(trace, zeros, length_s))
 
 
