@@ -22,8 +22,8 @@ from oracle.random_plans import random_plan, ranks_of
 
 from offbeat.plan import VERBS, Plan, check
 
-PLANS = 500
-EXECUTED = 60
+PLANS = 250
+EXECUTED = 30
 KINDLY, UNKINDLY = (None, 0, 1), range(4)
 
 
