@@ -79,7 +79,7 @@ links = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(random_timelines.profiles(), links, st.text(), st.integers(0, 10**9), st.booleans())
 def test_json_round_trip(profile, link, text, broadcast_bytes, clips):
     profile = replace(

@@ -26,7 +26,7 @@ from offbeat.core.verify.check import check
 from offbeat.plan import Plan, vote_channel
 from offbeat.profile import Bucket, Link, Profile
 
-PLANS = 50  # accepted ones
+PLANS = 30  # accepted ones
 
 
 class Worker:
@@ -144,8 +144,8 @@ def test_resumed_at_any_iteration() -> None:
         assert np.array_equal(resumed, expected[:, at:]), f"seed {seed}, at {at}\n{plan}"
         under_way += any(i["messages"] for p in positions for i in p["iterations"])
         kept += any(name != "grad" for p in positions for name in p["buffers"])
-    assert under_way > 5, "too few plans had messages under way"
-    assert kept > 5, "too few plans had buffers of their own"
+    assert under_way > 2, "too few plans had messages under way"
+    assert kept > 2, "too few plans had buffers of their own"
 
 
 @pytest.mark.parametrize("at", range(4, 10))

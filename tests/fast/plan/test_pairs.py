@@ -82,8 +82,14 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(9, {"gamma": 0.4}), (10, {})], ids=str)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        *((name, 10, {}) for name in CHANGES),
+        *((name, 9, {"gamma": 0.4}) for name in ("none", "a message that is late")),
+    ],
+    ids=str,
+)
 def test_few_ranks_decide_as_all(name, settings, ranks, monkeypatch):
     plan = CHANGES[name](plan_of(ranks, **settings))
     found = check(plan, profile_of(ranks))

@@ -49,7 +49,7 @@ def computed_s(profile):
     return profile.other_s + profile.forward_s + profile.backward_s + profile.update_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ALIKE)
 def test_bsp_adds_one_message(profile):
     size = len(profile.buckets)
@@ -59,7 +59,7 @@ def test_bsp_adds_one_message(profile):
     assert prediction.exposed_s == exactly(message_s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ALIKE)
 def test_wfbp_follows_its_recursion(profile):
     end_s = 0.0
@@ -71,7 +71,7 @@ def test_wfbp_follows_its_recursion(profile):
     assert prediction.exposed_s == exactly(exposed_s)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ALIKE)
 def test_optimal_fusion_takes_what_the_solver_says(profile):
     groups = [t.payload.buckets for t in WFBP().plan(profile).transfers]
@@ -80,7 +80,7 @@ def test_optimal_fusion_takes_what_the_solver_says(profile):
     assert predict(WFBP(), profile).iteration_s == exactly(expected_s)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(random_timelines.profiles(most_buckets=5, links=("net",), rank_scales=False), SECONDS)
 def test_fusion_includes_what_messages_take_from_compute(profile, each_s):
     """No other division into messages is simulated to be faster."""
@@ -101,7 +101,7 @@ def divisions(count):
         yield tuple(map(range, [0, *cuts], [*cuts, count]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ALIKE)
 def test_local_sgd_adds_one_message_per_period(profile):
     message_s = profile.message_s(Payload("param", range(len(profile.buckets))), "net")
@@ -111,7 +111,7 @@ def test_local_sgd_adds_one_message_per_period(profile):
 
 @pytest.mark.parametrize("average", ["after_update", "before_update"])
 @pytest.mark.parametrize("state", ["local", "averaged"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(profile=ALIKE)
 def test_partial_sync_costs_what_the_solvers_minimize(profile, average, state):
     for strategy in (
@@ -169,7 +169,7 @@ def late_plan(size):
     return Plan("late", size, tuple(transfers), (local(size, STEP, [0]),))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ALIKE)
 def test_shards_await_all_averages_when_the_forward_begins(profile):
     """Whole replicas hide a message behind the forward of the buckets before, shards hide none."""

@@ -24,7 +24,7 @@ PROFILE = Profile(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_the_steady_state_is_that_of_a_long_simulation(data):
     profile = data.draw(random_timelines.profiles(most_buckets=3, contention=True))
@@ -64,7 +64,7 @@ def proceed(plan, profile):
 
 
 @pytest.mark.filterwarnings("ignore:.*WFBP")  # DeFT where it is no use
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(random_timelines.profiles(most_buckets=6))
 def test_nothing_beats_the_bound_and_all_time_is_accounted_for(profile):
     for cls in STRATEGIES.values():

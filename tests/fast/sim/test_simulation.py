@@ -50,7 +50,7 @@ def expected(profile, plan, ranks, votes):
 
 
 @pytest.mark.parametrize("sends", [False, True])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_equals_the_slow_twin(data, sends):
     profile, plan, ranks, votes = data.draw(cases(sends))
@@ -68,7 +68,7 @@ def test_equals_the_slow_twin(data, sends):
     agree(trace, truth, plan, lambda t, i: outcomes.is_yes(t.when, i - t.ago))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_both_engines_agree(data):
     profile, plan, ranks, votes = data.draw(cases(sends=False))

@@ -160,7 +160,7 @@ def test_edges():
 seconds = st.floats(0, 1e3).map(lambda x: round(x, 3))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=20), seconds)
 def test_optimal_is_never_later_than_the_others(buckets, latency_s):
     ready_s = list(accumulate(b for b, _ in buckets))

@@ -65,7 +65,7 @@ def assert_feasible(placement, weights_s, window_s, ready_s, busy_s):
         assert [ready_s[i] for i in messages] == sorted(ready_s[i] for i in messages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 @example(([[0.1] * 3], 0.3, None, None))  # 0.1 + 0.1 + 0.1 > 0.3 in floating point
 def test_exact_is_the_best_assignment(problem):
@@ -74,7 +74,7 @@ def test_exact_is_the_best_assignment(problem):
     assert value_s(placement, problem[0]) == pytest.approx(brute_force_s(*problem), abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(most_messages=8))
 def test_greedy_is_feasible_and_never_better(problem):
     placement = knapsack.greedy(*problem)
@@ -83,7 +83,7 @@ def test_greedy_is_feasible_and_never_better(problem):
     assert value_s(placement, problem[0]) <= best_s + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(most_messages=9))
 def test_sums_as_bits_find_the_same_on_one_link(problem):
     """The method for many messages, on problems that enumeration solves too."""

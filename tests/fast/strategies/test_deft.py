@@ -96,7 +96,7 @@ def updates_of(plan):
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
     plan, said = planned(strategy, profile)
@@ -127,7 +127,7 @@ def grown(profile, times):
     return replace(profile, buckets=tuple(buckets))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(profile=profiles())
 def test_messages_fit_the_windows(profile):
     plan, said = planned(DeFT(preserver=False), profile)
@@ -254,7 +254,7 @@ def test_a_late_plan_that_saves_nothing_gives_way_to_wfbp(noise):
     assert "late updates save no time" in said
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     profile=profiles(),
     most=st.integers(1, 5),

@@ -26,7 +26,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(profile=PROFILES)
 def test_no_plan_is_slower_than_with_deadlines_at_the_end(setting, profile):
     setting = setting | {"fragments": setting["fragments"] and min(2, len(profile.buckets))}
