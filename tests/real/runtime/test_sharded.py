@@ -236,11 +236,7 @@ def test_is_refused_on_every_rank(results_of: Results, name: str) -> None:
         assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
 
 
-def test_survivors_name_the_rank_that_hosts_the_store() -> None:
-    require_named("wfbp", SHARDED, 0)
-
-
-def require_named(strategy: str, nodes: Any, who: int, path: str = "") -> None:
+def require_named(strategy: str, nodes: Any, who: int, path: str) -> None:
     outcomes = watch_ranks(4, train_until_killed, strategy, nodes, who, path, doomed=[who])
     for outcome in outcomes:
         if outcome.rank != who:
