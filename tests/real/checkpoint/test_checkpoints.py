@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import pytest
 import torch
 from cases import checkpoint_jobs as jobs
 from cases.models import build_model
-from harness.ranks import run_ranks, watch_ranks
+from harness.ranks import call, one_of, run_ranks, watch_ranks
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import offbeat
@@ -535,11 +536,59 @@ def test_all_that_is_saved_is_loaded(tmp_path: Path) -> None:
 # ---- several ranks --------------------------------------------------------------------------
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    for found in run_ranks(2, jobs.full_disk, str(tmp_path)):
-        assert f"{tmp_path}/000002-iteration-2 was not saved (rank 1: " in found["error"]
+Found = Callable[[str], list[Any]]
+GOSSIP = {
+    str(strategy): strategy for strategy in (offbeat.A2CiD2("complete"), offbeat.ADPSGD("complete"))
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def saved_by(folders: Path) -> Found:
+    """A function of a name, which is that of a folder, too: what each rank has found. Jobs that
+    save share a world."""
+    calls = {
+        "full disk": (jobs.full_disk,),
+        "refused": (jobs.refused,),
+        "two optimizers": (jobs.resume_two_optimizers,),
+        "observed": (jobs.observed, False),
+        "watched": (jobs.watched, False),
+        **{name: (jobs.gossiping, strategy, False) for name, strategy in GOSSIP.items()},
+    }
+    return lambda name: together(folders, calls, name)
+
+
+@pytest.fixture(scope="module")
+def resumed_by(saved_by: Found, folders: Path) -> Found:
+    """As `saved_by`, of jobs that resume in new processes."""
+    calls = {
+        "observed": (jobs.observed, True),
+        "watched": (jobs.watched, True),
+        **{name: (jobs.gossiping, strategy, True) for name, strategy in GOSSIP.items()},
+    }
+
+    def resumed(name: str) -> list[Any]:
+        saved_by(name)
+        return together(folders, calls, name)
+
+    return resumed
+
+
+def together(folders: Path, calls: dict[str, tuple[Any, ...]], name: str) -> list[Any]:
+    given = tuple((act, str(folders / key), *more) for key, (act, *more) in calls.items())
+    return one_of(2, call, given, [*calls].index(name))
+
+
+def test_full_disk(saved_by: Found, folders: Path) -> None:
+    folder = folders / "full disk"
+    for found in saved_by("full disk"):
+        assert f"{folder}/000002-iteration-2 was not saved (rank 1: " in found["error"]
         assert "File too large" in found["error"]
-        assert f"{tmp_path}/000001-iteration-1 is still whole" in found["error"]
+        assert f"{folder}/000001-iteration-1 is still whole" in found["error"]
         assert "rank 0" not in found["error"]
         assert found["left"] == ["000001-iteration-1"]
         assert found["after"] == "000002-iteration-3"
@@ -555,9 +604,9 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     assert [(at, exact) for at, _, exact in found] == [(1, True)] * 2
 
 
-def test_what_cannot_be(tmp_path: Path) -> None:
-    for said in run_ranks(2, jobs.refused, str(tmp_path)):
-        assert f"there is no checkpoint in {tmp_path} on any rank" in said["nothing"]
+def test_what_cannot_be(saved_by: Found, folders: Path) -> None:
+    for said in saved_by("refused"):
+        assert f"there is no checkpoint in {folders / 'refused'} on any rank" in said["nothing"]
         assert "model (Sequential) must be the one that offbeat.prepare" in said["module"]
         assert "optimizer (SGD) must be the one that offbeat.prepare" in said["optimizer"]
         assert "keep (0) must be at least 1" in said["keep"]
@@ -578,9 +627,9 @@ def test_a_data_loader_without_a_generator_is_named(tmp_path: Path) -> None:
     assert run_ranks(1, jobs.resume_within_a_pass, str(tmp_path / "b"), True) == [(True, [])]
 
 
-def test_several_optimizers(tmp_path: Path) -> None:
+def test_several_optimizers(saved_by: Found) -> None:
     """A list of optimizers is saved and loaded; their groups are the ones that step afterwards."""
-    for whole, resumed, rates, refused in run_ranks(2, jobs.resume_two_optimizers, str(tmp_path)):
+    for whole, resumed, rates, refused in saved_by("two optimizers"):
         assert whole == resumed
         assert rates == [0.01, 0.02]
         assert [words.split(" must")[0] for words in refused] == [
@@ -614,26 +663,26 @@ def test_other_worlds(tmp_path: Path) -> None:
             assert f"and here are {size} ranks under {strategy}" in said
 
 
-def test_plans_that_were_measured(tmp_path: Path) -> None:
-    whole = run_ranks(2, jobs.observed, str(tmp_path), False)
-    resumed = run_ranks(2, jobs.observed, str(tmp_path), True)
+def test_plans_that_were_measured(saved_by: Found, resumed_by: Found) -> None:
+    whole, resumed = saved_by("observed"), resumed_by("observed")
     assert [r[:2] for r in resumed] == [w[:2] for w in whole]
     assert resumed[0][2] == 5
 
 
-def test_what_was_seen_of_the_loss(tmp_path: Path) -> None:
-    whole = run_ranks(2, jobs.watched, str(tmp_path), False)
-    assert run_ranks(2, jobs.watched, str(tmp_path), True) == whole
+def test_what_was_seen_of_the_loss(saved_by: Found, resumed_by: Found) -> None:
+    whole = saved_by("watched")
+    assert resumed_by("watched") == whole
     assert "noise=None" not in whole[0][1]
 
 
-@pytest.mark.parametrize(
-    "strategy", [offbeat.A2CiD2("complete"), offbeat.ADPSGD("complete")], ids=str
-)
-def test_gossip(strategy: offbeat.Strategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", GOSSIP)
+def test_gossip(
+    strategy: str,
+    saved_by: Found,
+    resumed_by: Found,
+) -> None:
     """Every worker saves when it likes, and goes on from its own."""
-    saved = run_ranks(2, jobs.gossiping, str(tmp_path), strategy, False)
-    loaded = run_ranks(2, jobs.gossiping, str(tmp_path), strategy, True)
+    saved, loaded = saved_by(strategy), resumed_by(strategy)
     for rank, ((at, state), (back, found)) in enumerate(zip(saved, loaded, strict=True)):
         assert at == back == 4 + rank
         assert all(torch.equal(t, found[n]) for n, t in state.items())
