@@ -47,7 +47,7 @@ from cases.node_jobs import (
     profile_in,
 )
 from cases.workers import Trained
-from harness.ranks import one_of, run_ranks, watch_ranks
+from harness.ranks import call, one_of, watch_ranks
 from oracle.training import average_gradients, replicas
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -94,10 +94,9 @@ EVEN: tuple[Call, ...] = (
 )
 
 
-def check(calls: tuple[Call, ...], i: int) -> None:
-    case, name, nodes, *loop = calls[i]
+def check(of: Call, ranks: list[Any]) -> None:
+    case, name, nodes, *loop = of
     world = members(case, nodes, *loop)
-    ranks = one_of(len(world), train, calls, i)
     EQUATIONS[name][1](world, ranks[0][1], nodes)
     for (trained, _, _), replica in zip(ranks, world, strict=True):
         assert_same(trained, replica, f"rank {replica.rank}")
@@ -114,12 +113,12 @@ def names_of(calls: tuple[Call, ...]) -> list[str]:
 
 @pytest.mark.parametrize("i", range(len(EVEN)), ids=names_of(EVEN))
 def test_nodes_of_four_ranks(i: int) -> None:
-    check(EVEN, i)
+    check(EVEN[i], found_by(("even", i)))
 
 
 @pytest.mark.parametrize("i", range(len(ODD)), ids=names_of(ODD))
 def test_nodes_of_two_and_three_ranks(i: int) -> None:
-    check(ODD, i)
+    check(ODD[i], one_of(5, train, ODD, i))
 
 
 # ---- what is refused, on every rank ---------------------------------------------------------
@@ -203,7 +202,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 def refuse_all() -> dict[str, str]:
     """The error of each case on this rank."""
     os.environ["LOCAL_WORLD_SIZE"] = ""
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     found = {}
     for name, (options, _) in REFUSED.items():
         model = build_model(ADAM)
@@ -215,14 +215,9 @@ def refuse_all() -> dict[str, str]:
     return found
 
 
-@cache
-def refusals() -> list[dict[str, str]]:
-    return run_ranks(4, refuse_all)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_is_refused_on_every_rank(name: str) -> None:
-    for found in refusals():
+    for found in found_by("refused"):
         assert REFUSED[name][1] in found.get(name, "nothing"), found.get(name)
 
 
@@ -244,12 +239,9 @@ def measure(nodes: Any) -> dict[str, Any]:
     return {"said": " ".join(said.getvalue().split()), "trained": trained}
 
 
-MEASURED = (("auto",), ("mesh",))
-
-
-@pytest.mark.parametrize("i", range(len(MEASURED)), ids=["auto", "mesh"])
-def test_a_job_measures_both_levels(i: int) -> None:
-    ranks, [nodes] = one_of(4, measure, MEASURED, i), MEASURED[i]
+@pytest.mark.parametrize("nodes", ["auto", "mesh"])
+def test_a_job_measures_both_levels(nodes: str) -> None:
+    ranks = found_by(("measured", nodes))
     said = ranks[0]["said"]
     source = {"auto": "LOCAL_WORLD_SIZE", "mesh": "mesh (2 x 2 ranks)"}[nodes]
     assert f"2 nodes of 2 ranks ({source}): every rank holds the whole model" in said
@@ -299,7 +291,7 @@ def note_senders() -> tuple[set[str], set[str], str]:
 
 
 def test_the_training_thread_sends_gradients_that_it_awaits() -> None:
-    ranks = run_ranks(4, note_senders)
+    ranks = found_by("senders")
     for inside, between, _ in ranks:
         assert inside == {"MainThread"}
         assert between - {"MainThread"}  # a link
@@ -346,7 +338,7 @@ def diverge(inside: bool) -> str:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["between nodes", "inside a node"])
 def test_weights_are_compared_inside_nodes(inside: bool) -> None:
-    found = one_of(4, diverge, ((False,), (True,)), int(inside))
+    found = found_by(("diverged", inside))
     if inside:
         words = "ranks that share a replica have diverged, although they apply the same gradients"
         assert all(words in one and "rank 3 and of rank 2" in one for one in found), found
@@ -395,12 +387,12 @@ SPOILT: tuple[tuple[Strategy, Case], ...] = (
 def test_values_that_are_not_finite(i: int) -> None:
     """The rank is named, or left out of the average of its node or of all."""
     strategy, case = SPOILT[i]
-    named = [error for error, _ in one_of(4, spoil, tuple(("raise", *how) for how in SPOILT), i)]
+    named = [error for error, _ in found_by(("raise", i))]
     averages_gradients = isinstance(strategy, WFBP)
     # Averages inside a node do not reach the other node before the next average between them.
     for error in named if averages_gradients else named[2:]:
         assert "rank 2 sent values that are not finite" in error
-    left_out = one_of(4, spoil, tuple(("skip", *how) for how in SPOILT), i)
+    left_out = found_by(("skip", i))
     assert [error for error, _ in left_out] == ["nothing"] * 4
     assert all(finite for _, (finite, *_) in left_out)
     warned = [text for _, (_, texts, _) in left_out for text in texts]
@@ -424,3 +416,23 @@ def weights_without_rank_2(case: Case) -> dict[str, Any]:
         for replica in world:
             replica.optimizer.step()
     return dict(world[0].model.state_dict())
+
+
+# ---- what takes turns in one world ----------------------------------------------------------
+
+
+def found_by(key: Any) -> list[Any]:
+    """What each of four ranks has found."""
+    calls: dict[Any, tuple[Any, ...]] = {
+        **{("even", i): (train, *one) for i, one in enumerate(EVEN)},
+        **{("measured", nodes): (measure, nodes) for nodes in ("auto", "mesh")},
+        "senders": (note_senders,),
+        **{("diverged", inside): (diverge, inside) for inside in (False, True)},
+        **{
+            (policy, i): (spoil, policy, *how)
+            for policy in ("raise", "skip")
+            for i, how in enumerate(SPOILT)
+        },
+        "refused": (refuse_all,),
+    }
+    return one_of(4, call, tuple(calls.values()), [*calls].index(key))
