@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -75,13 +76,13 @@ CASE, BLOCKS, UNUSED = (
 # Iterations, and the last ones, in which waits of the host count: after all looks at weights, of
 # which each waits.
 STEPS, LAST = 7, 2
-# Iterations before which a member asks to leave, of the others then, and whose messages a member
-# does not receive.
-LEAVES, AFTERWARDS, DEAF = 2, 60, 1
+# Iterations before which a member asks to leave, of the others then, with a pause after each, in
+# which they hear of it, and whose messages a member does not receive.
+LEAVES, AFTERWARDS, PAUSE_S, DEAF = 2, 20, 0.05, 1
 SHARDED = Shards(PAIRS)
 GPU = torch.device("cuda")
 # Of gossip, and operations of its threads, which are some exchanges.
-MOST_ITERATIONS, EXCHANGES = 5000, 100
+MOST_ITERATIONS, EXCHANGES, PAUSE_FOR_GOSSIP_S = 5000, 60, 0.01
 
 
 # ---- offbeat on streams -------------------------------------------------------------------------
@@ -285,6 +286,7 @@ def gossip(strategy: str, plant: str | None = None) -> dict[str, Any]:
                 optimizer.zero_grad()
                 loss_of(model, *batch(CASE, rank(), t)).backward()
                 optimizer.step()
+                time.sleep(PAUSE_FOR_GOSSIP_S)
                 operations = Counter(CHECKER.operations)
                 if operations.total() - operations[COMPUTE] >= EXCHANGES:
                     break
@@ -399,6 +401,8 @@ def change_members(
                 optimizer.zero_grad()
                 loss_of(model, *batch(CASE, who, t)).backward()
                 optimizer.step()
+                if action == "leave":
+                    time.sleep(PAUSE_S)
             act(action, model, optimizer)
             found = findings(Counter())
         model.close()

@@ -76,7 +76,6 @@ SPECIAL_CALLS: list[Call] = [
 CALLS_OF_3: list[Call] = [("train", "cyclic:wire=int4", "", "save")]
 NODE_CALLS: list[Call] = [
     ("replicate", "wfbp"),  # gradients
-    ("replicate", "dear"),  # halves
     ("replicate", "dreamddp:period=3:due=forward:wire=int8"),  # codes of a part of each rank
     ("shard", "wfbp:fusion=none:wire=int8"),  # codes of shards
     ("shard", "diloco:period=2:fragments=1"),  # an outer step
