@@ -70,13 +70,6 @@ def test_a_message_that_one_member_has_received_lands_on_all() -> None:
     assert epochs[1].details["landed"]["net"]["missing"]
 
 
-def test_a_process_joins_without_the_state_of_a_member() -> None:
-    """Its momentum is empty."""
-    scenario = Scenario(LocalSGD(period=3), 12, first=2, joins={2: 4}, state="fresh")
-    epochs = check(scenario, every(3))
-    assert [len(e.members) for e in epochs] == [2, 3]
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -194,13 +187,14 @@ def test_averaged_optimizer_states_continue() -> None:
 def test_gradients_are_averaged_over_the_members_of_each_iteration() -> None:
     """After a failure the survivors average the gradients of that iteration among themselves.
     Slices are due in the next forward; those of nodes, below, in the step."""
-    scenario = Scenario(P3(), 40, kills={1: 5}, joins={3: 17}, join_after=1, leaves={0: 25})
+    scenario = Scenario(P3(), 24, kills={1: 5}, joins={3: 11}, join_after=1, leaves={0: 16})
     epochs = check(scenario, every(1))
     assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
 
 
 def test_local_steps_of_a_joined_member_survive_a_failure() -> None:
-    scenario = Scenario(LocalSGD(period=3), 16, first=2, joins={2: 4}, kills={1: 10})
+    """It joins without the state of a member: its momentum is empty."""
+    scenario = Scenario(LocalSGD(period=3), 16, first=2, joins={2: 4}, kills={1: 10}, state="fresh")
     epochs = check(scenario, every(3))
     assert [len(e.members) for e in epochs] == [2, 3, 2]
     assert not epochs[2].details["united"]
