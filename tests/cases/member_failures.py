@@ -128,18 +128,6 @@ def _hold_vote() -> None:
     LinkThread._send = send_or_hold  # type: ignore[method-assign]
 
 
-def _end_in_vote() -> None:
-    """End in the first vote of an iteration `VOTE`, which this process has not sent."""
-    send = LinkThread._send
-
-    def send_or_end(self: LinkThread, message: Message) -> None:
-        if message.transfer.payload.buffer == "vote" and message.iteration == VOTE:
-            os._exit(9)
-        send(self, message)
-
-    LinkThread._send = send_or_end  # type: ignore[method-assign]
-
-
 def _lose_union() -> None:
     replicas._require_same = _lose_after(replicas._require_same)
 
@@ -284,7 +272,6 @@ FAILURES: dict[str, Callable[[], None]] = {
     "end before union": _end_before_union,
     "send in union": _send_in_union,
     "hold a vote": _hold_vote,
-    "end in vote": _end_in_vote,
     "lose union": _lose_union,
     "hold state": _hold_state,
     "keep state": _keep_state,

@@ -63,7 +63,7 @@ class Scenario:
         join_after: number of the epoch after whose beginning processes request to join.
         kills: by process, the iteration in which it ends; in its message, or after its step.
         kill_in_message: whether the process ends in its first message from that iteration on that
-            is no vote.
+            is no vote, or in its first vote if `kill_in_vote`.
         deaf: by process, the iteration whose message it sends but fails to receive.
         loses: by process, further messages that it fails to receive, one after the other: the first
             one from an iteration on with a bucket, as (iteration, bucket).
@@ -100,6 +100,7 @@ class Scenario:
     join_after: int = 0
     kills: Mapping[int, int] = field(default_factory=dict)
     kill_in_message: bool = False
+    kill_in_vote: bool = False
     deaf: Mapping[int, int] = field(default_factory=dict)
     loses: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     state: Any = "copy"
@@ -375,7 +376,8 @@ def _fail_in_messages(scenario: Scenario, who: int) -> None:
 
     def send_or_fail(link: LinkThread, message: Message) -> None:
         payload, kills = message.transfer.payload, scenario.kills.get(who, math.inf)
-        if scenario.kill_in_message and payload.buffer != "vote" and message.iteration >= kills:
+        is_chosen = (payload.buffer == "vote") == scenario.kill_in_vote
+        if scenario.kill_in_message and is_chosen and message.iteration >= kills:
             os._exit(9)
         given = message.tensors
         send(link, message)

@@ -12,8 +12,10 @@ from offbeat import BSP, DiLoCo, LocalSGD, SelSync
 
 def test_a_vote_in_which_a_member_dies_is_settled_at_once() -> None:
     """Process 1 waits for the vote when it notices that the store of process 0 is lost."""
-    inject = {0: "end in vote", 1: "hold a vote"}
-    scenario = Scenario(SelSync(delta=1e9, max_period=4), 12, inject=inject)
+    scenario = Scenario(
+        SelSync(delta=1e9, max_period=4), 12, kills={0: 5}, kill_in_message=True, kill_in_vote=True,
+        inject={1: "hold a vote"},
+    )  # fmt: skip
     epochs = check(scenario, after_votes(4))
     assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 6)]
 
