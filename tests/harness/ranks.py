@@ -4,6 +4,7 @@ namespaces of a lab, or threads of this process."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -167,6 +168,7 @@ def _fork_ranks(
     global _context
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()  # collections in ranks neither visit nor copy what they share
     _context = partial(multiprocessing.get_context, "fork")
     return run_ranks(n, function, *args, doomed=doomed, timeout_s=timeout_s)
 

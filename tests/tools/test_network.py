@@ -148,6 +148,7 @@ def test_without_a_lab_nothing_is_compared():
     assert (there.profile, there.quantities, there.compared) == (KNOWN, (), False)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_run_predicts_for_its_own_network_and_records_it(tmp_path, monkeypatch, capsys):
     """Measured at 200 Mbit/s on 4 hosts, run at 10 Mbit/s on 2; the lab is a stand-in."""
     monkeypatch.chdir(tmp_path)

@@ -104,6 +104,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+import torch._dynamo  # before the fork, as the first optimizer of each process imports it
 
 import offbeat
 from offbeat.cli import main
