@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader
 
@@ -43,6 +44,8 @@ def open_job(folder: str | None, strategy: offbeat.Strategy) -> Job:
 
 def train_with_loader(folder: str) -> None:
     """The worker of a DataLoader receives SIGTERM, then its rank does, as from torchrun."""
+    # Workers wait so many seconds for an index before they look for their rank.
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
     made = open_job(folder, PERIODIC)
     for t, _ in enumerate(DataLoader(range(1_000_000), num_workers=1)):
         if t == AT:

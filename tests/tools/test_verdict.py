@@ -23,7 +23,7 @@ from offbeat.profile import Bucket, Link, Profile
 TRAINING_BYTES = 4  # parameters, gradients and two moments, in sizes of the model
 
 
-def profile_of(layers: int = 4, ranks: int = 4, ratio: float = 3.0) -> Profile:
+def profile_of(layers: int = 3, ranks: int = 4, ratio: float = 3.0) -> Profile:
     """Layers of unequal size; an average of all gradients takes `ratio` times the compute."""
     rng = Random(0)
     sizes = [rng.randrange(1, 40) * 25_000 for _ in range(layers)]

@@ -16,7 +16,7 @@ import pytest
 from cases import stopping_jobs as jobs
 from harness.commands import ForkedPython
 from harness.parts import Folder, load
-from harness.ranks import TESTS, run_ranks, watch_ranks
+from harness.ranks import TESTS, in_turn, run_ranks, watch_ranks
 
 from offbeat import A2CiD2, LocalSGD
 
@@ -36,8 +36,9 @@ def require_resumable(folder: Path) -> None:
     """One checkpoint, from which a job continues bit for bit."""
     [name] = Folder(folder / "kept").names()
     iterations = int(name.rpartition("-")[2]) + 4
-    resumed = run_ranks(2, jobs.train, str(folder), iterations)
-    assert resumed == run_ranks(2, jobs.train, None, iterations)
+    calls = [(None, iterations), (str(folder), iterations)]
+    for whole, resumed in run_ranks(2, in_turn, jobs.train, calls):
+        assert resumed == whole
 
 
 @pytest.mark.parametrize(("signalled", "sender"), [((0, 1), "[01]"), ((1,), "1")])
