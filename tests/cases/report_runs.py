@@ -168,7 +168,7 @@ def synthetic(*arguments: Any, of: Any = three, **more: Any) -> Callable[[Path],
 
 
 RUNS: dict[str, Callable[[Path], Path]] = {
-    "typical": synthetic(12, iterations=40, recorded=16),
+    "typical": synthetic(iterations=60),
     "late": synthetic(6, 2, NEAR_AND_FAR, of=late, iterations=24, recorded=20),
     "many": synthetic(4, 9, iterations=12, recorded=10, repetitions=1),
     "emulated": synthetic(

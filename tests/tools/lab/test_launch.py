@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.commands import launch_forks
 from harness.leftovers import alive, eventually, namespace_users
 
 from offbeat.lab import Cluster, HostOverride, Lab, LabError, Link, NoLab, launch
@@ -330,8 +331,10 @@ dist.destroy_process_group()
 def test_gloo_all_reduces_between_two_hosts(tmp_path):
     pytest.importorskip("torch", exc_type=ImportError)
     with Lab(Cluster.simple(2, "100mbit")) as lab:
-        argv = [sys.executable, "-c", ALL_REDUCE]
-        result = launch(lab, argv, log_dir=tmp_path, timeout_s=50)
+        script = tmp_path / "script.py"
+        script.write_text(ALL_REDUCE)
+        how = {"env": {}, "log_dir": tmp_path, "timeout_s": 50.0, "workers": 2}
+        result = launch_forks(lab, [sys.executable, str(script)], **how)
         assert lab.counters()[1]["net"].sent_bytes >= 4000
     assert result.problem is None
     assert all("sum 3.0" in Path(log).read_text() for log in result.log_files)
