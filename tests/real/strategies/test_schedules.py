@@ -104,7 +104,7 @@ def shared(plan: Plan) -> Counter[int]:
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(profile=profiles())
 def test_every_plan_is_sound(strategy, profile):
     plan = strategy.plan(profile)
@@ -116,7 +116,7 @@ def test_every_plan_is_sound(strategy, profile):
 
 
 @pytest.mark.parametrize("strategy", BY_FORWARD, ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(profile=profiles())
 def test_the_forward_waits_bucket_by_bucket(strategy, profile):
     plan = strategy.plan(profile)
