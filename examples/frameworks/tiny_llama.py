@@ -12,7 +12,7 @@ def build() -> LlamaForCausalLM:
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         tie_word_embeddings=True,
         use_cache=False,
