@@ -88,45 +88,44 @@ RUNS: dict[str, list[Run]] = {
         *runs([EAGER, AFTER, BEFORE], Loop(clear="in place")),
     ],
     "gradients that are never cleared add up": runs(
-        [EAGER, DDP(), AFTER, BEFORE, LOCAL], Loop(clear="never")
+        [EAGER, AFTER, BEFORE, LOCAL], Loop(clear="never")
     ),
     # It steps without a backward: zero in an average of gradients, no update of its own.
-    "a rank has nothing to do": runs([BSP(), EAGER, BEFORE, AFTER, LOCAL], Loop(idle=OVERFLOW)),
+    "a rank has nothing to do": runs([EAGER, BEFORE, AFTER, LOCAL], Loop(idle=OVERFLOW)),
     "accumulation equals a big batch": [
-        *runs([BSP(), EAGER, DDP(), AFTER, BEFORE, LOCAL], Loop(micro=3), reference=Loop()),
-        *runs([EAGER, DDP()], Loop(micro=3, clear="model"), reference=Loop()),
+        *runs([BSP(), EAGER, AFTER, BEFORE, LOCAL], Loop(micro=3), reference=Loop()),
+        *runs([DDP()], Loop(micro=3, clear="model"), reference=Loop()),
     ],
     # As with torch's own DDP, whose second backward adds to averages and averages again.
     "backward twice is an iteration without an update": runs(
-        [BSP(), EAGER, DDP(), ByteScheduler()], Loop(twice=frozenset({2, 5}))
+        [EAGER, DDP(), ByteScheduler()], Loop(twice=frozenset({2, 5}))
     ),
     # `if bad: optimizer.zero_grad(); continue`, on all ranks
     "a step is left out": runs(
-        [EAGER, DDP(), BEFORE, LOCAL, ByteScheduler()], Loop(dropped=frozenset({2, 5}))
+        [EAGER, BEFORE, LOCAL, ByteScheduler()], Loop(dropped=frozenset({2, 5}))
     ),
     # Between backward and step there are averaged gradients, or a rank's own where the strategy
     # averages parameters: clipping sees what it would see in plain PyTorch.
-    "clipping": runs([BSP(), EAGER, DDP(), BEFORE, LOCAL], Loop(clip=0.05)),
+    "clipping": runs([EAGER, BEFORE, LOCAL], Loop(clip=0.05)),
     # Scales are powers of two, so scaling changes no digit.
     "gradient scaler": [
-        *runs([EAGER, DDP(), BEFORE, LOCAL], Loop(scale=1024.0, clip=0.05), CASE, Loop(clip=0.05)),
+        *runs([EAGER, BEFORE, LOCAL], Loop(scale=1024.0, clip=0.05), CASE, Loop(clip=0.05)),
         *runs([EAGER, BEFORE], Loop(scale=1024.0), reference=Loop()),
     ],
     "overflow on one rank skips everyone's update": runs(
-        [EAGER, DDP()], Loop(scale=1024.0, overflow=OVERFLOW), CASE, Loop(overflow=EVERYONE)
+        [EAGER], Loop(scale=1024.0, overflow=OVERFLOW), CASE, Loop(overflow=EVERYONE)
     ),
     # The rank stays in step with the others: it sends and receives as if nothing had happened.
     "overflow skips that rank's update": runs(
         [BEFORE, LOCAL], Loop(scale=1024.0, overflow=OVERFLOW)
     ),
-    "bf16 autocast": runs([EAGER, AFTER, BEFORE], Loop(autocast=True), FLOAT),
+    "bf16 autocast": runs([EAGER, AFTER], Loop(autocast=True), FLOAT),
     # Buckets of two dtypes; a message of several buckets is one collective per dtype.
     "parameters of several dtypes": runs([EAGER, AFTER, AVERAGED], case=MIXED),
     # A rank updates what it used; averages include everyone.
-    "unused parameters are skipped as in plain PyTorch": [
-        *runs([AFTER], case=BRANCHES),
-        *runs([AFTER, BEFORE, LOCAL], case=BRANCHES_ADAM),
-    ],
+    "unused parameters are skipped as in plain PyTorch": runs(
+        [AFTER, BEFORE, LOCAL], case=BRANCHES_ADAM
+    ),
     # Missing state counts as zero, and never as another parameter's.
     "state of parameters that some ranks never used": [
         Run(strategy(period=2, state=state), case=BRANCHES_ADAM)
@@ -135,24 +134,24 @@ RUNS: dict[str, list[Run]] = {
     ],
     # Where no rank has one there is none: weight decay and momentum leave the parameter alone.
     "a gradient that one rank lacks counts as zero": [
-        *runs([BSP(), EAGER], case=BRANCHES),
+        *runs([EAGER], case=BRANCHES),
         *runs([EAGER], Loop(clear="none"), BRANCHES),
-        *runs([BSP(), EAGER], Loop(clear="never"), BRANCHES),
+        *runs([EAGER], Loop(clear="never"), BRANCHES),
     ],
-    "activation checkpointing": runs([EAGER, AFTER], case=Case("checkpointed", "nesterov")),
-    "step with a closure": runs([EAGER, DDP(), AFTER, BEFORE], Loop(closure=True)),
+    "activation checkpointing": runs([AFTER], case=Case("checkpointed", "nesterov")),
+    "step with a closure": runs([EAGER, AFTER, BEFORE], Loop(closure=True)),
     # Different on every rank, during observation too.
     "evaluation between iterations": [
         *runs([EAGER, AFTER, LocalSGD(period=2)], Loop(evaluate=True), CONV),
-        *runs([EAGER, AFTER, LocalSGD(period=2)], Loop(evaluate=True), **OBSERVED),
+        *runs([AFTER], Loop(evaluate=True), **OBSERVED),
     ],
     # Registered backwards: buckets are in the order in which gradients get ready.
-    "backwards": runs([EAGER, AFTER], case=Case("backwards", "sgd"), **OBSERVED),
+    "backwards": runs([AFTER], case=Case("backwards", "sgd"), **OBSERVED),
     # One parameter, ready only when both uses have their gradient: in the last bucket.
-    "tied": runs([EAGER, AFTER, BEFORE], case=Case("tied", "nesterov"), **OBSERVED),
+    "tied": runs([EAGER, AFTER], case=Case("tied", "nesterov"), **OBSERVED),
     # Three iterations of BSP, then the strategy, counted from 0, on the measured plan.
     "observed": runs(
-        [EAGER, LocalSGD(period=2), AFTER, BEFORE, DreamDDP(period=2), DreamDDP(3, split=True)],
+        [EAGER, LocalSGD(period=2), BEFORE, DreamDDP(3, split=True)],
         case=Case("conv", "adam"),
         unites=True,
         **OBSERVED,
