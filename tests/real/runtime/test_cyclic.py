@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import workers
+from cases.batches import Batch, Call
 from cases.models import Case, batch, build_model, build_optimizer, loss_of, profile_of
 from cases.workers import prepared
-from harness.ranks import call, in_turn, run_ranks, watch_ranks
+from harness.ranks import watch_ranks
 from torch import Tensor, nn
 
 import offbeat
@@ -136,19 +138,19 @@ def equations(
     return seen, theta
 
 
-@pytest.mark.parametrize(
-    ("world_size", "optimizer", "strategies"),
-    [
-        (3, "nesterov", RULES),
-        (4, "adamw", (PROMPT(stages=2),)),  # two workers of a stage
-    ],
-)
-def test_equals_its_equations(
-    world_size: int, optimizer: str, strategies: tuple[Cyclic, ...]
-) -> None:
+CASE = Case(optimizer="nesterov")
+TWO_OF_A_STAGE = Case(optimizer="adamw"), (PROMPT(stages=2),)
+TWO, THREE, FOUR = Batch(2), Batch(3), Batch(4)
+TRAINED = [
+    (CASE, RULES, THREE.add(trained, CASE, RULES)),
+    (*TWO_OF_A_STAGE, FOUR.add(trained, *TWO_OF_A_STAGE)),
+]
+
+
+@pytest.mark.parametrize(("case", "strategies", "call"), TRAINED, ids=["3", "4"])
+def test_equals_its_equations(case: Case, strategies: tuple[Cyclic, ...], call: Call) -> None:
     """Every worker, every stage, every iteration, and the parameters at the end."""
-    case = Case(optimizer=optimizer)
-    ranks = run_ranks(world_size, trained, case, strategies)
+    ranks, world_size = call.results, call.batch.world_size
     for n, strategy in enumerate(strategies):
         seen, end = equations(case, strategy, world_size)
         for rank in range(world_size):
@@ -196,12 +198,14 @@ def interrupted(case: Case, ways: tuple[tuple[Cyclic, bool], ...]) -> list[Any]:
 ANEW = 4
 
 
-def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest() -> None:
-    case = Case(optimizer="nesterov")
-    ways = ((PROMPT(), False), (PROMPT(rule="v1"), True), (PROMPT(wire="topk:1"), False))
-    ranks = run_ranks(3, interrupted, case, ways)
-    for n, (strategy, _) in enumerate(ways):
-        expected, _ = equations(case, strategy, 3, ANEW)
+WAYS = ((PROMPT(), False), (PROMPT(rule="v1"), True), (PROMPT(wire="topk:1"), False))
+
+
+@THREE.given(interrupted, CASE, WAYS)
+def test_begins_anew_after_consolidate_and_rank_0_always_has_the_newest(call: Call) -> None:
+    ranks = call.results
+    for n, (strategy, _) in enumerate(WAYS):
+        expected, _ = equations(CASE, strategy, 3, ANEW)
         for rank in range(3):
             for t, by_worker in enumerate(expected):
                 for name, value in ranks[rank][n][0][t].items():
@@ -236,17 +240,9 @@ def clipped() -> str:
     return words
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], list[Any]]:
-    """By function: what each of two ranks has found."""
-    folder = str(tmp_path_factory.mktemp("jobs"))
-    calls = [(normalized,), (_stages_of, JOBS, folder), (clipped,)]
-    ranks = run_ranks(2, in_turn, call, calls)
-    return {function: [rank[i] for rank in ranks] for i, (function, *_) in enumerate(calls)}
-
-
-def test_clipping_the_whole_gradient_is_refused(pair: dict[Any, list[Any]]) -> None:
-    for words in pair[clipped]:
+@TWO.given(clipped)
+def test_clipping_the_whole_gradient_is_refused(call: Call) -> None:
+    for words in call.results:
         assert "let the strategy clip each stage (clip=...)" in words
 
 
@@ -290,17 +286,17 @@ def spoilt(culprit: int, strategy: Cyclic) -> tuple[str, bool]:
             o.step()
     except RuntimeError as error:
         words = str(error)
+    m.close()
     return words, all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("strategy", [Cyclic(), Cyclic(wire="fp16")], ids=str)
-def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(strategy: Cyclic) -> None:
+@THREE.each(spoilt, [2, Cyclic()], [2, Cyclic(wire="fp16")])
+def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(calls: list[Call]) -> None:
     """Sums go from 1 to 2 to 0, and whoever is handed a spoilt one knows who has spoilt it."""
-    outcomes = watch_ranks(3, spoilt, 2, strategy, timeout_s=30)
-    results = [outcome.result for outcome in outcomes]
-    assert all(finite and words != "nothing" for words, finite in results)
-    assert results[0][0].startswith("rank 2 sent values that are not finite")
-    assert "in iteration 2" in results[0][0]
+    for results in (call.results for call in calls):
+        assert all(finite and words != "nothing" for words, finite in results)
+        assert results[0][0].startswith("rank 2 sent values that are not finite")
+        assert "in iteration 2" in results[0][0]
 
 
 def normalized() -> dict[str, Tensor]:
@@ -327,9 +323,10 @@ def normalized() -> dict[str, Tensor]:
     return found
 
 
-def test_running_statistics_are_those_of_rank_0(pair: dict[Any, list[Any]]) -> None:
+@TWO.given(normalized)
+def test_running_statistics_are_those_of_rank_0(call: Call) -> None:
     """Also with v1, where rank 0 changes between parameters of two versions."""
-    first, second = pair[normalized]
+    first, second = call.results
     for rule in ("v1", "v2"):
         own, mean = first[rule]
         torch.testing.assert_close(mean, own, rtol=0, atol=1e-12)
@@ -369,27 +366,23 @@ def test_a_table_stands_for_a_rule() -> None:
     assert create("cyclic", {"table": [[0, 1], [1, 1]]}).table == ((False, True), (True, True))
 
 
-def _stages_of(jobs: Sequence[dict[str, Any]], directory: str) -> list[tuple[int, int]]:
-    """Buckets and stages of each job's profile and plan, with buckets that were measured."""
-    found = []
-    for number, job in enumerate(jobs):
-        path = Path(directory) / f"job{workers.rank()}-{number}.json"
+def stages_of(job: dict[str, Any]) -> tuple[int, int]:
+    """Buckets and stages of a job's profile and plan, with buckets that were measured."""
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "job.json"
         path.write_text(json.dumps({"schema": 1, **job}))
         os.environ["OFFBEAT_JOB"] = str(path)
-        case = Case("mlp", "sgd")
-        trained = workers.train(case, Cyclic(), range(4), observe=2)
-        found.append((len(trained.profile.buckets), len(trained.plan.fact("stages"))))
-    del os.environ["OFFBEAT_JOB"]
-    return found
+        trained = workers.train(Case("mlp", "sgd"), Cyclic(), range(4), observe=2)
+        return len(trained.profile.buckets), len(trained.plan.fact("stages"))
 
 
 JOBS: list[dict[str, Any]] = [{}, {"min_bucket_bytes": 1}, {"least_buckets": 3}]
 
 
-def test_a_small_model_has_a_bucket_for_every_stage(pair: dict[Any, list[Any]]) -> None:
+@TWO.each(stages_of, *((job,) for job in JOBS))
+def test_a_small_model_has_a_bucket_for_every_stage(calls: list[Call]) -> None:
     """Whatever small messages take: by their times it would be one bucket for two stages."""
-    for found in pair[_stages_of]:
-        (few, stages), (all_, _), (three, _) = found
+    for (few, stages), (all_, _), (three, _) in zip(*(c.results for c in calls), strict=True):
         assert few >= stages == 2
         assert all_ == 4  # parameters that no bucket joins
         assert three >= 3

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases.batches import Batch, Call
 from harness.ranks import run_ranks, watch_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -85,7 +86,8 @@ LO, ANY = LinkSpec("lo", "lo", "gloo"), LinkSpec("any", None, "gloo")
 
 
 def join() -> tuple[int, int]:
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -178,20 +180,21 @@ def run_lazily() -> list[Any]:
     return [*found, len([*Path("/proc/self/fd").iterdir()]) > files]
 
 
-def wait_for_a_silent_rank(limit_s: float, verb: Verb) -> float:
-    """Seconds until a half gives up on the last rank, which never takes part."""
+def wait_for_a_silent_rank(limit_s: float) -> list[float]:
+    """Seconds until each half gives up on the last rank, which never takes part."""
     rank, world_size = join()
-    halves = collectives(new_group("gloo", limit_s), "gloo", HOST, limit_s)
-    dist.barrier()
-    if rank == world_size - 1:
-        time.sleep(3 * limit_s)
-        return limit_s
-    start = time.monotonic()
-    try:
-        halves.by_verb[verb](torch.ones(100))
-    except RuntimeError:
-        return time.monotonic() - start
-    return 0.0
+    found = []
+    for verb in ("reduce_scatter", "all_gather"):
+        halves = collectives(new_group("gloo", limit_s), "gloo", HOST, limit_s)
+        dist.barrier()
+        start = time.monotonic()
+        if rank < world_size - 1:
+            with suppress(RuntimeError):
+                halves.by_verb[verb](torch.ones(100))
+                start = time.monotonic()
+        found.append(time.monotonic() - start)
+        dist.barrier()
+    return found
 
 
 def wait_patiently() -> list[Any]:
@@ -295,10 +298,14 @@ def connect_with(specs: list[tuple[LinkSpec, ...]]) -> list[str]:
 # ---- collectives ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "native"), [(2, False), (3, False), (4, True)])
-def test_verbs_are_the_mean(world_size: int, native: bool) -> None:
+TWO, THREE, FOUR = Batch(2), Batch(3), Batch(4)
+MEANS = [TWO.add(run_verbs, False), THREE.add(run_verbs, False), FOUR.add(run_verbs, True)]
+
+
+@pytest.mark.parametrize("call", MEANS, ids=["2", "3", "4"])
+def test_verbs_are_the_mean(call: Call) -> None:
     """Against float64, of every dtype and of sizes that do not divide; all ranks bit by bit."""
-    ranks = run_ranks(world_size, run_verbs, native)
+    ranks, world_size = call.results, call.batch.world_size
     cases = [(dtype, size) for dtype in TOLERANCE for size in sizes(world_size)]
     for i, (dtype, size) in enumerate(cases):
         expected, tolerance = exact_mean(world_size, size, dtype), TOLERANCE[dtype]
@@ -318,31 +325,38 @@ def test_alone_nothing_happens() -> None:
     assert run_ranks(1, run_alone) == [True]
 
 
-@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather"])
-def test_a_half_gives_up_after_its_timeout(verb: Verb) -> None:
-    outcomes = watch_ranks(3, wait_for_a_silent_rank, 1.0, verb)
-    for outcome in outcomes[:2]:
-        assert 0 < outcome.result < 2.5
+@THREE.given(wait_for_a_silent_rank, 1.0)
+def test_a_half_gives_up_after_its_timeout(call: Call) -> None:
+    for waited in call.results[:2]:
+        assert all(0.5 < seconds < 2.5 for seconds in waited)
 
 
-def test_a_patient_average_looks_about_until_it_ends() -> None:
-    first, second = run_ranks(2, wait_patiently)
+@TWO.given(wait_patiently)
+def test_a_patient_average_looks_about_until_it_ends(call: Call) -> None:
+    first, second = call.results
     assert first == [0.5, 0.5, [False, True]]
     assert second == [0.5, 0.5, 0.5]  # the average that rank 0 no longer awaits
 
 
-def test_an_exchange_hands_every_rank_its_shards() -> None:
+EDGES = [3 * AT_ONCE_BYTES // 4, 3 * ASKED_BYTES // 4]
+ELEMENTS = [3, EDGES[0], EDGES[0] + 3, EDGES[1] - 3, EDGES[1], 99_999]
+
+
+@THREE.given(run_exchange, ELEMENTS)
+def test_an_exchange_hands_every_rank_its_shards(call: Call) -> None:
     """At once and, of larger shards, one rank after the other."""
-    edges = [3 * AT_ONCE_BYTES // 4, 3 * ASKED_BYTES // 4]
-    elements = [3, edges[0], edges[0] + 3, edges[1] - 3, edges[1], 99_999]
-    for rank, found in enumerate(run_ranks(3, run_exchange, elements)):
-        assert found == [[10.0 * source + rank for source in range(3)]] * len(elements)
+    for rank, found in enumerate(call.results):
+        assert found == [[10.0 * source + rank for source in range(3)]] * len(ELEMENTS)
+
+
+SWAPS = [batch.add(run_swaps, 2) for batch in (THREE, FOUR)]
 
 
 def test_two_ranks_exchange_tensors_in_both_directions() -> None:
-    for found, first in zip(run_ranks(3, run_swaps, 2), (1.0, 0.0, 2.0), strict=True):
+    three, four = (call.results for call in SWAPS)
+    for found, first in zip(three, (1.0, 0.0, 2.0), strict=True):
         assert found[0] == [first]
-    assert [row[1] for row in run_ranks(4, run_swaps, 2)] == [[2.0], [3.0], [0.0], [1.0]]
+    assert [row[1] for row in four] == [[2.0], [3.0], [0.0], [1.0]]
 
 
 class Eager:
@@ -443,8 +457,9 @@ def test_shards_follow_their_definition(size: int) -> None:
 # ---- channels -------------------------------------------------------------------------------
 
 
-def test_channels_are_groups_of_their_own() -> None:
-    for arrived, links, apart, means, words in run_ranks(2, use_channels):
+@TWO.given(use_channels)
+def test_channels_are_groups_of_their_own(call: Call) -> None:
+    for arrived, links, apart, means, words in call.results:
         assert arrived
         assert links == ["net", "net#1", "net#2"]
         assert apart == 3
@@ -658,11 +673,10 @@ def test_a_rank_that_does_not_answer_in_the_store_is_named(monkeypatch: pytest.M
 # ---- links that are not alike ---------------------------------------------------------------
 
 
-def test_names_are_rank_0_s() -> None:
+@TWO.given(connect_with, [(LO,), (LinkSpec("loopback", "lo", "gloo"),)])
+def test_names_are_rank_0_s(call: Call) -> None:
     """The same network may be called otherwise on another host."""
-    assert (
-        run_ranks(2, connect_with, [(LO,), (LinkSpec("loopback", "lo", "gloo"),)]) == [["lo"]] * 2
-    )
+    assert call.results == [["lo"]] * 2
 
 
 @pytest.mark.parametrize(

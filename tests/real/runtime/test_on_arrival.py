@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
 from cases import failing, oddities, workers
 from cases import schedules as support
+from cases.batches import Batch, Call
 from cases.comparing import assert_close, assert_same
 from cases.merging import Merging, closes_every
 from cases.models import Case, Loop
 from cases.schedules import CASE, Script, evaluate_on_rank_0, look, look_on_rank_0
-from harness.ranks import Outcome, call, in_turn, one_of, run_ranks, watch_ranks
+from harness.ranks import watch_ranks
 from oracle.training import apply_merged, bsp, merged, replicas
 
 from offbeat import P3, WFBP, ByteScheduler, DeAR, Strategy
@@ -26,7 +25,6 @@ WHOLE = ByteScheduler(partition_elements=1000)
 ITERATIONS = 8
 REMEDY = "use a strategy that steps at once, such as WFBP()"
 
-each = pytest.mark.parametrize("strategy", [SLICES, HALVES], ids=str)
 ROWS = P3(slice_elements=7)
 
 IDLE = frozenset({(0, 2), (1, 5)})
@@ -64,47 +62,41 @@ SCRIPTS: dict[str, tuple[Strategy, Script]] = {
     "rows, read earlier": (ROWS, Script(Case("earlier", "nesterov"))),
     "rows, looking": (ROWS, Script(after=look_on_rank_0)),
 }
-ITERATED = {
-    strategy: [n for n, (s, _) in SCRIPTS.items() if s == strategy]
-    for strategy in (SLICES, HALVES, ROWS)
+ONE, TWO = Batch(1), Batch(2)
+FOLLOWED = {
+    name: TWO.add(support.follow, script, strategy, ITERATIONS)
+    for name, (strategy, script) in SCRIPTS.items()
 }
-
-
-@cache
-def trained(strategy: Strategy) -> list[Outcome]:
-    """Each rank's result: per script what there is in the end, and what was seen meanwhile."""
-    scripts = [SCRIPTS[name][1] for name in ITERATED[strategy]]
-    return watch_ranks(2, support.follow_all, scripts, strategy, ITERATIONS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_equals_plain_training(name: str) -> None:
     """In the end, and wherever the script looks."""
-    strategy, script = SCRIPTS[name]
-    expected = support.followed(script, ITERATIONS)
-    for outcome, (replica, seen) in zip(trained(strategy), expected, strict=True):
-        assert not outcome.error, outcome.traceback
-        mine, saw = outcome.result[ITERATED[strategy].index(name)]
+    expected = support.followed(SCRIPTS[name][1], ITERATIONS)
+    for (mine, saw), (replica, seen) in zip(FOLLOWED[name].results, expected, strict=True):
         assert_close(saw, seen, f"rank {replica.rank}: seen")
         assert_same(mine, replica, f"rank {replica.rank}")
 
 
-@pytest.mark.parametrize("i", range(2), ids=["slices", "halves"])
-def test_tied_weights_after_observation(i: int) -> None:
-    script = Script(Case("tied", "nesterov"))
-    calls = tuple((script, strategy, ITERATIONS) for strategy in (SLICES, HALVES))
-    ranks = one_of(2, support.follow_observed, calls, i)
-    for mine, (replica, _) in zip(ranks, support.followed(script, ITERATIONS), strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}")
+TIED = Script(Case("tied", "nesterov"))
 
 
-def test_compiled_blocks() -> None:
-    case = Case("blocks", "nesterov")
-    world = replicas(replace(case, model="backwards"), 2)
+@TWO.each(support.follow_observed, *((TIED, strategy, ITERATIONS) for strategy in (SLICES, HALVES)))
+def test_tied_weights_after_observation(calls: list[Call]) -> None:
+    for call in calls:
+        expected = support.followed(TIED, ITERATIONS)
+        for mine, (replica, _) in zip(call.results, expected, strict=True):
+            assert_same(mine, replica, f"rank {replica.rank}")
+
+
+BLOCKS = Case("blocks", "nesterov")
+
+
+@TWO.given(support.follow, Script(BLOCKS), SLICES, ITERATIONS)
+def test_compiled_blocks(call: Call) -> None:
+    world = replicas(replace(BLOCKS, model="backwards"), 2)
     bsp(world, range(ITERATIONS))
-    for [(mine, _)], replica in zip(
-        run_ranks(2, support.follow_all, [Script(case)], SLICES, ITERATIONS), world, strict=True
-    ):
+    for (mine, _), replica in zip(call.results, world, strict=True):
         plain = {name.replace("_orig_mod.", ""): t for name, t in mine.model.items()}
         assert_close(plain, replica.model.state_dict(), f"rank {replica.rank}")
 
@@ -116,66 +108,53 @@ WAYS = (
     *("a submodule", "a submodule's state", "a parameter", "a method", "the bare module"),
     "an attribute of the bare model",
 )
-ALONE: tuple[tuple[Any, ...], ...] = (
-    (support.when_updated, SLICES),
-    *((support.when_updated_in_forward, strategy) for strategy in (SLICES, HALVES)),
-    *((support.look_through, SLICES, what) for what in WAYS),
-    (support.follow_all, [PEEKING], SLICES, ITERATIONS),
-    (support.evaluate_in_inference_mode, SLICES),
-    (support.use_copies, SLICES),
-    (support.hooks_left, SLICES),
-)
 
 
-@cache
-def alone() -> list[Any]:
-    [found] = run_ranks(1, in_turn, call, ALONE)
-    return found
-
-
-def found_by(*call: Any) -> Any:
-    return alone()[ALONE.index(call)]
-
-
-def test_updates_wait_for_the_next_forward() -> None:
+@ONE.given(support.when_updated, SLICES)
+def test_updates_wait_for_the_next_forward(call: Call) -> None:
     """Else none of the other tests here would mean anything."""
-    assert found_by(support.when_updated, SLICES) == [False, True]
+    assert call.results == [[False, True]]
 
 
-@each
-def test_modules_outside_of_the_model_leave_updates_to_its_forward(strategy: Strategy) -> None:
-    assert found_by(support.when_updated_in_forward, strategy) == [False, True]
+@ONE.each(support.when_updated_in_forward, [SLICES], [HALVES])
+def test_modules_outside_of_the_model_leave_updates_to_its_forward(calls: list[Call]) -> None:
+    assert [call.results for call in calls] == [[[False, True]]] * 2
 
 
-def test_what_is_reached_through_the_model_is_updated() -> None:
-    updated = {what: found_by(support.look_through, SLICES, what) for what in WAYS}
-    assert updated == dict.fromkeys(WAYS, True)
+@ONE.each(support.look_through, *((SLICES, what) for what in WAYS))
+def test_what_is_reached_through_the_model_is_updated(calls: list[Call]) -> None:
+    assert [call.results for call in calls] == [[True]] * len(WAYS)
 
 
-def test_a_weight_that_is_read_before_its_module_is_called() -> None:
-    [(mine, _)] = found_by(support.follow_all, [PEEKING], SLICES, ITERATIONS)
+@ONE.given(support.follow, PEEKING, SLICES, ITERATIONS)
+def test_a_weight_that_is_read_before_its_module_is_called(call: Call) -> None:
+    [(mine, _)] = call.results
     [(replica, _)] = support.followed(PEEKING, ITERATIONS, ranks=1)
     assert_same(mine, replica, "peeking")
 
 
-def test_evaluation_in_inference_mode_before_the_first_update() -> None:
+@ONE.given(support.evaluate_in_inference_mode, SLICES)
+def test_evaluation_in_inference_mode_before_the_first_update(call: Call) -> None:
     """Optimizer state that is made meanwhile must be fit for training."""
-    weights = found_by(support.evaluate_in_inference_mode, SLICES)
+    [weights] = call.results
     world = replicas(CASE, 1)
     bsp(world, range(4))
     assert_close(weights, list(world[0].model.parameters()), "weights")
 
 
-def test_gradients_zeroed_behind_the_scenes() -> None:
+ZEROED = Script(loop=Loop(clear="inner in place"))
+
+
+@ONE.given(support.follow, ZEROED, SLICES, ITERATIONS)
+def test_gradients_zeroed_behind_the_scenes(call: Call) -> None:
     """In place, while they are still needed: they are applied all the same, or it is an error."""
-    script = Script(loop=Loop(clear="inner in place"))
-    [outcome] = watch_ranks(1, support.follow_all, [script], SLICES, ITERATIONS)
+    [outcome] = call.outcomes
     if outcome.error:
         assert outcome.kind == "ValueError"
         assert "gradients were changed" in outcome.error
         return
-    [(replica, _)] = support.followed(script, ITERATIONS, ranks=1)
-    assert_same(outcome.result[0][0], replica, "weights")
+    [(replica, _)] = support.followed(ZEROED, ITERATIONS, ranks=1)
+    assert_same(outcome.result[0], replica, "weights")
 
 
 # Updates in the forward, after the step, and of merged gradients; the last leaves at once.
@@ -187,66 +166,73 @@ IN_VAIN: tuple[tuple[Strategy, str], ...] = (
 )
 
 
-@pytest.mark.parametrize("i", range(len(IN_VAIN)), ids=[f"{one}-{how}" for one, how in IN_VAIN])
-def test_a_forward_in_vain(i: int) -> None:
+@TWO.each(support.forward_again, *IN_VAIN)
+def test_a_forward_in_vain(calls: list[Call]) -> None:
     """As of an evaluation that forgets no_grad: no update twice, nobody waits for its messages."""
-    (strategy, how), world = IN_VAIN[i], replicas(CASE, 2)
-    if isinstance(strategy, Merging):
-        for run in (range(3), range(3, 5)):
-            merged(world, run, closes_every(2))
-            if run.start == 0:
-                apply_merged(world, "sum")
-    else:
-        bsp(world, range(3 if how == "leaves" else 5))
-    ranks = one_of(2, support.forward_again, IN_VAIN, i)
-    for weight, replica in zip(ranks, world, strict=True):
-        assert_close(weight, replica.model.get_parameter("6.weight").detach(), how)
+    for (strategy, how), call in zip(IN_VAIN, calls, strict=True):
+        world = replicas(CASE, 2)
+        if isinstance(strategy, Merging):
+            for run in (range(3), range(3, 5)):
+                merged(world, run, closes_every(2))
+                if run.start == 0:
+                    apply_merged(world, "sum")
+        else:
+            bsp(world, range(3 if how == "leaves" else 5))
+        for weight, replica in zip(call.results, world, strict=True):
+            assert_close(weight, replica.model.get_parameter("6.weight").detach(), how)
+
+
+COPIED, LEFT = ONE.add(support.use_copies, SLICES), ONE.add(support.hooks_left, SLICES)
 
 
 def test_a_copy_is_a_plain_module() -> None:
     """It can be pickled and acts on nothing; and the model itself has no hooks left at the end."""
-    assert all(found_by(support.use_copies, SLICES))
-    assert found_by(support.hooks_left, SLICES) == 0
+    assert all(COPIED.results[0])
+    assert LEFT.results == [0]
 
 
 # ---- what cannot be done ------------------------------------------------------------------------
 
 
-def test_clipping_is_an_error() -> None:
+@ONE.given(workers.train_with, CASE, HALVES, range(2), Loop(clip=0.05, since=1), {})
+def test_clipping_is_an_error(call: Call) -> None:
     """Where the first iteration did not show that the script clips."""
-    args = (CASE, HALVES, range(2), Loop(clip=0.05, since=1), {})
-    [outcome] = watch_ranks(1, workers.train_with, *args)
+    [outcome] = call.outcomes
     assert outcome.kind == "ValueError"
     assert "a gradient was read between backward and optimizer.step()" in outcome.error
     assert REMEDY in outcome.error
 
 
-def test_gradient_scaler_is_an_error() -> None:
-    args = (CASE, SLICES, range(2), Loop(scale=8.0, since=1), {})
-    [outcome] = watch_ranks(1, workers.train_with, *args)
+@ONE.given(workers.train_with, CASE, SLICES, range(2), Loop(scale=8.0, since=1), {})
+def test_gradient_scaler_is_an_error(call: Call) -> None:
+    [outcome] = call.outcomes
     assert outcome.kind == "ValueError"
     assert "GradScaler cannot unscale this strategy's gradients" in outcome.error
     assert "bf16 autocast without a scaler" in outcome.error
 
 
-def test_a_gradient_taken_away_is_an_error() -> None:
-    [outcome] = watch_ranks(1, oddities.drop_a_gradient, SLICES, 1)
+@ONE.given(oddities.drop_a_gradient, SLICES, 1)
+def test_a_gradient_taken_away_is_an_error(call: Call) -> None:
+    [outcome] = call.outcomes
     assert outcome.kind == "ValueError"
     assert "gradients were changed between backward and optimizer.step()" in outcome.error
 
 
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [
+UNFIT = [
+    (ONE.add(train, SLICES), words)
+    for train, words in (
         (oddities.train_counting, "Counting changes its param groups in step()"),
         (oddities.train_wrapped, "Wrapper calls the step of another optimizer"),
-    ],
-)
-def test_optimizers_that_cannot_step_bucket_by_bucket(train: Any, words: str) -> None:
-    [outcome] = watch_ranks(1, train, SLICES)
-    assert outcome.kind == "ValueError"
-    assert words in outcome.error
-    assert REMEDY in outcome.error
+    )
+]
+
+
+def test_optimizers_that_cannot_step_bucket_by_bucket() -> None:
+    for call, words in UNFIT:
+        [outcome] = call.outcomes
+        assert outcome.kind == "ValueError"
+        assert words in outcome.error
+        assert REMEDY in outcome.error
 
 
 def test_killed_peer_while_a_forward_waits() -> None:
