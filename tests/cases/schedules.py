@@ -6,7 +6,7 @@ import atexit
 import copy
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -228,12 +228,6 @@ def follow(
             seen.append(script.after(Now(model, optimizer, t, rank())))
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
     return trained, seen
-
-
-def follow_all(
-    scripts: Sequence[Script], strategy: Strategy, iterations: int
-) -> list[tuple[Trained, list[Any]]]:
-    return [follow(script, strategy, iterations) for script in scripts]
 
 
 def follow_observed(script: Script, strategy: Strategy, iterations: int) -> Trained:

@@ -9,12 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cases import merging as support
 from cases import workers
+from cases.batches import Batch, Call
 from cases.comparing import assert_same, sets_of
 from cases.models import Case, Loop, profile_of
-from cases.schedules import CASE, Script, follow_all
+from cases.schedules import CASE, Script, follow
 from harness.ranks import run_ranks
 from oracle.training import Replica, consolidate, delayed_sync, partial_sync, replicas
 
@@ -55,42 +55,60 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "loop"), LOOPS, ids=str)
-def test_loops(strategy: DreamDDP, loop: Loop) -> None:
+ONE, TWO = Batch(1), Batch(2)
+
+
+def case_of(loop: Loop) -> Case:
+    return Case("conv" if loop.evaluate else "mlp", "nesterov")
+
+
+@TWO.each(
+    workers.train_with,
+    *((case_of(loop), strategy, range(ITERATIONS), loop, {}) for strategy, loop in LOOPS),
+)
+def test_loops(calls: list[Call]) -> None:
     """An evaluation does early what the next forward waits for; clipping sees local gradients."""
-    case = Case("conv" if loop.evaluate else "mlp", "nesterov")
-    ranks = run_ranks(2, workers.train_with, case, strategy, range(ITERATIONS), loop, {})
-    world = replicas(case, 2, loop)
-    equations(world, range(ITERATIONS), strategy, case)
-    for mine, replica in zip(ranks, world, strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}")
+    for (strategy, loop), call in zip(LOOPS, calls, strict=True):
+        case = case_of(loop)
+        world = replicas(case, 2, loop)
+        equations(world, range(ITERATIONS), strategy, case)
+        for mine, replica in zip(call.results, world, strict=True):
+            assert_same(mine, replica, f"{strategy}, {loop}, rank {replica.rank}")
 
 
-@pytest.mark.parametrize("strategy", [FORWARD, BEFORE], ids=str)
-def test_weights_that_a_later_forward_reads_earlier(strategy: DreamDDP) -> None:
+SCRIPTS = [
+    (strategy, Script(Case(model, "nesterov")))
+    for strategy in (FORWARD, BEFORE)
+    for model in ("earlier", "keeping")
+]
+
+
+@TWO.each(follow, *((script, strategy, ITERATIONS) for strategy, script in SCRIPTS))
+def test_weights_that_a_later_forward_reads_earlier(calls: list[Call]) -> None:
     """The read waits for the average, and sees no weights of before."""
-    scripts = [Script(Case(model, "nesterov")) for model in ("earlier", "keeping")]
-    ranks = run_ranks(2, follow_all, scripts, strategy, ITERATIONS)
-    for i, script in enumerate(scripts):
+    for (strategy, script), call in zip(SCRIPTS, calls, strict=True):
         world = replicas(script.case, 2)
         equations(world, range(ITERATIONS), strategy, script.case)
-        for (mine, _), replica in zip((of_rank[i] for of_rank in ranks), world, strict=True):
-            assert_same(mine, replica, f"rank {replica.rank}")
+        for (mine, _), replica in zip(call.results, world, strict=True):
+            assert_same(mine, replica, f"{strategy}, {script}, rank {replica.rank}")
 
 
-@pytest.mark.parametrize("strategy", [FORWARD, LATE], ids=str)
-def test_consolidate(strategy: DreamDDP) -> None:
+PAUSES = 3, 4
+PAUSED = FORWARD, LATE
+
+
+@TWO.each(support.train_with_pauses, *((strategy, PAUSES, ITERATIONS) for strategy in PAUSED))
+def test_consolidate(calls: list[Call]) -> None:
     """A delayed plan begins anew: what has not landed would take equal replicas apart again."""
-    pauses = 3, 4
-    ranks = run_ranks(2, support.train_with_pauses, strategy, pauses, ITERATIONS)
-    world = replicas(CASE, 2)
-    for start, stop in pairwise([0, *(t + 1 for t in pauses), ITERATIONS]):
-        if start:
-            consolidate(world)
-        first = 0 if strategy.due == "delayed" else start
-        equations(world, range(start, stop), strategy, CASE, first)
-    for mine, replica in zip(ranks, world, strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}")
+    for strategy, call in zip(PAUSED, calls, strict=True):
+        world = replicas(CASE, 2)
+        for start, stop in pairwise([0, *(t + 1 for t in PAUSES), ITERATIONS]):
+            if start:
+                consolidate(world)
+            first = 0 if strategy.due == "delayed" else start
+            equations(world, range(start, stop), strategy, CASE, first)
+        for mine, replica in zip(call.results, world, strict=True):
+            assert_same(mine, replica, f"{strategy}, rank {replica.rank}")
 
 
 def recorded(directory: str, strategy: DreamDDP) -> list[Any]:
@@ -110,12 +128,13 @@ def test_samples_are_taken_once_everything_has_landed(tmp_path: Path) -> None:
     assert one[0] == [0, 1, 2]
 
 
-def test_memory_is_what_the_plan_says() -> None:
+@ONE.each(
+    support.tensor_bytes,
+    *((strategy,) for strategy in (DreamDDP(period=3), DreamDDP(period=3, due="forward"), LATE)),
+)
+def test_memory_is_what_the_plan_says(calls: list[Call]) -> None:
     """Two more copies of the parameters, and nothing staged beside them; or none."""
     profile = profile_of(Case("mlp", "sgd"), 1)
-    paper, forward, late = (
-        run_ranks(1, support.tensor_bytes, strategy)[0][0]
-        for strategy in (DreamDDP(period=3), DreamDDP(period=3, due="forward"), LATE)
-    )
+    paper, forward, late = (call.results[0][0] for call in calls)
     assert forward == paper
     assert late - paper == LATE.plan(profile).fact("memory_bytes") > 0

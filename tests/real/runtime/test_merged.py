@@ -4,19 +4,17 @@ loop does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from cases import merging as support
 from cases import schedules, workers
+from cases.batches import Batch, Call
 from cases.comparing import assert_same
 from cases.merging import Merging, closes_every
 from cases.models import Case, Loop, build_model
 from cases.schedules import CASE, Script
-from harness.ranks import Outcome, call, one_of, run_ranks, watch_ranks
 from oracle.training import Replica, apply_merged, merged, replicas
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
@@ -41,22 +39,17 @@ SCRIPTS: list[tuple[Merging, Script]] = [
     (MEANS, Script(STEPPED, Loop(micro=3, clip=0.05, clear="model"))),
     (MEANS, Script(STEPPED, Loop(evaluate=True))),
 ]
-TURNS = {one: [script for s, script in SCRIPTS if s == one] for one in (PAIRS, MEANS)}
+ONE, TWO = Batch(1), Batch(2)
+FOLLOWED = [TWO.add(schedules.follow, script, one, ITERATIONS) for one, script in SCRIPTS]
 
 
-@cache
-def trained(strategy: Merging) -> list[Outcome]:
-    return watch_ranks(2, schedules.follow_all, TURNS[strategy], strategy, ITERATIONS)
-
-
-@pytest.mark.parametrize(("strategy", "script"), SCRIPTS, ids=str)
-def test_equals_the_equations(strategy: Merging, script: Script) -> None:
+@pytest.mark.parametrize("i", range(len(SCRIPTS)), ids=[f"{one}-{s}" for one, s in SCRIPTS])
+def test_equals_the_equations(i: int) -> None:
     """Optimizer, its step count and the scheduler move only when a window is applied; what
     is clipped is what is applied. Micro-batches count as the batch that they are parts of."""
-    place = TURNS[strategy].index(script)
-    for outcome, replica in zip(trained(strategy), reference(script, strategy), strict=True):
-        assert not outcome.error, outcome.traceback
-        assert_same(outcome.result[place][0], replica, f"rank {replica.rank}")
+    strategy, script = SCRIPTS[i]
+    for (mine, _), replica in zip(FOLLOWED[i].results, reference(script, strategy), strict=True):
+        assert_same(mine, replica, f"rank {replica.rank}")
 
 
 def reference(script: Script, strategy: Merging) -> list[Replica]:
@@ -73,18 +66,18 @@ PAUSED: tuple[tuple[Strategy, tuple[int, ...], int], ...] = (
 )
 
 
-@pytest.mark.parametrize("i", range(len(PAUSED)), ids=[str(one) for one, *_ in PAUSED])
-def test_consolidate_applies_everything_once_and_begins_anew(i: int) -> None:
-    ranks, (_, pauses, _) = one_of(2, support.train_with_pauses, PAUSED, i), PAUSED[i]
-    world = replicas(CASE, 2)
-    closes, merge = closes_of(ranks[0].plan)
-    bounds = [0, *(t + 1 for t in pauses), ITERATIONS]
-    for start, stop in pairwise(bounds):
-        if start:
-            apply_merged(world, merge)
-        merged(world, range(start, stop), closes, merge)
-    for mine, replica in zip(ranks, world, strict=True):
-        assert_same(mine, replica, f"rank {replica.rank}")
+@TWO.each(support.train_with_pauses, *PAUSED)
+def test_consolidate_applies_everything_once_and_begins_anew(calls: list[Call]) -> None:
+    for (strategy, pauses, _), call in zip(PAUSED, calls, strict=True):
+        ranks, world = call.results, replicas(CASE, 2)
+        closes, merge = closes_of(ranks[0].plan)
+        bounds = [0, *(t + 1 for t in pauses), ITERATIONS]
+        for start, stop in pairwise(bounds):
+            if start:
+                apply_merged(world, merge)
+            merged(world, range(start, stop), closes, merge)
+        for mine, replica in zip(ranks, world, strict=True):
+            assert_same(mine, replica, f"{strategy}, rank {replica.rank}")
 
 
 def closes_of(plan: Plan) -> tuple[Callable[[int], bool], str]:
@@ -94,52 +87,50 @@ def closes_of(plan: Plan) -> tuple[Callable[[int], bool], str]:
     return lambda r: plan.phase(r) in closing, local.arg("merge")
 
 
-TOGETHER: tuple[tuple[Any, ...], ...] = (
-    (support.consolidate_in_between, PAIRS),
-    (support.load_and_consolidate, PAIRS),
-)
-
-
-def test_consolidate_within_an_iteration_is_an_error() -> None:
-    for words in one_of(2, call, TOGETHER, 0):
+@TWO.given(support.consolidate_in_between, PAIRS)
+def test_consolidate_within_an_iteration_is_an_error(call: Call) -> None:
+    for words in call.results:
         assert len(words) == 1
         assert "backward ran without optimizer.step() after it" in words[0]
 
 
-def test_loading_weights_discards_what_was_merged_for_others() -> None:
+@TWO.given(support.load_and_consolidate, PAIRS)
+def test_loading_weights_discards_what_was_merged_for_others(call: Call) -> None:
     """Gradients of the weights before are not applied to those that were loaded."""
-    assert one_of(2, call, TOGETHER, 1) == [True, True]
+    assert call.results == [True, True]
 
 
-def test_two_links() -> None:
-    ranks = run_ranks(2, support.train_on_two_links, PAIRS, ITERATIONS)
-    for (mine, groups), replica in zip(ranks, reference(Script(), PAIRS), strict=True):
+@TWO.given(support.train_on_two_links, PAIRS, ITERATIONS)
+def test_two_links(call: Call) -> None:
+    for (mine, groups), replica in zip(call.results, reference(Script(), PAIRS), strict=True):
         assert_same(mine, replica, f"rank {replica.rank}")
         assert groups == 2
 
 
-def test_gradients_zeroed_in_place() -> None:
+ZEROED = Script(loop=Loop(clear="gradients in place"))
+
+
+@TWO.given(schedules.follow, ZEROED, PAIRS, ITERATIONS)
+def test_gradients_zeroed_in_place(call: Call) -> None:
     """They hold what the window has added up so far: it is applied, or it is an error."""
-    script = Script(loop=Loop(clear="gradients in place"))
-    outcomes = watch_ranks(2, schedules.follow_all, [script], PAIRS, ITERATIONS)
-    for outcome, replica in zip(outcomes, reference(script, PAIRS), strict=True):
+    for outcome, replica in zip(call.outcomes, reference(ZEROED, PAIRS), strict=True):
         if outcome.error:
             assert outcome.kind == "ValueError"
             assert "gradients" in outcome.error
         else:
-            assert_same(outcome.result[0][0], replica, f"rank {replica.rank}")
+            assert_same(outcome.result[0], replica, f"rank {replica.rank}")
 
 
-def test_gradient_scaler_is_an_error() -> None:
-    args = (CASE, PAIRS, range(2), Loop(scale=8.0), {})
-    [outcome] = watch_ranks(1, workers.train_with, *args)
+@ONE.given(workers.train_with, CASE, PAIRS, range(2), Loop(scale=8.0), {})
+def test_gradient_scaler_is_an_error(call: Call) -> None:
+    [outcome] = call.outcomes
     assert outcome.kind == "ValueError"
     assert "gradients of several scales cannot be unscaled together" in outcome.error
 
 
-def test_one_extra_copy_of_the_gradients() -> None:
-    [(merging, gradients)] = run_ranks(1, support.tensor_bytes, PAIRS)
-    [(plain, _)] = run_ranks(1, support.tensor_bytes, WFBP())
+@ONE.each(support.tensor_bytes, [PAIRS], [WFBP()])
+def test_one_extra_copy_of_the_gradients(calls: list[Call]) -> None:
+    [(merging, gradients)], [(plain, _)] = (call.results for call in calls)
     trainable = [p for p in build_model(Case("mlp")).parameters() if p.requires_grad]
     assert gradients == sum(p.nbytes for p in trainable)
     assert merging - plain == gradients + 8 * len(trainable)  # who has none, a number each
@@ -148,11 +139,13 @@ def test_one_extra_copy_of_the_gradients() -> None:
 # ---- schedulers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", support.SCHEDULERS)
+RATES = {name: ONE.add(support.rates_of, PAIRS, name, 12) for name in support.SCHEDULERS}
+
+
+@pytest.mark.parametrize("name", RATES)
 def test_schedulers(name: str) -> None:
     """Per iteration they move with the optimizer; per epoch they are not held up."""
-    calls = tuple((PAIRS, one, 12) for one in support.SCHEDULERS)
-    [rates] = one_of(1, support.rates_of, calls, [*support.SCHEDULERS].index(name))
+    [rates] = RATES[name].results
     assert rates == pytest.approx(expected_rates(name, 12))
 
 
