@@ -7,7 +7,6 @@ import json
 import os
 from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from cases import failing, workers
 from cases.batches import Batch, Call
 from cases.models import Case, build_model, build_optimizer, profile_of
-from harness.ranks import run_ranks, watch_ranks
+from harness.ranks import run_ranks
 from torch import nn
 
 import offbeat
@@ -275,36 +274,77 @@ def test_nothing_is_kept_after_close() -> None:
 # ---- profiles -------------------------------------------------------------------------------
 
 
-def test_profile_cache(tmp_path: Path) -> None:
+JOB = {"strategy": "dreamddp", "settings": {"period": 2}}
+ONLY_MEASURES = {"stop_after_profile": True}
+
+
+class Written:
+    """Files of calls that share a world, each in a folder of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        batch = Batch(2)
+        self.cached = [
+            batch.add(failing.train_with_cache, str(self.of("cache") / file), name, inf)
+            for file, name in zip(
+                ("one.json", "one.json", "two.json", "two.json"),
+                ("mlp", "mlp", "mlp", "backwards"),
+                strict=True,
+            )
+        ]
+        self.measured = batch.add(failing.train_with_cache, str(self.of("measured")), CASE.model)
+        self.of("broken").write_text('{"schema": 1, "world_size": ')
+        self.broken = batch.add(failing.prepare_with, str(self.of("broken")))
+        self.chosen = self.add_job(batch, "chosen", None, JOB)
+        self.before = self.add_job(batch, "before", "bsp", JOB)
+        only = ONLY_MEASURES | {"save_profile": str(self.of("only.json"))}
+        self.only = self.add_job(batch, "only", None, only)
+
+    def of(self, name: str) -> Path:
+        return self.folder / name
+
+    def add_job(self, batch: Batch, name: str, script: str | None, job: dict[str, Any]) -> Call:
+        self.of(name).mkdir()
+        return batch.add(failing.train_as_job, {"record_dir": str(self.of(name)), **job}, script)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("written"))
+
+
+def test_profile_cache(written: Written) -> None:
     """Written when missing, reused, measured anew on another model. Other load may have slowed the
     messages of the first measurement, so any network is accepted."""
-    world = partial(run_ranks, 2, failing.train_with_cache)
-    path = tmp_path / "cache" / "profile.json"
-    [(first, known), _] = world(str(path), "mlp", inf)
+    again = written.cached[1:]
+    [(first, known), _] = written.cached[0].results
     assert not known
-    assert Profile.load(path).model == first
-    assert world(str(path), "mlp", inf) == [(first, True)] * 2
-    [(other, known), _] = world(str(path), "backwards", inf)
+    assert Profile.load(written.of("cache") / "one.json").model == first
+    assert again[0].results == [(first, True)] * 2
+    assert again[1].results == [(first, False)] * 2
+    [(other, known), _] = again[2].results
     assert not known
-    assert Profile.load(path).model == other != first
+    assert Profile.load(written.of("cache") / "two.json").model == other != first
 
 
-def test_a_profile_of_another_network_is_measured_again_or_stated(tmp_path: Path) -> None:
+def test_a_profile_of_another_network_is_measured_again_or_stated(
+    written: Written, tmp_path: Path
+) -> None:
     """A file that was measured is written anew; what the user wrote is used, not silently."""
     known = profile_of(CASE, 2)
     quick = tuple(replace(b, forward_s=1e-4, backward_s=1e-4) for b in known.buckets)
     slow = tuple(replace(link, latency_s=20.0) for link in known.links)
     far = replace(known, buckets=quick, links=slow)
-    measured, written = tmp_path / "measured.json", tmp_path / "written.json"
-    [(fingerprint, _), _] = run_ranks(2, failing.train_with_cache, str(measured), CASE.model)
+    measured, by_hand = tmp_path / "measured.json", tmp_path / "by_hand.json"
+    [(fingerprint, _), _] = written.measured.results
     replace(far, model=fingerprint).save(measured)
-    replace(far, model="").save(written)
-    first, second = run_ranks(2, failing.prepare_elsewhere, str(measured), str(written))
+    replace(far, model="").save(by_hand)
+    first, second = run_ranks(2, failing.prepare_elsewhere, str(measured), str(by_hand))
     assert [used for used, *_ in first] == [used for used, *_ in second] == [False, True, True]
     assert [len(lines) for _, lines, _ in first] == [1, 1, 1]
     assert [latency_s for *_, latency_s in first[1:]] == [20.0, 20.0]
     assert first[0][2] == Profile.load(measured).links[0].latency_s < 10.0
-    assert Profile.load(written).links[0].latency_s == 20.0
+    assert Profile.load(by_hand).links[0].latency_s == 20.0
 
 
 def test_a_cache_that_cannot_be_written_warns(tmp_path: Path) -> None:
@@ -315,13 +355,11 @@ def test_a_cache_that_cannot_be_written_warns(tmp_path: Path) -> None:
     assert any(str(path) in text and "cannot be written" in text for text in warned)
 
 
-def test_a_broken_profile_file(tmp_path: Path) -> None:
+def test_a_broken_profile_file(written: Written) -> None:
     """Only rank 0 reads it, but all ranks raise."""
-    path = tmp_path / "profile.json"
-    path.write_text('{"schema": 1, "world_size": ')
-    for outcome in watch_ranks(2, failing.prepare_with, str(path)):
+    for outcome in written.broken.outcomes:
         assert outcome.kind == "ValueError"
-        assert f"{path} is not JSON" in outcome.error
+        assert f"{written.of('broken')} is not JSON" in outcome.error
 
 
 @ONE.given(failing.prepare_tuned, profile_of(CASE, 1))
@@ -332,23 +370,21 @@ def test_tuned_ddp_has_a_profile(call: Call) -> None:
 # ---- jobs -----------------------------------------------------------------------------------
 
 
-def test_a_job_chooses_the_strategy_and_records(tmp_path: Path) -> None:
-    job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
-    ranks = run_ranks(2, failing.train_as_job, job, None)
+def test_a_job_chooses_the_strategy_and_records(written: Written) -> None:
+    ranks, folder = written.chosen.results, written.of("chosen")
     for rank, result in enumerate(ranks):
         assert result["plan"].strategy == "dreamddp"
-        record = read(path_of(tmp_path, rank))
+        record = read(path_of(folder, rank))
         assert record["observed"] == 2
         assert [loss for _, _, loss in record["losses"]] == pytest.approx(result["losses"])
         assert len(record["trace"]["ends_s"][0]) == 8
         moved = sum(b.size_bytes for b in result["profile"].buckets)
         assert record["bytes"]["net"] >= moved * (2 + 3)
-    assert json.loads((tmp_path / "plan.json").read_text()) == ranks[0]["plan"].to_dict()
+    assert json.loads((folder / "plan.json").read_text()) == ranks[0]["plan"].to_dict()
 
 
-def test_a_job_counts_before_the_script(tmp_path: Path) -> None:
-    job = {"strategy": "dreamddp", "settings": {"period": 2}, "record_dir": str(tmp_path)}
-    for result in run_ranks(2, failing.train_as_job, job, "bsp"):
+def test_a_job_counts_before_the_script(written: Written) -> None:
+    for result in written.before.results:
         assert (result["plan"].strategy, result["plan"].period) == ("dreamddp", 2)
 
 
@@ -372,12 +408,10 @@ def test_strategies_by_name() -> None:
     assert "ddp of the script is not used" in BY_VARIABLE.results[0][1]
 
 
-def test_a_job_that_only_measures(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    job = {"save_profile": str(path), "stop_after_profile": True, "record_dir": str(tmp_path)}
-    for outcome in watch_ranks(2, failing.train_as_job, job, None):
+def test_a_job_that_only_measures(written: Written) -> None:
+    for outcome in written.only.outcomes:
         assert (outcome.kind, outcome.error) == ("SystemExit", "0")
-    profile = Profile.load(path)
+    profile = Profile.load(written.of("only.json"))
     assert profile.world_size == 2
     assert sum(b.size_bytes for b in profile.buckets) == sum(
         p.nbytes for p in build_model(CASE).parameters() if p.requires_grad
