@@ -102,6 +102,7 @@ def train(
             go_on(model, optimizer, case, range(t, t + 1))
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         digest, profile = bits(model), model._session.profile
+    Control.minimum = minimum  # type: ignore[method-assign]
     return Drifted(
         trained, plans, exchanges[0], digest, " ".join(printed.getvalue().split()), profile
     )

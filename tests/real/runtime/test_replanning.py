@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases.batches import Batch, Call
 from cases.comparing import assert_same, sets_of
 from cases.drifting import Drifted, Times, train
 from cases.models import Case, profile_of
@@ -252,16 +253,19 @@ def test_invalid_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 PERIOD, BOUNDARY = 3, 3
 
 
+TWO, THREE = Batch(2), Batch(3)
+
+
 def drifted(
-    strategy: Strategy, iterations: int, times: Times, ranks: int = 2, **options: Any
-) -> list[Drifted]:
-    profile = profile_of(CASE, ranks)
-    args = (CASE, strategy, profile, iterations, times, BOUNDARY)
-    return run_ranks(ranks, _train, args, options)
+    strategy: Strategy, iterations: int, times: Times, batch: Batch = TWO, **options: Any
+) -> Call:
+    options.setdefault("profile", profile_of(CASE, batch.world_size))
+    return batch.add(_train, strategy, iterations, times, options)
 
 
-def _train(args: tuple, options: dict) -> Drifted:
-    return train(*args, **options)
+def _train(strategy: Strategy, iterations: int, times: Times, options: dict[str, Any]) -> Drifted:
+    profile = options.pop("profile")
+    return train(CASE, strategy, profile, iterations, times, BOUNDARY, **options)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,8 @@ def test_weights_are_those_of_the_plans_in_sequence(
     change twice; each change counts at the third boundary after it."""
     strategy, iterations = DreamDDP(PERIOD, due=due), 30  # type: ignore[arg-type]
     times = Times(messages=((0, 1.0), (6, 2.0), (15, last)))
-    ranks = drifted(strategy, iterations, times, replan="always", folder=str(tmp_path))
+    options = {"profile": PROFILE, "replan": "always", "folder": str(tmp_path)}
+    ranks = run_ranks(2, _train, strategy, iterations, times, options)
     sequences = [[(t, plan.digest) for t, plan in mine.plans] for mine in ranks]
     assert sequences[0] == sequences[1]
     assert [t for t, _ in sequences[0]] == starts
@@ -296,21 +301,25 @@ def test_weights_are_those_of_the_plans_in_sequence(
     assert "planned again" not in ranks[1].printed
 
 
+SLOW = Times(messages=((0, 4.0),))
+HIDDEN = with_slower_links(PROFILE, 1e-6)
+SAVES_NOTHING = drifted(DreamDDP(PERIOD), 10, SLOW, profile=HIDDEN, replan="always")
+
+
 def test_no_plan_that_saves_less_than_two_percent() -> None:
     """Messages that compute hides at any rate."""
-    profile = with_slower_links(PROFILE, 1e-6)
-    strategy, times = DreamDDP(PERIOD), Times(messages=((0, 4.0),))
-    args = (CASE, strategy, profile, 10, times, BOUNDARY)
-    first, second = run_ranks(2, _train, args, {"replan": "always"})
+    first, second = SAVES_NOTHING.results
     assert [len(first.plans), len(second.plans)] == [1, 1]
     assert "no other plan saves 2%, so the plan stays" in first.printed
-    assert first.profile == second.profile != profile
+    assert first.profile == second.profile != HIDDEN
+
+
+SLOW_RANK = drifted(DreamDDP(PERIOD), 10, Times(compute={1: 2.0}), replan="always")
 
 
 def test_times_of_a_rank() -> None:
     """Rank 1 computes twice as long from the first iteration on."""
-    times = Times(compute={1: 2.0})
-    first, second = drifted(DreamDDP(PERIOD), 10, times, replan="always")
+    first, second = SLOW_RANK.results
     assert first.profile == second.profile
     before, after = ([s * p.compute_s for s in p.scale_of_ranks] for p in (PROFILE, first.profile))
     other = PROFILE.other_s
@@ -320,40 +329,45 @@ def test_times_of_a_rank() -> None:
     assert "rank 1 computes 2 times as long as in the profile" in first.printed
 
 
+# Three ranks, because two have only one order of a sum.
+REORDERED = [
+    drifted(P3(slice_elements=8), 15, Times(messages=((0, 0.5),)), THREE, **options)
+    for options in ({}, {"replan": "never"})
+]
+
+
 def test_another_order_changes_no_bit() -> None:
-    """Three ranks, because two have only one order of a sum."""
-    strategy, times = P3(slice_elements=8), Times(messages=((0, 0.5),))
-    planned = drifted(strategy, 15, times, ranks=3)
+    planned, plain = (call.results for call in REORDERED)
     assert [t for t, _ in planned[0].plans] == [0, 9]
     assert planned[0].exchanges == 5
-    plain = drifted(strategy, 15, times, ranks=3, replan="never")
     assert [len(mine.plans) for mine in plain] == [1, 1, 1]
     assert {mine.bits for mine in planned} == {mine.bits for mine in plain}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "replan"),
-    [(DreamDDP(PERIOD), None), (WFBP(), "exact"), (BSP(), "exact"), (LocalSGD(PERIOD), "never")],
-    ids=str,
-)
-def test_nothing_is_sent_where_nothing_can_change(strategy: Strategy, replan: str | None) -> None:
-    options = {} if replan is None else {"replan": replan}
-    for mine in drifted(strategy, 7, Times(messages=((0, 4.0),)), **options):
+STEADY = [
+    drifted(strategy, 7, SLOW, **({"replan": replan} if replan else {}))
+    for strategy, replan in (
+        *((DreamDDP(PERIOD), None), (WFBP(), "exact")),
+        *((BSP(), "exact"), (LocalSGD(PERIOD), "never")),
+    )
+]
+
+
+def test_nothing_is_sent_where_nothing_can_change() -> None:
+    for mine in (mine for call in STEADY for mine in call.results):
         assert mine.exchanges == 0
         assert len(mine.plans) == 1
         assert mine.plans[0][1].fact(BOUNDARY_FACT) is None
 
 
+OTHER_PERIOD = drifted(LocalSGD(PERIOD), 10, SLOW, replan="always")
+
+
 def test_another_period_is_reported_and_not_used() -> None:
-    first, _ = drifted(LocalSGD(PERIOD), 10, Times(messages=((0, 4.0),)), replan="always")
+    first, _ = OTHER_PERIOD.results
     assert len(first.plans) == 1
     assert "local-sgd(period=6) would take" in first.printed
     assert "the period stays, because it changes what is learnt" in first.printed
-
-
-def test_ranks_must_have_the_same_policy() -> None:
-    found = run_ranks(2, _differ, PROFILE)
-    assert all("replan=" in error for error in found)
 
 
 def _differ(profile: Profile) -> str:
@@ -367,3 +381,8 @@ def _differ(profile: Profile) -> str:
             return ""
     except ValueError as error:
         return str(error)
+
+
+@TWO.given(_differ, PROFILE)
+def test_ranks_must_have_the_same_policy(call: Call) -> None:
+    assert all("replan=" in error for error in call.results)
