@@ -63,13 +63,6 @@ def diverge(causes: Sequence[str], strategy: Strategy) -> list[tuple[int, str]]:
     return [_diverge(cause, strategy) for cause in causes]
 
 
-def diverge_under(
-    causes: Sequence[str], strategies: Sequence[Strategy]
-) -> dict[str, list[tuple[int, str]]]:
-    """The same under several strategies."""
-    return {str(strategy): diverge(causes, strategy) for strategy in strategies}
-
-
 def _diverge(cause: str, strategy: Strategy) -> tuple[int, str]:
     model = build_model(CASE)
     optimizer = build_optimizer(CASE, model)

@@ -27,7 +27,7 @@ TWO_STEPS = (idioms.takes_two_steps, idioms.steps_both, idioms.steps_in_turn)
 # turn, weights that are put back through `.data`.
 OPTIMIZERS = [
     *((idiom, WFBP()) for idiom in idioms.OPTIMIZERS),
-    *((i, s) for i in idioms.OPTIMIZERS if i.loop in TWO_STEPS for s in (P3(), DDP())),
+    *((idiom, P3()) for idiom in idioms.OPTIMIZERS if idiom.loop in TWO_STEPS),
 ]
 
 

@@ -63,28 +63,31 @@ def test_every_cause_is_named_on_every_rank(call: Call) -> None:
             assert ("param group" in words) == ("param group" in text), "nothing else differs"
 
 
-@TWO.given(support.diverge_under, list(SETTINGS), AVERAGING)
-def test_settings_are_compared_where_parameters_are_averaged(call: Call) -> None:
+COMPARED = [
+    *((cause, AVERAGING[0]) for cause in SETTINGS),
+    *(("rate", strategy) for strategy in AVERAGING[1:]),
+]
+
+
+@TWO.each(support.diverge, *(([cause], strategy) for cause, strategy in COMPARED))
+def test_settings_are_compared_where_parameters_are_averaged(calls: list[Call]) -> None:
     """Before the update of an iteration that averages; local SGD does in the third one."""
-    for rank in call.results:
-        for strategy in AVERAGING:
-            for (cause, text), (iteration, words) in zip(
-                SETTINGS.items(), rank[str(strategy)], strict=True
-            ):
-                assert text in words, (strategy, cause)
-                assert iteration >= (1 if cause == "scheduler" else support.WHEN)
+    for (cause, strategy), call in zip(COMPARED, calls, strict=True):
+        for [(iteration, words)] in call.results:
+            assert SETTINGS[cause] in words, (strategy, cause)
+            assert iteration >= (1 if cause == "scheduler" else support.WHEN)
 
 
-@TWO.given(
+@TWO.each(
     support.edit,
-    EDITS,
-    [LocalSGD(period=2), DreamDDP(period=2), DiLoCo(period=2, fragments=1), DELAYED],
+    [EDITS, [LocalSGD(period=2), DELAYED]],
+    [["loaded", "in place", "data"], [DreamDDP(period=2), DiLoCo(period=2, fragments=1)]],
 )
 def test_weights_written_by_some_ranks_alone_are_named_where_parameters_are_averaged(
-    call: Call,
+    calls: list[Call],
 ) -> None:
     """A write in place in any iteration, one through `data` in an early one."""
-    first, second = call.results
+    first, second = ([one for call in calls for one in call.results[rank]] for rank in range(2))
     for strategy, kind, said in first:
         if strategy == str(DELAYED) and kind in ("data", "restored"):
             continue  # versions alone: messages write weights until the next forward
