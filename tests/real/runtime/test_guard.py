@@ -86,17 +86,17 @@ def test_deft_falls_back() -> None:
     assert len(ranks[0].decisions) == 1
 
 
-@pytest.mark.parametrize("observed", [False, True])
-def test_deft_without_a_window_runs_wfbp(observed: bool) -> None:
+@TWO.each(support.without_a_window, *((DeFT(), observed, ITERATIONS) for observed in (False, True)))
+def test_deft_without_a_window_runs_wfbp(calls: list[Call]) -> None:
     """On all ranks, and rank 0 says it once."""
-    ranks = run_ranks(2, support.without_a_window, DeFT(), observed, ITERATIONS)
-    for mine in ranks:
-        assert mine.strategies == ["wfbp"]
-        assert all("does not fit into backward" in line for line in mine.warnings)
-    assert [len(mine.warnings) for mine in ranks] == [1, 0]
-    world = replicas(CASE, 2)
-    bsp(world, range(ITERATIONS))
-    assert_trained_as(ranks, world)
+    for ranks in (call.results for call in calls):
+        for mine in ranks:
+            assert mine.strategies == ["wfbp"]
+            assert all("does not fit into backward" in line for line in mine.warnings)
+        assert [len(mine.warnings) for mine in ranks] == [1, 0]
+        world = replicas(CASE, 2)
+        bsp(world, range(ITERATIONS))
+        assert_trained_as(ranks, world)
 
 
 def test_nothing_happens_to_a_loss_that_goes_down() -> None:
