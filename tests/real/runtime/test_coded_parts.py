@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases.batches import Batch, Call
 from harness.ranks import run_ranks
 
 from offbeat.core.codecs import WIRES, codec
@@ -35,6 +36,8 @@ LIMIT_S = 0.5
 
 
 def _connect(connections: int = 1, limit_s: float = 30.0) -> Collectives:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return collectives(new_group("gloo", limit_s), "gloo", HOST, limit_s, connections)
 
 
@@ -58,7 +61,6 @@ def _bits(part: Part, outcome: Outcome) -> tuple[Any, ...]:
 
 def compare_parts() -> list[tuple[str, int, Any, Any, int]]:
     """Return by case the bits in parts, those of one all-gather, and the predicted bytes."""
-    dist.init_process_group("gloo")
     act = _connect()
     assert act.duplex is not None
     found, at_once = [], replace(act, duplex=None)
@@ -73,7 +75,6 @@ def compare_parts() -> list[tuple[str, int, Any, Any, int]]:
 
 def average_with_a_bad_rank() -> list[tuple[Any, Any]]:
     """Return the bits in parts and at once if rank 1 has a value that is not finite."""
-    dist.init_process_group("gloo")
     act = _connect()
     x = _numbers(3 * PIECE, act.rank, torch.float32)
     if act.rank == 1:
@@ -87,7 +88,6 @@ def average_with_a_bad_rank() -> list[tuple[Any, Any]]:
 
 def average_different_changes() -> list[Any]:
     """Return an error of ranks with different origins, and bits of the next message."""
-    dist.init_process_group("gloo")
     act = _connect(connections=2)
     x = _numbers(3 * PIECE, act.rank, torch.float32)
     with pytest.raises(OriginError) as caught:
@@ -97,7 +97,6 @@ def average_different_changes() -> list[Any]:
 
 def wait_for_a_silent_rank() -> float:
     """Return the seconds until rank 0 gives up on rank 1, which never takes part."""
-    dist.init_process_group("gloo")
     act = _connect(limit_s=LIMIT_S)
     dist.barrier()
     if act.rank == 1:
@@ -119,11 +118,14 @@ def other_groups() -> list[bool]:
 
 # ---- tests ----------------------------------------------------------------------------------
 
+TWO = Batch(2)
 
-def test_parts_change_no_bit() -> None:
+
+@TWO.given(compare_parts)
+def test_parts_change_no_bit(call: Call) -> None:
     """Ten pieces are four parts; two pieces are two."""
     assert PARTS == 4
-    first, second = run_ranks(2, compare_parts)
+    first, second = call.results
     assert [case[0] for case in first[::3]] == PIECEWISE == ["bf16", "fp16", "int8", "int4", "sign"]
     for one, other in zip(first, second, strict=True):
         for name, size, parts, whole, predicted in (one, other):
@@ -132,22 +134,25 @@ def test_parts_change_no_bit() -> None:
         assert one[2][:2] == other[2][:2], "both ranks have the same mean"
 
 
-def test_a_bad_rank_counts_as_at_once() -> None:
-    for ways in run_ranks(2, average_with_a_bad_rank):
+@TWO.given(average_with_a_bad_rank)
+def test_a_bad_rank_counts_as_at_once(call: Call) -> None:
+    for ways in call.results:
         for parts, whole in ways:
             assert parts[3] == [1]
             assert parts == whole
 
 
-def test_different_origins_are_refused_after_all_parts() -> None:
+@TWO.given(average_different_changes)
+def test_different_origins_are_refused_after_all_parts(call: Call) -> None:
     """With two connections, and so that the next message is whole."""
-    first, second = run_ranks(2, average_different_changes)
+    first, second = call.results
     assert "weights were loaded on some ranks only" in first[0]
     assert first == second
 
 
-def test_a_silent_rank_is_not_waited_for() -> None:
-    first, _ = run_ranks(2, wait_for_a_silent_rank)
+@TWO.given(wait_for_a_silent_rank)
+def test_a_silent_rank_is_not_waited_for(call: Call) -> None:
+    first, _ = call.results
     assert LIMIT_S / 2 < first < 20 * LIMIT_S
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from harness.ranks import run_ranks, watch_ranks
+from cases.batches import Batch, Call
+from harness.ranks import watch_ranks
 from torch import Tensor, nn
 
 import offbeat
@@ -54,20 +54,24 @@ def stale(strategy: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", ["wfbp", "local-sgd:period=1"])
-@pytest.mark.parametrize(
-    ("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float32, 1e-12)], ids=["bf16", "tiny"]
-)
-def test_updates_below_the_resolution_of_the_weights_end_no_training(
-    strategy: str, dtype: torch.dtype, scale: float
-) -> None:
+TWO = Batch(2)
+CASES = [
+    (strategy, dtype, scale)
+    for strategy in ("wfbp", "local-sgd:period=1")
+    for dtype, scale in ((torch.bfloat16, 1.0), (torch.float32, 1e-12))
+]
+
+
+@TWO.each(trained, *((*case, True) for case in CASES))
+def test_updates_below_the_resolution_of_the_weights_end_no_training(calls: list[Call]) -> None:
     """Both ranks read equal data, so they train as one process does."""
-    right = trained(strategy, dtype, scale, False)
-    for found in run_ranks(2, trained, strategy, dtype, scale, True):
-        for mine, theirs in zip(found, right, strict=True):
-            torch.testing.assert_close(
-                mine, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
-            )
+    for (strategy, dtype, scale), call in zip(CASES, calls, strict=True):
+        right = trained(strategy, dtype, scale, False)
+        for found in call.results:
+            for mine, theirs in zip(found, right, strict=True):
+                torch.testing.assert_close(
+                    mine, theirs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+                )
 
 
 def test_an_optimizer_that_writes_other_memory_is_refused() -> None:

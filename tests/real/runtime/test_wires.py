@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from cases import wired
-from harness.ranks import run_ranks, watch_ranks
+from cases.batches import Batch, Call
+from harness.ranks import watch_ranks
 
 from offbeat import WFBP, Cyclic, DreamDDP, FedAvg, LocalSGD, SelSync
 from offbeat.core.codecs import WIRES
@@ -27,10 +28,12 @@ HANDED = tuple(
         {"wire": "topk:0.1"},
     )
 )
+THREE = Batch(3)
 
 
-def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent():
-    ranks = run_ranks(3, wired.train, STRATEGIES)
+@THREE.given(wired.train, STRATEGIES)
+def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent(call: Call) -> None:
+    ranks = call.results
     first = ranks[0]
     for strategy, *found in zip(STRATEGIES, *ranks, strict=True):
         averaged = slice(1, None, 2) if isinstance(strategy, LocalSGD) else slice(None)
@@ -46,8 +49,9 @@ def test_replicas_are_equal_after_every_average_and_few_bytes_are_sent():
     assert topk < plain / 4
 
 
-def test_what_is_handed_on_takes_few_bytes_and_learns():
-    ranks = run_ranks(3, wired.train, HANDED)
+@THREE.given(wired.train, HANDED)
+def test_what_is_handed_on_takes_few_bytes_and_learns(call: Call) -> None:
+    ranks = call.results
     for strategy, *found in zip(HANDED, *ranks, strict=True):
         assert all(other["consolidated"] == found[0]["consolidated"] for other in found)
         assert all(f["hashes"][-1] != found[0]["hashes"][-1] for f in found[1:]), str(strategy)
@@ -59,7 +63,7 @@ def test_what_is_handed_on_takes_few_bytes_and_learns():
 
 
 def test_weights_that_are_loaded_on_some_ranks_only_are_noticed():
-    outcomes = watch_ranks(3, wired.loaded, Cyclic(wire="int4"), 1)
+    outcomes = watch_ranks(3, wired.loaded, Cyclic(stagger="least", wire="int4"), 1)
     said = [outcome.result or outcome.traceback for outcome in outcomes]
     assert "trained on" not in said
     assert any("weights were loaded on some ranks only" in words for words in said), said
