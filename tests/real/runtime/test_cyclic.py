@@ -230,7 +230,7 @@ def clipped() -> str:
     case, (rank, _) = Case(), join()
     model = build_model(case)
     profile, words = profile_of(case, 2), ""
-    with prepared(model, build_optimizer(case, model), Cyclic(), profile=profile) as (m, o):
+    with prepared(model, build_optimizer(case, model), PROMPT(), profile=profile) as (m, o):
         loss_of(m, *batch(case, rank, 0)).backward()
         try:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -250,7 +250,7 @@ def until_killed(doomed: int) -> str:
     case, (rank, _) = Case(), join()
     model = build_model(case)
     optimizer, profile = build_optimizer(case, model), profile_of(case, 3)
-    m, o = offbeat.prepare(model, optimizer, Cyclic(), profile=profile, timeout_s=10)
+    m, o = offbeat.prepare(model, optimizer, PROMPT(), profile=profile, timeout_s=10)
     try:
         for i in range(100):
             if rank == doomed and i == 5:
@@ -290,7 +290,7 @@ def spoilt(culprit: int, strategy: Cyclic) -> tuple[str, bool]:
     return words, all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@THREE.each(spoilt, [2, Cyclic()], [2, Cyclic(wire="fp16")])
+@THREE.each(spoilt, [2, PROMPT()], [2, PROMPT(wire="fp16")])
 def test_a_gradient_that_is_not_finite_reaches_nobodys_weights(calls: list[Call]) -> None:
     """Sums go from 1 to 2 to 0, and whoever is handed a spoilt one knows who has spoilt it."""
     for results in (call.results for call in calls):
@@ -309,7 +309,7 @@ def normalized() -> dict[str, Tensor]:
         inner = model[2]
         inner.register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0].detach().clone()))
         profile = profile_of(case, 2)
-        strategy = Cyclic(rule=rule)
+        strategy = PROMPT(rule=rule)
         with prepared(model, build_optimizer(case, model), strategy, profile=profile) as (m, o):
             for i in range(5):
                 o.zero_grad()
@@ -372,7 +372,7 @@ def stages_of(job: dict[str, Any]) -> tuple[int, int]:
         path = Path(directory) / "job.json"
         path.write_text(json.dumps({"schema": 1, **job}))
         os.environ["OFFBEAT_JOB"] = str(path)
-        trained = workers.train(Case("mlp", "sgd"), Cyclic(), range(4), observe=2)
+        trained = workers.train(Case("mlp", "sgd"), PROMPT(), range(4), observe=2)
         return len(trained.profile.buckets), len(trained.plan.fact("stages"))
 
 
