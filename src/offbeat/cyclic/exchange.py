@@ -106,9 +106,7 @@ class Exchange:
             self._close_connections()
             why = self.control.report_failure(waited_s=time.monotonic() - begun_s)
             raise RuntimeError(
-                f"rank {self.control.rank}: {words} failed: {error}. {why} Start all "
-                f"again from the last checkpoint, or raise timeout_s ({self._timeout_s:g} s) if a "
-                "rank is only slow"
+                f"rank {self.control.rank}: {words} failed: {error}. {why}"
             ) from error
 
     def _close_connections(self) -> None:

@@ -146,8 +146,7 @@ class Injected:
     def _failure(self, error: Exception, control: Control) -> RuntimeError:
         return RuntimeError(
             f"rank {control.rank}: injection in iteration {self._iteration}: "
-            f"{error.__cause__ or error}. {control.report_failure(self._iteration)} Restart the "
-            f"missing ranks, or raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+            f"{error.__cause__ or error}. {control.report_failure(self._iteration)}"
         )
 
 

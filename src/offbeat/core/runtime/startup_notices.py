@@ -32,7 +32,7 @@ def startup_message(
 
 
 def startup_notices(strategy: Strategy, cluster: Cluster, gpus: Sequence[Gpu | None]) -> list[str]:
-    """Return the notices about nodes and GPUs.
+    """Return the notices about nodes, GPUs and a process that no launcher has started.
 
     Args:
         strategy: strategy that runs.
@@ -45,7 +45,18 @@ def startup_notices(strategy: Strategy, cluster: Cluster, gpus: Sequence[Gpu | N
     else:
         nodes = f"{topology} ({topology.source}): {_describe_nodes(topology, strategy)}"
     shared = _shared_gpu_notice(cluster.control.hosts, gpus)
-    return [text for text in (nodes, shared) if text is not None]
+    alone = None if cluster.control.has_members else _alone_notice(os.environ, topology.ranks)
+    return [text for text in (alone, nodes, shared) if text is not None]
+
+
+def _alone_notice(environ: Mapping[str, str], ranks: int) -> str | None:
+    """Return a notice if the script was started without a launcher; otherwise None."""
+    if ranks > 1 or "WORLD_SIZE" in environ:
+        return None
+    return (
+        "1 rank: nothing is averaged; start the script with torchrun, such as "
+        "`torchrun --nproc-per-node 2 train.py`, or set WORLD_SIZE=1 if it trains alone"
+    )
 
 
 def gpu_of(where: torch.device) -> Gpu | None:

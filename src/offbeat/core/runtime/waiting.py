@@ -126,8 +126,7 @@ class Waiting:
         waited_s = _seconds_since_release(message) or 0.0
         error = RuntimeError(
             f"rank {self._control.rank}: {_describe_message(message, flat)} {what}. "
-            f"{self._control.report_failure(waited_s=waited_s)} Restart the missing ranks, or "
-            f"raise timeout_s ({self._timeout_s:g} s) if they are only slow."
+            f"{self._control.report_failure(waited_s=waited_s)}"
         )
         self._record(error)
         raise error from message.error

@@ -452,7 +452,7 @@ class Control:
         return detector is not None and detector.failed_request_s is not None
 
     def report_failure(self, waiting_in: int | None = None, waited_s: float = 0.0) -> str:
-        """Return a report of the suspects and of the last status of every rank.
+        """Return a report of the suspects, of the last status of every rank, and of the remedy.
 
         Publishes that this rank has aborted, waits for a heartbeat timeout so that a rank that has
         just died becomes suspect (up to 3 s), and publishes the suspects.
@@ -476,6 +476,8 @@ class Control:
         elif not parts:
             parts.append(NOBODY if detector.store_lost_s is None else STORE_HAS_ENDED)
         parts.append(self._last_heard(detector.statuses))
+        if remedy := detector.remedy(suspects, self.timeout_s):
+            parts.append(remedy)
         heartbeat.publish(REPORTED, reason, suspects)
         heartbeat.keep_store_open(STAYS_S, excluded=suspects)
         return " ".join(parts)

@@ -262,6 +262,33 @@ class FailureDetector:
             return f"cannot be reached, as its store does not respond: {last}"
         return f"keeps the others waiting: {status}, for {now_s - status.changed_s:.0f} s"
 
+    def remedy(self, suspects: Sequence[int], timeout_s: float) -> str:
+        """Return what to do, by the recorded states of the ranks that block this rank; an empty
+        text if there are none.
+
+        Args:
+            suspects: result of `suspects`.
+            timeout_s: timeout of the wait in seconds.
+        """
+        failed, left = (
+            [r for r in suspects if self.statuses[r].state == state] for state in (FAILED, LEFT)
+        )
+        silent = [r for r in suspects if self.statuses[r].state in ACTIVE and self._is_silent(r)]
+        if failed:
+            return f"Mend the error of {_ranks(failed)}, and start the job again."
+        if silent or self.has_unexplained_store_loss:
+            lost = _ranks(silent or [0])
+            return (
+                f"Look for the cause in the log of {lost} and in the kernel's log of its host, where "
+                "a lack of memory is stated; then start the job again."
+            )
+        if left:
+            return (
+                f"The loop of {_ranks(left)} has fewer iterations: wrap the loader with "
+                "offbeat.join(loader), or give all ranks equally many batches."
+            )
+        return f"If it is only slow, raise timeout_s ({timeout_s:g} s)." if suspects else ""
+
     @property
     def has_unexplained_store_loss(self) -> bool:
         """Whether the store is lost although rank 0, which hosts it, has not stopped."""
@@ -282,3 +309,7 @@ class FailureDetector:
     def _peers(self, *states: str) -> list[int]:
         """Return all other ranks that are in one of the states."""
         return [r for r, s in enumerate(self.statuses) if s.state in states and r != self.rank]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
