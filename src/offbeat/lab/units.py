@@ -17,12 +17,14 @@ _NUMBER = r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)(/s)?\s*"
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 # "100mbit", "100 Mbit/s", "100Mbps", "100M": bits, as networks are rated; "B" stands for bytes.
 _RATE_SPELLING = re.compile(r"([kmg]?)(?:b|bits?|bps)?", re.IGNORECASE)
-_BYTES = re.compile(r"[0-9.]\s*[kKmMgG]?i?(?:B(?![iI])|[bB]ytes?)", re.ASCII)
+# Of bytes, or of what may be bytes: "MB", "mbytes", and "mb" in small letters.
+_BYTES = re.compile(
+    r"\s*([0-9.]+)\s*([kKmMgG]?)(?:i?B(?![iI])\w*|i?[bB]ytes?|(?<![KMG])b)(?:/s)?\s*", re.ASCII
+)
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
 _SHARE_UNITS = {"": 1.0, "%": 0.01}
 _RATE_HELP = 'write bit, kbit, mbit or gbit as in "100mbit", or "unlimited"'
-_BYTES_HELP = "rates are in bits; write 8 times the number, as in 800mbit for 100 MB/s"
 _TIME_HELP = 'write us, ms or s as in "20ms"'
 _MOMENT_HELP = 'write ms, s or min as in "30s"'
 _SHARE_HELP = 'write 0.01 or "1%"'
@@ -32,19 +34,19 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
     """Return the bits per second of a rate.
 
     Args:
-        value: text such as "100mbit", "100 Mbit/s", "1Gbps" or "1G", or a number of bit/s; None is
-            unshaped. "mbps" is a million bits per second, as networks are rated; `tc` reads it as
-            bytes.
+        value: text such as "100mbit", "100 Mbit/s", "1Gbps" or "1G", or a number of bit/s (not as
+            text); None is unshaped. "mbps" is a million bits per second, as networks are rated;
+            `tc` reads it as bytes.
         name: name of the rate in error messages.
 
     Raises:
-        ValueError: the unit is unknown or is of bytes ("MB/s"), or the rate is outside of 1 kbit/s
-            to 32 Gbit/s.
+        ValueError: the unit is missing, unknown, or may be of bytes ("MB/s", "mb"), or the rate is
+            outside of 1 kbit/s to 32 Gbit/s.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() == UNLIMITED):
         return None
-    if isinstance(value, str) and _BYTES.search(value):
-        raise ValueError(f"{name} ({value!r}) must not be in bytes; {_BYTES_HELP}")
+    if isinstance(value, str):
+        _require_bits(value, name)
     rate_bps = round(_number(value, name, _RATE_UNITS, "bit", _RATE_HELP))
     if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
         raise ValueError(
@@ -52,6 +54,18 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
             f"{format_rate(MAX_RATE_BPS)}; {_RATE_HELP}"
         )
     return rate_bps
+
+
+def _require_bits(text: str, name: str) -> None:
+    """Raise ValueError unless the text of a rate has a unit, of bits."""
+    if (match := _BYTES.fullmatch(text)) is not None:
+        number, prefix = float(match[1]), match[2].lower()
+        raise ValueError(
+            f"{name} ({text!r}) may be bits or bytes per second; write {number:.15g}{prefix}bit for "
+            f"bits, or {8 * number:.15g}{prefix}bit for bytes"
+        )
+    if re.fullmatch(r"[0-9.\s]+", text, re.ASCII):
+        raise ValueError(f"{name} ({text!r}) must have a unit; {_RATE_HELP}")
 
 
 def format_rate(rate_bps: int | None) -> str:

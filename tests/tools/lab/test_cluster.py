@@ -37,7 +37,7 @@ RATES = [
     ("1.5gbit", 1_500_000_000),
     (" 800 Kbit/s ", 800_000),
     ("2500bit", 2500),
-    ("64000", 64_000),
+    (64_000, 64_000),
     ("1Gbps", 10**9),
     ("1 Gbit/s", 10**9),
     ("1G", 10**9),
@@ -68,6 +68,7 @@ def test_rates_and_times_survive_being_written():
     ("field", "values"),
     [
         ("rate", ["12mib", "100MB/s", "12 MBps", "12mbytes", "fast", 0, -5, "100gbit", True]),
+        ("rate", ["200", "200mb", "200MB", "1 gb/s"]),
         ("rate", [float("nan"), float("inf")]),
         ("latency", [20, "20min", "20ms/s", -1, "11s"]),
         ("loss", [1, -0.1, "2ms", "200%"]),
