@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs import Codec
+from offbeat.core.transport.listeners import open_listener
 from offbeat.gossip.chunks import Wire, WireForm
 from offbeat.gossip.clock import Clock
 from offbeat.gossip.joining import get_place
-from offbeat.gossip.peers import open_listener
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.worker import Gossip, Settings
 

@@ -42,6 +42,7 @@ PARTS = {
     "core.transport.device": "CPU",
     "core.transport.heartbeat_traffic": "traffic_bps",
     "core.transport.interfaces": "LinkSpec",
+    "core.transport.listeners": "open_listener",
     "core.transport.topology": "NodeClaim",
     "core.verify.check": "shorten_phases slices_of",
     "core.verify.interpreter": "Interpreter",

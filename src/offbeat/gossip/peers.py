@@ -269,8 +269,3 @@ class Peers(ConnectionLoop[_Peer]):
         for peer, at in list(self._retry_at_s.items()):
             if now >= at and not self._has_connection(peer):
                 self._connect(peer)
-
-
-def open_listener(address: str, backlog: int) -> socket.socket:
-    """Return a socket on which this worker accepts connections."""
-    return socket.create_server((address, 0), backlog=backlog)

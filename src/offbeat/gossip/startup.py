@@ -24,6 +24,7 @@ from offbeat.core.runtime.launch_request import current_job, current_join_reques
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.interfaces import address_towards
+from offbeat.core.transport.listeners import open_listener
 from offbeat.frames.secret import VARIABLE as SECRET
 from offbeat.frames.secret import common_secret, own_secret
 from offbeat.gossip.chunks import Wire
@@ -32,7 +33,6 @@ from offbeat.gossip.graphs import Edge, topology
 from offbeat.gossip.joining import TRIPS, Place, get_place
 from offbeat.gossip.measured_graph import measured
 from offbeat.gossip.pairs import measure_pairs
-from offbeat.gossip.peers import open_listener
 from offbeat.gossip.state import AVERAGING, State
 from offbeat.gossip.strategies import Gossip as GossipStrategy
 from offbeat.gossip.worker import Gossip, Settings

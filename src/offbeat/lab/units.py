@@ -61,8 +61,8 @@ def _require_bits(text: str, name: str) -> None:
     if (match := _BYTES.fullmatch(text)) is not None:
         number, prefix = float(match[1]), match[2].lower()
         raise ValueError(
-            f"{name} ({text!r}) may be bits or bytes per second; write {number:.15g}{prefix}bit for "
-            f"bits, or {8 * number:.15g}{prefix}bit for bytes"
+            f"{name} ({text!r}) may be bits or bytes per second; write {number:.15g}{prefix}bit "
+            f"for bits, or {8 * number:.15g}{prefix}bit for bytes"
         )
     if re.fullmatch(r"[0-9.\s]+", text, re.ASCII):
         raise ValueError(f"{name} ({text!r}) must have a unit; {_RATE_HELP}")

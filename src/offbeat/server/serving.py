@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from offbeat.core.console import console
 from offbeat.core.runtime.event_log import open_event_log
 from offbeat.core.runtime.training_job import RankRoles, TrainingJob
 from offbeat.core.transport.control import Control
+from offbeat.core.transport.listeners import open_listener
 from offbeat.frames.secret import common_secret
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
@@ -40,7 +40,7 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
     elif snapshots is not None:
         snapshots.set_aside()
     _free_model(model, optimizer)
-    listener = socket.create_server((cluster.own_address, 0), backlog=2 * len(ranks.workers))
+    listener = open_listener(cluster.own_address, 2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
     service = Service(
         store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots, log=log

@@ -26,6 +26,7 @@ from offbeat.core.console import console
 from offbeat.core.runtime.member_presence import THREAD_NAME
 from offbeat.core.runtime.member_state import Bytes, create_tensors, shapes_of, tensors_of
 from offbeat.core.transport import packed
+from offbeat.core.transport.listeners import open_listener
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.member_session import MemberSession
@@ -126,7 +127,7 @@ class StateSender:
         self.token, self.has_connected, self.has_sent = secrets.token_hex(16), False, False
         self._pace, self._timeout_s = pace, timeout_s
         self._closed = threading.Event()
-        self._sockets = [socket.create_server((address, 0))]
+        self._sockets = [open_listener(address)]
         host, port, *_ = self._sockets[0].getsockname()
         self.place = [host, port, self.token]
         self.thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)

@@ -12,6 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
+from offbeat.core.transport.listeners import open_listener
+
 PROBE_S = 3.0  # longest wait for the answer of a member that may have failed
 RETRY_S = 0.1  # pause after an error of this host
 PROBES = 16  # probes at the same time
@@ -39,7 +41,7 @@ class Presence:
 
     def __init__(self, address: str, name: str):
         self._name, self.given_up = name, -1
-        self._listener = socket.create_server((address, 0), backlog=64)
+        self._listener = open_listener(address)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._answer, name=THREAD_NAME, daemon=True).start()
 

@@ -279,8 +279,8 @@ class FailureDetector:
         if silent or self.has_unexplained_store_loss:
             lost = _ranks(silent or [0])
             return (
-                f"Look for the cause in the log of {lost} and in the kernel's log of its host, where "
-                "a lack of memory is stated; then start the job again."
+                f"Look for the cause in the log of {lost} and in the kernel's log of its host, "
+                "where a lack of memory is stated; then start the job again."
             )
         if left:
             return (

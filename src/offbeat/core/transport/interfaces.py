@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from offbeat.core.plan import CHANNEL, INSIDE
 from offbeat.core.transport.addresses import GLOO_INTERFACE
 from offbeat.core.transport.agreement import Agreement
+from offbeat.core.transport.listeners import open_listener
 from offbeat.core.transport.topology import Topology
 
 BACKENDS = ("gloo", "nccl")
@@ -321,7 +322,7 @@ def _require_reach(
     with ExitStack() as stack:
         address: tuple[str, int] | None = None
         if own is not None:
-            listening = socket.create_server((own, 0), backlog=control.world_size)
+            listening = open_listener(own, control.world_size)
             address = (own, stack.enter_context(listening).getsockname()[1])
         everyone: list[tuple[str, int] | None] = control.gather(address)
         others = {
