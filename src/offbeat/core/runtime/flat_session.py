@@ -55,6 +55,7 @@ class FlatSession(Session):
         self._earlier_iterations = 0  # iterations of processes before this one
         self._united = -1  # the engine's iteration of the last `consolidate`
         self._loaded = 0  # the engine's iteration of the last load
+        self._names_differences = not strategy.synchronous and cluster.control.world_size > 1
         self._unsampled: int | None = None  # its parameters arrive in the next forward
         self.engine = Engine(
             job.model,
@@ -128,6 +129,8 @@ class FlatSession(Session):
                 self._begin_iteration()
             if trains and self._guards.has_loaded and not self._cluster.closed:
                 self._guards.require_all_loaded()
+        elif not self._model.training:
+            self.note_reading("evaluation")
         context, around = engine.forward_begins(), self._first.around_forward
         if context is NO_CONTEXT and around is nullcontext:
             output = call(*args, **kwargs)
@@ -139,6 +142,28 @@ class FlatSession(Session):
             self._recorder.on_step_end(self._unsampled)
             self._unsampled = None
         return output
+
+    def note_reading(self, what: str) -> None:
+        if self._names_differences and self._replicas_differ:
+            self._names_differences = False
+            self.choice.decisions.print(
+                f"{what} of replicas that differ since their last average; call "
+                "model.consolidate() on all ranks before evaluations and saving"
+            )
+
+    @property
+    def _replicas_differ(self) -> bool:
+        """Whether replicas may differ: the last iteration has not averaged all parameters."""
+        engine, done = self.engine, self.engine.iteration
+        if not done or done == self._united or engine.cursor.now is not None:
+            return False
+        averaged = {
+            b
+            for t in engine.run.program.transfers(engine.cursor.planned - 1)
+            if t.payload.buffer == "param" and (t.ranks, t.when, t.before.lag) == (None, None, 0)
+            for b in t.payload.buckets
+        }
+        return not sends_only_gradients(engine.plan) and len(averaged) < engine.plan.buckets
 
     def before_call(self) -> None:
         self.engine.before_call()

@@ -175,6 +175,7 @@ class Model(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._session.note_reading("state_dict()")
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(

@@ -109,6 +109,9 @@ class Session(ABC):
         """Handle a call that was not announced as a forward and has returned tensors with a
         graph."""
 
+    def note_reading(self, what: str) -> None:  # noqa: B027 - nothing to do by default
+        """Handle a use of the weights outside of training, such as an evaluation."""
+
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
         self.flush()
