@@ -73,3 +73,28 @@ def test_a_script_that_no_launcher_has_started_is_told_so() -> None:
     assert DIFFER not in printed
     [printed] = run_ranks(1, told, "local-sgd:period=4", 2, "state_dict")
     assert "nothing is averaged" not in printed
+
+
+def told_of_batches(strategy: str, kind: str) -> str:
+    """Train for 24 iterations with batches that are of the rank, of all, or always the same."""
+    number = rank()
+    with redirect_stderr(io.StringIO()) as printed:
+        model = build_model(CASE)
+        model, optimizer = offbeat.prepare(
+            model, build_optimizer(CASE, model), strategy, timeout_s=20.0
+        )
+        for t in range(24):
+            optimizer.zero_grad()
+            ours = batch(CASE, number if kind == "own" else 0, 0 if kind == "constant" else t)
+            loss_of(model, *ours).backward()
+            optimizer.step()
+        model.close()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["own", "common", "constant"])
+@pytest.mark.parametrize("strategy", ["wfbp", "dreamddp"])
+def test_ranks_that_read_the_same_batches_are_told_so(strategy: str, kind: str) -> None:
+    first, other = run_ranks(2, told_of_batches, strategy, kind)
+    assert first.count("same batches") == (kind == "common")
+    assert "same batches" not in other

@@ -18,12 +18,14 @@ from offbeat.core.guards.replicas import (
     require_equal,
     take,
 )
+from offbeat.core.guards.same_inputs import ITERATIONS, InputDigests, read_same_batches
 from offbeat.core.guards.script_usage import scaler_remedy
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
 from offbeat.core.runtime.first_iterations import FirstIterations
 from offbeat.core.runtime.iteration import Iteration
+from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.recording import Decisions
@@ -55,6 +57,8 @@ class FlatSession(Session):
         self._earlier_iterations = 0  # iterations of processes before this one
         self._united = -1  # the engine's iteration of the last `consolidate`
         self._loaded = 0  # the engine's iteration of the last load
+        compares_inputs = cluster.control.world_size > 1 and not cluster.control.has_members
+        self._inputs = InputDigests() if compares_inputs else None
         self._names_differences = not strategy.synchronous and cluster.control.world_size > 1
         self._unsampled: int | None = None  # its parameters arrive in the next forward
         self.engine = Engine(
@@ -127,6 +131,8 @@ class FlatSession(Session):
             trains = engine.trains
             if trains and engine.cursor.now is None:
                 self._begin_iteration()
+            if trains and self._inputs is not None:
+                self._inputs.note(engine.iteration, tensors_of((args, kwargs)))
             if trains and self._guards.has_loaded and not self._cluster.closed:
                 self._guards.require_all_loaded()
         elif not self._model.training:
@@ -205,11 +211,24 @@ class FlatSession(Session):
             self.run_jointly(guards.replicas.compare)
         engine.step(skip_update)
         guards.note_step()
+        if self._inputs is not None and engine.iteration >= ITERATIONS:
+            self.run_jointly(self._compare_inputs)
         if engine.run.has_transfers_at_forward:
             self._unsampled = engine.iteration - 1
         elif recorder:
             recorder.on_step_end(engine.iteration - 1)
         self.runner.on_step_end()
+
+    def _compare_inputs(self) -> None:
+        """Notice once if all ranks have read the same batches so far."""
+        assert self._inputs is not None
+        everyone = self._cluster.control.gather(self._inputs.digests)
+        self._inputs = None
+        if read_same_batches(everyone):
+            self.choice.decisions.print(
+                f"all ranks have read the same batches in {ITERATIONS} iterations, so they repeat "
+                "each other's work; give the loader a DistributedSampler, or other seeds per rank"
+            )
 
     def on_scaler_step(self, *, steps: bool) -> None:
         self.engine.note_scaler_step(steps=steps)
