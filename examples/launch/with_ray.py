@@ -1,6 +1,6 @@
 """Ray Train: offbeat.prepare in place of ray.train.torch.prepare_model.
 
-    pip install 'offbeat[ray]'
+    pip install '.[ray]'
     OFFBEAT_STRATEGY=dreamddp:period=4 python examples/launch/with_ray.py
 
 On a cluster, submit it by `ray job submit --working-dir . -- python examples/launch/with_ray.py`.
