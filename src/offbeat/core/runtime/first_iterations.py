@@ -108,7 +108,7 @@ class FirstIterations:
         save_to, control = self._job.observation.save_to, self._job.cluster.control
         stops = self._job.request.stop_after_profile
         self._finish(observer)
-        if self._choice.shares_buffers and not self._choice.broadcasts(self._choice.strategy):
+        if self._choice.shares_buffers and not self._choice.strategy.synchronous:
             self._guards.agree_on_buffers()  # averages of parameters include buffers
         profile = self._measure(observer)
         if save_to and control.rank == 0:
