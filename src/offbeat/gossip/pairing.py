@@ -1,15 +1,19 @@
 """Pairing of two workers for an exchange, as a state machine without sockets and without a clock.
 
 An idle worker sends a request to the neighbour that is first in its queue. The neighbour accepts if
-it is idle. Otherwise it answers BUSY and queues a request of its own to the sender. Of the two,
-exactly one therefore has to send the next request. Requests are served in order, and a busy pair
-cannot block its neighbours.
+it is idle. If it exchanges, it answers BUSY and queues a request of its own to the sender. Of the
+two, exactly one therefore has to send the next request. Requests are served in order, and a busy
+pair cannot block its neighbours.
 
-No deadlock is possible: only the sender of a request waits for an answer. The receiver answers at
-once, except if it has itself sent a request to the sender. Both workers resolve this case without
-another message: the request of the smaller id is valid, and the worker with the larger id drops its
-own request and accepts. A chain of waiting workers therefore has length one. An exchange that has
-begun depends on its two partners only.
+A neighbour that waits for an answer itself holds the request if its own id is the smaller one, and
+answers when it has its own answer; otherwise it answers BUSY. If every such neighbour answered BUSY,
+three workers that ask around a triangle would refuse each other for ever.
+
+No deadlock is possible: a worker that waits for a held request waits for a smaller id, so a chain of
+waiting workers is finite and ends at one that answers at once. If two workers have sent requests to
+each other, they resolve this without another message: the request of the smaller id is valid, and
+the worker with the larger id drops its own request and accepts. An exchange that has begun depends
+on its two partners only.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class Pairing:
         duties: neighbours to which this worker has to send a request, in order.
         waiting: neighbours that have to send a request to this worker.
         asked: receiver of the request that is not yet answered.
+        held: neighbours whose requests are answered when that one is, in order.
         partner: neighbour of the exchange in progress.
         paused: whether this worker neither begins nor accepts exchanges.
     """
@@ -62,6 +67,7 @@ class Pairing:
     duties: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     asked: int | None = None
+    held: list[int] = field(default_factory=list)
     partner: int | None = None
     paused: bool = False
 
@@ -72,7 +78,8 @@ class Pairing:
 
     def request(self, peer: int) -> list[Action]:
         """Queue an exchange with a neighbour, unless one is queued, requested or in progress."""
-        if peer in self.neighbours and peer not in (*self.waiting, self.asked, self.partner):
+        known = *self.waiting, *self.held, self.asked, self.partner
+        if peer in self.neighbours and peer not in known:
             self._queue_request(peer)
         return self._send_next_request()
 
@@ -89,8 +96,8 @@ class Pairing:
         self.asked = None
         if word is Kind.BUSY:
             self.waiting.add(peer)
-            return self._send_next_request()
-        return [self._begin(peer, accepted=False)]
+            return [*self._answer_held(), *self._send_next_request()]
+        return [self._begin(peer, accepted=False), *self._answer_held()]
 
     def end_exchange(self) -> list[Action]:
         """End the exchange in progress, whether complete or not."""
@@ -107,7 +114,8 @@ class Pairing:
         self._clear_requests(peer)
         self.asked = None if self.asked == peer else self.asked
         self.partner = None if self.partner == peer else self.partner
-        return self._send_next_request()
+        held = [] if self.asked is not None else self._answer_held()
+        return [*held, *self._send_next_request()]
 
     def pause(self, *, paused: bool) -> list[Action]:
         """Stop beginning and accepting exchanges, or continue."""
@@ -119,10 +127,19 @@ class Pairing:
             return []  # the request of the smaller id is valid; the peer accepts it
         if self.asked == peer or (self.is_idle and not self.paused):
             self.asked = None
-            return [Send(peer, Kind.YES), self._begin(peer, accepted=True)]
+            begin = self._begin(peer, accepted=True)
+            return [Send(peer, Kind.YES), begin, *self._answer_held()]
         self.waiting.discard(peer)
+        if self.asked is not None and self.me < peer:
+            self.held.append(peer)
+            return []
         self._queue_request(peer)
         return [Send(peer, Kind.BUSY)]
+
+    def _answer_held(self) -> list[Action]:
+        """Answer the requests that have waited for the answer to this worker's own."""
+        held, self.held = self.held, []
+        return [action for peer in held for action in self._on_request(peer)]
 
     def _begin(self, peer: int, *, accepted: bool) -> Begin:
         self.partner = peer
@@ -135,8 +152,9 @@ class Pairing:
 
     def _clear_requests(self, peer: int) -> None:
         self.waiting.discard(peer)
-        if peer in self.duties:
-            self.duties.remove(peer)
+        for queue in (self.duties, self.held):
+            if peer in queue:
+                queue.remove(peer)
 
     def _send_next_request(self) -> list[Action]:
         """Request the first queued exchange if this worker is idle."""
