@@ -6,14 +6,14 @@ two, exactly one therefore has to send the next request. Requests are served in 
 pair cannot block its neighbours.
 
 A neighbour that waits for an answer itself holds the request if its own id is the smaller one, and
-answers when it has its own answer; otherwise it answers BUSY. If every such neighbour answered BUSY,
-three workers that ask around a triangle would refuse each other for ever.
+answers when it has its own answer; otherwise it answers BUSY. If every such neighbour answered
+BUSY, three workers that ask around a triangle would refuse each other for ever.
 
-No deadlock is possible: a worker that waits for a held request waits for a smaller id, so a chain of
-waiting workers is finite and ends at one that answers at once. If two workers have sent requests to
-each other, they resolve this without another message: the request of the smaller id is valid, and
-the worker with the larger id drops its own request and accepts. An exchange that has begun depends
-on its two partners only.
+No deadlock is possible: a worker that waits for a held request waits for a smaller id, so a chain
+of waiting workers is finite and ends at one that answers at once. If two workers have sent requests
+to each other, they resolve this without another message: the request of the smaller id is valid,
+and the worker with the larger id drops its own request and accepts. An exchange that has begun
+depends on its two partners only.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_every_course(edges: list[Edge], wishes: list[Edge], dying: list[int]) -
                 before[one.key()] = set()
                 todo.append(one)
             before[one.key()].add(key)
-    # Worlds in an order in which all that follow a world stand before it: there is none with cycles.
+    # An order in which all worlds that follow a world stand before it: there is none with cycles.
     left = Counter(key for keys in before.values() for key in keys)
     ordered = list(ends)
     for world_key in ordered:
