@@ -98,3 +98,25 @@ def test_ranks_that_read_the_same_batches_are_told_so(strategy: str, kind: str) 
     first, other = run_ranks(2, told_of_batches, strategy, kind)
     assert first.count("same batches") == (kind == "common")
     assert "same batches" not in other
+
+
+def told_of_sweep(closes: bool) -> list[bool]:
+    """Prepare four models, one after the other; whether each was told of those that are open."""
+    found, models = [], []
+    for _ in range(4):
+        with redirect_stderr(io.StringIO()) as printed:
+            model = build_model(CASE)
+            models.append(offbeat.prepare(model, build_optimizer(CASE, model), "wfbp")[0])
+        found.append("still open" in printed.getvalue())
+        if closes:
+            models[-1].close()
+    for model in models:
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_third_model_that_is_prepared_beside_open_ones_is_told_so(closes: bool) -> None:
+    first, other = run_ranks(2, told_of_sweep, closes)
+    assert first == [False, False, not closes, False]
+    assert other == [False] * 4

@@ -66,6 +66,17 @@ def require_one_model(job: LaunchRequest) -> None:
         )
 
 
+def unclosed_models_notice() -> str | None:
+    """Return a notice for the third model that is prepared while the earlier ones are open, as in a
+    sweep; otherwise None."""
+    if len(_open_clusters()) != 2:
+        return None
+    return (
+        "2 models that were prepared before are still open, each with its threads and connections; "
+        "call model.close() where a training ends"
+    )
+
+
 def joined_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

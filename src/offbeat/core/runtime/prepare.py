@@ -47,6 +47,7 @@ from offbeat.core.runtime.model_checks import (
     joined_optimizer,
     note_prepared,
     require_one_model,
+    unclosed_models_notice,
 )
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
@@ -219,6 +220,7 @@ def prepare(
         log = Metrics(log)
     whole, is_list = joined_optimizer(model, optimizer, strategy)
     require_one_model(job)
+    notice = "\n".join(filter(None, (notice, unclosed_models_notice()))) or None
     require_fitting_strategy(strategy, job)
     if mesh is None and nodes is None:
         nodes = current_nodes()
