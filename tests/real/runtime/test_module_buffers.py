@@ -13,6 +13,7 @@ from harness.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import offbeat
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.verify.check import raise_if_wrong
@@ -227,3 +228,43 @@ def test_plans_that_broadcast_are_accepted() -> None:
     raise_if_wrong(with_broadcast(plan, "net"), PROFILE)
     assert without_broadcast(with_broadcast(plan, "net")) == plan
     assert sends_only_gradients(with_broadcast(plan, "net"))
+
+
+class Table(nn.Module):
+    """A table of rotations that grows with the longest input of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("table", self._make(2), persistent=False)
+
+    def _make(self, length: int) -> Tensor:
+        return torch.arange(float(length))[:, None].cos().expand(-1, 4).clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > len(self.table):
+            self.register_buffer("table", self._make(x.shape[1]), persistent=False)
+        return self.layer((x * self.table[: x.shape[1]]).mean(1))
+
+
+def grow(strategy: str) -> list[Tensor]:
+    """Weights after 12 iterations, observed ones among them, with inputs of other lengths."""
+    torch.manual_seed(0)
+    model, number = Table(), rank()
+    model, optimizer = offbeat.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), strategy, broadcast_buffers=False
+    )
+    for t in range(12):
+        x = torch.randn(4, 3 + t // (1 + number), 4, generator=torch.Generator().manual_seed(t))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    weights = [p.detach().clone() for p in model.module.parameters()]
+    model.close()
+    return weights
+
+
+@pytest.mark.parametrize("strategy", ["wfbp", "dear"])
+def test_buffers_that_grow_unlike_others_may_if_none_is_broadcast(strategy: str) -> None:
+    first, other = run_ranks(2, grow, strategy)
+    assert all(a.equal(b) for a, b in zip(first, other, strict=True))

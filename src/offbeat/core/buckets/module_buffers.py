@@ -76,6 +76,11 @@ class ModuleBuffers:
         now = self._checksums
         return [name for name in now if now[name] != before.get(name, now[name])]
 
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[list[int], str]]:
+        """Return shape and dtype of the buffers of these names that the model has now."""
+        found = {name: buffer for name, _, _, buffer in _buffers(self._model)}
+        return {n: ([*found[n].shape], str(found[n].dtype)) for n in names if n in found}
+
     def share(self, names: Iterable[str]) -> list[str]:
         """Broadcast these buffers too from now on. Return the names that are new."""
         found = {name: (owner, key) for name, owner, key, _ in _buffers(self._model)}

@@ -12,24 +12,36 @@ ITERATIONS = 20
 NUMBERS = 256  # of each input, spread over it
 
 
-class InputDigests:
-    """Digests of the inputs of the first `ITERATIONS` iterations of a rank."""
+class InputSamples:
+    """Samples of the inputs of the first `ITERATIONS` iterations of a rank.
+
+    They stay on their device until the digests are needed, so that no iteration waits for a GPU.
+    """
 
     def __init__(self) -> None:
-        self.digests: list[int] = []
+        self._samples: list[list[Tensor]] = []
         self._iteration = -1
 
     def note(self, iteration: int, inputs: Iterable[Tensor]) -> None:
-        """Add the digest of the inputs of the first forward of an iteration."""
+        """Keep some numbers of the inputs of the first forward of an iteration."""
         if iteration == self._iteration or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        self._iteration, digest = iteration, 0
+        self._iteration, kept = iteration, list[Tensor]()
         for x in inputs:
             if type(x) is Tensor and x.layout == torch.strided and not x.is_meta:
                 every = max(x.numel() // NUMBERS, 1)
-                some = x.detach().reshape(-1)[::every][:NUMBERS].cpu().contiguous()
-                digest = crc32(some.view(torch.uint8).numpy().tobytes(), digest)
-        self.digests.append(digest)
+                kept.append(x.detach().reshape(-1)[::every][:NUMBERS].clone())
+        self._samples.append(kept)
+
+    def digests(self) -> list[int]:
+        """Return a digest of each iteration's inputs."""
+        found = []
+        for kept in self._samples:
+            digest = 0
+            for some in kept:
+                digest = crc32(some.view(torch.uint8).cpu().numpy().tobytes(), digest)
+            found.append(digest)
+        return found
 
 
 def read_same_batches(everyone: Sequence[Sequence[int]]) -> bool:

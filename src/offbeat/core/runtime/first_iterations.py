@@ -108,8 +108,10 @@ class FirstIterations:
         save_to, control = self._job.observation.save_to, self._job.cluster.control
         stops = self._job.request.stop_after_profile
         self._finish(observer)
-        if self._choice.shares_buffers and not self._choice.strategy.synchronous:
-            self._guards.agree_on_buffers()  # averages of parameters include buffers
+        strategy = self._choice.strategy
+        if self._choice.shares_buffers and not self._choice.broadcasts(strategy):
+            # Averages of parameters include buffers.
+            self._guards.agree_on_buffers(only_alike=strategy.synchronous)
         profile = self._measure(observer)
         if save_to and control.rank == 0:
             again = ", and the next run measures again"

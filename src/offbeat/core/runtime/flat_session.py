@@ -18,7 +18,7 @@ from offbeat.core.guards.replicas import (
     require_equal,
     take,
 )
-from offbeat.core.guards.same_inputs import ITERATIONS, InputDigests, read_same_batches
+from offbeat.core.guards.same_inputs import ITERATIONS, InputSamples, read_same_batches
 from offbeat.core.guards.script_usage import scaler_remedy
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
@@ -57,8 +57,9 @@ class FlatSession(Session):
         self._earlier_iterations = 0  # iterations of processes before this one
         self._united = -1  # the engine's iteration of the last `consolidate`
         self._loaded = 0  # the engine's iteration of the last load
-        compares_inputs = cluster.control.world_size > 1 and not cluster.control.has_members
-        self._inputs = InputDigests() if compares_inputs else None
+        alone = cluster.control.world_size == 1 or cluster.control.has_members
+        compares_inputs = job.watch.compare_every and not alone
+        self._inputs = InputSamples() if compares_inputs else None
         self._names_differences = not strategy.synchronous and cluster.control.world_size > 1
         self._unsampled: int | None = None  # its parameters arrive in the next forward
         self.engine = Engine(
@@ -131,7 +132,7 @@ class FlatSession(Session):
             trains = engine.trains
             if trains and engine.cursor.now is None:
                 self._begin_iteration()
-            if trains and self._inputs is not None:
+            if trains and self._inputs is not None and not torch.compiler.is_compiling():
                 self._inputs.note(engine.iteration, tensors_of((args, kwargs)))
             if trains and self._guards.has_loaded and not self._cluster.closed:
                 self._guards.require_all_loaded()
@@ -222,7 +223,7 @@ class FlatSession(Session):
     def _compare_inputs(self) -> None:
         """Notice once if all ranks have read the same batches so far."""
         assert self._inputs is not None
-        everyone = self._cluster.control.gather(self._inputs.digests)
+        everyone = self._cluster.control.gather(self._inputs.digests())
         self._inputs = None
         if read_same_batches(everyone):
             self.choice.decisions.print(

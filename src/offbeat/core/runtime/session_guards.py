@@ -176,11 +176,14 @@ class SessionGuards:
         if self.replicas is not None:
             self.replicas.note_step(weights_final=not engine.run.has_transfers_at_forward)
 
-    def agree_on_buffers(self) -> None:
+    def agree_on_buffers(self, *, only_alike: bool = False) -> None:
         """Agree on the buffers that forward writes.
 
         Runs in the first iteration and then every `compare_every` iterations. All ranks call this
         method at the same point of an iteration.
+
+        Args:
+            only_alike: whether buffers whose shapes differ between ranks are left out, not refused.
         """
         every, iteration = self._watch.compare_every, self._agreed_on_buffers
         if iteration and not (every and iteration % every == 0):
@@ -191,7 +194,11 @@ class SessionGuards:
         if all(changed is None for changed in everyone):  # no forward yet
             return
         self._agreed_on_buffers += 1
-        new = buffers.share({name for changed in everyone for name in changed or ()})
+        names = {name for changed in everyone for name in changed or ()}
+        if only_alike:
+            first, *others = control.gather(buffers.shapes(names))
+            names = {name for name in first if all(first[name] == o.get(name) for o in others)}
+        new = buffers.share(names)
         if new:
             control.agree("the buffers that forward writes", buffers.descriptions(), SAME_SHAPE)
         if new and iteration:
