@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -24,7 +25,8 @@ class InputSamples:
 
     def note(self, iteration: int, inputs: Iterable[Tensor]) -> None:
         """Keep some numbers of the inputs of the first forward of an iteration."""
-        if iteration == self._iteration or torch._C._functorch.peek_interpreter_stack() is not None:
+        transforms: Any = torch._C  # its stubs lack the transforms of torch.func
+        if iteration == self._iteration or transforms._functorch.peek_interpreter_stack():
             return
         self._iteration, kept = iteration, list[Tensor]()
         for x in inputs:
