@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from cases.models import Case, build_model, build_optimizer
 from cases.schedules import go_on
 from cases.workers import Trained, bits, prepared, rank, snapshot, world_size
@@ -84,7 +86,8 @@ def train(
 
     replanning.message_s, replanning.compute_s = message_s, compute_s
     replanning.BOUNDARY_ITERATIONS = boundary
-    Control.minimum = counted  # type: ignore[method-assign]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Control, "minimum", counted)
     model = build_model(case)
     plans: list[tuple[int, Plan]] = []
     printed = io.StringIO()
@@ -102,7 +105,7 @@ def train(
             go_on(model, optimizer, case, range(t, t + 1))
         trained = Trained(snapshot(model.state_dict()), snapshot(optimizer.state_dict()))
         digest, profile = bits(model), model._session.profile
-    Control.minimum = minimum  # type: ignore[method-assign]
+    patch.undo()
     return Drifted(
         trained, plans, exchanges[0], digest, " ".join(printed.getvalue().split()), profile
     )
