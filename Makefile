@@ -15,9 +15,9 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --ignore tests/release
 
-# Tests without processes.
+# Tests without processes, but for those that are marked as long.
 test-fast: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q -n 2 tests/fast
+	$(BIN)/python -m pytest -q -n 2 -m "not long" tests/fast
 
 # Style, types, pages, distributions, pins and borders.
 check: $(VENV)/installed-dev

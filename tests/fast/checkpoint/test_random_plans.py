@@ -129,6 +129,7 @@ def in_two(plan: Plan, task: Quadratic, at: int) -> tuple[np.ndarray, np.ndarray
     return np.array(seen), np.array(resumed), [frozen.thaw()[2] for frozen in saved]
 
 
+@pytest.mark.long
 def test_resumed_at_any_iteration() -> None:
     under_way = kept = 0
     for seed, plan in accepted():
@@ -194,6 +195,7 @@ def test_a_dropped_iteration_is_not_saved() -> None:
             return
 
 
+@pytest.mark.long
 def test_ranks_whose_values_are_not_finite_are_saved_with_their_messages() -> None:
     """A message that is due later names them when it is stored, in the resumed job."""
 

@@ -76,6 +76,7 @@ def test_seldp_reads_all_chunks_in_a_circle(capsys):
     assert selective["chunks"] == default["chunks"]
 
 
+@pytest.mark.long
 def test_options_reach_the_split(capsys):
     from sklearn.datasets import load_digits  # a second in the collection of each process
 

@@ -140,6 +140,7 @@ def distances(codec: Codec | None, *, momentum: bool) -> tuple[list[float], floa
     return course, off, sent / (401 * 4 * SIZE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize(("codec", "share"), [(Int8(), 0.32), (Int4(), 0.19)])
 def test_workers_agree_as_fast_as_without_a_codec(
@@ -234,6 +235,7 @@ def gossip(codec: Codec, count: int, **settings: Any) -> Any:
     return x, job(nx.complete_graph(count), x, codec=codec, chunk_bytes=2048, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [Int8(), Int4()], ids=lambda codec: codec.name)
 def test_connections_that_break_do_not_move_the_mean(codec: Codec) -> None:
     x, made = gossip(codec, 3)
@@ -252,6 +254,7 @@ def test_connections_that_break_do_not_move_the_mean(codec: Codec) -> None:
     torch.testing.assert_close(x[0], start, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything() -> None:
     x, made = gossip(Int4(), 3, silent_s=1.0)
     with made as workers:

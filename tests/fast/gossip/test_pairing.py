@@ -117,6 +117,7 @@ def check(world: World, ended: bool) -> None:
             assert not worker.held, "a request has no answer"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edges", "wishes", "dying"),
     [

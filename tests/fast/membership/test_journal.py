@@ -70,6 +70,7 @@ def test_a_restart_restores_everything(tmp_path: Path) -> None:
     assert [kind for kind, _ in entries(tmp_path / "j")] == ["snapshot"]
 
 
+@pytest.mark.long
 def test_a_journal_torn_at_each_byte_has_all_answered_commands(tmp_path: Path) -> None:
     path, torn = tmp_path / "j", tmp_path / "torn"
     states = written(path)

@@ -83,6 +83,7 @@ class Talker:
         return str(reply.meta["why"])
 
 
+@pytest.mark.long
 def test_strangers_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand open connections with garbage, wrong proofs, parts of proofs and silence, while
     two members work: all their requests are applied once, and the service has as much memory and

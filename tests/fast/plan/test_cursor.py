@@ -266,6 +266,7 @@ def task_of(plan: Plan, seed: int, iterations: int) -> Quadratic:
     return Quadratic(sizes, ranks_of(plan), iterations, seed)
 
 
+@pytest.mark.long
 def test_a_new_cursor_at_every_iteration_changes_nothing() -> None:
     outstanding = 0
     for seed, plan in first_accepted(SAVED):
@@ -289,6 +290,7 @@ def plans_with_windows() -> list[tuple[int, Plan]]:
     return found
 
 
+@pytest.mark.long
 def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -83,6 +83,7 @@ def test_families(name: str) -> None:
         assert said <= found, iterations
 
 
+@pytest.mark.long
 def test_random_plans() -> None:
     made = ((seed, random_plan(Random(seed))) for seed in count())
     differ = 0

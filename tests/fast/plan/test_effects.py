@@ -140,6 +140,7 @@ def test_no_second_rule_or_vote_takes_a_name():
     assert EFFECTS["local"].role == "update"
 
 
+@pytest.mark.long
 def test_no_other_room_names_a_rule():
     found = []
     for path in SOURCE.rglob("*.py"):
@@ -186,6 +187,7 @@ def accepted(count: int, start: int = 0):
         seed += 1
 
 
+@pytest.mark.long
 def test_check_and_transforms_do_not_know_names(aliased):
     for _, plan in accepted(40):
         other = aliased(plan)
@@ -219,6 +221,7 @@ def interrupted(plan, task, monkeypatch, at, how):
     return np.array(quadratic.ran(plan, task))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["drain", "load"])
 def test_the_runtime_does_not_know_names(aliased, monkeypatch, how):
     for seed, plan in accepted(10, start=1000):

@@ -82,6 +82,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
@@ -104,12 +105,14 @@ def test_few_ranks_decide_as_all(name, settings, ranks, monkeypatch):
         assert found[0].plan is plan
 
 
+@pytest.mark.long
 def test_most_changes_are_errors():
     """So that equal decisions are no accident."""
     wrong = [name for name, act in CHANGES.items() if check(act(plan_of(9)), profile_of(9))]
     assert len(wrong) >= len(CHANGES) // 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [64, 65, 512])
 def test_ranks_that_are_executed_do_not_grow(ranks, monkeypatch):
     executed = []

@@ -80,6 +80,7 @@ def assert_same(one, other, words, tolerance=0.0):
         np.testing.assert_allclose(weights, other[at], rtol=0, atol=tolerance, err_msg=words)
 
 
+@pytest.mark.long
 def test_they_cover_everything():
     mine = [plan for _, plan in accepted()]
     assert PLANS / 3 <= len(mine) <= PLANS * 0.9
@@ -116,6 +117,7 @@ def test_they_cover_everything():
     assert {a.at.point for a in applies if a.rule == "local"} >= {"forward", "grad", "step"}
 
 
+@pytest.mark.long
 def test_json_round_trip():
     for seed, plan, _ in plans():
         again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
@@ -123,6 +125,7 @@ def test_json_round_trip():
         assert (again.digest, str(again)) == (plan.digest, str(plan)), seed
 
 
+@pytest.mark.long
 def test_weights_are_the_same_in_any_order():
     for seed, plan in some():
         problem = problem_of(plan)
@@ -131,6 +134,7 @@ def test_weights_are_the_same_in_any_order():
             assert_same(first, other, f"seed {seed}\n{plan}")
 
 
+@pytest.mark.long
 def test_finishing_early_changes_nothing():
     for seed, plan in some():
         problem, ranks = problem_of(plan), ranks_of(plan)
@@ -140,6 +144,7 @@ def test_finishing_early_changes_nothing():
             assert_same(plain, early, f"seed {seed}, {flushing}\n{plan}")
 
 
+@pytest.mark.long
 def test_no_machine_is_so_unkind_that_weights_differ():
     for seed, plan in some():
         problem = problem_of(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import pytest
 from fast.plan.test_random_plans import plans
 
 from offbeat.core.verify.check import shorten_phases
@@ -38,6 +39,7 @@ def messages(plan: Plan) -> list[str]:
     return [re.sub(r"iteration \d+", "iteration", problem.message) for problem in check(plan)]
 
 
+@pytest.mark.long
 def test_a_shortened_plan_means_the_same(monkeypatch):
     """What is found in it is found in the whole as well, and nothing else."""
     cut = 0

@@ -320,6 +320,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_plans_compute_what_the_interpreter_computes_and_replicas_stay_equal(strategy):
     ranks = 3

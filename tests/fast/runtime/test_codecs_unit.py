@@ -52,6 +52,7 @@ def test_passes_over_several_pieces_change_no_bit(name, monkeypatch):
             assert all(map(torch.equal, there_and_back(name, shape), on_host))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_compiled_passes_change_no_bit(monkeypatch):
     """With the compiler for the host in place of the one for GPUs."""

@@ -104,6 +104,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 8, 32, 64, 128, 256])
 def test_traffic_is_bounded(world_size: int, clock: Clock) -> None:
     """The host of the store, that of rank 0, sends and receives at most the stated rates."""

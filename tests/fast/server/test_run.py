@@ -60,6 +60,7 @@ time.sleep(.3)
 """
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_not_the_jobs_end_but_a_server_is(tmp_path: Path) -> None:
     result, _ = lines(tmp_path / "worker", KILLED.format(1), servers=1)
     assert result.problem is None

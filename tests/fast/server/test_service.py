@@ -480,6 +480,7 @@ def test_a_server_that_closes_every_connection_is_an_error() -> None:
             client.settle()
 
 
+@pytest.mark.long
 def test_a_worker_that_reconnects_to_one_server_is_not_silent_for_another() -> None:
     with job(5, 2, 1, silent_s=1.5) as j:
         client = j.client(0, retry_s=3.0, beat_s=0.1)

@@ -63,6 +63,7 @@ def proceed(plan, profile):
         return None
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*WFBP")  # DeFT where it is no use
 @settings(max_examples=10, deadline=None)
 @given(random_timelines.profiles(most_buckets=6))

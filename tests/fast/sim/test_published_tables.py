@@ -15,6 +15,7 @@ CHEAP = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "model"), CHEAP)
 def test_cells_of_streaming_diloco(method, model):
     row = published.row_4(method, model)
@@ -30,6 +31,7 @@ def test_all_cells_but_two_are_within_one_point():
     assert published.near(RESULT["table-5"]) == 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("label", published.PRINTED_5)
 def test_cells_of_eager_updates(label):
     assert published.near([published.row_5(label, "1B")]) == 5

@@ -49,6 +49,7 @@ def expected(profile, plan, ranks, votes):
     return reference.simulate(plan, profile, factors, ITERATIONS, ranks.link_rates, says)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sends", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -68,6 +69,7 @@ def test_equals_the_slow_twin(data, sends):
     agree(trace, truth, plan, lambda t, i: outcomes.is_yes(t.when, i - t.ago))
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_both_engines_agree(data):

@@ -18,6 +18,7 @@ def profile_of(bytes_per_s, world_size=4):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bytes_per_s", "faster"), [(1.8, "paper"), (3.4, "least")])
 def test_the_stagger_is_the_one_that_is_faster(bytes_per_s, faster):
     profile = profile_of(bytes_per_s)
@@ -52,6 +53,7 @@ def test_the_bound_counts_messages_by_what_they_take():
     assert Cyclic().bound_s(free) == 4.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wire", "coding_s", "bytes_per_s"),
     [("int4", 0.0, 1e4), ("int4", 1e-6, 1e6), ("topk:0.1", 1e-6, 1e4), ("topk:0.1", 0.0, 1e6)],

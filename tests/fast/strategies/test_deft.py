@@ -127,6 +127,7 @@ def grown(profile, times):
     return replace(profile, buckets=tuple(buckets))
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(profile=profiles())
 def test_messages_fit_the_windows(profile):

@@ -123,6 +123,7 @@ def test_the_variant_that_uses_gradients_at_the_step(text: str, variant: str) ->
     assert strategy.plan(profile_of()) == parse(text).plan(profile_of())
 
 
+@pytest.mark.long
 def test_shards_have_the_plan_of_their_variant_alone() -> None:
     """FSDP averages the gradients inside, and updates run at the step."""
     sharded = replace(profile_of(), sharded=True, inside=None)

@@ -276,6 +276,7 @@ def test_fusion_is_the_best_of_all_on_floored_profiles():
     assert better > 5
 
 
+@pytest.mark.long
 def test_neither_slices_nor_the_choice_are_ever_predicted_slower():
     sliced = at_once = 0
     for n, profile in enumerate(floored_profiles(60, 7, seed=2)):
@@ -327,6 +328,7 @@ def test_calls_of_the_optimizer_favour_the_step_as_a_whole():
     assert update.at.point == "grad"
 
 
+@pytest.mark.long
 def test_whatever_messages_and_calls_cost_the_choice_is_not_slower_than_local_sgd():
     kinds = set()
     for n, profile in enumerate(floored_profiles(24, 6, seed=4)):
@@ -385,6 +387,7 @@ def fast_link(profile, times):
     return replace(profile, links=(replace(link, bytes_per_s=link.bytes_per_s * times),))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("due", ["forward", "delayed"])
 def test_later_deadlines_are_not_slower(due):
     """Than the paper's variant; nor faster than their bounds."""
@@ -717,6 +720,7 @@ def _uneven_profile(rng: random.Random) -> Profile:
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:late updates save no time")
 def test_no_variant_is_predicted_slower_than_what_it_extends() -> None:
     rng, late = random.Random(1), 0
@@ -745,6 +749,7 @@ def test_a_variant_that_gives_way_can_still_step_at_once() -> None:
         assert early_remedy(at_step.plan(_uneven_profile(random.Random(2)))) is None
 
 
+@pytest.mark.long
 def test_planning_has_one_budget_at_every_size() -> None:
     """Function calls, which do not depend on the machine: their number is limited by the budgets,
     not by the number of buckets or the period. `benchmarks/planner.py` measures the seconds."""
