@@ -10,7 +10,7 @@ import pytest
 from harness.commands import ForkedPython
 
 from offbeat.cli import entry as cli
-from offbeat.core.transport import addresses
+from offbeat.core.transport import addresses, rendezvous
 
 UNKNOWN, ELSEWHERE = "no-such-host.invalid", "192.0.2.77"  # reserved: neither exists anywhere
 SCRIPT = """
@@ -36,6 +36,15 @@ def check(host: str, rank: int = 0, **variables: str) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def test_a_port_that_another_program_uses_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ValueError, match=rf"MASTER_PORT \({port}\) .* choose another port"):
+            rendezvous.open_store(0, 2, 5.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -122,10 +122,14 @@ def _trial_names(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.
     try:
         with preserve_random_states({p.device}), shield_parameters(optimizer):
             copy.step()
-    except Exception:  # of an optimizer of the user, which may have created its state before
+    except Exception as error:  # of a user's optimizer, which may have created its state before
         known = next((q for q in group["params"] if optimizer.state.get(q)), None)
         if known is None:
-            raise
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() failed with a synthetic parameter ({error}), "
+                "so the state that it keeps is unknown; let it read p.grad of its param_groups and "
+                "no other attribute of p, or use strategy DDP()"
+            ) from error
         return _state_names(optimizer.state[known], known)
     return _state_names(copy.state[trial], trial)
 

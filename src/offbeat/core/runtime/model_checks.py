@@ -95,6 +95,12 @@ def joined_optimizer(
                 f"optimizer ({type(one).__name__}) must be a torch.optim.Optimizer, or a list of "
                 "them, each with parameters of its own"
             )
+        if not hasattr(one, "defaults"):
+            raise ValueError(
+                f"optimizer ({type(one).__name__}) must have the attributes of "
+                "torch.optim.Optimizer, and lacks defaults; pass the optimizer that it wraps, and "
+                "use a strategy such as local-sgd if it averages"
+            )
         _require_unprepared(model, one)
         _require_dense_gradients(one, strategy)
     whole = _join_optimizers(model, parts, strategy) if is_list else parts[0]
@@ -105,6 +111,7 @@ def joined_optimizer(
             stacklevel=4,  # the caller of `prepare`, whose decorator is a frame of torch
         )
     _require_unwrapped(model)
+    _require_none_ignored(model)
     reshard(model)  # a forward of FSDP may have left whole parameters in the place of shards
     require_supported(model)
     _require_own_parameters(model, whole)
@@ -141,11 +148,18 @@ def _require_unprepared(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def _require_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError if the model contains a wrapper of DDP, DataParallel, FSDP or DeepSpeed.
+    """Raise ValueError if the model contains a ScriptModule, or a wrapper of DDP, DataParallel,
+    FSDP or DeepSpeed.
 
     The check compares class names, because most of these modules take long to import.
     """
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"the model ({name or type(module).__name__}) must not be a ScriptModule of "
+                "torch.jit, which offbeat cannot follow; prepare the module that was scripted, and "
+                "compile its blocks with torch.compile"
+            )
         wrapper = WRAPPERS & {cls.__name__ for cls in type(module).__mro__}
         if wrapper:
             raise ValueError(
@@ -153,6 +167,23 @@ def _require_unwrapped(model: nn.Module) -> None:
                 f"{wrapper.pop()}, which sends gradients or weights between processes itself; pass "
                 "the wrapped module to offbeat.prepare"
             )
+
+
+def _require_none_ignored(model: nn.Module) -> None:
+    """Raise ValueError if the script tells DDP to leave out tensors of the model, which every rank
+    would keep for itself (`_set_params_and_buffers_to_ignore_for_model`)."""
+    listed = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name in listed or getattr(tensor, "_ddp_ignored", False)
+    ]
+    if ignored:
+        raise ValueError(
+            f"the model's _ddp_params_and_buffers_to_ignore ({', '.join(ignored)}) must be empty, "
+            "because all ranks train the same tensors; keep what belongs to one rank in a module "
+            "of its own with an optimizer of its own, or average it"
+        )
 
 
 def _require_one_backward(optimizer: torch.optim.Optimizer) -> None:
@@ -194,6 +225,12 @@ def require_supported(model: nn.Module) -> None:
         if not p.is_floating_point():
             raise ValueError(
                 f"parameter {name!r} has dtype {p.dtype}; only real floats are supported"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                f"buffer {name!r} ({buffer.layout}) must be dense; keep it in an attribute that is "
+                "no buffer"
             )
     _require_one_device(trainable)
     _require_own_memory([(n, p) for n, p in trainable if not is_sharded(p)])

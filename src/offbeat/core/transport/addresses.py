@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -118,6 +119,15 @@ def _arrives_here(address: tuple[int, str], port: int) -> bool:
                 arrived.settimeout(left_s)
                 if arrived.recv(len(token)) == token:
                     return True
+    return False
+
+
+def is_in_use(port: int) -> bool:
+    """Whether a process of this host listens on a port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from offbeat.core.transport.addresses import is_store_host
+from offbeat.core.transport.addresses import is_in_use, is_store_host
 
 LOOK_EVERY_S = 0.02  # longest pause between two looks of rank 0; the first pauses are shorter
 SEARCH_EVERY_S = 1.0  # longest time between two searches of rank 0 for keys of other ranks
@@ -64,7 +64,8 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> TCPStore:
     Rank 0 hosts it, unless torchrun does.
 
     Raises:
-        ValueError: `MASTER_ADDR` or `MASTER_PORT` is not set, or the port is no number.
+        ValueError: `MASTER_ADDR` or `MASTER_PORT` is not set, the port is no number, or another
+            process of rank 0's host uses it.
         torch.distributed.DistError: the store cannot be hosted or reached.
     """
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -73,16 +74,25 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> TCPStore:
             f"MASTER_ADDR ({host}) and MASTER_PORT ({port}) must be address and port of rank 0; "
             "torchrun sets both"
         )
-    return TCPStore(
-        host,
-        int(port),
-        world_size,
-        is_master=is_store_host(rank),
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,  # torch would not name the missing ranks
-        multi_tenant=True,  # the store of an earlier group of this process may still be open
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
-    )
+    try:
+        return TCPStore(
+            host,
+            int(port),
+            world_size,
+            is_master=is_store_host(rank),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # torch would not name the missing ranks
+            multi_tenant=True,  # the store of an earlier group of this process may still be open
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as in torch's own rendezvous
+        )
+    except dist.DistNetworkError as error:
+        if is_store_host(rank) and is_in_use(int(port)):
+            raise ValueError(
+                f"MASTER_PORT ({port}) must be free on rank 0's host, and another process uses it, "
+                "perhaps a job that has not ended; choose another port, as in "
+                "torchrun --master-port 29511"
+            ) from error
+        raise
 
 
 def create_prefix(store: Any, rank: int, world_size: int, timeout_s: float) -> PrefixStore:
