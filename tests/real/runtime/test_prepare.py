@@ -20,7 +20,6 @@ from cases.batches import Batch, Call
 from cases.models import Case, build_model, build_optimizer, profile_of
 from harness.ranks import run_ranks
 from torch import nn
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 import offbeat
 from offbeat import (
@@ -94,6 +93,8 @@ def adjacent() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def averaging() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with warnings.catch_warnings(action="ignore"):  # it uses torch.jit
+        from torch.distributed.optim import PostLocalSGDOptimizer
     model, inner = mlp()
     return model, PostLocalSGDOptimizer(inner, SimpleNamespace())  # type: ignore[arg-type]
 
