@@ -476,7 +476,7 @@ class Optimizer(torch.optim.Optimizer):
     def parts(self) -> list[OptimizerPart]:
         """Return one prepared optimizer for each optimizer of the list that was prepared."""
         assert isinstance(self.inner, JointOptimizer)
-        stepped: set[int] = set()
+        stepped = dict[int, int]()
         self._parts = [
             OptimizerPart(part, self._session, self, stepped) for part in self.inner.parts
         ]
@@ -505,20 +505,21 @@ class OptimizerPart(Optimizer):
         inner: torch.optim.Optimizer,
         session: Session,
         whole: Optimizer,
-        stepped: set[int],
+        stepped: dict[int, int],
     ):
         super().__init__(inner, session)
-        self._whole, self._stepped = whole, stepped  # ids of parts that have stepped
+        self._whole, self._stepped = whole, stepped  # iteration of the last step, by id of the part
 
     @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = _evaluate(closure)
-        if not self._session.awaits_step or id(self) in self._stepped:
+        iteration = self._session.iteration
+        if not self._session.awaits_step or self._stepped.get(id(self)) == iteration:
             self._stepped.clear()
         if not self._unscale_gradients():
             self._session.drive(self.inner.step)
-        self._stepped.add(id(self))
-        if len(self._stepped) == len(self._whole._parts):
+        self._stepped[id(self)] = iteration
+        if all(self._stepped.get(id(part)) == iteration for part in self._whole._parts):
             self._stepped.clear()
             self._whole._end_iteration(skip_update=True)
         return loss
@@ -535,7 +536,7 @@ class OptimizerPart(Optimizer):
         Between a backward and the last step of its iteration, only this optimizer's gradients are
         affected, otherwise the gradients of all parameters.
         """
-        if self._session.awaits_step or self._stepped:
+        if self._session.awaits_step or self._session.iteration in self._stepped.values():
             self.inner.zero_grad(set_to_none)
         else:
             self._session.zero_grad(set_to_none)
