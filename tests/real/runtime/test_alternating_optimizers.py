@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases.workers import rank
-from harness.ranks import run_ranks
+from harness.ranks import run_ranks, watch_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,3 +54,25 @@ def test_no_update_is_lost(strategy: str, order: str) -> None:
     for right, found, count in run_ranks(2, beside_ddp, strategy, order):
         assert all(a.equal(b) for a, b in zip(right, found, strict=True))
         assert ITERATIONS - 1 <= count <= ITERATIONS  # the last one may still be open
+
+
+def stepping_in_backward(strategy: str) -> None:
+    """One optimizer per parameter, stepped and cleared as soon as the gradient is there."""
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    own = list(model.parameters())
+    given, optimizers = offbeat.prepare(model, [torch.optim.SGD([p], 0.1) for p in own], strategy)
+    for p, optimizer in zip(own, optimizers, strict=True):
+
+        def act(_: Tensor, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(act)
+    given(torch.ones(6, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize("strategy", ["wfbp", "dear", "local-sgd"])
+def test_a_step_within_backward_is_refused(strategy: str) -> None:
+    for outcome in watch_ranks(2, stepping_in_backward, strategy):
+        assert outcome.kind == "ValueError"
+        assert "backward" in outcome.error

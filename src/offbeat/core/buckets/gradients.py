@@ -114,10 +114,14 @@ class Gradients:
         """Copy a gradient that autograd has allocated, because `p.grad` was None, into the bucket.
 
         Raises:
-            ValueError: the gradient is sparse, or is part of a graph.
+            ValueError: the gradient is sparse, is part of a graph, or was dropped meanwhile.
         """
         gradient, view = p.grad, self.views[index]
-        assert gradient is not None
+        if gradient is None:
+            raise ValueError(
+                "a hook has dropped a gradient within backward, before it was averaged; let the "
+                "optimizer step, and clear gradients, after backward"
+            )
         if gradient.is_sparse:
             raise ValueError(
                 "a gradient is sparse; flat buckets need dense ones: use Embedding(sparse=False)"

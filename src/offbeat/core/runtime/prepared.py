@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C import _current_graph_task_id as current_graph_task_id
 
 from offbeat.core.buckets.coupling import is_wrapper
 from offbeat.core.guards.step_hooks import has_hooks
@@ -378,6 +379,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        _require_backward_ended()
         if closure is not None and not _evaluates_once(self.inner):
             loss, _ = self._session.drive(self.inner.step, closure)
             self._end_iteration(skip_update=True)
@@ -512,6 +514,7 @@ class OptimizerPart(Optimizer):
 
     @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        _require_backward_ended()
         loss = _evaluate(closure)
         iteration = self._session.iteration
         if not self._session.awaits_step or self._stepped.get(id(self)) == iteration:
@@ -540,6 +543,15 @@ class OptimizerPart(Optimizer):
             self.inner.zero_grad(set_to_none)
         else:
             self._session.zero_grad(set_to_none)
+
+
+def _require_backward_ended() -> None:
+    """Raise ValueError within a backward, as in a hook of a gradient."""
+    if current_graph_task_id() >= 0:
+        raise ValueError(
+            "optimizer.step() was called within backward (in a hook of a gradient), where "
+            "gradients are not averaged yet; call it after backward"
+        )
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:
