@@ -136,7 +136,7 @@ def test_an_optimizer_that_fails_in_a_trial_step_has_the_state_that_it_holds() -
     optimizer = Picky([first, second], lr=0.1)
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(parameters=[p]) for p in (first, second)])
     store = StateStore(optimizer, flat)
-    with pytest.raises(KeyError, match="a parameter that it does not know"):
+    with pytest.raises(ValueError, match="a parameter that it does not know"):
         store.bytes_of(0)  # nothing is known yet
     optimizer.state[second] = {"memory": torch.ones_like(second), "count": torch.ones(())}
     assert [store.bytes_of(b) for b in range(2)] == [first.nbytes, second.nbytes]
