@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --ignore tests/release
 
-# Tests without processes, but for those that are marked as long.
+# Tests without processes, except those that are marked as long.
 test-fast: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -n 2 -m "not long" tests/fast
 

@@ -28,7 +28,7 @@ from offbeat.lab.units import parse_rate_bps
 
 _FIRST_PORT = 29500
 _PORTS = 10_000
-_LISTENING_PORTS = range(20_000, 32_768)  # below those that Linux gives to outgoing connections
+_LISTENING_PORTS = range(20_000, 32_768)  # Linux gives larger ports to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -323,12 +323,17 @@ class NoLab(_RunningLab):
         return None
 
     def next_port(self) -> int:
-        """Return a free port of the loopback that no outgoing connection takes meanwhile."""
-        while True:
-            port = secrets.choice(_LISTENING_PORTS)
+        """Return a free port of the loopback that no outgoing connection takes meanwhile.
+
+        Raises:
+            LabError: no port is free.
+        """
+        for port in secrets.SystemRandom().sample(_LISTENING_PORTS, len(_LISTENING_PORTS)):
             with socket.socket() as probe, suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 return port
+        first, last = _LISTENING_PORTS[0], _LISTENING_PORTS[-1]
+        raise LabError(f"a port of 127.0.0.1 from {first} to {last} must be free; end other jobs")
 
     def set_rate(self, host: int, link: str, rate: str | float | None) -> None:
         """Raise LabError: the loopback is not shaped.

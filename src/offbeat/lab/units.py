@@ -19,7 +19,8 @@ _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE_SPELLING = re.compile(r"([kmg]?)(?:b|bits?|bps)?", re.IGNORECASE)
 # Of bytes, or of what may be bytes: "MB", "mbytes", and "mb" in small letters.
 _BYTES = re.compile(
-    r"\s*([0-9.]+)\s*([kKmMgG]?)(?:i?B(?![iI])\w*|i?[bB]ytes?|(?<![KMG])b)(?:/s)?\s*", re.ASCII
+    r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgG]?)(?:i?B(?![iI])\w*|i?[bB]ytes?|(?<![KMG])b)(?:/s)?\s*",
+    re.ASCII,
 )
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MOMENT_UNITS = {**_TIME_UNITS, "min": 60.0}
@@ -47,7 +48,7 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
         return None
     if isinstance(value, str):
         _require_bits(value, name)
-    rate_bps = round(_number(value, name, _RATE_UNITS, "bit", _RATE_HELP))
+    rate_bps = round(_number(value, name, _RATE_UNITS, "", _RATE_HELP))
     if not MIN_RATE_BPS <= rate_bps <= MAX_RATE_BPS:
         raise ValueError(
             f"{name} ({value!r}) must be from {format_rate(MIN_RATE_BPS)} to "
@@ -57,15 +58,13 @@ def parse_rate_bps(value: str | float | None, name: str = "rate") -> int | None:
 
 
 def _require_bits(text: str, name: str) -> None:
-    """Raise ValueError unless the text of a rate has a unit, of bits."""
+    """Raise ValueError if the unit of a rate may be of bytes."""
     if (match := _BYTES.fullmatch(text)) is not None:
         number, prefix = float(match[1]), match[2].lower()
         raise ValueError(
             f"{name} ({text!r}) may be bits or bytes per second; write {number:.15g}{prefix}bit "
             f"for bits, or {8 * number:.15g}{prefix}bit for bytes"
         )
-    if re.fullmatch(r"[0-9.\s]+", text, re.ASCII):
-        raise ValueError(f"{name} ({text!r}) must have a unit; {_RATE_HELP}")
 
 
 def format_rate(rate_bps: int | None) -> str:
@@ -143,5 +142,6 @@ def _number(value: Any, name: str, units: Mapping[str, float], plain: str, help_
     if units is _RATE_UNITS and unit and (spelling := _RATE_SPELLING.fullmatch(unit)):
         unit = f"{spelling[1]}bit"
     if (unit or plain) not in units or (per_second and units is not _RATE_UNITS):
-        raise ValueError(f"{name} ({value!r}) has the unknown unit {unit!r}; {help_}")
+        problem = f"has the unknown unit {unit!r}" if unit else "must have a unit"
+        raise ValueError(f"{name} ({value!r}) {problem}; {help_}")
     return float(number) * units[unit or plain]

@@ -68,7 +68,7 @@ def test_rates_and_times_survive_being_written():
     ("field", "values"),
     [
         ("rate", ["12mib", "100MB/s", "12 MBps", "12mbytes", "fast", 0, -5, "100gbit", True]),
-        ("rate", ["200", "200mb", "200MB", "1 gb/s"]),
+        ("rate", ["200", "1e6", "200mb", "200MB", "1 gb/s", "1.2.3MB"]),
         ("rate", [float("nan"), float("inf")]),
         ("latency", [20, "20min", "20ms/s", -1, "11s"]),
         ("loss", [1, -0.1, "2ms", "200%"]),

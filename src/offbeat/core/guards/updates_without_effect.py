@@ -1,4 +1,4 @@
-"""Guard against updates without effect: an optimizer must write the weights of its groups."""
+"""Guard against updates without effect: an optimizer must change the weights of its groups."""
 
 from __future__ import annotations
 
