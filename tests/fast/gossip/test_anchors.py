@@ -264,7 +264,8 @@ def test_who_dies_takes_its_anchors_along_and_who_comes_begins_with_everything()
         dying._on_chunk = lambda *_: setattr(dying, "_ended", True)  # in the middle of an exchange
         dying._thread.join()
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
-        assert sum(worker.gossip.counts.broken for worker in workers) == 1
+        # The one under way, and one whose last confirmation the other end has not yet read.
+        assert sum(worker.gossip.counts.broken for worker in workers) in (1, 2)
         assert [worker.gossip._exchanges.anchor_number(2) for worker in workers] == [NEVER] * 2
         new = come(workers, x[2], worker=2, chunk_bytes=2048, codec=Int4(), silent_s=1.0)
         until(lambda: new.count() > 5)
