@@ -312,6 +312,15 @@ def test_different_secrets_fail() -> None:
     assert "OFFBEAT_SECRET" in text
 
 
+def test_the_ports_of_the_job_are_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        links = {"OFFBEAT_LINKS": "lo", "OFFBEAT_PORTS": f"{port}-{port}"}
+        (code, text), (other, _) = run_ranks(2, check_quickly, {0: links, 1: links})
+    assert code == other == 1
+    assert f"OFFBEAT_PORTS ({port}-{port})" in text
+
+
 def test_under_torchrun() -> None:
     process = ForkedPython(
         [

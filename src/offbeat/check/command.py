@@ -38,7 +38,7 @@ def check(port: int | None = None, *, quick: bool = False, strict: bool = False)
 
     Args:
         port: port on which the first rank of each host listens, other ranks on the following ones.
-            By default the system selects the ports.
+            None: those of OFFBEAT_PORTS, or else any free ones.
         quick: whether to leave out all rates.
         strict: whether every verdict counts as a failure.
 
@@ -147,7 +147,7 @@ def _listen(meeting: Meeting, port: int | None) -> tuple[RankFacts, list[socket.
             endpoint = find_endpoint(spec)
             if endpoint.address in [known.address for known in endpoints]:
                 continue  # the same interface twice
-            number = 0 if port is None else port + int(os.environ.get("LOCAL_RANK") or 0)
+            number = None if port is None else port + int(os.environ.get("LOCAL_RANK") or 0)
             listeners.append(listen(endpoint.address, number, 2 * meeting.world_size))
             endpoints.append(replace(endpoint, port=listeners[-1].getsockname()[1]))
     except ValueError as error:

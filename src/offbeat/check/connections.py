@@ -6,6 +6,7 @@ import socket
 import struct
 import time
 
+from offbeat.core.transport.listeners import open_listener
 from offbeat.frames.connection import prove
 
 LIMIT_S = 3.0  # longest time to open a connection
@@ -14,12 +15,14 @@ PROOF_S = 1.0  # longest time for the proof of a client: strangers must not dela
 _HELLO = struct.Struct("!II")  # rank and step of the client
 
 
-def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens on one address.
+def listen(address: str, port: int | None, backlog: int) -> socket.socket:
+    """Return a socket that listens on one address; without a port, on one of OFFBEAT_PORTS.
 
     Raises:
         ValueError: the port is in use, or does not exist.
     """
+    if port is None:
+        return open_listener(address, backlog)
     if port > MOST_PORT:
         raise ValueError(f"--port ({port}) must be at most {MOST_PORT}; give a smaller port")
     try:

@@ -14,7 +14,7 @@ def check(
     *,
     port: Annotated[
         int | None,
-        number("Port of the first rank of each host; by default the system's choice."),
+        number("Port of the first rank of each host; by default those of OFFBEAT_PORTS, or any."),
     ] = None,
     quick: Annotated[bool, option("Measure no rates.")] = False,
     strict: Annotated[bool, option("Exit with 1 also if something is slow or uncertain.")] = False,
