@@ -140,6 +140,7 @@ def test_refused_in_a_rehearsal() -> None:
             copy_context().run(prepare, options)
 
 
+CASE_BYTES = sum(bucket.size_bytes for bucket in profile_of(CASE, 1).buckets)
 # Calls, the kind of the error on every rank, and what it names.
 IN_A_WORLD: list[tuple[Call, str, list[str]]] = [
     (ONE.add(failing.sparse_gradients), "ValueError", ["Embedding(sparse=False)"]),
@@ -148,6 +149,10 @@ IN_A_WORLD: list[tuple[Call, str, list[str]]] = [
         (ONE.add(failing.prepare_with, profile), "ValueError", ["profile does not match", *named])
         for profile, named in (
             (profile_of(Case("backwards"), 1), ["bucket 'first'", "'first.weight'"]),
+            (
+                replace(profile_of(CASE, 1), model="x", element_bytes=2.0),
+                [f"{CASE_BYTES // 2:,} trained parameters", f"has {CASE_BYTES // 8:,}"],
+            ),
             (profile_of(CASE, 3), ["world_size (3) must be 1"]),
             (profile_of(CASE, 1, ("a", "b")), ["links (a, b)"]),
         )

@@ -8,7 +8,7 @@ import sys
 import pytest
 from cases.tiny_runs import dump, record, steady, write_tiny
 
-from offbeat.experiments.report import load, summarize
+from offbeat.experiments.report import load, summarize, write
 
 
 def two_ranks(seconds=1.0, **fields):
@@ -32,6 +32,15 @@ def test_a_repetition_without_all_ranks_does_not_count(tmp_path):
     assert [text.partition(":")[0] for text in run.failures()] == [
         "a, repetition 1", "b, repetition 0", "b, repetition 1",
     ]  # fmt: skip
+
+
+def test_ranks_that_failed_before_their_first_iteration_have_a_report(tmp_path):
+    ranks = [record(rank, [], cut="no iteration has ended") for rank in (0, 1)]
+    path = write_tiny(tmp_path, {"a": [ranks]})
+    (path / "a/rep0/problem.txt").write_text("the script failed")
+    assert write(path).exists()
+    [row] = summarize(load(path))
+    assert row.iteration_s is None
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 7}', '{"schema": 1, "rank": 0}', "[]"])

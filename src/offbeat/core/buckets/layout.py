@@ -74,7 +74,7 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
     """
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     buffers = dict(model.named_buffers())
-    remedy = "measure the model again with `offbeat profile`"
+    remedy = f"{parameter_counts(model, profile)}; measure the model again with `offbeat profile`"
     specs: list[BucketSpec] = []
     for bucket in profile.buckets:
         names = bucket.tensors or tuple(
@@ -108,6 +108,14 @@ def specs_of_profile(model: nn.Module, profile: Profile) -> list[BucketSpec]:
             f"bucket; {remedy}"
         )
     return specs
+
+
+def parameter_counts(model: nn.Module, profile: Profile) -> str:
+    """Return a phrase with the parameters of a profile and of a model, those of a rank's shards."""
+    there = round(sum(bucket.size_bytes for bucket in profile.buckets) / profile.element_bytes)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    here = sum(shard_bytes(p) // p.element_size() for p in trained)
+    return f"it is of {there:,} trained parameters, the model has {here:,}"
 
 
 def _require_one_key(spec: BucketSpec, tensors: Sequence[Tensor]) -> None:

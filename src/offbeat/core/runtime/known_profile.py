@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
+from offbeat.core.buckets.layout import parameter_counts
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import for_members
 from offbeat.core.runtime.launch_request import LaunchRequest
+from offbeat.core.runtime.model_checks import fingerprint_of
 from offbeat.core.transport.cluster import Cluster
 
 GivenProfile = Profile | str | Path | None
@@ -38,7 +42,7 @@ def kind_of(given: GivenProfile) -> str:
 
 
 def find_profile(
-    given: GivenProfile, job: LaunchRequest, fingerprint: str, cluster: Cluster
+    given: GivenProfile, job: LaunchRequest, model: nn.Module, cluster: Cluster
 ) -> KnownProfile:
     """Return the profile to plan from, after a comparison with model, job and network.
 
@@ -64,7 +68,7 @@ def find_profile(
     known = Profile.from_dict(result["profile"])
     if cluster.control.has_members and known.world_size > 1:
         known = for_members(known, cluster.topology.replicas)
-    mismatch = _find_mismatch(known, fingerprint, cluster, job)
+    mismatch = _find_mismatch(known, model, cluster, job)
     is_cache = cache is not None and job.profile is None and known.model
     if mismatch is not None and not is_cache:
         raise ValueError(
@@ -91,10 +95,10 @@ def _read_profile(given: GivenProfile, job: LaunchRequest) -> Profile | None:
 
 
 def _find_mismatch(
-    profile: Profile, fingerprint: str, cluster: Cluster, job: LaunchRequest
+    profile: Profile, model: nn.Module, cluster: Cluster, job: LaunchRequest
 ) -> str | None:
-    if profile.model and profile.model != fingerprint:
-        return f"it was measured on another model ({profile.model}, here {fingerprint})"
+    if profile.model and profile.model != fingerprint_of(model):
+        return f"it was measured on another model; {parameter_counts(model, profile)}"
     topology = cluster.topology
     if profile.world_size != topology.replicas:
         return f"its world_size ({profile.world_size}) must be {topology.replicas}"

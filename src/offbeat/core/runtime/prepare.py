@@ -291,7 +291,7 @@ class _Preparation:
             ranks = divide_ranks(self.common.servers, strategy, control)
             known = KnownProfile(None, None)
             if strategy.needs.profile:
-                known = find_profile(self.common.profile, request, fingerprint, cluster)
+                known = find_profile(self.common.profile, request, self.model, cluster)
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:
                 sampled = 0  # the store of the samples ends with the epoch

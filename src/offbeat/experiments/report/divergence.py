@@ -46,7 +46,7 @@ def relative_distances(rep: Repetition) -> dict[int, float]:
 def _ends_s(rep: Repetition) -> np.ndarray:
     """Return the ends of iterations: the mean over ranks, or the first rank's ends in gossip."""
     rows = rep.trace.ends_s if clock_differences_s(rep) is None else rep.trace.ends_s[:1]
-    return np.mean([*zip(*rows, strict=False)], axis=1)
+    return np.reshape([*zip(*rows, strict=False)], (-1, len(rows))).mean(axis=1)
 
 
 def _moments(rep: Repetition) -> dict[int, tuple[float, float]]:
