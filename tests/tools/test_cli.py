@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import subprocess
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -297,6 +298,23 @@ def texts_of(kind: Any) -> list[tuple[str, Any]]:
     return [("true", True), ("False", False)] if kind is bool else [NUMBERS[kind]]
 
 
+def test_the_announced_minutes_of_the_demo_follow_from_its_size(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "used").mkdir()
+    (here / "used/run.json").touch()
+
+    def minutes(*options: str) -> int:
+        assert cli.main(["demo", *options, "--out", "used"]) == 2, "the folder is refused"
+        return int(re.findall(r"(\d+) minutes", capsys.readouterr().out)[0])
+
+    usual = minutes()
+    assert 3 <= usual <= 4
+    assert minutes("--hosts", "2") < usual < minutes("--iterations", "100")
+    assert cli.main(["demo", "--help"]) == 0
+    assert "at least 20" in capsys.readouterr().out
+
+
 DOCUMENTED = [
     (name, field.name, text, value)
     for name, cls in STRATEGIES.items()
@@ -479,6 +497,7 @@ def test_constants_of_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
 # --- imports -------------------------------------------------------------------------------------
 
 WITHOUT_TORCH = """
+import re
 import sys
 from offbeat.cli import main
 assert main(["--help"]) == 0

@@ -40,6 +40,9 @@ if TYPE_CHECKING:  # imported only by the commands that need them
 DEMO, DEMO_STRATEGIES = "offbeat.experiments.demo", "ddp,local-sgd,dreamddp"
 REPEAT = 2  # runs of each strategy of a comparison
 DEMO_LEAST = 20  # least number of iterations: leaves two periods to measure
+# Seconds of the demo per host on two processors: launches and profile, and of each iteration of
+# the three strategies. Emulated hosts share the processors, so both grow with their number.
+DEMO_HOST_S, DEMO_ITERATION_S = 32.0, 0.85
 ADVISED = "advised"  # value of --strategies that stands for the result of `offbeat advise`
 
 
@@ -192,7 +195,7 @@ def demo(
     *,
     hosts: Annotated[int, number("Number of emulated hosts.")] = 4,
     rate: Annotated[str, option("Rate of every link.")] = "25mbit",
-    iterations: Annotated[int, number("Iterations of each strategy.")] = 24,
+    iterations: Annotated[int, number(f"Iterations of each strategy, at least {DEMO_LEAST}.")] = 24,
     lab: Annotated[
         Literal["auto", "none"], option("none: loopback, unshaped, no privileges needed.")
     ] = "auto",
@@ -215,7 +218,8 @@ def demo(
     chosen = texts.contestants(DEMO_STRATEGIES, [])
     if not json_:
         print(f"a small GPT trains for {iterations} iterations under each of {DEMO_STRATEGIES}")
-        print("this takes three to four minutes on two free processors", flush=True)
+        minutes = hosts * (DEMO_HOST_S + DEMO_ITERATION_S * iterations) / 60
+        print(f"this takes about {minutes:.0f} minutes on two free processors", flush=True)
     return _compare(Comparison(setup, chosen), out, json_, verbose, name="demo", sentence_last=True)
 
 

@@ -24,7 +24,7 @@ from offbeat.core.sim.prediction import RANDOM_ITERATIONS
 from offbeat.core.sim.trace import whole_periods
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
-from offbeat.experiments.launcher import MUST_PREPARE, Launcher, Outcome
+from offbeat.experiments.launcher import AGAIN, MUST_PREPARE, Launcher, Outcome
 from offbeat.experiments.new_run import (
     SKIP,
     changed_limits,
@@ -309,7 +309,7 @@ class _ComparisonRun(Launcher):
         outcome.measured += 1
         if (disturbance := rep.disturbance) is None:
             return
-        again = "; it is repeated once" if self.comparison.repeat_disturbed else ""
+        again = f"; {AGAIN}" if self.comparison.repeat_disturbed else ""
         what = self._describe(contestant, repetition)
         self.progress.print_line(f"{what} was disturbed: {disturbance.text}{again}")
         if not self.comparison.repeat_disturbed:

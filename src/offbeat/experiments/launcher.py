@@ -24,6 +24,7 @@ from offbeat.lab import probe_report as asked
 from offbeat.lab.machine_load import LoadSampler
 from offbeat.strategies import BSP, Strategy
 
+AGAIN = "it is measured once more (--keep-disturbed would keep it)"
 MUST_PREPARE = "it must call offbeat.prepare(model, optimizer) and train some iterations"
 
 
@@ -131,7 +132,7 @@ class Launcher:
         profile = Profile.load(draft)
         profile = with_network(profile, setup.cluster, setup.workers) if setup.shaped else profile
         if disturbance := disturbance_of(0, load_in(logs), {}):
-            consequence = "; it is measured once more"
+            consequence = f"; {AGAIN}"
             if not again:
                 consequence = "; predictions may be wrong, so measure again on an idle machine"
             self.progress.print_line(f"the profile was disturbed: {disturbance.text}{consequence}")

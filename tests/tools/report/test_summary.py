@@ -257,6 +257,19 @@ def test_a_row_in_trouble_never_wins_and_is_the_first_reservation(tmp_path, trou
     assert "fast" in found.reservations[0]
 
 
+def test_of_disturbed_strategies_none_wins(tmp_path):
+    down = [3 - i / 50 for i in range(60)]
+    reps = {name: [[record(0, steady(s, 60), down)]] for name, s in (("ddp", 3.0), ("x", 1.0))}
+    path = write_tiny(tmp_path, reps, target_loss=2.5)
+    for name in reps:
+        dump(path / name / "rep0/load.json", {"disturbed": 1.0, "foreign": 0.6})
+    run = load(path)
+    found = headline(run, summarize(run))
+    assert (found.best, found.reservations) == (None, ())
+    assert "3.0" not in found.sentence
+    assert "60 %" in found.sentence
+
+
 def test_the_sentence_names_the_winner_with_its_ratio(tmp_path):
     down = [3 - i / 50 for i in range(60)]
     reps = {name: [[record(0, steady(s, 60), down)]] for name, s in (("ddp", 3.0), ("x", 1.0))}

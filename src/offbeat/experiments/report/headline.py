@@ -30,7 +30,7 @@ class Headline:
     """Result of a comparison.
 
     Attributes:
-        best: row of the winner; None if nothing was measured.
+        best: row of the winner; None if nothing was measured, or every strategy was disturbed.
         sentence: the result.
         reservations: sentences that change how the result is read, the most important first.
     """
@@ -49,16 +49,17 @@ def headline(run: Run, rows: Sequence[Row]) -> Headline:
     best, names = order[0], display_names(rows)
     if len(rows) == 1:
         return Headline(best, _describe_single(best, names), _own_reservations(run, best, names))
+    if all(row.disturbed for row in order):
+        causes = [d for row in order for d in row.disturbed]
+        cause = describe_disturbances(causes, "Every strategy", 1)
+        sentence = f"Nothing compares. {cause} Run again on an idle machine."
+        others = [replace(row, disturbed=()) for row in rows]
+        found = [text for row in others for text in _trouble(run, row, names)]
+        return Headline(None, sentence, tuple(found[:SHOWN]))
     base = _reference_row(order)
     sentence = _compare(run, order, base, names)
-    found = []
-    if all(row.disturbed for row in order):
-        sentence = f"Roughly, as every strategy was disturbed: {sentence}"
-        cause = describe_disturbances([d for row in order for d in row.disturbed], "Each", 1)
-        found.append(f"{cause} Nothing compares; run again.")
-        rows = [replace(row, disturbed=()) for row in rows]
     rows = sorted(rows, key=lambda row: row.label != best.label)
-    found += [text for row in rows for text in _trouble(run, row, names)]
+    found = [text for row in rows for text in _trouble(run, row, names)]
     found += _reservations(best, base, names)
     return Headline(best, sentence, tuple(found[:SHOWN]))
 
