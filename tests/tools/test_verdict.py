@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -57,6 +58,12 @@ def advise(*argv: str) -> dict[str, Any]:
 
 def simulate(strategy: str, *argv: str, profile: str = "p.json") -> float:
     return json_of("simulate", "--profile", profile, "--strategy", strategy, *argv)["iteration_s"]
+
+
+def text_of(*argv: str) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        assert cli.main(["advise", *argv]) == 0
+    return out.getvalue()
 
 
 @pytest.fixture
@@ -385,3 +392,40 @@ def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str])
     again = [*argv, "--target", "loss=0.0", "--resume", str(folder), "t.py", "60"]
     assert cli.main(["advise", *again]) == 1  # not reached, by losses that are not trained again
     assert capsys.readouterr().err
+
+
+# --- passes --------------------------------------------------------------------------------------
+
+
+def test_a_script_may_divide_its_passes_by_the_number_of_ranks(here: Path) -> None:
+    """The passes before the last one are part of the rest of the loop."""
+    plain = profile_of()
+    pass_s = plain.forward_s + plain.backward_s
+
+    def with_passes(count: int) -> Profile:
+        usage, other_s = replace(plain.usage, backwards=count), plain.other_s + (count - 1) * pass_s
+        return replace(plain, other_s=other_s, usage=usage)
+
+    with_passes(4).save("four.json")
+    with_passes(2).save("two.json")
+    asked = ["--profile", "four.json", "--iterations", "100"]
+    whole, half = advise(*asked), advise(*asked, "--passes", "2")
+    assert (whole["passes"], half["passes"]) == (4, 2)
+    assert half["rows"]["one machine"] == whole["rows"]["one machine"]
+    row = half["rows"]["ddp"]
+    assert row["iteration_s"] == pytest.approx(simulate("ddp", profile="two.json"))
+    assert row["seconds"] == pytest.approx(100 * row["iteration_s"] / (4 * 2 / 4))
+    assert "--profile" not in half["command"]
+    assert "--passes" in text_of(*asked)
+    assert cli.main(["advise", *asked, "--passes", "0"]) == 2
+
+
+def test_the_first_line_states_whether_machines_are_worth_it(here: Path) -> None:
+    for rate, answer in (("1gbit", "yes"), ("100kbit", "no")):
+        asked = ["--profile", "one.json", "--hosts", "2", "--rate", rate]
+        rows = advise(*asked)["rows"]
+        alone_s = rows.pop("one machine")["seconds"]
+        first = text_of(*asked, "--max-staleness", "0").splitlines()[0]
+        assert first.startswith(f"second machine: {answer}, ")
+        times = [float(number) for number in re.findall(r"\d*\.?\d+", first)]
+        assert times[-1] == pytest.approx(alone_s / rows["ddp"]["seconds"], rel=0.06)

@@ -211,6 +211,10 @@ def advise(
         ),
     ] = False,
     how: Rehearsing = REHEARSING,
+    passes: Annotated[
+        int | None,
+        number("Backward passes per step and machine, on all hosts.  [default: as measured]"),
+    ] = None,
     max_staleness: Annotated[
         int, number("Largest number of iterations until an update has reached all workers.")
     ] = MAX_STALENESS,
@@ -251,10 +255,13 @@ def advise(
         device_memory=texts.parse_size("--device-memory", device_memory),
         price=price,
         jitter=how.jitter,
+        passes=passes,
         everything=verbose,
         script=() if script is None else (script, *args),
     )
-    _require_advice_options(script, profile, rehearse, how, samples, batch)
+    _require_advice_options(script, profile, rehearse, how, (samples, batch, passes))
+    if passes is not None:
+        texts.require_range("--passes", passes, 1, "leave it out for the measured number")
     if per_host is not None:
         texts.require_range("--per-host", per_host, 1, "it is the number of devices")
     if cluster is not None:
@@ -286,17 +293,16 @@ def _require_advice_options(
     profile: Path | None,
     rehearse: bool,
     how: Rehearsing,
-    samples: str | None,
-    batch: int | None,
+    amounts: tuple[str | int | None, ...],
 ) -> None:
     """Raise ValueError if options of `advise` contradict each other."""
     if rehearse:
         if script is None:
             raise ValueError("--rehearse needs a script to train, as in advise --rehearse train.py")
-        if samples is not None or batch is not None:
+        if any(amount is not None for amount in amounts):
             raise ValueError(
-                "--samples and --batch must be left out with --rehearse, whose verdict is the time "
-                "to a loss; give --target loss=4.3"
+                "--samples, --batch and --passes must be left out with --rehearse, whose verdict "
+                "is the time to a loss; give --target loss=4.3"
             )
         return
     if how != replace(REHEARSING, jitter=how.jitter):

@@ -25,7 +25,7 @@ def compare_command(
     """Return the command that compares the advised strategies on these machines; None if they have
     several devices and the cluster file does not state these.
 
-    It reuses the profile in `file`, if `compare` can convert it. `--hosts` and `--rate` can
+    It reuses the profile in `file`, if `compare` can convert it and passes are as measured. `--hosts` and `--rate` can
     describe one link without delay; other clusters need a cluster file.
     """
     place, options = verdict.place, verdict.advice.compared
@@ -41,7 +41,7 @@ def compare_command(
     same_nodes = max(profile.topology, default=1) == place.devices
     if question.cluster is not None:
         same_nodes = _is_convertible(profile, Cluster.load(question.cluster))
-    if file is not None and profile.world_size > 1 and same_nodes:
+    if file is not None and profile.world_size > 1 and same_nodes and question.passes is None:
         where += ["--profile", str(file)]
     where += ["--device-speed", question.device_text] if question.device_text else []
     if verdict.work.target_loss is not None:

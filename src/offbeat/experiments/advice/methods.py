@@ -54,7 +54,7 @@ class Method:
         changes: phrase for this change.
         staleness: largest number of iterations until a gradient has reached all machines.
         machines: number of machines.
-        replicas: batches per iteration, as each replica trains one.
+        batches: batches per iteration, in those of one machine alone.
         iteration_s: seconds per iteration.
         low_s: least seconds per iteration by the uncertainty.
         high_s: greatest seconds per iteration by the uncertainty.
@@ -74,7 +74,7 @@ class Method:
     changes: str
     staleness: int
     machines: int
-    replicas: int
+    batches: float
     iteration_s: float
     low_s: float
     high_s: float
@@ -92,8 +92,8 @@ class Method:
 
     @property
     def batch_s(self) -> float:
-        """Return the seconds per batch of a replica."""
-        return self.iteration_s / self.replicas
+        """Return the seconds per batch of one machine alone."""
+        return self.iteration_s / self.batches
 
     @property
     def uncertainty(self) -> float:
@@ -182,7 +182,7 @@ def of_strategy(strategy: Strategy, place: Place) -> Method | None:
         strategy.describe_change(None) or "same numbers as DDP",
         (clocks + 1) * iterations - 1,
         place.machines + served,
-        place.machines,
+        place.batches,
         prediction.iteration_s,
         min(*times_s, prediction.iteration_s) * (1 - MODEL_ERROR),
         max(*times_s, prediction.iteration_s) * (1 + MODEL_ERROR),
@@ -377,7 +377,7 @@ def _by_equations(
         "same numbers as DDP",
         0,
         place.machines,
-        place.machines,
+        place.batches,
         now.iteration_s,
         min(fast.bound_s, now.iteration_s) * (1 - MODEL_ERROR),
         max(slow.unhidden_s, now.iteration_s) * (1 + MODEL_ERROR),
@@ -417,7 +417,7 @@ def _simulated_method(
         changes,
         staleness,
         place.machines,
-        place.machines,
+        place.batches,
         iteration_s,
         min(*times_s, iteration_s) * (1 - MODEL_ERROR),
         max(*times_s, iteration_s) * (1 + MODEL_ERROR),

@@ -223,7 +223,8 @@ def last_paying_machine(seconds_at: SecondsAt, place: Place, most: int = MOST_MA
     def speed(machines: int) -> float:
         if machines == 1:
             return 1 / alone_s
-        return machines / seconds_at(place.with_machines(machines))
+        there = place.with_machines(machines)
+        return there.batches / seconds_at(there)
 
     def pays(machines: int) -> bool:
         return speed(machines + 1) - speed(machines) >= PAYS / alone_s

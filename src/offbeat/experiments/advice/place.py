@@ -35,6 +35,8 @@ class Place:
         networks: described networks, from which all message times were estimated; empty if they
             were measured, even at another rate.
         ranks: rates of the machines, for strategies whose machines do not wait for each other.
+        measured_passes: backward passes per step of one machine alone. Several machines have those
+            of the profile, which are fewer if the script divides its accumulation by their number.
     """
 
     profile: Profile
@@ -42,11 +44,23 @@ class Place:
     estimated: bool = False
     networks: tuple[Network, ...] = ()
     ranks: Ranks = field(default_factory=Ranks)
+    measured_passes: int | None = None
 
     @property
     def machines(self) -> int:
         """Return the number of machines."""
         return self.profile.world_size
+
+    @property
+    def batches(self) -> float:
+        """Return the samples of an iteration of all machines, in batches of one machine alone."""
+        passes = self.profile.usage.backwards
+        return self.machines * passes / (self.measured_passes or passes)
+
+    def with_passes(self, passes: int) -> Place:
+        """Return the place whose machines have another number of backward passes per step."""
+        measured, profile = self.profile.usage.backwards, _with_passes(self.profile, passes)
+        return replace(self, profile=profile, measured_passes=measured)
 
     @property
     def rate_bps(self) -> float:
@@ -130,9 +144,19 @@ class Place:
 
     @property
     def fastest_machine(self) -> Profile:
-        """Return the profile whose compute times are those of the fastest machine."""
-        fastest = min(self.profile.rank_scale, default=1.0)
-        return replace(self.profile, rank_scale=(), **scaled_compute(self.profile, fastest))
+        """Return the profile whose compute times are those of the fastest machine alone."""
+        fastest, profile = min(self.profile.rank_scale, default=1.0), self.profile
+        if self.measured_passes is not None:
+            profile = _with_passes(profile, self.measured_passes)
+        return replace(profile, rank_scale=(), **scaled_compute(profile, fastest))
+
+
+def _with_passes(profile: Profile, passes: int) -> Profile:
+    """Return the profile with another number of backward passes per step. `other_s` contains all
+    passes but the last one."""
+    more_s = (passes - profile.usage.backwards) * (profile.forward_s + profile.backward_s)
+    usage = replace(profile.usage, backwards=passes)
+    return replace(profile, other_s=max(0.0, profile.other_s + more_s), usage=usage)
 
 
 def _with_ranks(profile: Profile, kept: Sequence[int]) -> Profile:

@@ -49,6 +49,7 @@ class Question:
         device_memory: bytes of a device; None if not given.
         price: price of a machine and hour; None if not given.
         jitter: relative standard deviation of compute times; None for that of the profile.
+        passes: backward passes per step of each machine; None for the measured number.
         everything: whether all strategies and all shares of computing time are computed.
         script: script or module with its arguments; empty if it is not given.
 
@@ -67,6 +68,7 @@ class Question:
     device_memory: float | None = None
     price: float | None = None
     jitter: float | None = None
+    passes: int | None = None
     everything: bool = False
     script: tuple[str, ...] = ()
 
@@ -93,6 +95,8 @@ class Question:
             place = place_of(profile, self.hosts, given_rate_bps(self.rate), *sizes)
         else:
             place = place_on_cluster(profile, Cluster.load(self.cluster), *sizes)
+        if self.passes is not None:
+            place = place.with_passes(self.passes)
         if self.jitter is None:
             return place
         return replace(place, profile=extrapolate(place.profile, jitter=self.jitter))
@@ -124,6 +128,7 @@ class Answer:
         found = {
             **self.verdict.to_dict(),
             "command": self.command,
+            "passes": self.verdict.place.profile.usage.backwards,
             "advised": text_of(advice.chosen.strategy),
             "compared": [text_of(option.strategy) for option in advice.compared],
             "notes": [*advice.notes, *self.notes],

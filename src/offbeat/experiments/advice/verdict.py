@@ -110,7 +110,7 @@ class Row:
         }
 
     def _seconds(self, batches: float, iteration_s: float) -> float:
-        return batches * iteration_s / (self.method.replicas * self.devices)
+        return batches * iteration_s / (self.method.batches * self.devices)
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def _worthwhile_bps(one: Row, together: Row, place: Place) -> float | None:
         return None
     method, more = together.method, fmean(together.batches) / fmean(one.batches)
     share = place.profile.slowest().compute_s / place.fastest_machine.compute_s
-    share *= more / place.machines
+    share *= more / place.batches
     found = needs.rates_of(
         method.seconds_at, place, (share,), now_s=method.iteration_s, bound_at=method.bound_at
     )

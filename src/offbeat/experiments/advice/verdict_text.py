@@ -41,7 +41,7 @@ def verdict_text(
         verbose: whether all shares, counts and notes are printed.
     """
     unit, scale = _unit_of(verdict.best.seconds or 0.0)
-    paragraphs = [_headline(verdict), *_sentences(verdict), ""]
+    paragraphs = [_worth(verdict), _headline(verdict), *_sentences(verdict), ""]
     lines = [line for text in paragraphs for line in (wrap(text, width, GAP) or [""])]
     lines += _table(verdict, unit, scale, width)
     lines.append("")
@@ -81,6 +81,27 @@ def least_rate(rate_bps: float | None) -> str:
     return "any" if rate_bps <= LEAST_RATE_BPS else rate(rate_bps)
 
 
+def _worth(verdict: Verdict) -> str:
+    """Return whether several machines are worth it, and their speed relative to one."""
+    count, alone = verdict.place.machines, verdict.row(ALONE)
+    machines = "second machine" if count == 2 else f"{count} machines"
+    answer = "no" if verdict.best.method.machines == 1 else "yes"
+    ddp = verdict.row(BASELINE)
+    if alone is None or alone.fits is False:
+        return f"{machines}: {answer}, the model does not fit on one."
+    if alone.seconds is None:
+        return f"{machines}: {answer}, one alone does not reach the loss."
+    text = f"{machines}: {answer}, {_times(verdict.together, alone)} times as fast as one"
+    if ddp is not None and ddp is not verdict.together:
+        text += f"; DDP {_times(ddp, alone)}"
+    return f"{text}."
+
+
+def _times(row: Row, alone: Row) -> str:
+    """Return the speed of a row relative to one machine."""
+    return words.factor(None if not row.seconds else (alone.seconds or 0.0) / row.seconds)
+
+
 def _headline(verdict: Verdict) -> str:
     """Return the method to take and its time, and those of what most users would take."""
     best, place = verdict.best, verdict.place
@@ -113,7 +134,8 @@ def _with_range(row: Row) -> str:
 
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
-    """Yield sentences about help, changes of the mathematics, memory and cost."""
+    """Yield sentences about passes, help, changes of the mathematics, memory and cost."""
+    yield from _passes(verdict)
     yield _help(verdict)
     method = verdict.best.method
     if verdict.rows_within_spread:
@@ -138,6 +160,19 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         if alone is not None and alone.cost is not None and alone is not verdict.best:
             text += f", one machine {_money(alone.cost)}"
         yield f"{text} at {verdict.price:g} per machine and hour"
+
+
+def _passes(verdict: Verdict) -> Iterator[str]:
+    """Yield the assumed number of backward passes per step, if it is given or above 1."""
+    place = verdict.place
+    passes = place.profile.usage.backwards
+    if place.measured_passes is not None:
+        yield f"Assumed: {passes} backward passes per step and machine, {place.measured_passes} alone."
+    elif passes > 1:
+        yield (
+            f"Assumed: {passes} backward passes per step and machine, as measured. If the script "
+            "divides them by the number of ranks, add --passes N."
+        )
 
 
 def _money(value: float) -> str:
