@@ -69,8 +69,8 @@ def launched(
     ranks: int, rate: str, delay: str | None, loss: float, setting: str
 ) -> tuple[dict[str, list[float]], float, float]:
     """Return seconds by message, the processors' share of other processes, and the load average."""
+    from offbeat.core.measuring.machine_load import LoadSampler
     from offbeat.lab import Cluster, Lab, launch
-    from offbeat.lab.machine_load import LoadSampler
 
     load = os.getloadavg()[0]
     cluster = Cluster.simple(ranks, rate, latency=delay, loss=loss)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path

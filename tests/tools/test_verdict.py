@@ -397,7 +397,8 @@ def test_rehearsed_losses_decide(here: Path, capsys: pytest.CaptureFixture[str])
 # --- passes --------------------------------------------------------------------------------------
 
 
-def test_a_script_may_divide_its_passes_by_the_number_of_ranks(here: Path) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_script_may_divide_its_passes_by_the_number_of_ranks() -> None:
     """The passes before the last one are part of the rest of the loop."""
     plain = profile_of()
     pass_s = plain.forward_s + plain.backward_s
@@ -420,7 +421,8 @@ def test_a_script_may_divide_its_passes_by_the_number_of_ranks(here: Path) -> No
     assert cli.main(["advise", *asked, "--passes", "0"]) == 2
 
 
-def test_the_first_line_states_whether_machines_are_worth_it(here: Path) -> None:
+@pytest.mark.usefixtures("here")
+def test_the_first_line_states_whether_machines_are_worth_it() -> None:
     for rate, answer in (("1gbit", "yes"), ("100kbit", "no")):
         asked = ["--profile", "one.json", "--hosts", "2", "--rate", rate]
         rows = advise(*asked)["rows"]

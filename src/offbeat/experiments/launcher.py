@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.core.measuring.machine_load import LoadSampler
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.launch_request import SCHEMA as JOB_SCHEMA
 from offbeat.core.strategy.registry import reference_of
@@ -21,7 +22,6 @@ from offbeat.experiments.record.run_directory import BEFORE, LOAD, load_in
 from offbeat.experiments.script import script_name
 from offbeat.lab import Lab, NoLab, launch
 from offbeat.lab import probe_report as asked
-from offbeat.lab.machine_load import LoadSampler
 from offbeat.strategies import BSP, Strategy
 
 AGAIN = "it is measured once more (--keep-disturbed would keep it)"
@@ -141,6 +141,7 @@ class Launcher:
                 shutil.rmtree(before, ignore_errors=True)  # of an interrupted run
                 logs.rename(before)
                 return self.measure(path, logs, least_buckets=least_buckets)
+            profile = replace(profile, foreign_share=disturbance.foreign or 0.0)
         profile.save(path)
         return True
 

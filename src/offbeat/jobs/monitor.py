@@ -223,7 +223,7 @@ class JobMonitor:
         pace = f"{seconds(own.mean_s)} each"
         if predicted_s is not None:
             error = prediction_error(predicted_s, own.mean_s)
-            pace += f" (predicted {seconds(predicted_s)}, {error})"
+            pace += f" (predicted {self._outlook.mark}{seconds(predicted_s)}, {error})"
         parts = [f"{done}; the last {own.n:,}: {pace}"] if own.n < own.stop else [done, pace]
         parts.append(f"{percent(own.wait_s / own.s_sum)} waiting")
         loss = own.loss.mean if own.loss is not None and own.loss.n else None
@@ -240,25 +240,26 @@ class JobMonitor:
             done = f"{count}, all before the plan" if iterations else "no iteration has ended"
             return [f"{done}{f'; {text}' if text else ''}"]
         first = count if how != "raised" else f"stopped by {text.partition(':')[0]} after {count}"
-        predicted_s = None if self._outlook is None else self._outlook.iteration_s
+        outlook = self._outlook
+        predicted_s = None if outlook is None else outlook.iteration_s
         if total.n < iterations:  # the others have measured the profile, or came before a load
             first += f"; the last {total.n:,}"
         first += f" in {duration(total.s_sum)}, {seconds(total.mean_s)} each"
-        if predicted_s is not None:
-            first += f", predicted {seconds(predicted_s)}"
+        if outlook is not None and predicted_s is not None:
+            first += f", predicted {outlook.mark}{seconds(predicted_s)}"
         sent = sum(link.bytes for link in total.links.values())
         waiting = percent(total.wait_s / total.s_sum)
         second = f"{waiting} waiting; {size(sent)} sent by rank {self._number}"
-        if self._outlook is not None and (baseline := self._outlook.baseline) is not None:
+        if outlook is not None and (baseline := outlook.baseline) is not None:
             whole_s = baseline.iteration_s * total.n
-            second += f"; {BASELINE}: {duration(whole_s)} (predicted)"
+            second += f"; {BASELINE}: {outlook.mark}{duration(whole_s)} (predicted)"
         third = []
         if total.loss is not None and total.loss.n:
             third.append(f"loss {loss_text(total.loss.last)} at the end")
         if self.notices.total():
             third.append(count_text(self.notices.total(), "notice"))
         if self.decisions:
-            third.append(count_text(self.decisions, "decision"))
+            third.append(f"{count_text(self.decisions, 'decision')} about the plan")
         if self._folder is not None:
             third.append(f"offbeat report {self._folder}")
         signal = [text] if how == "signal" else []  # a member that leaves prints its text itself

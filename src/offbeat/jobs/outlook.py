@@ -8,6 +8,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
+from offbeat.core.measuring.machine_load import describe_foreign
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Link, Profile
 from offbeat.core.profile.elsewhere import with_free_links
@@ -127,6 +128,11 @@ class Outlook:
         return None if self.prediction is None else self.prediction.iteration_s
 
     @property
+    def mark(self) -> str:
+        """Mark of predicted numbers: "~" if their profile was disturbed, otherwise empty."""
+        return "~" * bool(self.profile and self.profile.foreign_share)
+
+    @property
     def bound_s(self) -> float | None:
         """Lower bound of the seconds per iteration; None if unknown."""
         return None if self.prediction is None else self.prediction.bound_s
@@ -171,7 +177,8 @@ class Outlook:
         since = self._first_of_last(lambda i: i.mean_s > accepted_s)
         text = (
             f"since iteration {since:,}: {seconds(measured_s)} each, predicted "
-            f"{seconds(predicted_s)} ({prediction_error(predicted_s, measured_s)}). {cause.text}"
+            f"{self.mark}{seconds(predicted_s)} ({prediction_error(predicted_s, measured_s)}). "
+            f"{cause.text}"
         )
         self._reported = Notice("notice", since, measured_s, cause, text)
         self._reported_s = now_s
@@ -324,7 +331,7 @@ def describe_plan(outlook: Outlook, summary: str) -> str:
     profile = outlook.profile
     assert profile is not None
     links = [
-        f"{link.name} carries {digits(wire_mbps(link, profile.world_size))} Mbit/s"
+        f"{link.name} carries {outlook.mark}{digits(wire_mbps(link, profile.world_size))} Mbit/s"
         + (f", latency {seconds(link.latency_s)}" if link.latency_s else "")
         for link in profile.links
         if profile.world_size > 1
@@ -332,7 +339,23 @@ def describe_plan(outlook: Outlook, summary: str) -> str:
     total = sum(bucket.size_bytes for bucket in profile.buckets)
     buckets = count_text(len(profile.buckets), "bucket")
     rates = [", ".join(links)] if links else []
-    return "; ".join([summary.rstrip("."), *rates, f"{size(total)} of parameters in {buckets}"])
+    parts = [summary.rstrip("."), *_describe_sets(outlook.prediction), *rates]
+    if profile.foreign_share:
+        text = describe_foreign(profile.foreign_share)
+        parts.append(f"~: {text} while this was measured, so it may be wrong")
+    return "; ".join([*parts, f"{size(total)} of parameters in {buckets}"])
+
+
+def _describe_sets(prediction: Prediction | None) -> list[str]:
+    """Return the sets of buckets that the planner has chosen; empty for other plans."""
+    plan = None if prediction is None else prediction.plan
+    sets = None if plan is None else plan.fact("sets")
+    if plan is None or not sets:
+        return []
+    counts = sorted(len(buckets) for buckets in sets if buckets)
+    few = f"{counts[0]}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}"
+    iterations = f"{len(counts)} of {len(sets)} iterations"
+    return [f"chosen: averages of {few} of {count_text(plan.buckets, 'bucket')} in {iterations}"]
 
 
 def describe_prediction(outlook: Outlook) -> tuple[str, dict[str, Any]]:
@@ -340,14 +363,14 @@ def describe_prediction(outlook: Outlook) -> tuple[str, dict[str, Any]]:
     prediction = outlook.prediction
     assert prediction is not None
     parts = [
-        f"predicted {seconds(prediction.iteration_s)} per iteration "
+        f"predicted {outlook.mark}{seconds(prediction.iteration_s)} per iteration "
         f"({percent(prediction.exposed_s / prediction.iteration_s)} waiting)"
     ]
     numbers: dict[str, Any] = {"predicted_s": prediction.iteration_s}
     if prediction.bound_s is not None:
-        parts.append(f"at best {seconds(prediction.bound_s)}")
+        parts.append(f"lower bound {outlook.mark}{seconds(prediction.bound_s)}")
         numbers["bound_s"] = prediction.bound_s
     if outlook.baseline is not None and outlook.baseline.strategy != prediction.strategy:
-        parts.append(f"{BASELINE} {seconds(outlook.baseline.iteration_s)}")
+        parts.append(f"{BASELINE} {outlook.mark}{seconds(outlook.baseline.iteration_s)}")
         numbers[f"{BASELINE}_s"] = outlook.baseline.iteration_s
     return ", ".join(parts), numbers

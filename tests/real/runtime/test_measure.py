@@ -4,7 +4,13 @@ a link of arithmetic."""
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +53,7 @@ from offbeat.core.measuring.links import (
     worthwhile_bytes,
 )
 from offbeat.core.measuring.observe import Observer, least_message_s, timed_modules
+from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget, Probe
 from offbeat.core.profile import records
 from offbeat.core.runtime import first_iterations
@@ -240,6 +247,43 @@ def test_a_budget_that_is_raised_has_larger_shares() -> None:
     assert (budget.seconds, budget.share(0.5).seconds) == (9.0, 5.0)
     budget.allow(8.0)
     assert (budget.seconds, budget.share(0.5).seconds) == (9.0, 5.0)
+
+
+def start_other_programs() -> list[int]:
+    """Start a loop for every processor, and return their ids. They are no descendants of the ranks'
+    parent, because their own parent has ended."""
+    loop = "import time\nend_s = time.monotonic() + 20\nwhile time.monotonic() < end_s: pass"
+    code = (
+        "import subprocess, sys\n"
+        f"loops = [subprocess.Popen([sys.executable, '-S', '-c', {loop!r}], stdout=2, stderr=2) "
+        f"for _ in range({processors()})]\n"
+        "print(*(one.pid for one in loops))"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def train_beside_other_programs(path: str) -> None:
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = offbeat.prepare(model, optimizer, offbeat.WFBP(), observe=2, profile=path)
+    others = start_other_programs() if dist.get_rank() == 0 else []
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+        model.consolidate()
+    finally:
+        for pid in others:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_profile_holds_the_share_of_other_programs_that_disturbed_it(tmp_path: Path) -> None:
+    run_ranks(2, train_beside_other_programs, str(tmp_path / "profile.json"))
+    assert Profile.load(tmp_path / "profile.json").foreign_share > 0.1
 
 
 def test_one_late_update_does_not_count() -> None:

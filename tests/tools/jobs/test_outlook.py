@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from offbeat import WFBP, Profile
+from offbeat import WFBP, DreamDDP, Profile
 from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
-from offbeat.jobs.outlook import Notice, Outlook
+from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
 
 RANKS = 4
 HOSTS = ["host-a", "host-b", "host-c", "host-d"]
@@ -225,6 +225,32 @@ def test_a_strategy_without_a_profile_is_not_predicted() -> None:
     assert found.iteration_s is None
     interval = Interval(0, 0, 1, 0, 9, 9, 9, {}, 9, 0, 0)
     assert found.compare({0: interval}, 0, 0.0) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.42])
+def test_predictions_from_a_disturbed_profile_are_marked(share: float) -> None:
+    found = outlook_of(replace(PROFILE, foreign_share=share))
+    plan, (prediction, numbers) = describe_plan(found, "A plan."), describe_prediction(found)
+    marks = [plan.count(" ~"), prediction.count(" ~")]
+    assert marks == ([2, 3] if share else [0, 0])  # rate and legend; prediction, bound and DDP
+    assert ("42 %" in plan) is bool(share)
+    assert numbers["predicted_s"] == found.iteration_s
+    (notice,) = Job(found).run(120, compute={2: 2.0})
+    assert ("predicted ~" in notice.text) is bool(share)
+
+
+def test_the_plan_that_was_chosen_is_named() -> None:
+    """Sets of layers differ between networks for one strategy."""
+    found = set()
+    for rate in (1e3, 1e9):
+        profile = replace(PROFILE, links=(Link("eth0", latency_s=2e-3, bytes_per_s=rate),))
+        plan = DreamDDP(period=4, fill=False).plan(profile)
+        outlook = Outlook.of(DreamDDP(period=4, fill=False), plan, profile, HOSTS, 0)
+        counts = [len(buckets) for buckets in plan.fact("sets") if buckets]
+        text = describe_plan(outlook, "A plan.")
+        assert f"{max(counts)} of 4 buckets in {len(counts)} of 4 iterations" in text
+        found.add(text.split(";")[1])
+    assert len(found) == 2
 
 
 def test_messages_are_text_json_or_off(capsys: pytest.CaptureFixture[str]) -> None:

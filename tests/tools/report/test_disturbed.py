@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from offbeat.core.measuring.machine_load import Load, Sample, Tally
 from offbeat.experiments.record.disturbed import disturbance_of
-from offbeat.lab.machine_load import Load, Sample, Tally
 
 PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}
 

@@ -82,6 +82,8 @@ class Profile:
         usage: use of gradients by the script, on which some strategies depend.
         element_bytes: bytes of an element of the parameters, as a mean: 2 for bfloat16. Codecs
             encode elements.
+        foreign_share: share of the processors that other programs used, if they disturbed the
+            measurement; 0 if they did not, or if it is unknown.
 
     Raises:
         ValueError: a field is out of range or contradicts another field.
@@ -107,6 +109,7 @@ class Profile:
     sharded: bool = False
     usage: ScriptUsage = field(default_factory=ScriptUsage)
     element_bytes: float = 4.0
+    foreign_share: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
         # Return the method that a former name stands for, with a warning, until version 0.3.

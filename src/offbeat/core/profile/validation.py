@@ -40,7 +40,8 @@ def validate(profile: Profile) -> None:
                 _require_number(f"{name} of codec {codec.name!r}", seconds)
     for bucket in profile.buckets:
         _validate_bucket(bucket, {link.name for link in profile.all_links})
-    for name in ("update_s", "other_s", "step_s", "jitter", "pace", "broadcast_bytes"):
+    shares = ("jitter", "foreign_share")
+    for name in ("update_s", "other_s", "step_s", "pace", "broadcast_bytes", *shares):
         _require_number(name, getattr(profile, name))
     _require_number("element_bytes", profile.element_bytes, positive=True)
     for name, values in (("rank_scale", profile.rank_scale), ("rank_jitter", profile.rank_jitter)):

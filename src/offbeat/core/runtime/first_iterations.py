@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from offbeat.core.measuring.beside_compute import ComputeLoad, measure_beside
 from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
+from offbeat.core.measuring.machine_load import LoadSampler, disturbing_share
 from offbeat.core.measuring.observe import Observer, observing_plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.compute import ComputeObserver
@@ -56,12 +58,14 @@ class FirstIterations:
         self._runner, self._engine, self._run_alone = runner, runner.engine, run_alone
         # Whether the model's layers are emulated by sleeping.
         self._is_emulated = bool(getattr(job.model, "emulated", False))
+        self._load = LoadSampler(os.getppid())  # the launcher's other ranks are no other programs
         self.observer: Observer | None = None
         self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def begin(self) -> None:
         """Run BSP and measure it from the next iteration on."""
         job, engine, cluster = self._job, self._engine, self._job.cluster
+        self._load.sample()
         watched = UsageRecorder()
         if isinstance(engine.optimizer, JointOptimizer):
             watched.record_own_step()
@@ -108,6 +112,7 @@ class FirstIterations:
         save_to, control = self._job.observation.save_to, self._job.cluster.control
         stops = self._job.request.stop_after_profile
         self._finish(observer)
+        self._load.sample()
         strategy = self._choice.strategy
         if self._choice.shares_buffers and not self._choice.broadcasts(strategy):
             # Averages of parameters include buffers.
@@ -147,5 +152,14 @@ class FirstIterations:
         profile = measure_beside(cluster, flat, profile)
         with ComputeLoad(profile) if profile.pace else nullcontext():
             profile = measure_codecs(cluster, profile)
+        self._load.sample()
+        profile = replace(profile, foreign_share=self._foreign_share())
         # Every rank must plan from the same profile.
         return Profile.from_dict(control.share_first(profile.to_dict()))
+
+    def _foreign_share(self) -> float:
+        """Return the largest share of the processors of a host that other programs used, if they
+        disturbed the measurement; otherwise 0. `offbeat profile` samples the load itself."""
+        load = None if self._job.request.stop_after_profile else self._load.load()
+        own = disturbing_share(load and load.record())
+        return max(share or 0.0 for share in self._job.cluster.control.gather(own))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offbeat.core.measuring.machine_load import describe_foreign
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
@@ -26,6 +27,8 @@ def startup_message(
     how = ""
     if known is not None:
         how = ", profile given"
+        if known.foreign_share:
+            how += f", which was disturbed: {describe_foreign(known.foreign_share)}"
     elif strategy.needs.profile and strategy.needs.measures:
         how = f", observing {observe} iterations"
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"

@@ -25,8 +25,8 @@ def compare_command(
     """Return the command that compares the advised strategies on these machines; None if they have
     several devices and the cluster file does not state these.
 
-    It reuses the profile in `file`, if `compare` can convert it and passes are as measured. `--hosts` and `--rate` can
-    describe one link without delay; other clusters need a cluster file.
+    It reuses the profile in `file`, if `compare` can convert it and passes are as measured.
+    `--hosts` and `--rate` can describe one link without delay; other clusters need a cluster file.
     """
     place, options = verdict.place, verdict.advice.compared
     where = _options_of_place(place.profile) or ["--cluster", "cluster.toml"]

@@ -167,11 +167,14 @@ def _passes(verdict: Verdict) -> Iterator[str]:
     place = verdict.place
     passes = place.profile.usage.backwards
     if place.measured_passes is not None:
-        yield f"Assumed: {passes} backward passes per step and machine, {place.measured_passes} alone."
+        yield (
+            f"Assumed number of backward passes per step: {passes} on each machine, "
+            f"{place.measured_passes} on one machine alone."
+        )
     elif passes > 1:
         yield (
-            f"Assumed: {passes} backward passes per step and machine, as measured. If the script "
-            "divides them by the number of ranks, add --passes N."
+            f"Assumed number of backward passes per step: {passes} on each machine, as measured. "
+            "If the script divides it by the number of ranks, add --passes N."
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OFTEN = 0.1  # share of samples in which other programs may take processors from a run
+from offbeat.core.measuring.machine_load import describe_foreign, disturbing_share
+
 LATE = 0.03  # largest mean delay of a host, as a share of its compute
 
 
@@ -33,7 +34,7 @@ class Disturbance:
         """The causes as a phrase."""
         causes = []
         if self.foreign is not None:
-            causes.append(f"other programs used {100 * self.foreign:.0f} % of the processors")
+            causes.append(describe_foreign(self.foreign))
         if self.late is not None:
             causes.append(
                 f"the host of rank {self.rank} was late by {100 * self.late:.0f} % of its compute "
@@ -51,23 +52,22 @@ def disturbance_of(
 
     Args:
         repetition: number of the repetition.
-        load: record of `offbeat.lab.machine_load.Load` during the repetition; None if unknown.
+        load: record of `machine_load.Load` during the repetition; None if unknown.
         paces: adherence of each rank's host to its pace; None for a host at full speed.
     """
-    load = load or {}
     late, rank = max(
         ((pace.get("mean", 0.0), rank) for rank, pace in paces.items() if pace),
         default=(0.0, None),
     )
-    is_foreign, is_late = load.get("disturbed", 0.0) > OFTEN, late > LATE
-    if not is_foreign and not is_late:
+    foreign, is_late = disturbing_share(load), late > LATE
+    if foreign is None and not is_late:
         return None
     return Disturbance(
         repetition,
-        foreign=load["foreign"] if is_foreign else None,
+        foreign=foreign,
         late=late if is_late else None,
         rank=rank if is_late else None,
-        pressure=load.get("pressure"),
+        pressure=(load or {}).get("pressure"),
     )
 
 

@@ -1,11 +1,11 @@
-"""Load of this machine during a launch, with the share of processes that are not part of it."""
+"""Load of this machine during a launch or a measurement, and of processes outside of it."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ EVERY_S = 0.5  # seconds between samples
 COST = 0.01  # largest share of a processor's time for taking samples
 # bounds of an undisturbed sample: largest foreign share, smallest idle share
 FOREIGN, IDLE = 0.1, 0.25
+OFTEN = 0.1  # share of samples in which other programs may take processors
 
 _PROC = Path("/proc")
 
@@ -60,6 +61,18 @@ class Load:
         return asdict(self)
 
 
+def disturbing_share(load: Mapping[str, Any] | None) -> float | None:
+    """Return the share of the processors that other programs used, of the record of a load; None if
+    they disturbed no measurement, or without a record."""
+    load = load or {}
+    return load["foreign"] if load.get("disturbed", 0.0) > OFTEN else None
+
+
+def describe_foreign(share: float) -> str:
+    """Return a phrase for the share of the processors that other programs used."""
+    return f"other programs used {100 * share:.0f} % of the processors"
+
+
 class Tally:
     """Sum of samples in constant memory."""
 
@@ -94,7 +107,7 @@ def _shares(a: Sample, b: Sample, processors: int) -> tuple[float, float]:
 
 
 class LoadSampler:
-    """Thread that samples the machine's load during a `with` block.
+    """Sampler of the machine's load, at calls of `sample`, or by a thread in a `with` block.
 
     This process, the process `root` and all its descendants count as own. Interrupts are not
     counted, because most of them are packets of the launch.
@@ -102,11 +115,12 @@ class LoadSampler:
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._processors = sorted(os.sched_getaffinity(0))
+        has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS and Windows
+        self._processors = sorted(os.sched_getaffinity(0)) if has_affinity else []
         self._tally = Tally(len(self._processors))
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offbeat-load", daemon=True)
-        self._begin_s, self._waited_s = 0.0, _cpu_pressure_s()
+        self._begin_s, self._waited_s = time.monotonic(), _cpu_pressure_s()
 
     def __enter__(self) -> Self:
         self._begin_s, self._waited_s = time.monotonic(), _cpu_pressure_s()
@@ -116,6 +130,11 @@ class LoadSampler:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
+
+    def sample(self) -> None:
+        """Add a sample. Without /proc, or with another format of it, there is none."""
+        with suppress(OSError, ValueError, IndexError):
+            self._tally.add(self._sample())
 
     def load(self) -> Load | None:
         """Return the load so far; None if /proc does not provide it."""
@@ -134,7 +153,7 @@ class LoadSampler:
             self._tally.add(self._sample())
 
     def _sample(self) -> Sample:
-        own_s = sum(os.times()[:2]) + _descendants_s(self._root)
+        own_s = _descendants_s({self._root, os.getpid()})
         return Sample(time.monotonic(), *_processors_s(self._processors), own_s)
 
 
@@ -150,8 +169,8 @@ def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
     return busy / _HZ, idle / _HZ
 
 
-def _descendants_s(root: int) -> float:
-    """Return the processor seconds of a process and its descendants.
+def _descendants_s(roots: set[int]) -> float:
+    """Return the processor seconds of processes and their descendants.
 
     The time of an ended process is included in that of the parent that has waited for it.
     """
@@ -165,12 +184,13 @@ def _descendants_s(root: int) -> float:
     children: dict[int, list[int]] = {}
     for process, parent in parents.items():
         children.setdefault(parent, []).append(process)
-    total, queue = 0, [root]
+    own, queue = set[int](), [*roots]
     while queue:
         process = queue.pop()
-        total += ticks.get(process, 0)
-        queue += children.get(process, ())
-    return total / _HZ
+        if process not in own:
+            own.add(process)
+            queue += children.get(process, ())
+    return sum(ticks.get(process, 0) for process in own) / _HZ
 
 
 def _cpu_pressure_s() -> float | None:
