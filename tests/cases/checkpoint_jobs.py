@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import io
 import os
 import random
 import resource
@@ -387,6 +389,21 @@ def reloads(folder: str) -> tuple[int, list[str]]:
         except RuntimeError as error:
             return -1, [str(error)]
         return at, [str(w.message) for w in said]
+
+
+def count_notices_about_batches(folder: str) -> list[int]:
+    """Save twice each: without a batch in `extra`, with one, with a sampler."""
+    found = []
+    for number, more in enumerate(({}, {"batch": torch.ones(2)}, {"sampler": DefDP([1.0, 2.0])})):
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            job = Job(offbeat.BSP())
+            for t in range(2):
+                job.iterate(t)
+                extra = {**job.extra, "name": "a job", "best": 1.5, **more}
+                offbeat.save(f"{folder}/{number}", job.model, job.optimizer, extra).wait()
+            job.model.close()
+        found.append(" ".join(err.getvalue().split()).count("extra of offbeat.save"))
+    return found
 
 
 def resume_within_a_pass(folder: str, seeded: bool) -> tuple[bool, list[str]]:

@@ -18,6 +18,7 @@ class DiscardingSaver(Saver):
     def __init__(self) -> None:
         super().__init__(None)
         self.company = _RefusingGroup(None)
+        self.has_noted_batches = True
 
     def save(
         self, folder: Folder, frozen: Callable[[], Frozen], manifest: Manifest, keep: int

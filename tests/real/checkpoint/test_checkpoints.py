@@ -627,6 +627,10 @@ def test_a_data_loader_without_a_generator_is_named(tmp_path: Path) -> None:
     assert run_ranks(1, jobs.resume_within_a_pass, str(tmp_path / "b"), True) == [(True, [])]
 
 
+def test_a_checkpoint_without_batches_is_noted_once(tmp_path: Path) -> None:
+    assert run_ranks(1, jobs.count_notices_about_batches, str(tmp_path)) == [[1, 0, 0]]
+
+
 def test_several_optimizers(saved_by: Found) -> None:
     """A list of optimizers is saved and loaded; their groups are the ones that step afterwards."""
     for whole, resumed, rates, refused in saved_by("two optimizers"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,8 @@ def save(
             session.cluster.topology.record(),
         )
         samples = session.capture_samples()
+        if session.worker == 0 and samples is None:
+            _note_batches(saver, (extra or {}).values())
         frozen = partial(_freeze_all, model, optimizer, position.state, extra or {}, samples)
         return saver.save(_folder(path, session), frozen, manifest, keep)
 
@@ -108,6 +110,23 @@ def save(
     words = f"the checkpoint in {folder.path} was not saved: {_describe_lost(lost)}"
     console.print("checkpoint", words, "error", rank=session.worker)
     return FailedSaving(folder.path, words)
+
+
+def _note_batches(saver: Saver, extra: Iterable[Any]) -> None:
+    """Print once that the checkpoint holds no batch, unless `extra` has a loader, a sampler or a
+    batch, which can be iterated."""
+    holds_batches = any(
+        hasattr(thing, "__iter__") and not isinstance(thing, str) for thing in extra
+    )
+    if saver.has_noted_batches or holds_batches:
+        return
+    saver.has_noted_batches = True
+    text = (
+        "the checkpoint holds no position in the data, and no batch that the script has fetched "
+        "ahead, such as by get_batch after backward. To continue exactly, pass the sampler, the "
+        "loader or this batch in extra of offbeat.save"
+    )
+    console.print("checkpoint", text, "notice")
 
 
 def _describe_lost(lost: str) -> str:

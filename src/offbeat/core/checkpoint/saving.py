@@ -197,10 +197,16 @@ class FailedSaving(Saving):
 
 
 class Saver:
-    """Saves the checkpoints of one session, one at a time."""
+    """Saves the checkpoints of one session, one at a time.
+
+    Attributes:
+        company: the ranks that save together.
+        has_noted_batches: whether the notice about batches was printed.
+    """
 
     def __init__(self, control: Control | None):
         self.company: SaveGroup = SaveGroup(control)
+        self.has_noted_batches = False
         self._last: Saving | None = None
 
     def save(
