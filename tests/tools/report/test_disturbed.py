@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.core.measuring.machine_load import Load, Sample, Tally
+from offbeat.core.measuring.machine_load import Load, LoadSample, Tally
 from offbeat.experiments.record.disturbed import disturbance_of
 
 PACE = {"pace": 5.0, "iterations": 12, "missed": 3, "worst": 0.9, "mean": 0.01}
@@ -14,12 +14,12 @@ def load(*shares: tuple[float, float, float], processors: int = 2) -> Load:
     """Of samples each half a second long: shares of the processors that others took, that were
     idle, and that the launch itself took."""
     tally, at_s, busy_s, idle_s, own_s = Tally(processors), 100.0, 900.0, 5000.0, 30.0
-    tally.add(Sample(at_s, busy_s, idle_s, own_s))
+    tally.add(LoadSample(at_s, busy_s, idle_s, own_s))
     for foreign, idle, own in shares:
         whole_s = 0.5 * processors
         at_s, own_s = at_s + 0.5, own_s + own * whole_s
         busy_s, idle_s = busy_s + (foreign + own) * whole_s, idle_s + idle * whole_s
-        tally.add(Sample(at_s, busy_s, idle_s, own_s))
+        tally.add(LoadSample(at_s, busy_s, idle_s, own_s))
     found = tally.load(0.4)
     assert found is not None
     return found

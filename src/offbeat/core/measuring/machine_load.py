@@ -20,7 +20,7 @@ OFTEN = 0.1  # share of samples in which other programs may take processors
 _PROC = Path("/proc")
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """Cumulative times in seconds.
 
     Attributes:
@@ -78,11 +78,11 @@ class Tally:
 
     def __init__(self, processors: int) -> None:
         self._processors = processors
-        self._first: Sample | None = None
-        self._last: Sample | None = None
+        self._first: LoadSample | None = None
+        self._last: LoadSample | None = None
         self._count = self._disturbed = 0
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: LoadSample) -> None:
         """Add the next sample."""
         if self._last is not None and sample.at_s > self._last.at_s:
             foreign, idle = _shares(self._last, sample, self._processors)
@@ -99,7 +99,7 @@ class Tally:
         return Load(seconds, foreign, idle, self._disturbed / self._count, pressure)
 
 
-def _shares(a: Sample, b: Sample, processors: int) -> tuple[float, float]:
+def _shares(a: LoadSample, b: LoadSample, processors: int) -> tuple[float, float]:
     """Return the (foreign, idle) shares of the processor time between two samples."""
     whole_s = (b.at_s - a.at_s) * processors
     foreign_s = (b.busy_s - a.busy_s) - (b.own_s - a.own_s)
@@ -152,9 +152,9 @@ class LoadSampler:
                 rest_s = max(EVERY_S, (time.thread_time() - begin_s) / COST)
             self._tally.add(self._sample())
 
-    def _sample(self) -> Sample:
+    def _sample(self) -> LoadSample:
         own_s = _descendants_s({self._root, os.getpid()})
-        return Sample(time.monotonic(), *_processors_s(self._processors), own_s)
+        return LoadSample(time.monotonic(), *_processors_s(self._processors), own_s)
 
 
 def _processors_s(numbers: Iterable[int]) -> tuple[float, float]:
