@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ def told(strategy: str, iterations: int, use: str, launched: bool = True) -> str
                 model.eval()
                 with torch.no_grad():
                     model(batch(CASE, number, 0)[0])
+            elif use == "checkpoint":
+                offbeat.save(os.environ["FOLDER"], model, optimizer)
             else:
                 model.state_dict()
         model.close()
@@ -59,11 +62,15 @@ def test_replicas_that_differ_are_named_once(use: str) -> None:
     [
         ("local-sgd:period=4", 8, "state_dict"),  # just averaged
         ("local-sgd:period=4", 6, "united"),
+        ("local-sgd:period=4", 6, "checkpoint"),  # each rank saves its own
         ("wfbp", 6, "state_dict"),
         ("local-sgd:period=4", 0, "state_dict"),
     ],
 )
-def test_equal_replicas_are_not(strategy: str, iterations: int, use: str) -> None:
+def test_equal_replicas_are_not(
+    strategy: str, iterations: int, use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOLDER", str(tmp_path))
     assert DIFFER not in "".join(run_ranks(2, told, strategy, iterations, use))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,9 @@ def save(
         samples = session.capture_samples()
         if session.worker == 0 and samples is None:
             _note_batches(saver, (extra or {}).values())
-        frozen = partial(_freeze_all, model, optimizer, position.state, extra or {}, samples)
+        frozen = partial(
+            _freeze_all, cast("Model", model), optimizer, position.state, extra or {}, samples
+        )
         return saver.save(_folder(path, session), frozen, manifest, keep)
 
     saving, lost = session.run_joint_call(begin)
@@ -269,13 +271,14 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
 
 
 def _freeze_all(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     extra: Mapping[str, Any],
     samples: tuple[Any, Any] | None = None,
 ) -> Frozen:
-    weights, device = model.state_dict(), next(model.parameters()).device
+    # Of the module itself: that of the prepared model says that replicas differ; all save theirs.
+    weights, device = model.module.state_dict(), next(model.parameters()).device
     kept = optimizer.state_dict()
     value = {
         "model": weights,
