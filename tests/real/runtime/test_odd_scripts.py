@@ -149,6 +149,14 @@ def extend(module: nn.Sequential, inner: Any) -> None:
     inner.add_param_group({"params": [*module[2].parameters()]})
 
 
+def within_backward(call: str, wrap: Wrap) -> nn.Module:
+    module = net()
+    model, _ = wrap(module, torch.optim.SGD(module.parameters(), 0.1))
+    module[2].weight.register_hook(lambda _: getattr(model, call)())
+    model(inputs(0)).square().mean().backward()
+    return module
+
+
 ROWS: list[tuple[Script, str, bool]] = [
     (partial(differential_equation, "gradients of samples"), "dear", False),
     (partial(differential_equation, "gradients of samples"), "dreamddp", True),
@@ -167,6 +175,10 @@ REFUSED: list[tuple[Script, str, bool, str]] = [
     (partial(changing, remove, 1), "wfbp", True, "'2.weight'"),
     (partial(changing, rename, 1), "dear", True, "'2.weight'"),
     (partial(changing, extend, 5), "dear", False, "param groups"),
+    (partial(within_backward, "zero_grad"), "wfbp", False, "zero_grad()"),
+    (partial(within_backward, "skip_step"), "dear", False, "skip_step()"),
+    (partial(within_backward, "consolidate"), "dreamddp", False, "consolidate()"),
+    (partial(within_backward, "close"), "wfbp", False, "close()"),
 ]
 
 
