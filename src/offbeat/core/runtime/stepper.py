@@ -92,11 +92,11 @@ class BucketStepper:
                 step_directly(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
-        if before is not None and self._kept_values(narrowed) != before:
+        if before is not None and (after := self._kept_values(narrowed)) != before:
+            what = "param groups" if before[0] != after[0] else "own attributes"
             raise ValueError(
-                f"{type(self._optimizer).__name__} changes its param groups or its own attributes "
-                "in step(), so it does not treat parameters independently and cannot step bucket "
-                f"by bucket; {self._remedy}"
+                f"{type(self._optimizer).__name__} changes its {what} in step(), so it does not "
+                f"treat parameters independently and cannot step bucket by bucket; {self._remedy}"
             )
 
     def _kept_values(self, groups: Sequence[Group]) -> tuple[list[Group], Group]:
