@@ -3,14 +3,17 @@ or might. An optimizer that certainly has no effect is refused."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from cases import keepers
 from cases.batches import Batch, Call
 from cases.workers import prepared
 from torch import Tensor, nn
 
+from offbeat import WFBP
 from offbeat.profile import Bucket, Link, Profile
 
 ITERATIONS = 24  # 20 updates without effect are needed for an error
@@ -164,6 +167,20 @@ def test_trained_as_without_offbeat(calls: list[Call]) -> None:
                 continue  # updates of deft are late
             for mine, theirs in zip(found, trained(False, row), strict=True):
                 torch.testing.assert_close(mine, theirs)
+
+
+def gathering() -> list[str]:
+    """Warnings for an optimizer that writes the weights, with gradients that nothing fills."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        keepers.train("Gathering", WFBP(), ITERATIONS)
+    return [str(one.message) for one in heard if one.category is UserWarning]
+
+
+@TWO.given(gathering)
+def test_an_optimizer_that_may_have_no_effect_is_warned_about(call: Call) -> None:
+    for heard in call.results:
+        assert [text.split(".")[0] for text in heard] == ["Gathering"]
 
 
 def stale() -> None:
