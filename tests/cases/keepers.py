@@ -102,6 +102,13 @@ def train_as_ddp(name: str, strategies: list[Strategy], steps: int) -> list[str]
     return found
 
 
+def train(name: str, strategy: Strategy, steps: int) -> None:
+    model, optimizer = build(name)
+    options = {"profile": profile_of(CASE, world_size())}
+    with prepared(model, optimizer, strategy, **options) as (wrapped, outer):
+        loop(wrapped, outer, steps)
+
+
 def fail(name: str, strategy: Strategy, given: bool) -> tuple[int, str]:
     """The step that failed, and its words; (-1, "") if none did."""
     model, optimizer = build(name)

@@ -23,6 +23,7 @@ Group = dict[str, Any]
 
 _SCALES = (1.0, 1e4)  # factors of trial gradients; clipping acts above its threshold only
 _RATE = 0.1  # learning rate of trials: the current rate may be 0 in a warm-up
+_SELDOM = 64  # steps of an optimizer that may not write in each of them
 _LARGEST = 3  # largest size of each dimension of a stand-in
 
 
@@ -56,18 +57,22 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def reaches_stand_ins(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the steps of a copy change a small stand-in parameter of each group.
+def reaches_stand_ins(optimizer: torch.optim.Optimizer) -> bool | None:
+    """Whether the steps of a copy change a small stand-in parameter of each group; None if a copy
+    cannot step, so that it is unknown.
 
     They do not if the optimizer steps tensors of its own attributes, or reads gradients from there.
     """
-    for g, _ in enumerate(optimizer.param_groups):
-        try:
-            if _step_stand_in(optimizer, g, 1.0, alone=False) is None:
-                return False
-        except Exception:
-            return False
-    return True
+    if is_wrapper(optimizer):  # a copy would step the parameters of the inner optimizer
+        return None
+    try:
+        ends = [
+            _step_stand_in(optimizer, g, 1.0, alone=False, steps=_SELDOM)
+            for g, _ in enumerate(optimizer.param_groups)
+        ]
+    except Exception:  # of a user's optimizer
+        return None
+    return all(end is not None for end in ends)
 
 
 def trial_copy(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> torch.optim.Optimizer:
@@ -142,9 +147,9 @@ def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:
 
 
 def _step_stand_in(
-    optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool
+    optimizer: torch.optim.Optimizer, g: int, scale: float, *, alone: bool, steps: int = 2
 ) -> Tensor | None:
-    """Return a stand-in parameter of param group `g` after two steps of a trial optimizer.
+    """Return a stand-in parameter of param group `g` after the steps of a trial optimizer.
 
     The trial optimizer holds only this stand-in if `alone`, otherwise also further stand-ins of
     this and all other groups. Return None if the steps neither change the stand-in nor create
@@ -166,7 +171,7 @@ def _step_stand_in(
     trial = trial_copy(optimizer, [group for group in groups if group["params"]])
     devices = devices_of(trial)
     with preserve_random_states(devices), shield_parameters(optimizer):
-        for seed in range(2):
+        for seed in range(steps):
             seed_all(seed, devices)  # some optimizers round stochastically
             trial.step()
     end = first[0].detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -24,16 +23,17 @@ class InputSamples:
         self._iteration = -1
 
     def note(self, iteration: int, inputs: Iterable[Tensor]) -> None:
-        """Keep some numbers of the inputs of the first forward of an iteration."""
-        transforms: Any = torch._C  # its stubs lack the transforms of torch.func
-        if iteration == self._iteration or transforms._functorch.peek_interpreter_stack():
+        """Keep some numbers of the inputs of the first forward of an iteration that has some."""
+        if iteration == self._iteration:
             return
-        self._iteration, kept = iteration, list[Tensor]()
+        kept = list[Tensor]()
         for x in inputs:
             if type(x) is Tensor and x.layout == torch.strided and not x.is_meta:
                 every = max(x.numel() // NUMBERS, 1)
                 kept.append(x.detach().reshape(-1)[::every][:NUMBERS].clone())
-        self._samples.append(kept)
+        if kept:  # a forward within a transform of torch.func has none
+            self._iteration = iteration
+            self._samples.append(kept)
 
     def digests(self) -> list[int]:
         """Return a digest of each iteration's inputs."""

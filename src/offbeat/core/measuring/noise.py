@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,19 +106,25 @@ def step_size(optimizer: torch.optim.Optimizer) -> float:
     estimated from second moments.
     """
     group = optimizer.param_groups[0]
-    rate, momentum = float(group.get("lr", 0.0)), float(group.get("momentum", 0.0))
+    rate, momentum = _number(group.get("lr")), _number(group.get("momentum"))
     if is_scale_free(optimizer):
         return rate * _over_size(optimizer)
     if not 0 < momentum < 1:
         return rate
-    return rate * (1 - float(group.get("dampening", 0.0))) / (1 - momentum)
+    return rate * (1 - _number(group.get("dampening"))) / (1 - momentum)
+
+
+def _number(setting: Any) -> float:
+    """Return a setting as a number; 0 if it is none, as the rate of optimizers that find their own
+    (Adafactor)."""
+    return float(setting) if isinstance(setting, (int, float, Tensor)) else 0.0
 
 
 def _over_size(optimizer: torch.optim.Optimizer) -> float:
     """Return the mean of 1 / |gradient entry| over entries, weighted by their squares."""
     sizes = squares = 0.0
     for group in optimizer.param_groups:
-        decay = float(group.get("betas", (0.0, 0.0))[1])
+        decay = float((group.get("betas") or (0.0, 0.0))[1])
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             if SECOND_MOMENT not in state or not float(state.get("step", 0)):

@@ -160,12 +160,24 @@ class Observer:
         return next(entered, marks.begin), ready if began is None else began
 
     def _ready_order(self) -> list[str]:
-        """Return the trained parameters in ready order, those without a gradient last.
+        """Return the trained parameters in ready order, those without a gradient last. Among them
+        are those that the script has frozen since `prepare`.
 
         If no ready order was observed, return the reverse order of the model.
+
+        Raises:
+            ValueError: the script has removed or renamed a parameter.
         """
         reshard(self._model)
-        trained = [n for n, p in self._model.named_parameters() if p.requires_grad]
+        ids = {id(p) for p in self._engine.flat.parameters}
+        trained = [n for n, p in self._model.named_parameters() if id(p) in ids]
+        removed = [name for i, name in self._names.items() if i in ids and name not in trained]
+        if removed:
+            raise ValueError(
+                f"parameter {removed[0]!r} has left the model, or its name has changed (pruning?), "
+                "in the first iterations, which are measured; change the model before "
+                "offbeat.prepare, or give offbeat.prepare a profile"
+            )
         known = set(self.order)
         return self.order + [n for n in trained if n not in known] if known else trained[::-1]
 

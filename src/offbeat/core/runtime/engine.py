@@ -36,6 +36,7 @@ from offbeat.core.runtime.metering import Metering
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.pauses import Pauses
 from offbeat.core.runtime.sentinels import Sentinels
+from offbeat.core.runtime.transforms import outside_transforms
 from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.control import Control
@@ -279,6 +280,7 @@ class Engine:
 
     # ---- forward and backward ---------------------------------------------------------------
 
+    @outside_transforms
     def forward_begins(self) -> AbstractContextManager[Any]:
         """Prepare the forward of the prepared model; return the context in which the forward must
         run."""
@@ -329,6 +331,7 @@ class Engine:
         elif self.awaits_step:
             self.cursor.receive_released(now)
 
+    @outside_transforms
     def forward_ends(self, output: object = None) -> None:
         """Complete the forward part of the program after the prepared model has returned
         `output`."""
@@ -358,6 +361,7 @@ class Engine:
         if now.marks.first_forward is None:
             now.marks.first_forward = mark
 
+    @outside_transforms
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
         if self.cursor.now is None:
@@ -366,6 +370,7 @@ class Engine:
             self._between_forwards(self.cursor.now)
         self._called = self.device.mark()
 
+    @outside_transforms
     def note_forward(self, output: object) -> None:
         """Handle the end of a forward that was not announced: the last called method has returned
         tensors with a graph."""
@@ -376,6 +381,7 @@ class Engine:
             self._mark_forward(now, self._called)
             self._forward_end(now, output)
 
+    @outside_transforms
     def complete_bucket(self, b: int) -> None:
         """Pass the program up to the forward of bucket `b`, so that buckets `b` and higher (nearer
         the input) are ready for use."""
@@ -386,6 +392,7 @@ class Engine:
             self.cursor.walk(self.plan.buckets - 1 - b)
             self.reports.deliver()
 
+    @outside_transforms
     def before_read(self, b: int) -> None:
         """Complete bucket `b` before a module attribute that is one of its parameters is read."""
         if self.cursor.now is None:

@@ -172,6 +172,8 @@ class BackwardHooks(BackwardPasses):
         gradients, bucket = self._gradients, self._gradients.bucket_of[index]
 
         def gradient_ready(p: Tensor) -> None:
+            if not p.requires_grad:  # frozen since its forward: torch calls the hook nevertheless
+                return
             if not self._running:
                 if self._finished and is_nested_backward():
                     raise RuntimeError(NESTED)

@@ -7,15 +7,19 @@ from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
+from offbeat.core.runtime.transforms import is_transformed
+
 
 def tensors_of(output: object) -> Iterator[Tensor]:
     """Yield all tensors in containers and dataclasses, nested ones included.
 
-    For other objects yield the attributes that are tensors or lists of tensors.
+    For other objects yield the attributes that are tensors or lists of tensors. Tensors of
+    transforms of torch.func are left out.
     """
     parts: Iterable[object]
     if isinstance(output, Tensor):
-        yield output
+        if not is_transformed(output):
+            yield output
         return
     if isinstance(output, Mapping):
         parts = output.values()

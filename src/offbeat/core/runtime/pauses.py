@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
+from offbeat.core.runtime.transforms import outside_transforms
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
@@ -16,6 +17,7 @@ class Pauses:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    @outside_transforms
     def flush(self) -> None:
         """Between iterations, complete the transfers and updates that the next forward would
         otherwise complete."""

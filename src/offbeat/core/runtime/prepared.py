@@ -81,6 +81,7 @@ class Model(nn.Module):
         Raises:
             ValueError: backward has already sent or applied the gradients.
         """
+        _require_backward_ended("skip_step()")
         self._session.skip_step()
         self._session.finish_iteration()
 
@@ -96,6 +97,7 @@ class Model(nn.Module):
             RuntimeError: replicas still differ, or, without `repair`, parameters differ under a
                 strategy that averages only gradients. The error names rank and tensor.
         """
+        _require_backward_ended("consolidate()")
         self._session.consolidate(repair)
 
     def request_leave(self, reason: str = "requested") -> None:
@@ -152,6 +154,7 @@ class Model(nn.Module):
         effect."""
         if os.getpid() != self._process_id:
             return
+        _require_backward_ended("close()")
         if self._session.saver is not None:
             self._session.saver.finish()
         self._session.close()
@@ -164,6 +167,7 @@ class Model(nn.Module):
         Args:
             set_to_none: drop gradients that are never sent, instead of zeroing them.
         """
+        _require_backward_ended("zero_grad()")
         self._session.zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -379,7 +383,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        _require_backward_ended()
+        _require_backward_ended("step()")
         if closure is not None and not _evaluates_once(self.inner):
             loss, _ = self._session.drive(self.inner.step, closure)
             self._end_iteration(skip_update=True)
@@ -456,6 +460,7 @@ class Optimizer(torch.optim.Optimizer):
             set_to_none: drop gradients that are never sent. Gradients that are sent have a fixed
                 place in the flat storage and are zeroed there.
         """
+        _require_backward_ended("zero_grad()")
         self._session.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -514,7 +519,7 @@ class OptimizerPart(Optimizer):
 
     @_add_step_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        _require_backward_ended()
+        _require_backward_ended("step()")
         loss = _evaluate(closure)
         iteration = self._session.iteration
         if not self._session.awaits_step or self._stepped.get(id(self)) == iteration:
@@ -539,18 +544,19 @@ class OptimizerPart(Optimizer):
         Between a backward and the last step of its iteration, only this optimizer's gradients are
         affected, otherwise the gradients of all parameters.
         """
+        _require_backward_ended("zero_grad()")
         if self._session.awaits_step or self._session.iteration in self._stepped.values():
             self.inner.zero_grad(set_to_none)
         else:
             self._session.zero_grad(set_to_none)
 
 
-def _require_backward_ended() -> None:
+def _require_backward_ended(call: str) -> None:
     """Raise ValueError within a backward, as in a hook of a gradient."""
     if current_graph_task_id() >= 0:
         raise ValueError(
-            "optimizer.step() was called within backward (in a hook of a gradient), where "
-            "gradients are not averaged yet; call it after backward"
+            f"{call} was called within backward (in a hook of a gradient), where gradients are "
+            "not averaged yet; call it after backward"
         )
 
 

@@ -31,7 +31,7 @@ class BucketStepper:
     ):
         self._optimizer, self._remedy = optimizer, remedy
         self._hooks = StepHooks(optimizer, [p for bucket in buckets for p in bucket])
-        self._members = _members(optimizer, buckets)
+        self._members, self._groups = _members(optimizer, buckets), len(optimizer.param_groups)
         self._joined: dict[tuple[int, ...], list[tuple[Group, list[nn.Parameter]]]] = {}
 
     def require_independent(self) -> None:
@@ -62,13 +62,16 @@ class BucketStepper:
         Args:
             run: buckets.
             settings: settings of the groups; None: their current settings.
-            compare: check that the step does not change the settings.
+            compare: check that the step changes neither the settings nor numbers that the
+                optimizer keeps itself, such as a count of its steps.
 
         Raises:
             ValueError: a hook before the step does more than `StepHooks` allows, or the step
-                changes the compared settings. Such an optimizer does not treat parameters
-                independently.
+                changes what is compared. Such an optimizer does not treat parameters
+                independently. Or the optimizer has further groups.
         """
+        if len(self._optimizer.param_groups) != self._groups:
+            raise ValueError("param groups must be added before offbeat.prepare")
         members = self._members_of(run)
         if not members:
             return
@@ -76,7 +79,7 @@ class BucketStepper:
             {**(group if settings is None else settings[id(group)]), "params": parameters}
             for group, parameters in members
         ]
-        before = [_settings(group) for group in narrowed] if compare else None
+        before = self._kept_values(narrowed) if compare else None
         whole = self._optimizer.param_groups
         # Assigned to the instance: load_state_dict and schedulers keep the same group objects.
         self._optimizer.param_groups = narrowed
@@ -89,12 +92,18 @@ class BucketStepper:
                 step_directly(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
-        if before is not None and [_settings(group) for group in narrowed] != before:
+        if before is not None and (after := self._kept_values(narrowed)) != before:
+            what = "param groups" if before[0] != after[0] else "own attributes"
             raise ValueError(
-                f"{type(self._optimizer).__name__} changes its param groups in step(), so it does "
-                f"not treat parameters independently and cannot step bucket by bucket; "
-                f"{self._remedy}"
+                f"{type(self._optimizer).__name__} changes its {what} in step(), so it does not "
+                f"treat parameters independently and cannot step bucket by bucket; {self._remedy}"
             )
+
+    def _kept_values(self, groups: Sequence[Group]) -> tuple[list[Group], Group]:
+        """Return the settings of groups, and the numbers among the optimizer's attributes."""
+        own = vars(self._optimizer).items()
+        numbers = {name: value for name, value in own if type(value) in (int, float)}
+        return [_settings(group) for group in groups], numbers
 
     def _members_of(self, run: Sequence[int]) -> list[tuple[Group, list[nn.Parameter]]]:
         """Return (param group, its parameters in these buckets) for each group."""
