@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,13 +14,89 @@ from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.codecs import MEMORY_PREFIX, codec, memory_of, way
-from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
+from offbeat.core.codecs import MEMORY_PREFIX, Codec, codec, memory_of, way
+from offbeat.core.codecs.average import (
+    CUT,
+    Part,
+    Settings,
+    are_within,
+    average,
+    equivalent_bytes,
+    send,
+)
+from offbeat.core.codecs.pieces import elements_per_pass
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
+from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
 from offbeat.core.transport.collectives import Collectives, Levels
+
+
+@dataclass
+class StoredPart(Part):
+    """Part that is encoded from the storage, and whose mean is written there, cut by cut.
+
+    The storage changes after the codes of all ranks have arrived. Errors are then computed again,
+    so that they need no memory before.
+
+    Attributes:
+        codec: codec of the message.
+        payload: views of the values.
+        anchors: views of what is subtracted before encoding; empty without an anchor.
+        errors: views of the stored errors; empty without error feedback.
+        targets: views that receive the result.
+        behind: views that receive the mean of the unencoded elements.
+    """
+
+    codec: Codec = field(kw_only=True)
+    payload: Sequence[Tensor] = ()
+    anchors: Sequence[Tensor] = ()
+    errors: Sequence[Tensor] = ()
+    targets: Sequence[Tensor] = ()
+    behind: Sequence[Tensor] = ()
+    _is_clear: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(x.numel() for x in self.payload)
+
+    def are_within(self, most: float) -> bool:
+        starts = range(0, self.size, len(self.numbers) or 1)
+        cuts = (slice(at, min(at + len(self.numbers), self.size)) for at in starts)
+        return all(are_within(self.load(cut), most) for cut in cuts)
+
+    def clear(self) -> None:
+        self._is_clear = True
+
+    def load(self, cut: slice) -> Tensor:
+        x = self.numbers[: cut.stop - cut.start]
+        if self._is_clear:
+            return x.zero_()
+        _for_each_piece(x, self.payload, Tensor.copy_, cut)
+        _for_each_piece(x, self.anchors, Tensor.sub_, cut)
+        _for_each_piece(x, self.errors, Tensor.add_, cut)
+        return x
+
+    def store_means(
+        self, cuts: Sequence[slice], add: Callable[[int, Tensor], None], *, keeps: bool
+    ) -> None:
+        for i, cut in enumerate(cuts):
+            x = self.load(cut)
+            if keeps and self.errors:
+                size = self.codec.bytes_of(x.numel(), x.itemsize)
+                code(self.codec).encode(x, x.new_empty(size, dtype=torch.uint8))
+                _for_each_piece(x, self.errors, _store, cut)
+            add(i, x.zero_())
+            if self.anchors:
+                _for_each_piece(x, self.anchors, lambda mean, anchor: anchor.add_(mean), cut)
+                _for_each_piece(x, self.anchors, Tensor.copy_, cut)
+            _for_each_piece(x, self.targets, _store, cut)
+
+    def store_plain(self) -> None:
+        """Store the mean of the unencoded elements."""
+        _for_each_piece(self.plain, self.behind, _store)
+
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
 ORIGIN = "origin of changes"  # key of the origin's fingerprint in the rules' memory
@@ -140,6 +217,53 @@ class Coding:
             t, parts, errors, how, there, spares=self._spares, defers_errors=self._defers_errors
         )
 
+    def stays_in_storage(self, t: Transfer) -> bool:
+        """Return whether a message may be encoded from the storage, not from a copy: the training
+        thread waits for it right after its release, and its codes are decoded by parts."""
+        wire, one, due = t.wire, t.after, t.before
+        return (
+            wire is not None
+            and not self._defers_errors
+            and (one.point, one.lag, due.point, due.lag) == ("step", 0, "end", 0)
+            and t.verb == "all_reduce"
+            and (used := _settings(wire)).via == "gather"
+            and used.codec.piecewise
+        )
+
+    def encode_in_storage(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
+        """Return a message that stores its result itself, see `stays_in_storage`.
+
+        Args:
+            t: transfer with a wire format.
+            copy: copy of its buffer.
+            planned: number of the iteration in the plan.
+        """
+        assert t.wire is not None
+        how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
+        given = self._flat.split_payload(t.payload, copy, t.payload.buffer)
+        into = copy if t.into is None else self._flat.copy_index(t.target)
+        targets = self._flat.split_payload(t.payload, into, t.target)
+        none: Views = [([], [])] * len(given)
+        anchors = none if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        errors = none if t.wire.error is None else self._views(t, t.wire.error)
+        memory = self._memory.setdefault(memory_of(t), {})
+        parts: list[Part] = []
+        for i, (numbers, behind) in enumerate(given):
+            plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
+            part = StoredPart(
+                self._take_spare(numbers, most=max(CUT, elements_per_pass(numbers[0]))),
+                plain,
+                memory.setdefault(str(i), {}),
+                codec=how.codec,
+                payload=numbers,
+                anchors=anchors[i][0],
+                errors=errors[i][0],
+                targets=targets[i][0],
+                behind=targets[i][1],
+            )
+            parts.append(part)
+        return CodedMessage(t, parts, None, how, spares=self._spares)
+
     def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
         """Return a message without contents that receives another rank's message."""
         assert t.wire is not None
@@ -151,11 +275,11 @@ class Coding:
         how = replace(_settings(t.wire), origin=self._origin())
         return CodedMessage(t, parts, None, how, gives=False, spares=self._spares)
 
-    def _take_spare(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Return a tensor for all the given values together; float32 for 16-bit values, which
-        codecs do not support."""
+    def _take_spare(self, numbers: Sequence[Tensor], most: int = sys.maxsize) -> Tensor:
+        """Return a tensor for all the given values together, or for `most` of them; float32 for
+        16-bit values, which codecs do not support."""
         dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
-        size = sum(x.numel() for x in numbers)
+        size = min(sum(x.numel() for x in numbers), most)
         return self._spares.take(size, dtype, numbers[0].device)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
@@ -173,12 +297,12 @@ class Coding:
             if t.sends_delta:
                 _for_each_piece(mean, numbers, lambda x, target: target.add_(x))
             elif anchors is None:
-                _for_each_piece(mean, numbers, lambda x, target: target.copy_(x))
+                _for_each_piece(mean, numbers, _store)
             else:
                 _for_each_piece(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
                 for target, anchor in zip(numbers, anchors[i][0], strict=True):
                     target.copy_(anchor)
-            _for_each_piece(plain, behind, lambda x, target: target.copy_(x))
+            _for_each_piece(plain, behind, _store)
 
     def store_errors(self, t: Transfer, errors: Sequence[Tensor], *, is_foreign: bool) -> None:
         """Store the errors of a message together with its result.
@@ -198,7 +322,7 @@ class Coding:
                 stored.zero_()
             return
         for error, (pieces, _) in zip(errors, views, strict=True):
-            _for_each_piece(error, pieces, _store_error)
+            _for_each_piece(error, pieces, _store)
             self._spares.give(error)
 
     def bytes_of(self, t: Transfer, ranks: int) -> int:
@@ -276,14 +400,16 @@ class CodedMessage:
         if act.levels is not None:
             return self._send_shards(act, act.levels, leaves_out)
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
-        taken = [part.numbers for part in self.parts]
         for i, part in enumerate(self.parts):
             x = part.numbers
-            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
+            if self.defers_errors and self.errors is not None:
+                part.mean = self.spares.take(x.numel(), x.dtype, x.device)
+            else:
+                part.keep = partial(self._keep_error, i)
             if self.errors is not None:
-                _for_each_piece(part.numbers, self.errors[i][0], Tensor.add_)
+                _for_each_piece(x, self.errors[i][0], Tensor.add_)
             if self.there is not None:
-                _for_each_piece(part.numbers, self.there[i][0], Tensor.sub_)
+                _for_each_piece(x, self.there[i][0], Tensor.sub_)
             ranks = self.transfer.ranks
             outcome = (
                 average(part, how, act)
@@ -297,21 +423,26 @@ class CodedMessage:
             bad = [act.members[rank] for rank in bad]
         arrived, deferred = list[Tensor](), list[Tensor]()
         for i, part in enumerate(self.parts):
+            if isinstance(part, StoredPart):
+                part.store_plain()
+                self.spares.give(part.numbers)
+                arrived += [*part.targets, part.plain]
+                continue
             assert part.mean is not None
-            if self.errors is not None and not own:
-                if self.defers_errors:
-                    deferred.append(part.numbers)
-                else:
-                    _for_each_piece(part.numbers, self.errors[i][0], _store_error)
+            if part.keep is None:
+                (self.spares.give if own else deferred.append)(part.numbers)
             if self.there is not None and not own:
                 _for_each_piece(part.mean, self.there[i][0], lambda x, there: there.add_(x))
             arrived += [part.mean, part.plain]
-        for x in taken if not deferred else ():
-            self.spares.give(x)
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
             bad = []  # an earlier check reports non-finite parameters, as without a codec
         return arrived, sorted(set(bad)), sent, deferred
+
+    def _keep_error(self, i: int, error: Tensor) -> None:
+        """Store the encoding error of the i-th part."""
+        if self.errors is not None:
+            _for_each_piece(error, self.errors[i][0], _store)
 
     def _send_shards(
         self, act: Collectives, levels: Levels, leaves_out: bool
@@ -362,13 +493,13 @@ class CodedMessage:
                 if self.defers_errors:
                     deferred[i][shard] = numbers
                 else:
-                    _for_each_piece(numbers, self.errors[i][0], _store_error, shard)
+                    _for_each_piece(numbers, self.errors[i][0], _store, shard)
         for x in taken:
             self.spares.give(x)
         return arrived, bad, sent, deferred
 
 
-def _store_error(x: Tensor, stored: Tensor) -> None:
+def _store(x: Tensor, stored: Tensor) -> None:
     stored.copy_(x)
 
 
