@@ -226,8 +226,9 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
     Numbers are encoded and decoded by parts if the codec allows it, with the same bits and bytes.
     Two ranks send a part while they encode the next one.
     """
-    codes, duplex, like = code(how.codec), act.duplex, part.numbers
-    cuts = _cuts(part, how.codec, in_parts=duplex is not None)
+    codes, like = code(how.codec), part.numbers
+    cuts = _cuts(part, how.codec, in_parts=act.duplex is not None)
+    duplex = act.duplex if len(cuts) > 1 else None
     sizes = [how.codec.bytes_of(cut.stop - cut.start, like.dtype.itemsize) for cut in cuts]
     layouts = [Rows(size, head_bytes=0) for size in (sizes if duplex else [sum(sizes)])]
     layouts[0] = replace(layouts[0], head_bytes=HEAD_BYTES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,8 +27,10 @@ from offbeat.core.codecs.pieces import elements_per_pass
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.derive import effects
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
 from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.plan.program import position
 from offbeat.core.transport.collectives import Collectives, Levels
 
 
@@ -126,6 +127,7 @@ class Coding:
         self, plan: Plan, flat: Flat, memory: dict[str, Any], *, defers_errors: bool = False
     ) -> None:
         self._flat, self._memory, self._defers_errors = flat, memory, defers_errors
+        self._plan, self._stored = plan, dict[int, bool]()
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
@@ -218,17 +220,11 @@ class Coding:
         )
 
     def stays_in_storage(self, t: Transfer) -> bool:
-        """Return whether a message may be encoded from the storage, not from a copy: the training
-        thread waits for it right after its release, and its codes are decoded by parts."""
-        wire, one, due = t.wire, t.after, t.before
-        return (
-            wire is not None
-            and not self._defers_errors
-            and (one.point, one.lag, due.point, due.lag) == ("step", 0, "end", 0)
-            and t.verb == "all_reduce"
-            and (used := _settings(wire)).via == "gather"
-            and used.codec.piecewise
-        )
+        """Return whether a message may be encoded from the storage, not from a copy: its codes are
+        decoded by parts, and nothing else uses the parameters until it is due."""
+        if id(t) not in self._stored:
+            self._stored[id(t)] = not self._defers_errors and _can_stay(t, self._plan)
+        return self._stored[id(t)]
 
     def encode_in_storage(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
         """Return a message that stores its result itself, see `stays_in_storage`.
@@ -251,7 +247,7 @@ class Coding:
         for i, (numbers, behind) in enumerate(given):
             plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             part = StoredPart(
-                self._take_spare(numbers, most=max(CUT, elements_per_pass(numbers[0]))),
+                numbers[0].new_empty(0, dtype=_wide_dtype(numbers[0])),
                 plain,
                 memory.setdefault(str(i), {}),
                 codec=how.codec,
@@ -275,12 +271,11 @@ class Coding:
         how = replace(_settings(t.wire), origin=self._origin())
         return CodedMessage(t, parts, None, how, gives=False, spares=self._spares)
 
-    def _take_spare(self, numbers: Sequence[Tensor], most: int = sys.maxsize) -> Tensor:
-        """Return a tensor for all the given values together, or for `most` of them; float32 for
-        16-bit values, which codecs do not support."""
-        dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
-        size = min(sum(x.numel() for x in numbers), most)
-        return self._spares.take(size, dtype, numbers[0].device)
+    def _take_spare(self, numbers: Sequence[Tensor]) -> Tensor:
+        """Return a tensor for all the given values together; float32 for 16-bit values, which
+        codecs do not support."""
+        size = sum(x.numel() for x in numbers)
+        return self._spares.take(size, _wide_dtype(numbers[0]), numbers[0].device)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Return tensors of a stored result to the pool of spare tensors."""
@@ -398,9 +393,21 @@ class CodedMessage:
             errors if they are to be stored later.
         """
         if act.levels is not None:
-            return self._send_shards(act, act.levels, leaves_out)
+            result = self._send_shards(act, act.levels, leaves_out)
+        else:
+            result = self._send_whole(act, leaves_out)
+        # The thread of the link keeps its last message, and must not keep storage that is replaced.
+        self.parts, self.errors, self.there = [], None, None
+        return result
+
+    def _send_whole(
+        self, act: Collectives, leaves_out: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
         for i, part in enumerate(self.parts):
+            if isinstance(part, StoredPart):
+                x, most = part.numbers, max(CUT, elements_per_pass(part.numbers))
+                part.numbers = self.spares.take(min(part.size, most), x.dtype, x.device)
             x = part.numbers
             if self.defers_errors and self.errors is not None:
                 part.mean = self.spares.take(x.numel(), x.dtype, x.device)
@@ -501,6 +508,44 @@ class CodedMessage:
 
 def _store(x: Tensor, stored: Tensor) -> None:
     stored.copy_(x)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.itemsize < 4 else x.dtype
+
+
+def _can_stay(t: Transfer, plan: Plan) -> bool:
+    """Return whether a message can be encoded from parameters in the storage and store its result
+    there: no rule and no other message uses them from its release until it is due."""
+    wire, buffer = t.wire, t.payload.buffer
+    if wire is None or t.verb != "all_reduce" or (buffer, t.into) != ("param", None):
+        return False
+    used = _settings(wire)
+    if used.via != "gather" or not used.codec.piecewise or t.after.lag or t.before.lag:
+        return False
+    carried, taken = set(t.payload.buckets), {buffer, wire.anchor or buffer, wire.error or buffer}
+    released, due = (position(moment, plan.buckets) for moment in (t.after, t.before))
+    for apply in plan.applies:
+        shared = carried & {*apply.buckets}
+        moments = (
+            [apply.at]
+            if apply.at.bucket is not None
+            else [
+                replace(apply.at, bucket=b if apply.at.point in ("forward", "grad") else None)
+                for b in shared
+            ]
+        )
+        if effects.uses_any(apply, taken) and any(
+            shared and released < position(moment, plan.buckets) < due for moment in moments
+        ):
+            return False
+    return not any(
+        o is not t
+        and o.phases & t.phases
+        and carried & {*o.payload.buckets}
+        and taken & {o.payload.buffer, o.target}
+        for o in plan.transfers
+    )
 
 
 def _settings(wire: Wire) -> Settings:
