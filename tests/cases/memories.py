@@ -14,7 +14,7 @@ import offbeat
 from offbeat.profile import Bucket, Link, Profile
 
 WIDTH, LAYERS = 1024, 6  # 25 MB
-THRESHOLD, M_MMAP_THRESHOLD = 1 << 18, -3
+THRESHOLD, M_MMAP_THRESHOLD = 1 << 18, -3  # of mallopt
 ITERATIONS = 7  # two averages of a period of 3, and one that is late
 
 

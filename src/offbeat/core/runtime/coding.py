@@ -29,7 +29,7 @@ from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.derive import effects
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
-from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.plan import Apply, Plan, Transfer, Wire
 from offbeat.core.plan.program import position
 from offbeat.core.transport.collectives import Collectives, Levels
 
@@ -515,37 +515,42 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _can_stay(t: Transfer, plan: Plan) -> bool:
-    """Return whether a message can be encoded from parameters in the storage and store its result
-    there: no rule and no other message uses them from its release until it is due."""
+    """Return whether a message can be encoded from the storage and store its result there: no rule
+    and no other message uses its buffers from its release until it is due."""
     wire, buffer = t.wire, t.payload.buffer
-    if wire is None or t.verb != "all_reduce" or (buffer, t.into) != ("param", None):
+    if wire is None or t.verb != "all_reduce" or buffer == "grad" or t.into is not None:
         return False
     used = _settings(wire)
-    if used.via != "gather" or not used.codec.piecewise or t.after.lag or t.before.lag:
+    if used.via != "gather" or not used.codec.piecewise or t.after.lag or t.payload.age:
         return False
-    carried, taken = set(t.payload.buckets), {buffer, wire.anchor or buffer, wire.error or buffer}
-    released, due = (position(moment, plan.buckets) for moment in (t.after, t.before))
-    for apply in plan.applies:
-        shared = carried & {*apply.buckets}
-        moments = (
-            [apply.at]
-            if apply.at.bucket is not None
-            else [
-                replace(apply.at, bucket=b if apply.at.point in ("forward", "grad") else None)
-                for b in shared
-            ]
-        )
-        if effects.uses_any(apply, taken) and any(
-            shared and released < position(moment, plan.buckets) < due for moment in moments
-        ):
-            return False
-    return not any(
-        o is not t
-        and o.phases & t.phases
-        and carried & {*o.payload.buckets}
-        and taken & {o.payload.buffer, o.target}
-        for o in plan.transfers
+    taken = {buffer, wire.anchor or buffer, wire.error or buffer}
+    carried = {*t.payload.buckets}
+    others = [o for o in plan.transfers if o is not t and carried & {*o.payload.buckets}]
+    if any(taken & {o.payload.buffer, o.target} for o in others):
+        return False
+    applies = [a for a in plan.applies if effects.uses_any(a, taken)]
+    return not any(_is_between(a, t, b, plan) for a in applies for b in carried & {*a.buckets})
+
+
+def _is_between(apply: Apply, t: Transfer, bucket: int, plan: Plan) -> bool:
+    """Return whether a rule runs on a bucket from the release of a message until it is due. At a
+    moment, messages arrive before rules run, and are released after them."""
+    count, at = plan.buckets, apply.at
+    if at.bucket is None and at.point in ("forward", "grad"):
+        at = replace(at, bucket=bucket)
+    begin, end = (
+        position(t.after, count),
+        position(t.before, count) + t.before.lag * 2 * (count + 1),
     )
+    later = plan.period * (1 + at.lag)  # so that the rule's own iteration exists
+    for phase in t.phases:
+        for first in {phase, phase + later if phase >= plan.prologue else phase}:
+            for k in range(t.before.lag + 1):
+                own = first + k - at.lag
+                when = position(at, count) + k * 2 * (count + 1)
+                if own >= 0 and plan.phase(own) in apply.phases and begin < when < end:
+                    return True
+    return False
 
 
 def _settings(wire: Wire) -> Settings:
