@@ -69,10 +69,19 @@ class Wire:
             for size, dtype in zip(self.sizes, self.dtypes, strict=True)
         ]
 
+    @property
+    def keeps_differences(self) -> bool:
+        """Whether a buffer can hold differences of its numbers, and no anchors are needed."""
+        return self.codec is None and all(dtype.itemsize > 2 for dtype in self.dtypes)
+
+    def view(self, buffers: Sequence[Tensor], number: int) -> Tensor:
+        """Return one chunk in the buffers."""
+        chunk = self.chunks[number]
+        return buffers[chunk.flat][chunk.span]
+
     def memory(self, buffers: Sequence[Tensor], number: int) -> memoryview:
         """Return the bytes of one chunk in the buffers."""
-        chunk = self.chunks[number]
-        return memory_of(buffers[chunk.flat][chunk.span])
+        return memory_of(self.view(buffers, number))
 
     def codes(self) -> list[Tensor]:
         """Allocate buffers for the codes of each chunk."""

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
@@ -37,9 +38,13 @@ class Exchange:
         number: number of the exchange on its edge, equal at both ends.
         t: label of the exchange.
         mixing: constants of the exchange.
-        mine: buffers with x of this worker.
-        theirs: buffers with x of the partner.
-        arrived: number of received chunks.
+        mine: buffers with x of this worker; chunks before `folded` hold differences.
+        theirs: buffers with x of the partner, which become anchors; without a codec there are none.
+        chunks: received chunks that are not folded, without a codec.
+        arrived: number of applied chunks.
+        sent: number of sent chunks.
+        folded: number of chunks that were sent and applied, and whose difference is kept in the
+            place of x, so that an exchange takes one copy of the parameters.
         confirmed: whether the partner has received all chunks.
         began_s: start in seconds of the clock of this worker.
         coded: codes, if codes are sent instead of numbers.
@@ -51,10 +56,27 @@ class Exchange:
     mixing: Mixing
     mine: list[Tensor]
     theirs: list[Tensor]
+    chunks: dict[int, Tensor] = field(default_factory=dict)
     arrived: int = 0
+    sent: int = 0
+    folded: int = 0
     confirmed: bool = False
     began_s: float = 0.0
     coded: Coded | None = None
+
+    def difference(self, wire: Wire, number: int) -> Tensor:
+        """Return x of this worker minus x of the partner, of a received chunk."""
+        mine = wire.view(self.mine, number)
+        if number < self.folded:
+            return mine
+        other = self.chunks[number] if wire.codec is None else wire.view(self.theirs, number)
+        return _number(mine) - _number(other)
+
+    def fold(self, wire: Wire) -> None:
+        """Replace x by the difference in the chunks that were sent and applied."""
+        while wire.keeps_differences and self.folded < min(self.arrived, self.sent):
+            wire.view(self.mine, self.folded).sub_(self.chunks.pop(self.folded))
+            self.folded += 1
 
 
 class Exchanges:
@@ -117,7 +139,17 @@ class Exchanges:
         """Return the memory for a chunk to receive."""
         assert self.now is not None
         coded = self.now.coded
-        return memory_of(coded.theirs[chunk]) if coded else self.wire.memory(self.now.theirs, chunk)
+        if coded:
+            return memory_of(coded.theirs[chunk])
+        if self.wire.codec is not None:
+            return self.wire.memory(self.now.theirs, chunk)
+        self.now.chunks[chunk] = made = torch.empty_like(self.wire.view(self.now.mine, chunk))
+        return memory_of(made)
+
+    def note_sent(self, one: Exchange, count: int) -> None:
+        """Note that the first `count` chunks of an exchange are sent."""
+        one.sent = count
+        one.fold(self.wire)
 
     @property
     def bytes(self) -> int:
@@ -132,8 +164,10 @@ class Exchanges:
         if one.coded:
             anchors, codes = one.coded.anchors.theirs, one.coded.theirs[one.arrived]
             decode(self.wire, one.arrived, one.theirs, anchors, codes)
-        self._state.apply(one.arrived, one.mine, one.theirs, one.t, one.mixing)
+        m = one.difference(self.wire, one.arrived)
+        self._state.apply(one.arrived, m, one.t, one.mixing)
         one.arrived += 1
+        one.fold(self.wire)
         if one.arrived < len(self.wire.chunks):
             return False
         self._whole[one.partner] = one.number
@@ -201,10 +235,18 @@ class Exchanges:
     def _revert(self, one: Exchange, count: int, kind: str) -> None:
         """Revert the first `count` chunks of an exchange, with an event of this kind in the log."""
         event = (kind, one.partner)
-        self._state.revert(count, one.mine, one.theirs, one.t, one.mixing, event)
+        differences = (one.difference(self.wire, number) for number in range(count))
+        self._state.revert(differences, one.t, one.mixing, event)
 
     def _new_buffers(self) -> Buffers:
-        return self.wire.buffers(), self.wire.buffers()
+        return self.wire.buffers(), [] if self.wire.codec is None else self.wire.buffers()
+
+
+def _number(values: Tensor) -> Tensor:
+    """Return values as numbers to subtract. Differences are exact up to one rounding, which is
+    equal on both workers except for the sign.
+    """
+    return values if values.dtype.itemsize > 2 else values.float()
 
 
 class ExchangeRecord(NamedTuple):

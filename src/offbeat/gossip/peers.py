@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,20 @@ class Peers(ConnectionLoop[_Peer]):
         line = self._connections.get(peer)
         if line is not None:
             self._send(line, kind, body, **header)
+
+    def send_later(
+        self, peer: int, kind: Kind, body: memoryview, begins: Callable[[], None], **header: Any
+    ) -> None:
+        """Send a frame as `send` does. `begins` is called once all earlier frames are sent."""
+        line = self._connections.get(peer)
+        if line is not None:
+            head = pack(kind, self.me, body_bytes=len(body), **header)
+
+            def make() -> list[memoryview]:
+                begins()
+                return [memoryview(head), body]
+
+            line.connection.send_later(make)
 
     def reachable(self) -> list[int]:
         """Return the connected neighbours."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -277,8 +277,7 @@ class State:
     def apply(
         self,
         number: int,
-        mine: Sequence[Tensor],
-        theirs: Sequence[Tensor],
+        m: Tensor,
         t: float,
         mixing: Mixing,
     ) -> None:
@@ -286,39 +285,34 @@ class State:
 
         Args:
             number: number of the chunk.
-            mine: buffers that this worker has sent.
-            theirs: buffers that this worker has received.
+            m: numbers that this worker has sent minus those that it has received, on the host.
             t: label of the exchange.
             mixing: constants of the exchange.
         """
         with self._lock:
             if self._log is not None:
                 self._log.count(APPLY)
-            self._exchange(number, mine, theirs, t, mixing, 1.0)
+            self._exchange(number, m, t, mixing, 1.0)
 
     def revert(
         self,
-        count: int,
-        mine: Sequence[Tensor],
-        theirs: Sequence[Tensor],
+        differences: Iterable[Tensor],
         t: float,
         mixing: Mixing,
         event: tuple[str, float],
     ) -> None:
-        """Revert the first `count` chunks of an exchange that has not completed.
+        """Revert the applied chunks of an exchange that has not completed.
 
         Args:
-            count: number of applied chunks.
-            mine: see `apply`.
-            theirs: see `apply`.
+            differences: `m` of each applied chunk, see `apply`.
             t: see `apply`.
             mixing: see `apply`.
             event: kind and partner of the event in the log.
         """
         with self._lock:
             self._record(*event)
-            for number in range(count):
-                self._exchange(number, mine, theirs, t, mixing, -1.0)
+            for number, m in enumerate(differences):
+                self._exchange(number, m, t, mixing, -1.0)
 
     # ---- with the lock held -----------------------------------------------------------------
 
@@ -329,8 +323,7 @@ class State:
     def _exchange(
         self,
         number: int,
-        mine: Sequence[Tensor],
-        theirs: Sequence[Tensor],
+        m: Tensor,
         t: float,
         mixing: Mixing,
         sign: float,
@@ -343,11 +336,8 @@ class State:
         since = self.course.mixing_integral(t, self.t)
         a, a_tilde = jump(mixing.alpha, mixing.alpha_tilde, 1.0, since)
         for piece in pieces(x):
-            m = _number(mine[chunk.flat][chunk.span][piece]) - _number(
-                theirs[chunk.flat][chunk.span][piece]
-            )
             part = None if tilde is None else tilde[piece]
-            exchange(x[piece], part, m.to(x.device), (sign * a, sign * a_tilde))
+            exchange(x[piece], part, m[piece].to(x.device), (sign * a, sign * a_tilde))
 
     @property
     def _x(self) -> list[Tensor]:
@@ -387,10 +377,3 @@ class State:
     def _copy(self, into: Sequence[Tensor]) -> None:
         for buffer, x in zip(into, self._x, strict=True):
             buffer.copy_(x)
-
-
-def _number(values: Tensor) -> Tensor:
-    """Return values as numbers to subtract. Differences are exact up to one rounding, which is
-    equal on both workers except for the sign.
-    """
-    return values if values.dtype.itemsize > 2 else values.float()

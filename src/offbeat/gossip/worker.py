@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import networkx as nx
@@ -462,9 +463,17 @@ class Gossip:
         self, partner: int, number: int, t: float, mixing: Mixing, *, coded: bool
     ) -> None:
         exchanges = self._exchanges
-        exchanges.begin(partner, number, t, mixing, coded=coded).began_s = time.perf_counter()
+        one = exchanges.begin(partner, number, t, mixing, coded=coded)
+        one.began_s = time.perf_counter()
         for chunk in range(len(exchanges.wire.chunks)):
-            self._peers.send(partner, Kind.CHUNK, exchanges.data(chunk), shard=chunk, clock=number)
+            self._peers.send_later(
+                partner,
+                Kind.CHUNK,
+                exchanges.data(chunk),
+                partial(exchanges.note_sent, one, chunk),
+                shard=chunk,
+                clock=number,
+            )
 
     def _on_chunk(self, peer: int, frame: Frame[Kind]) -> None:
         if self._exchanges.apply_chunk():

@@ -58,8 +58,9 @@ def exchange(a: State, b: State, t: float, wire: Wire, between: object = None) -
     if callable(between):
         between()
     for number in range(len(wire.chunks)):
-        a.apply(number, buffers[0], buffers[1], t, a.course.mixing_at(t))
-        b.apply(number, buffers[1], buffers[0], t, b.course.mixing_at(t))
+        one, other = (wire.view(buffer, number).double() for buffer in buffers)
+        a.apply(number, one - other, t, a.course.mixing_at(t))
+        b.apply(number, other - one, t, b.course.mixing_at(t))
 
 
 def assert_same(flat: Tensor, slow: Slow) -> None:
@@ -160,9 +161,10 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     buffers = [wire.buffers() for _ in range(2)]
     for state, buffer in zip((a, b), buffers, strict=True):
         state.snapshot(1.0, buffer)
-    a.apply(0, *buffers, 1.0, a.course.last)
+    one, other = (wire.view(buffer, 0) for buffer in buffers)
+    a.apply(0, one - other, 1.0, a.course.last)
     a.step(1.6, lambda: None)
-    a.revert(1, *buffers, 1.0, a.course.last, (ABORT, 1))
+    a.revert([one - other], 1.0, a.course.last, (ABORT, 1))
     a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)

@@ -11,12 +11,20 @@ import pytest
 import torch
 from cases.gossip_jobs import Worker, cut, flats, job, kill, stall, together, until, warm
 
+from offbeat.gossip.exchange import Exchanges
 from offbeat.gossip.protocol import Kind
 from offbeat.gossip.state import AVERAGING
 from offbeat.gossip.tree_reductions import OWN, USER
 from offbeat.gossip.view import State
 
 STEP = 2.0**-7  # float32 adds up many of them without a bias
+
+
+def receive(exchanges: Exchanges, x: torch.Tensor, count: int) -> None:
+    """Apply the first chunks of the partner's x."""
+    for chunk in range(count):
+        exchanges.buffer(chunk)[:] = exchanges.wire.memory([x], chunk)
+        exchanges.apply_chunk()
 
 
 def test_two_workers_end_at_their_mean() -> None:
@@ -271,9 +279,8 @@ def test_what_is_in_doubt_with_the_dead_is_kept() -> None:
         until(lambda: all(worker.gossip.view.dead_workers() == [2] for worker in workers))
         sent = [flat.clone() for flat in x]
         exchanges = workers[0].gossip._exchanges
-        exchanges.begin(2, 7, 0.0, AVERAGING).theirs[0].copy_(sent[2])
-        for _ in exchanges.wire.chunks:
-            exchanges.apply_chunk()
+        exchanges.begin(2, 7, 0.0, AVERAGING)
+        receive(exchanges, sent[2], len(exchanges.wire.chunks))
         assert exchanges.abort(2)
         assert together([worker.consolidate for worker in workers]) == [None] * 2
     kept = ((sent[0] + sent[2]) / 2 + sent[1]) / 2
@@ -294,9 +301,8 @@ def test_what_is_in_doubt_when_an_edge_is_given_up(there: bool) -> None:
         for me, whole in (0, True), (1, there):
             exchanges = workers[me].gossip._exchanges
             one = exchanges.begin(1 - me, 7, 0.0, AVERAGING)
-            one.theirs[0].copy_(sent[1 - me])
-            for _ in exchanges.wire.chunks if whole else (1, 2):
-                exchanges.apply_chunk()
+            exchanges.note_sent(one, 2)
+            receive(exchanges, sent[1 - me], len(exchanges.wire.chunks) if whole else 2)
             assert exchanges.abort(1 - me)
             assert exchanges.partners_in_doubt() == ([1 - me] if whole else [])
         assert together([worker.consolidate for worker in workers]) == [None] * 3

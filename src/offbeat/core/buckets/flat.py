@@ -253,6 +253,7 @@ class Flat:
             ):  # keep existing copies, the newest first
                 first = self._newest[name]
                 kept = (self._stores[name][first:] + self._stores[name][:first])[: buffer.copies]
+            self._stores[name] = kept  # frees the others before new ones are allocated
             made = [self._create_store(buffer) for _ in range(buffer.copies - len(kept))]
             self._stores[name], self._newest[name] = kept + made, 0
             self._kinds[name] = buffer.kind

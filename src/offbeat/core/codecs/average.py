@@ -17,13 +17,16 @@ from torch import Tensor
 
 from offbeat.core.codecs import Codec, PowerSGD, RandomK
 from offbeat.core.codecs.codec import Memory, shards
-from offbeat.core.codecs.pieces import PIECE
+from offbeat.core.codecs.pieces import PIECE, elements_per_pass
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.codecs.rows import HEAD_BYTES, Rows, make_tables, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.transport.collectives import Collectives, Duplex
+from offbeat.core.transport.collectives import Collectives
 
-PARTS = 4  # parts that two ranks encode, send and decode one after the other
+PARTS = 4  # least parts that two ranks encode and send one after the other
+CUT = 16 * PIECE  # most numbers of a part on the host: 4 MB of float32
+# Larger magnitudes than this, divided by the number of ranks, might overflow a scale or a sum.
+LARGEST = 1e38
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.
 HEAD = 4
@@ -35,21 +38,64 @@ class Part:
 
     Attributes:
         numbers: elements to encode, plus the errors of earlier messages. After the exchange: the
-            encoding error.
+            encoding error, or the mean if there is `keep`.
         plain: elements that are sent without encoding. After the exchange: their mean.
         memory: state that the codec keeps between messages of one transfer.
         mean: after the exchange, the mean of the decoded numbers. A tensor that is set before the
-            exchange is overwritten if the codec decodes into existing memory.
+            exchange is overwritten.
+        keep: stores the encoding error after the codes of all ranks have arrived. The mean then
+            has the memory of `numbers`.
     """
 
     numbers: Tensor
     plain: Tensor
     memory: Memory
     mean: Tensor | None = None
+    keep: Callable[[Tensor], None] | None = None
 
-    def zeros(self) -> Tensor:
-        """Return a zeroed tensor for the mean: `mean` if it is set, else a new one."""
-        return torch.zeros_like(self.numbers) if self.mean is None else self.mean.zero_()
+    @property
+    def size(self) -> int:
+        """Return the number of elements to encode."""
+        return self.numbers.numel()
+
+    def are_within(self, most: float) -> bool:
+        """Return whether the magnitudes of all numbers are at most `most`; false with NaN."""
+        return are_within(self.numbers, most)
+
+    def clear(self) -> None:
+        """Send zeros in place of the numbers."""
+        self.numbers.zero_()
+
+    def load(self, cut: slice) -> Tensor:
+        """Return some of the numbers, to be encoded once. They may be overwritten."""
+        return self.numbers[cut]
+
+    def zeros(self, *, keeps: bool) -> Tensor:
+        """Return a zeroed tensor for the mean, after the codes of all ranks have arrived.
+
+        Args:
+            keeps: whether the encoding error is stored.
+        """
+        if self.mean is None and self.keep is not None:
+            if keeps:
+                self.keep(self.numbers)
+            self.mean = self.numbers
+        self.mean = torch.zeros_like(self.numbers) if self.mean is None else self.mean.zero_()
+        return self.mean
+
+    def store_means(
+        self, cuts: Sequence[slice], add: Callable[[int, Tensor], None], *, keeps: bool
+    ) -> None:
+        """Store the mean, after the codes of all ranks have arrived.
+
+        Args:
+            cuts: parts that are decoded one after the other.
+            add: adds the mean of the i-th part to a tensor of zeros.
+            keeps: whether the encoding error is stored.
+        """
+        mean = self.zeros(keeps=keeps)
+        for i, cut in enumerate(cuts):
+            add(i, mean[cut])
 
 
 @dataclass(frozen=True)
@@ -100,9 +146,9 @@ class OriginError(RuntimeError):
 
 def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     """Average one part over all ranks of a group and store the results in `part`."""
-    bad = act.is_any(not (_is_finite(part.numbers) and _is_finite(part.plain)))
+    bad = act.is_any(not (part.are_within(LARGEST / act.size) and _is_finite(part.plain)))
     if bad:
-        part.numbers.zero_()
+        part.clear()
         part.plain = torch.zeros_like(part.plain)
     by_way: dict[str, Callable[[Part, Settings, Collectives, bool], Outcome]] = {
         "gather": _average_by_gather,
@@ -111,8 +157,7 @@ def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     }
     memory = dict(part.memory)
     outcome = by_way[how.via](part, how, act, bad)
-    assert part.mean is not None
-    if not outcome.bad and not _is_finite(part.mean):
+    if not outcome.bad and part.mean is not None and not _is_finite(part.mean):
         # The values overflow the codec or the sum, on all ranks. Discard the codec's new state.
         part.memory.clear()
         part.memory.update(memory)
@@ -120,7 +165,9 @@ def average(part: Part, how: Settings, act: Collectives) -> Outcome:
     factor = _mean_factor(outcome.bad, how, act.size)
     if factor != 1:
         part.plain = part.plain * factor
-        if how.via != "scatter" or math.isnan(factor):
+        if part.mean is not None and (
+            how.via == "reduce" or (how.via == "scatter" and math.isnan(factor))
+        ):
             part.mean *= factor
     return outcome
 
@@ -141,22 +188,21 @@ def send(
     rows = Rows(how.codec.bytes_of(size, dtype.itemsize), part.plain.nbytes)
     row = rows.make(1, part.numbers.device)
     if gives:
-        write_heads(row[0], not (_is_finite(part.numbers) and _is_finite(part.plain)), how.origin)
+        bad = not (part.are_within(LARGEST) and _is_finite(part.plain))
+        write_heads(row[0], bad, how.origin)
         code(how.codec).encode(part.numbers, rows.codes(row[0]))
         rows.plain_numbers(row[0], part.plain.dtype).copy_(part.plain)
     act.send(row[0], *ranks)
     bad_ranks, [origin] = read_heads(row)
     if origin != how.origin:
         raise OriginError(ranks[1], ranks[0])
-    part.mean = part.zeros()
+    mean = part.zeros(keeps=gives and not bad_ranks)
     if bad_ranks:
-        part.mean.fill_(math.nan)
+        mean.fill_(math.nan)
     else:
-        code(how.codec).add(rows.codes(row[0]), part.mean)
-    # Values that overflow the codec arrive as infinity or NaN.
-    bad = bool(bad_ranks) or not _is_finite(part.mean)
+        code(how.codec).add(rows.codes(row[0]), mean)
     part.plain = rows.plain_numbers(row[0], part.plain.dtype).clone()
-    return Outcome([ranks[0]] if bad else [], row.nbytes)
+    return Outcome([ranks[0]] if bad_ranks else [], row.nbytes)
 
 
 def _mean_factor(bad: Sequence[int], how: Settings, size: int) -> float:
@@ -169,60 +215,63 @@ def _mean_factor(bad: Sequence[int], how: Settings, size: int) -> float:
     return size / (size - len(bad)) if how.leaves_out and len(bad) < size else math.nan
 
 
+def _keeps(bad: Sequence[int], how: Settings, act: Collectives) -> bool:
+    """Return whether a message with these bad ranks leaves errors on this rank."""
+    return not bad or (how.leaves_out and act.rank not in bad)
+
+
 def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
-    """Send all codes to all ranks. Every rank sums in rank order, so all ranks get equal bits."""
-    x, codes = part.numbers, code(how.codec)
-    if act.duplex is not None and how.codec.piecewise and x.numel() > PIECE:
-        return _average_in_parts(part, how, act, act.duplex, bad)
-    rows = Rows(how.codec.bytes_of(x.numel(), x.dtype.itemsize), part.plain.nbytes)
-    table = rows.make(act.size, x.device)
-    own = table[act.rank]
-    write_heads(own, bad, how.origin)
-    codes.encode(x, rows.codes(own))
-    rows.plain_numbers(own, part.plain.dtype).copy_(part.plain)
-    act.by_verb["all_gather"](table.view(-1))
-    bad_ranks = _check_heads(table, act)
-    mean = part.zeros()
-    codes.add_all(rows.codes(table), mean)
-    part.mean = mean.div_(act.size)
-    part.plain = _plain_mean(table, rows, part.plain)
-    return Outcome(bad_ranks, table.nbytes // 2)
+    """Send all codes to all ranks. Every rank sums in rank order, so all ranks get equal bits.
 
-
-def _average_in_parts(
-    part: Part, how: Settings, act: Collectives, duplex: Duplex, bad: bool
-) -> Outcome:
-    """Average over two ranks as `_average_by_gather` does, with the same bits and bytes.
-
-    A part of the numbers is encoded while earlier parts are sent, and decoded while later parts
-    arrive.
+    Numbers are encoded and decoded by parts if the codec allows it, with the same bits and bytes.
+    Two ranks send a part while they encode the next one.
     """
-    x, codes = part.numbers, code(how.codec)
-    cuts = [cut for cut in shards(x.numel(), PARTS, PIECE) if cut.start < cut.stop]
-    sizes = [how.codec.bytes_of(cut.stop - cut.start, x.dtype.itemsize) for cut in cuts]
-    layouts = [Rows(size, head_bytes=0) for size in sizes]
+    codes, like = code(how.codec), part.numbers
+    cuts = _cuts(part, how.codec, in_parts=act.duplex is not None)
+    duplex = act.duplex if len(cuts) > 1 else None
+    sizes = [how.codec.bytes_of(cut.stop - cut.start, like.dtype.itemsize) for cut in cuts]
+    layouts = [Rows(size, head_bytes=0) for size in (sizes if duplex else [sum(sizes)])]
     layouts[0] = replace(layouts[0], head_bytes=HEAD_BYTES)
     layouts[-1] = replace(layouts[-1], plain_bytes=part.plain.nbytes)
-    tables = make_tables(layouts, act.size, x.device)
+    tables = make_tables(layouts, act.size, like.device)
+    coded = [rows.codes(table) for rows, table in zip(layouts, tables, strict=True)]
+    if duplex is None:
+        coded = list(coded[0].split(sizes, dim=1))
     # Receives begin first: gloo sends to a rank that is ready to receive.
-    arrivals = [duplex.receive(table[1 - act.rank]) for table in tables]
+    waits = [duplex.receive(table[1 - act.rank]) for table in tables] if duplex else []
     write_heads(tables[0][act.rank], bad, how.origin)
     plain = layouts[-1].plain_numbers(tables[-1][act.rank], part.plain.dtype)
     plain.copy_(part.plain)
-    sent = []
-    for cut, rows, table in zip(cuts, layouts, tables, strict=True):
-        codes.encode(x[cut], rows.codes(table[act.rank]))
-        sent.append(duplex.send(table[act.rank]))
-    mean = part.zeros()
-    for cut, rows, table, arrive in zip(cuts, layouts, tables, arrivals, strict=True):
-        arrive()
-        codes.add_all(rows.codes(table), mean[cut])
-    for finish in sent:
-        finish()
+    for i, cut in enumerate(cuts):
+        codes.encode(part.load(cut), coded[i][act.rank])
+        if duplex is not None:
+            waits.append(duplex.send(tables[i][act.rank]))
+    if duplex is None:
+        act.by_verb["all_gather"](tables[0].view(-1))
+    for wait in waits:
+        wait()
     bad_ranks = _check_heads(tables[0], act)
-    part.mean = mean.div_(act.size)
+    factor = _mean_factor(bad_ranks, how, act.size)
+
+    def add(i: int, mean: Tensor) -> None:
+        codes.add_all(coded[i], mean)
+        mean.div_(act.size)
+        if factor != 1:
+            mean.mul_(factor)
+
+    part.store_means(cuts, add, keeps=_keeps(bad_ranks, how, act))
     part.plain = _plain_mean(tables[-1], layouts[-1], part.plain)
     return Outcome(bad_ranks, sum(table.nbytes for table in tables) // 2)
+
+
+def _cuts(part: Part, codec: Codec, *, in_parts: bool) -> list[slice]:
+    """Return the parts of the numbers that are encoded one after the other; with `in_parts` at
+    least `PARTS`, if the numbers suffice."""
+    if not codec.piecewise or part.size <= PIECE:
+        return [slice(0, part.size)]
+    count = -(-part.size // max(CUT, elements_per_pass(part.numbers)))
+    cuts = shards(part.size, max(count, PARTS) if in_parts else count, PIECE)
+    return [cut for cut in cuts if cut.start < cut.stop]
 
 
 def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
@@ -251,13 +300,12 @@ def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) 
     codes.encode(shard, full.codes(second[act.rank], count))
     full.plain_numbers(second[act.rank], part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](second.view(-1))
-    mean = part.zeros()
+    mean = part.zeros(keeps=_keeps(bad_ranks, how, act))
     for first, shards_of_mean in _shard_tables(mean, cuts):
         taken = second[first : first + len(shards_of_mean)]
         codes.add(full.codes(taken, code_bytes[first]), shards_of_mean)
     if how.keeps and not bad_ranks:
         part.memory["mean"] = shard
-    part.mean = mean
     part.plain = _plain_mean(second, full, part.plain)
     return Outcome(bad_ranks, (sent + second.nbytes) // 2)
 
@@ -290,13 +338,11 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
         places = torch.from_numpy(codec.places(x.numel(), how.iteration)).to(x.device)
         values, flags, tail = reduce_together(x[places], flags, tail)
         x[places] = 0
-        mean = part.zeros()
-        mean[places] = values
     else:
         assert isinstance(codec, PowerSGD)
+        places = slice(None)
         if codec.is_dense(x.numel()):
             values, flags, tail = reduce_together(x, flags, tail)
-            mean = part.zeros().copy_(values)
             x.zero_()
         else:
             shape = matrix_shape(x.numel())
@@ -310,19 +356,27 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
             q = q.view_as(own)
             if not bool(flags.view(-1, HEAD)[:, 0].any()):
                 part.memory["q"] = q
-            whole = torch.addmm(whole, p, own.T, alpha=-1)
-            part.numbers = whole.view(-1)[: x.numel()]
-            mean = part.zeros().copy_((p @ q.T).view(-1)[: x.numel()])
-    part.mean, part.plain = mean, tail.to(part.plain.dtype)
+            x.copy_(whole.addmm_(p, own.T, alpha=-1).view(-1)[: x.numel()])
+            values = (p @ q.T).view(-1)[: x.numel()]
     heads = flags.view(-1, HEAD)
     bad_ones = [rank for rank, share in enumerate(heads[:, 0].tolist()) if share > 0]
     _require_same([tuple(origin) for origin in heads[:, 1:].tolist()], act)
+    part.zeros(keeps=_keeps(bad_ones, how, act))[places] = values
+    part.plain = tail.to(part.plain.dtype)
     return Outcome(bad_ones, sent)
 
 
 def _is_finite(x: Tensor) -> bool:
     """Return whether all elements are finite. Check elements one by one only if the sum is not."""
     return not x.numel() or math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
+
+
+def are_within(x: Tensor, most: float) -> bool:
+    """Return whether the magnitudes of all elements are at most `most`; false with NaN."""
+    if not x.numel():
+        return True
+    low, high = torch.aminmax(x)
+    return bool((low >= -most) & (high <= most))
 
 
 def _check_heads(table: Tensor, act: Collectives) -> list[int]:

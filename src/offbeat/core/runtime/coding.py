@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,91 @@ from torch import Tensor
 
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.codecs import MEMORY_PREFIX, codec, memory_of, way
-from offbeat.core.codecs.average import Part, Settings, average, equivalent_bytes, send
+from offbeat.core.codecs import MEMORY_PREFIX, Codec, codec, memory_of, way
+from offbeat.core.codecs.average import (
+    CUT,
+    Part,
+    Settings,
+    are_within,
+    average,
+    equivalent_bytes,
+    send,
+)
+from offbeat.core.codecs.pieces import elements_per_pass
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
+from offbeat.core.codecs.tensor_codecs import code
+from offbeat.core.derive import effects
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
-from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.plan import Apply, Plan, Transfer, Wire
+from offbeat.core.plan.program import position
 from offbeat.core.transport.collectives import Collectives, Levels
+
+
+@dataclass
+class StoredPart(Part):
+    """Part that is encoded from the storage, and whose mean is written there, cut by cut.
+
+    The storage changes after the codes of all ranks have arrived. Errors are then computed again,
+    so that they need no memory before.
+
+    Attributes:
+        codec: codec of the message.
+        payload: views of the values.
+        anchors: views of what is subtracted before encoding; empty without an anchor.
+        errors: views of the stored errors; empty without error feedback.
+        targets: views that receive the result.
+        behind: views that receive the mean of the unencoded elements.
+    """
+
+    codec: Codec = field(kw_only=True)
+    payload: Sequence[Tensor] = ()
+    anchors: Sequence[Tensor] = ()
+    errors: Sequence[Tensor] = ()
+    targets: Sequence[Tensor] = ()
+    behind: Sequence[Tensor] = ()
+    _is_clear: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(x.numel() for x in self.payload)
+
+    def are_within(self, most: float) -> bool:
+        starts = range(0, self.size, len(self.numbers) or 1)
+        cuts = (slice(at, min(at + len(self.numbers), self.size)) for at in starts)
+        return all(are_within(self.load(cut), most) for cut in cuts)
+
+    def clear(self) -> None:
+        self._is_clear = True
+
+    def load(self, cut: slice) -> Tensor:
+        x = self.numbers[: cut.stop - cut.start]
+        if self._is_clear:
+            return x.zero_()
+        _for_each_piece(x, self.payload, Tensor.copy_, cut)
+        _for_each_piece(x, self.anchors, Tensor.sub_, cut)
+        _for_each_piece(x, self.errors, Tensor.add_, cut)
+        return x
+
+    def store_means(
+        self, cuts: Sequence[slice], add: Callable[[int, Tensor], None], *, keeps: bool
+    ) -> None:
+        for i, cut in enumerate(cuts):
+            x = self.load(cut)
+            if keeps and self.errors:
+                size = self.codec.bytes_of(x.numel(), x.itemsize)
+                code(self.codec).encode(x, x.new_empty(size, dtype=torch.uint8))
+                _for_each_piece(x, self.errors, _store, cut)
+            add(i, x.zero_())
+            if self.anchors:
+                _for_each_piece(x, self.anchors, lambda mean, anchor: anchor.add_(mean), cut)
+                _for_each_piece(x, self.anchors, Tensor.copy_, cut)
+            _for_each_piece(x, self.targets, _store, cut)
+
+    def store_plain(self) -> None:
+        """Store the mean of the unencoded elements."""
+        _for_each_piece(self.plain, self.behind, _store)
+
 
 Views = list[tuple[list[Tensor], list[Tensor]]]
 ORIGIN = "origin of changes"  # key of the origin's fingerprint in the rules' memory
@@ -49,6 +127,7 @@ class Coding:
         self, plan: Plan, flat: Flat, memory: dict[str, Any], *, defers_errors: bool = False
     ) -> None:
         self._flat, self._memory, self._defers_errors = flat, memory, defers_errors
+        self._plan, self._stored = plan, dict[int, bool]()
         wires = [t.wire for t in plan.transfers if t.wire is not None]
         self._anchors = sorted({wire.anchor for wire in wires if wire.anchor is not None})
         self._errors = sorted({wire.error for wire in wires if wire.error is not None})
@@ -140,6 +219,47 @@ class Coding:
             t, parts, errors, how, there, spares=self._spares, defers_errors=self._defers_errors
         )
 
+    def stays_in_storage(self, t: Transfer) -> bool:
+        """Return whether a message may be encoded from the storage, not from a copy: its codes are
+        decoded by parts, and nothing else uses the parameters until it is due."""
+        if id(t) not in self._stored:
+            self._stored[id(t)] = not self._defers_errors and _can_stay(t, self._plan)
+        return self._stored[id(t)]
+
+    def encode_in_storage(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
+        """Return a message that stores its result itself, see `stays_in_storage`.
+
+        Args:
+            t: transfer with a wire format.
+            copy: copy of its buffer.
+            planned: number of the iteration in the plan.
+        """
+        assert t.wire is not None
+        how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
+        given = self._flat.split_payload(t.payload, copy, t.payload.buffer)
+        into = copy if t.into is None else self._flat.copy_index(t.target)
+        targets = self._flat.split_payload(t.payload, into, t.target)
+        none: Views = [([], [])] * len(given)
+        anchors = none if t.wire.anchor is None else self._views(t, t.wire.anchor)
+        errors = none if t.wire.error is None else self._views(t, t.wire.error)
+        memory = self._memory.setdefault(memory_of(t), {})
+        parts: list[Part] = []
+        for i, (numbers, behind) in enumerate(given):
+            plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
+            part = StoredPart(
+                numbers[0].new_empty(0, dtype=_wide_dtype(numbers[0])),
+                plain,
+                memory.setdefault(str(i), {}),
+                codec=how.codec,
+                payload=numbers,
+                anchors=anchors[i][0],
+                errors=errors[i][0],
+                targets=targets[i][0],
+                behind=targets[i][1],
+            )
+            parts.append(part)
+        return CodedMessage(t, parts, None, how, spares=self._spares)
+
     def receiving_message(self, t: Transfer, copy: int) -> CodedMessage:
         """Return a message without contents that receives another rank's message."""
         assert t.wire is not None
@@ -154,9 +274,8 @@ class Coding:
     def _take_spare(self, numbers: Sequence[Tensor]) -> Tensor:
         """Return a tensor for all the given values together; float32 for 16-bit values, which
         codecs do not support."""
-        dtype = torch.float32 if numbers[0].itemsize < 4 else numbers[0].dtype
         size = sum(x.numel() for x in numbers)
-        return self._spares.take(size, dtype, numbers[0].device)
+        return self._spares.take(size, _wide_dtype(numbers[0]), numbers[0].device)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Return tensors of a stored result to the pool of spare tensors."""
@@ -173,12 +292,12 @@ class Coding:
             if t.sends_delta:
                 _for_each_piece(mean, numbers, lambda x, target: target.add_(x))
             elif anchors is None:
-                _for_each_piece(mean, numbers, lambda x, target: target.copy_(x))
+                _for_each_piece(mean, numbers, _store)
             else:
                 _for_each_piece(mean, anchors[i][0], lambda x, anchor: anchor.add_(x))
                 for target, anchor in zip(numbers, anchors[i][0], strict=True):
                     target.copy_(anchor)
-            _for_each_piece(plain, behind, lambda x, target: target.copy_(x))
+            _for_each_piece(plain, behind, _store)
 
     def store_errors(self, t: Transfer, errors: Sequence[Tensor], *, is_foreign: bool) -> None:
         """Store the errors of a message together with its result.
@@ -198,7 +317,7 @@ class Coding:
                 stored.zero_()
             return
         for error, (pieces, _) in zip(errors, views, strict=True):
-            _for_each_piece(error, pieces, _store_error)
+            _for_each_piece(error, pieces, _store)
             self._spares.give(error)
 
     def bytes_of(self, t: Transfer, ranks: int) -> int:
@@ -274,16 +393,30 @@ class CodedMessage:
             errors if they are to be stored later.
         """
         if act.levels is not None:
-            return self._send_shards(act, act.levels, leaves_out)
+            result = self._send_shards(act, act.levels, leaves_out)
+        else:
+            result = self._send_whole(act, leaves_out)
+        # The thread of the link keeps its last message, and must not keep storage that is replaced.
+        self.parts, self.errors, self.there = [], None, None
+        return result
+
+    def _send_whole(
+        self, act: Collectives, leaves_out: bool
+    ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
-        taken = [part.numbers for part in self.parts]
         for i, part in enumerate(self.parts):
+            if isinstance(part, StoredPart):
+                x, most = part.numbers, max(CUT, elements_per_pass(part.numbers))
+                part.numbers = self.spares.take(min(part.size, most), x.dtype, x.device)
             x = part.numbers
-            part.mean = self.spares.take(x.numel(), x.dtype, x.device)
+            if self.defers_errors and self.errors is not None:
+                part.mean = self.spares.take(x.numel(), x.dtype, x.device)
+            else:
+                part.keep = partial(self._keep_error, i)
             if self.errors is not None:
-                _for_each_piece(part.numbers, self.errors[i][0], Tensor.add_)
+                _for_each_piece(x, self.errors[i][0], Tensor.add_)
             if self.there is not None:
-                _for_each_piece(part.numbers, self.there[i][0], Tensor.sub_)
+                _for_each_piece(x, self.there[i][0], Tensor.sub_)
             ranks = self.transfer.ranks
             outcome = (
                 average(part, how, act)
@@ -297,21 +430,26 @@ class CodedMessage:
             bad = [act.members[rank] for rank in bad]
         arrived, deferred = list[Tensor](), list[Tensor]()
         for i, part in enumerate(self.parts):
+            if isinstance(part, StoredPart):
+                part.store_plain()
+                self.spares.give(part.numbers)
+                arrived += [*part.targets, part.plain]
+                continue
             assert part.mean is not None
-            if self.errors is not None and not own:
-                if self.defers_errors:
-                    deferred.append(part.numbers)
-                else:
-                    _for_each_piece(part.numbers, self.errors[i][0], _store_error)
+            if part.keep is None:
+                (self.spares.give if own else deferred.append)(part.numbers)
             if self.there is not None and not own:
                 _for_each_piece(part.mean, self.there[i][0], lambda x, there: there.add_(x))
             arrived += [part.mean, part.plain]
-        for x in taken if not deferred else ():
-            self.spares.give(x)
         t = self.transfer
         if t.ranks is not None and t.payload.buffer != "grad":
             bad = []  # an earlier check reports non-finite parameters, as without a codec
         return arrived, sorted(set(bad)), sent, deferred
+
+    def _keep_error(self, i: int, error: Tensor) -> None:
+        """Store the encoding error of the i-th part."""
+        if self.errors is not None:
+            _for_each_piece(error, self.errors[i][0], _store)
 
     def _send_shards(
         self, act: Collectives, levels: Levels, leaves_out: bool
@@ -362,14 +500,57 @@ class CodedMessage:
                 if self.defers_errors:
                     deferred[i][shard] = numbers
                 else:
-                    _for_each_piece(numbers, self.errors[i][0], _store_error, shard)
+                    _for_each_piece(numbers, self.errors[i][0], _store, shard)
         for x in taken:
             self.spares.give(x)
         return arrived, bad, sent, deferred
 
 
-def _store_error(x: Tensor, stored: Tensor) -> None:
+def _store(x: Tensor, stored: Tensor) -> None:
     stored.copy_(x)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.itemsize < 4 else x.dtype
+
+
+def _can_stay(t: Transfer, plan: Plan) -> bool:
+    """Return whether a message can be encoded from the storage and store its result there: no rule
+    and no other message uses its buffers from its release until it is due."""
+    wire, buffer = t.wire, t.payload.buffer
+    if wire is None or t.verb != "all_reduce" or buffer == "grad" or t.into is not None:
+        return False
+    used = _settings(wire)
+    if used.via != "gather" or not used.codec.piecewise or t.after.lag or t.payload.age:
+        return False
+    taken = {buffer, wire.anchor or buffer, wire.error or buffer}
+    carried = {*t.payload.buckets}
+    others = [o for o in plan.transfers if o is not t and carried & {*o.payload.buckets}]
+    if any(taken & {o.payload.buffer, o.target} for o in others):
+        return False
+    applies = [a for a in plan.applies if effects.uses_any(a, taken)]
+    return not any(_is_between(a, t, b, plan) for a in applies for b in carried & {*a.buckets})
+
+
+def _is_between(apply: Apply, t: Transfer, bucket: int, plan: Plan) -> bool:
+    """Return whether a rule runs on a bucket from the release of a message until it is due. At a
+    moment, messages arrive before rules run, and are released after them."""
+    count, at = plan.buckets, apply.at
+    if at.bucket is None and at.point in ("forward", "grad"):
+        at = replace(at, bucket=bucket)
+    begin, end = (
+        position(t.after, count),
+        position(t.before, count) + t.before.lag * 2 * (count + 1),
+    )
+    later = plan.period * (1 + at.lag)  # so that the rule's own iteration exists
+    for phase in t.phases:
+        for first in {phase, phase + later if phase >= plan.prologue else phase}:
+            for k in range(t.before.lag + 1):
+                own = first + k - at.lag
+                when = position(at, count) + k * 2 * (count + 1)
+                if own >= 0 and plan.phase(own) in apply.phases and begin < when < end:
+                    return True
+    return False
 
 
 def _settings(wire: Wire) -> Settings:

@@ -113,6 +113,12 @@ class Messages:
         else:
             copy = self._flat.copy_index(payload.buffer, payload.age)
             if t.wire is not None:
+                link = self._links[t.link]
+                if self._stays_in_storage(t):
+                    message.is_stored = True
+                    coded = self.coding.encode_in_storage(t, copy, planned)
+                    link.release(message, coded.shapes, coded)
+                    return
                 if t.verb == "send":
                     self._follow_sends()
                     self._sent.append(message)
@@ -120,7 +126,7 @@ class Messages:
                     self._copies[id(message)] = copy
                 message.is_spare = self._keeps_results
                 coded = self.coding.encode_message(t, copy, planned)
-                self._links[t.link].release(message, coded.shapes, coded)
+                link.release(message, coded.shapes, coded)
                 return
             key = (id(t), copy)
             if key not in self._views:
@@ -138,6 +144,11 @@ class Messages:
                     self._copies[id(message)], message.is_spare = copy, True
                     given = [self._spares.copy(x) for x in given]
         self._links[t.link].release(message, given)
+
+    def _stays_in_storage(self, t: Transfer) -> bool:
+        """Return whether an encoded message works on the storage, not on a copy."""
+        in_nodes = self._links[t.link].collectives.levels is not None
+        return not (in_nodes or self.is_staged) and self.coding.stays_in_storage(t)
 
     def _release_views(self, message: Message) -> None:
         """Send the views of a message that are the same in every iteration."""
@@ -253,7 +264,7 @@ class Messages:
         t = message.transfer
         if t.payload.buffer == BUFFERS:
             self._module_buffers.unpack(message.tensors)
-        if message.passed or (t.in_place and not self.is_staged):
+        if message.passed or message.is_stored or (t.in_place and not self.is_staged):
             return
         if t.payload.buffer == "state" or t.payload.moment is not None:
             for target, result in zip(self._state_tensors(t), message.tensors, strict=True):

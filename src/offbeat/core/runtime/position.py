@@ -111,7 +111,10 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
         else:
             engine.waiting.wait(message, run.flat)
         messages[index] = {
-            "tensors": () if message.transfer.in_place else tuple(message.tensors),
+            "tensors": ()
+            if message.transfer.in_place or message.is_stored
+            else tuple(message.tensors),
+            "is_stored": message.is_stored,
             "errors": tuple(message.errors),
             "is_foreign": message.is_foreign,
             "age": run.messages.staged_age(message),
@@ -147,6 +150,7 @@ def _restore_iteration(
         message.culprits = state["culprits"]
         message.errors = _on_device(list(state.get("errors", ())), where)
         message.is_foreign = state.get("is_foreign", False)
+        message.is_stored = state.get("is_stored", False)
         restored.append(message)
     listed = saved["settings"]
     return Iteration(

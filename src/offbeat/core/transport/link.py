@@ -52,6 +52,7 @@ class Message:
     error: BaseException | None = None
     culprits: Sequence[int] = ()  # ranks whose values were not finite
     is_spare: bool = False  # whether its tensors are copies in spare memory, see `Messages.retire`
+    is_stored: bool = False  # whether the link stores the result of an encoded message itself
     settled: bool = False  # whether the members of the job have agreed on its outcome
     repeats: bool = False  # whether the members average it among themselves when it is due
     is_foreign: bool = False  # whether another member has sent its result after a failure
