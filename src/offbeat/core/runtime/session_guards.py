@@ -34,6 +34,7 @@ class SessionGuards:
         parameters: guard against parameters that are added or moved.
         stepping: guard against steps of other optimizers.
         has_loaded: whether a load since the last iteration restarts the plan on this rank.
+        shares_optimizer: see `note_plan`.
     """
 
     def __init__(self, job: TrainingJob, engine: Engine, choice: PlanChoice) -> None:
@@ -43,7 +44,7 @@ class SessionGuards:
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
         self._reports_missing_step = True  # until the warning about it
-        self._shares_optimizer = False  # see `note_plan`
+        self.shares_optimizer = False
         # Guard from a step to the next forward, for plans whose ranks pass parameters on.
         trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
         self._untouched = WeightChanges(trained)
@@ -53,7 +54,7 @@ class SessionGuards:
         self.parameters = ParameterWatch(job.model, engine.pauses.flush)
         self.parameters.attach(engine.flat.parameters)
         self.create_finite_guard()
-        self.stepping = ForeignStepGuard(job.optimizer, lambda: self._shares_optimizer)
+        self.stepping = ForeignStepGuard(job.optimizer, lambda: self.shares_optimizer)
         engine.stepping = self.stepping
         self.guard_links()
         # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
@@ -110,13 +111,13 @@ class SessionGuards:
         """Note that the engine has adopted a plan.
 
         Other optimizers may use the gradients between backward and step if the plan only averages
-        gradients and applies them in the step. If `observes`, the strategy's plan follows, which
-        may do otherwise.
+        gradients and applies them in the step. Parameters may be in any memory then. If
+        `observes`, the strategy's plan follows, which may do otherwise.
         """
         plan, run = self._engine.plan, self._engine.run
         early = run.updates.remedy is not None or run.windows.late
         follows = observes and not self._choice.strategy.synchronous
-        self._shares_optimizer = sends_only_gradients(plan) and not early and not follows
+        self.shares_optimizer = sends_only_gradients(plan) and not early and not follows
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""
@@ -148,9 +149,7 @@ class SessionGuards:
         engine = self._engine
         if self._choice.shares_buffers:
             engine.module_buffers.note()
-        # Otherwise messages may refer to the storage.
-        restore = engine.flat.restore_parameters if self._shares_optimizer else None
-        self.parameters.require_unchanged(restore)
+        self.parameters.require_unchanged(may_move=self.shares_optimizer)
         if engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
@@ -166,6 +165,11 @@ class SessionGuards:
                 "offbeat.prepare returned, or wrap backward passes that only accumulate in "
                 "`with model.no_sync():`"
             )
+
+    def after_forward(self) -> None:
+        """Note the weights that a forward has written."""
+        if self.replicas is not None:
+            self.replicas.forward_ends()
 
     def note_step(self) -> None:
         """Note the weights after a step."""
