@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -68,9 +68,6 @@ class Comparison(ABC):
     def forward_begins(self) -> None:  # noqa: B027 - nothing to do by default
         """Called before the first forward of an iteration."""
 
-    def forward_ends(self) -> None:  # noqa: B027 - nothing to do by default
-        """Called after each forward of an iteration."""
-
     def forget(self) -> None:  # noqa: B027 - nothing to do by default
         """Called before the session itself replaces weights."""
 
@@ -86,6 +83,8 @@ class ReplicaGuard(Comparison):
     With `holders`, the groups of ranks that hold the same shards, weights and optimizer state are
     compared within these groups.
 
+    `written` names parameters that a forward has written, which is then named as the cause.
+
     An optimizer may divide its parameters among ranks and send updated ones in its step. Then each
     rank has the state of its own parameters, and only weights and settings are compared.
     """
@@ -98,29 +97,16 @@ class ReplicaGuard(Comparison):
         every: int,
         settle: Callable[[], None],
         holders: Groups = (),
+        written: Collection[str] = (),
     ):
         super().__init__(control, model, optimizer, every)
-        self._settle, self._holders = settle, holders
+        self._settle, self._holders, self._written = settle, holders, written
         self._divides_state = False  # whether ranks have the state of different parameters
-        named = [(n, p) for n, p in model.named_parameters() if not p.is_inference()]
-        self._in_forward = WeightChanges(named, addresses=False)
-        self._in_forward.forget()
-        self._written = list[str]()  # parameters that the last noted forward has written
         self.skipped = 0  # updates that the script has skipped
 
     def count_step(self) -> bool:
         self._steps += 1
         return (self._steps - 1) % self._every == 0
-
-    def forward_begins(self) -> None:
-        if self._steps % self._every == 0:  # the step of this iteration compares
-            self._settle()
-            self._in_forward.note()
-
-    def forward_ends(self) -> None:
-        if written := self._in_forward.changed_names():
-            self._written = written
-        self._in_forward.forget()
 
     def compare(self) -> None:
         """Compare the replicas.

@@ -113,8 +113,7 @@ class FlatSession(Session):
 
     def _begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
-        if self._guards.replicas is not None:
-            self._guards.replicas.forward_begins()
+        self._guards.begin_iteration()
 
     def _consolidate(self, repairing: bool) -> None:
         with self._cluster.control.joint_call("consolidate"):

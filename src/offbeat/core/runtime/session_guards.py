@@ -17,6 +17,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.training_job import TrainingJob
 
+NOTED_FORWARDS = 3  # first iterations in which writes of a forward to parameters are noted
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
@@ -49,6 +50,9 @@ class SessionGuards:
         trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
         self._untouched = WeightChanges(trained)
         self._untouched.forget()
+        self._in_forward = WeightChanges(trained, addresses=False)
+        self._in_forward.forget()
+        self._written: dict[str, None] = {}  # names of parameters that a forward has written
         if choice.shares_buffers:
             engine.module_buffers.before_packing = self.agree_on_buffers
         self.parameters = ParameterWatch(job.model, engine.pauses.flush)
@@ -126,7 +130,7 @@ class SessionGuards:
         compared = cluster.control, self._model, self._engine.optimizer, every
         if every and sends_only_gradients(plan):
             settle, holders = self._engine.pauses.flush, cluster.topology.holders
-            self.replicas = guard = ReplicaGuard(*compared, settle, holders)
+            self.replicas = guard = ReplicaGuard(*compared, settle, holders, self._written)
             guard.compare()
         elif every:
             nodes = () if cluster.inside is None else cluster.topology.nodes
@@ -166,10 +170,18 @@ class SessionGuards:
                 "`with model.no_sync():`"
             )
 
-    def after_forward(self) -> None:
-        """Note the weights that a forward has written."""
+    def begin_iteration(self) -> None:
+        """Act before the first forward of an iteration."""
+        if self._engine.iteration < NOTED_FORWARDS:
+            self._engine.pauses.flush()
+            self._in_forward.note()
         if self.replicas is not None:
-            self.replicas.forward_ends()
+            self.replicas.forward_begins()
+
+    def after_forward(self) -> None:
+        """Note the parameters that a forward has written."""
+        self._written.update(dict.fromkeys(self._in_forward.changed_names()))
+        self._in_forward.forget()
 
     def note_step(self) -> None:
         """Note the weights after a step."""
