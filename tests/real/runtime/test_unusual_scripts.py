@@ -252,8 +252,7 @@ def warm_up_in_bfloat16(run: Run) -> nn.Module:
 
 def _swap(run: Run, act: Callable[[Any, Any, int], object], *, copies: bool = False) -> nn.Module:
     """Use averaged weights by `p.data = ...` in some iterations, and put the weights back."""
-    inner = mlp()
-    own = list(inner.parameters())
+    own = list((inner := mlp()).parameters())
     model, optimizer = run.prepare(inner, torch.optim.SGD(own, 0.1, momentum=0.9))
     averaged, places = [p.detach().clone() for p in own], set[int]()
     for t in range(ITERATIONS):
