@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import warnings
 from contextvars import copy_context
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,32 +71,6 @@ def shared() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), 0.1)
 
 
-def ignoring() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = mlp()
-    names = [next(name for name, _ in model.named_parameters())]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return model, optimizer
-
-
-def scripted() -> tuple[nn.Module, torch.optim.Optimizer]:
-    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
-        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
-def adjacent() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(2, 2)
-    model.register_buffer("edges", torch.eye(2).to_sparse())
-    return model, torch.optim.SGD(model.parameters(), 0.1)
-
-
-def averaging() -> tuple[nn.Module, torch.optim.Optimizer]:
-    with warnings.catch_warnings(action="ignore"):  # it uses torch.jit
-        from torch.distributed.optim import PostLocalSGDOptimizer
-    model, inner = mlp()
-    return model, PostLocalSGDOptimizer(inner, SimpleNamespace())  # type: ignore[arg-type]
-
-
 # What is prepared, with which setting, and what the error names.
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (mlp, {"min_bucket_bytes": -5}, "min_bucket_bytes (-5)"),
@@ -114,10 +86,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lbfgs, {}, "optimizer (LBFGS)"),
     (sparse, {}, "optimizer (SparseAdam)"),
     (shared, {}, "parameters '0.weight' and '1.weight'"),
-    (ignoring, {}, "_ddp_params_and_buffers_to_ignore ("),
-    (scripted, {}, "the model (0) must not be a ScriptModule"),
-    (adjacent, {}, "buffer 'edges' (torch.sparse_coo)"),
-    (averaging, {}, "optimizer (PostLocalSGDOptimizer)"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat.core.buckets.random_states import (
     CPU,
@@ -37,6 +38,8 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
     name = type(optimizer).__name__
     if is_wrapper(optimizer):
         return f"{name} calls the step of another optimizer"
+    if (collective := find_collective(optimizer)) is not None:
+        return collective
     for g, _ in enumerate(optimizer.param_groups):
         for scale in _SCALES:
             try:
@@ -54,6 +57,36 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> str | None:
                     f"{name} steps a parameter differently if it steps others as well (does it "
                     "clip by the norm of all gradients?)"
                 )
+    return None
+
+
+class _CollectiveError(Exception):
+    """A collective that was about to run."""
+
+
+class _RefuseCollectives(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _CollectiveError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def find_collective(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return which collective the step of an optimizer, or of one that it holds, calls; None if it
+    calls none.
+
+    An example is an optimizer of which each rank updates a part of the parameters. Trial steps of
+    stand-ins find it, and the collective does not run.
+    """
+    for held in _held_optimizers(optimizer) or [optimizer]:
+        try:
+            with _RefuseCollectives():
+                for g, _ in enumerate(held.param_groups):
+                    _step_stand_in(held, g, 1.0, alone=False)
+        except _CollectiveError as error:
+            return f"{type(held).__name__} communicates with other ranks in its step ({error})"
+        except Exception:  # of the stand-ins
+            continue
     return None
 
 
@@ -136,9 +169,13 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def is_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer holds other optimizers, as a wrapper does."""
+    return bool(_held_optimizers(optimizer))
+
+
+def _held_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     held = [value for value in vars(optimizer).values() if not isinstance(value, list)]
     held += [one for value in vars(optimizer).values() if isinstance(value, list) for one in value]
-    return any(isinstance(value, torch.optim.Optimizer) for value in held)
+    return [value for value in held if isinstance(value, torch.optim.Optimizer)]
 
 
 def devices_of(optimizer: torch.optim.Optimizer) -> set[torch.device]:

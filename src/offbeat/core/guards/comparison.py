@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class ReplicaGuard(Comparison):
 
     With `holders`, the groups of ranks that hold the same shards, weights and optimizer state are
     compared within these groups.
+
+    `written` names parameters that a forward has written, which is then named as the cause.
+
+    An optimizer may divide its parameters among ranks and send updated ones in its step. Then each
+    rank has the state of its own parameters, and only weights and settings are compared.
     """
 
     def __init__(
@@ -92,9 +97,11 @@ class ReplicaGuard(Comparison):
         every: int,
         settle: Callable[[], None],
         holders: Groups = (),
+        written: Collection[str] = (),
     ):
         super().__init__(control, model, optimizer, every)
-        self._settle, self._holders = settle, holders
+        self._settle, self._holders, self._written = settle, holders, written
+        self._divides_state = False  # whether ranks have the state of different parameters
         self.skipped = 0  # updates that the script has skipped
 
     def count_step(self) -> bool:
@@ -109,7 +116,7 @@ class ReplicaGuard(Comparison):
         """
         self._settle()
         settings = settings_of(self._optimizer, self._model)
-        state = optimizer_state(self._optimizer, self._model)
+        state = {} if self._divides_state else optimizer_state(self._optimizer, self._model)
         common = [hash_text(repr(settings)) >> 2, self.skipped]
         held = [checksum(*weights(self._model).values()) >> 2, digest_of(state)]
         if self._holders:
@@ -122,15 +129,29 @@ class ReplicaGuard(Comparison):
     def _require_rounding_only(self, settings: Settings, state: dict[str, Tensor]) -> None:
         """Raise RuntimeError with the causes, unless replicas differ by rounding only."""
         causes = [self._describe_skips(), describe_difference(self._control.gather(settings))]
-        for what, tensors in (("weight", weights(self._model)), ("optimizer state", state)):
+        self._divides_state |= not are_equal(self._control.gather([*state]))
+        compared = {"weight": weights(self._model)}
+        if not self._divides_state:
+            compared["optimizer state"] = state
+        for what, tensors in compared.items():
             found = find_difference(tensors, self._control, self._holders)
-            causes.append(None if found is None else f"{what} {found}")
+            if found is not None:
+                causes.append(f"{what} {found}{self._describe_write(found.tensor)}")
         named = [cause for cause in causes if cause]
         if named:
             raise RuntimeError(
                 "replicas have diverged, although only gradients are averaged, which keeps them "
                 f"equal: {'; '.join(named)}; {REPAIR}"
             )
+
+    def _describe_write(self, name: str) -> str:
+        """Return that a forward has written the weight on any rank, if so."""
+        if not any(self._control.gather(name in self._written)):
+            return ""
+        return (
+            " (forward has written it, as nn.Embedding(max_norm=...) does: keep what forward "
+            "writes in a buffer, or write the same values on all ranks)"
+        )
 
     def _describe_skips(self) -> str | None:
         """Return which ranks have skipped different numbers of steps; None if all are equal."""
@@ -253,17 +274,27 @@ def agree_on_optimizer(
     """Require the same optimizer with the same param groups on all ranks.
 
     Raises:
-        ValueError: on every rank, if optimizers differ; names rank and setting.
+        ValueError: on every rank, if optimizers differ, or if some ranks have optimizer state and
+            others have none; names rank and setting or tensor.
     """
     defaults = {k: v for k, v in sorted(optimizer.defaults.items()) if _is_plain(v)}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     setup = f"{type(optimizer).__name__} {defaults} for groups of {sizes} parameters"
     control.agree("the optimizer", setup, "build the same one everywhere")
-    found = describe_difference(control.gather(settings_of(optimizer, model)))
+    state = optimizer_state(optimizer, model)
+    everyone = control.gather((settings_of(optimizer, model), next(iter(state), None)))
+    found = describe_difference([settings for settings, _ in everyone])
     if found is not None:
         raise ValueError(
             f"the optimizer's param groups must be the same on all ranks: {found}; build the same "
             "one everywhere"
+        )
+    first = [name for _, name in everyone]
+    for rank, other in dissenters([name is None for name in first]):
+        with_state, without = (rank, other) if first[other] is None else (other, rank)
+        raise ValueError(
+            f"optimizer state must be on all ranks or on none: rank {with_state} has "
+            f"{first[with_state]!r}, rank {without} has none; load the same checkpoint on all ranks"
         )
 
 

@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from offbeat.core.buckets.layout import Key, key_of
 from offbeat.core.buckets.shards import reshard
 
 T = TypeVar("T")
@@ -22,8 +23,8 @@ REMEDY = (
 )
 ELSEWHERE = (
     "share_memory(), a queue of torch.multiprocessing, to() and `p.data = ...` do that, and values "
-    "from other ranks would no longer reach it; give copies to other processes, and move the model "
-    "before offbeat.prepare"
+    "from other ranks would no longer reach it; write values by `p.data.copy_(...)`, give copies "
+    "to other processes, and move the model before offbeat.prepare"
 )
 
 
@@ -57,6 +58,7 @@ class ParameterWatch:
         self._frozen: list[nn.Parameter] = []
         self._placed: list[nn.Parameter] = []
         self._places: list[int] = []
+        self._keys: list[Key] = []
 
     def attach(self, trained: Iterable[nn.Parameter], placed: bool = True) -> None:
         """Set the trained parameters.
@@ -68,26 +70,24 @@ class ParameterWatch:
         trained = [*trained]
         self._placed = trained if placed else []
         self._places = [*map(_address, self._placed)]
+        self._keys = [*map(key_of, self._placed)]
         self._trained = {id(p) for p in trained}
         self._note_frozen()
 
-    def require_unchanged(self, restore: Callable[[], None] | None = None) -> None:
+    def require_unchanged(self, *, may_move: bool = False) -> None:
         """Require that no parameter was added, unfrozen or moved.
 
         Args:
-            restore: function that copies tensors assigned to `p.data` back into their place. Shared
-                memory, and tensors of another dtype or device, are refused nevertheless.
+            may_move: whether parameters may be in other memory of the same dtype and device, as
+                after `p.data = ...`, because no message contains them.
 
         Raises:
             ValueError: names the first parameter that has changed.
         """
-        moved = None
-        if [*map(_address, self._select(self._placed))] != self._select(self._places):
-            moved = self._moved_parameter()
-        if moved is not None and restore is not None and not moved.is_shared():
-            restore()
-            moved = self._moved_parameter()
-        if moved is not None:
+        state_of, known = (key_of, self._keys) if may_move else (_address, self._places)
+        if [*map(state_of, self._select(self._placed))] != self._select(known):
+            placed = zip(self._placed, known, strict=True)
+            moved = next(p for p, before in placed if state_of(p) != before)
             name = next((n for n, p in self._model.named_parameters() if p is moved), "?")
             raise ValueError(f"parameter {name!r} was moved to other memory: {ELSEWHERE}")
         self._turn += 1
@@ -103,10 +103,6 @@ class ParameterWatch:
                 what = "unfrozen" if id(p) in known else "added"
                 raise ValueError(f"parameter {name!r} was {what} after offbeat.prepare: {REMEDY}")
         self._note_frozen()
-
-    def _moved_parameter(self) -> nn.Parameter | None:
-        places = zip(self._placed, self._places, strict=True)
-        return next((p for p, place in places if p.data_ptr() != place), None)
 
     def _note_frozen(self) -> None:
         reshard(self._model)

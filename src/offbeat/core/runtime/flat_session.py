@@ -113,8 +113,7 @@ class FlatSession(Session):
 
     def _begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
-        if self._guards.replicas is not None:
-            self._guards.replicas.forward_begins()
+        self._guards.begin_iteration()
 
     def _consolidate(self, repairing: bool) -> None:
         with self._cluster.control.joint_call("consolidate"):
@@ -145,6 +144,7 @@ class FlatSession(Session):
             with context, around():
                 output = call(*args, **kwargs)
         engine.forward_ends(output)
+        self._guards.after_forward()
         if self._unsampled is not None and self._recorder:
             self._recorder.on_step_end(self._unsampled)
             self._unsampled = None
@@ -194,7 +194,7 @@ class FlatSession(Session):
         with stepping.script_steps(begin_update, inner=closure is None):
             result = call(*args, **kwargs)
         stepped = stepping.has_script_step or closure is not None
-        if stepped:
+        if stepped and not self._guards.shares_optimizer:  # messages are in the flat tensors
             self.engine.flat.restore_parameters()
         return result, stepped
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat.core.buckets.coupling import find_coupling
+from offbeat.core.buckets.coupling import find_collective, find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
 from offbeat.core.console import console
 from offbeat.core.derive.deferred import defer_updates, early_remedy
+from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
 from offbeat.core.measuring.replica_sample import Sample
@@ -197,6 +198,13 @@ class PlanRunner:
         coupled = find_coupling(engine.optimizer) if remedy is not None else None
         if coupled is not None:
             raise ValueError(f"{coupled}, so it cannot step bucket by bucket; {remedy}")
+        if not sends_only_gradients(plan):
+            collective = find_collective(engine.optimizer)
+            if collective is not None:
+                raise ValueError(
+                    f"{collective}, which needs averaged gradients, but this strategy averages "
+                    "parameters; use a strategy that averages gradients, such as WFBP()"
+                )
         names = list(plan.links)
         if plan.votes or plan.groups:  # votes and messages of all ranks need a common channel
             names.append(vote_channel(next(iter(cluster.specs))))

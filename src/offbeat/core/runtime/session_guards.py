@@ -17,6 +17,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.training_job import TrainingJob
 
+NOTED_FORWARDS = 3  # first iterations in which writes of a forward to parameters are noted
 MANY_PASSES = 20  # backward passes without a step after which rank 0 warns
 SAME_SHAPE = "keep what grows in an attribute that is no buffer, or pass broadcast_buffers=False"
 
@@ -34,6 +35,7 @@ class SessionGuards:
         parameters: guard against parameters that are added or moved.
         stepping: guard against steps of other optimizers.
         has_loaded: whether a load since the last iteration restarts the plan on this rank.
+        shares_optimizer: see `note_plan`.
     """
 
     def __init__(self, job: TrainingJob, engine: Engine, choice: PlanChoice) -> None:
@@ -43,17 +45,20 @@ class SessionGuards:
         self.has_loaded = False
         self._agreed_on_buffers = 0  # calls of `agree_on_buffers`
         self._reports_missing_step = True  # until the warning about it
-        self._shares_optimizer = False  # see `note_plan`
+        self.shares_optimizer = False
         # Guard from a step to the next forward, for plans whose ranks pass parameters on.
         trained = [(n, p) for n, p in job.model.named_parameters() if p.requires_grad]
         self._untouched = WeightChanges(trained)
         self._untouched.forget()
+        self._in_forward = WeightChanges(trained, addresses=False)
+        self._in_forward.forget()
+        self._written: dict[str, None] = {}  # names of parameters that a forward has written
         if choice.shares_buffers:
             engine.module_buffers.before_packing = self.agree_on_buffers
         self.parameters = ParameterWatch(job.model, engine.pauses.flush)
         self.parameters.attach(engine.flat.parameters)
         self.create_finite_guard()
-        self.stepping = ForeignStepGuard(job.optimizer, lambda: self._shares_optimizer)
+        self.stepping = ForeignStepGuard(job.optimizer, lambda: self.shares_optimizer)
         engine.stepping = self.stepping
         self.guard_links()
         # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
@@ -110,13 +115,13 @@ class SessionGuards:
         """Note that the engine has adopted a plan.
 
         Other optimizers may use the gradients between backward and step if the plan only averages
-        gradients and applies them in the step. If `observes`, the strategy's plan follows, which
-        may do otherwise.
+        gradients and applies them in the step. Parameters may be in any memory then. If
+        `observes`, the strategy's plan follows, which may do otherwise.
         """
         plan, run = self._engine.plan, self._engine.run
         early = run.updates.remedy is not None or run.windows.late
         follows = observes and not self._choice.strategy.synchronous
-        self._shares_optimizer = sends_only_gradients(plan) and not early and not follows
+        self.shares_optimizer = sends_only_gradients(plan) and not early and not follows
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""
@@ -125,7 +130,7 @@ class SessionGuards:
         compared = cluster.control, self._model, self._engine.optimizer, every
         if every and sends_only_gradients(plan):
             settle, holders = self._engine.pauses.flush, cluster.topology.holders
-            self.replicas = guard = ReplicaGuard(*compared, settle, holders)
+            self.replicas = guard = ReplicaGuard(*compared, settle, holders, self._written)
             guard.compare()
         elif every:
             nodes = () if cluster.inside is None else cluster.topology.nodes
@@ -148,9 +153,7 @@ class SessionGuards:
         engine = self._engine
         if self._choice.shares_buffers:
             engine.module_buffers.note()
-        # Otherwise messages may refer to the storage.
-        restore = engine.flat.restore_parameters if self._shares_optimizer else None
-        self.parameters.require_unchanged(restore)
+        self.parameters.require_unchanged(may_move=self.shares_optimizer)
         if engine.cursor.now is None and (name := self._untouched.changed_name()) is not None:
             raise RuntimeError(
                 f"parameter {name!r} was changed outside of optimizer.step(), but this strategy "
@@ -166,6 +169,19 @@ class SessionGuards:
                 "offbeat.prepare returned, or wrap backward passes that only accumulate in "
                 "`with model.no_sync():`"
             )
+
+    def begin_iteration(self) -> None:
+        """Act before the first forward of an iteration."""
+        if self._engine.iteration < NOTED_FORWARDS:
+            self._engine.pauses.flush()
+            self._in_forward.note()
+        if self.replicas is not None:
+            self.replicas.forward_begins()
+
+    def after_forward(self) -> None:
+        """Note the parameters that a forward has written."""
+        self._written.update(dict.fromkeys(self._in_forward.changed_names()))
+        self._in_forward.forget()
 
     def note_step(self) -> None:
         """Note the weights after a step."""
