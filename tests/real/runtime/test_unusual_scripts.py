@@ -290,7 +290,7 @@ def weights_swapped_for_an_iteration(run: Run) -> nn.Module:
 Script = Callable[[Run], nn.Module]
 # Script, strategies that refuse it, type of the error, and what the error names.
 ROWS: Sequence[tuple[Script, Sequence[str], str, str]] = [
-    (forward_writes_weight, GRADIENTS, "RuntimeError", "'0.weight'"),
+    (forward_writes_weight, GRADIENTS, "RuntimeError", "max_norm"),
     (sparse_buffer, ALL, "ValueError", "'edges'"),
     (grown_buffer, GRADIENTS, "ValueError", "'table'"),
     (grown_buffer_of_its_own, (), "", ""),

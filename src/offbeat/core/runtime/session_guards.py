@@ -172,8 +172,8 @@ class SessionGuards:
 
     def begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
-        if self._engine.iteration < NOTED_FORWARDS:
-            self._engine.pauses.flush()
+        engine = self._engine
+        if engine.iteration < NOTED_FORWARDS and not engine.run.updates.on_arrival:
             self._in_forward.note()
         if self.replicas is not None:
             self.replicas.forward_begins()
