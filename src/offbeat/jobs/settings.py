@@ -29,17 +29,16 @@ OFF = "off"
 MASK = "***"
 
 LogFormat = Literal["text", "json", "off"]
-SinkKind = Literal["prometheus", "textfile", "tensorboard"]
+SinkKind = Literal["prometheus", "tensorboard"]
 PACKAGES = {
     "prometheus": "prometheus_client",
-    "textfile": "prometheus_client",
     "tensorboard": "tensorboard",
 }
 PROBES = 3  # ranks with a problem that an error names
 
 
 class SinkSetting(NamedTuple):
-    """One sink of OFFBEAT_METRICS: `textfile:PATH` has the kind "textfile" and the target PATH."""
+    """One sink of OFFBEAT_METRICS: `tensorboard:DIR` has the target DIR."""
 
     kind: SinkKind
     target: str
@@ -157,9 +156,7 @@ def parse_sinks(name: str, text: str | None) -> tuple[SinkSetting, ...]:
 def _parse_sink(name: str, text: str) -> SinkSetting:
     kind, _, target = text.partition(":")
     if kind not in get_args(SinkKind) or not target:
-        raise ValueError(
-            f"{name} ({text!r}) must be prometheus:PORT, textfile:PATH or tensorboard:DIR"
-        )
+        raise ValueError(f"{name} ({text!r}) must be prometheus:PORT or tensorboard:DIR")
     if kind == "prometheus":
         port = target.rpartition(":")[2]
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
