@@ -242,7 +242,7 @@ def test_every_command_works(installed, tmp_path):
     text, strategies, plan, *tables, _, _, _ = json.loads(
         run("python", "-c", IN_TURN, json.dumps(argv))
     )
-    commands = ("advise", "compare", "demo", "doctor", "join", "plan", "profile")
+    commands = ("advise", "compare", "demo", "join", "plan", "profile")
     assert all(name in text for name in (*commands, "report", "run", "simulate", "strategies"))
     assert "dreamddp" in strategies
     assert "param" in plan

@@ -458,18 +458,6 @@ def test_where_the_script_begins() -> None:
         assert cli.mark_script(argv.split()) == expected.split()
 
 
-# --- features that are smoke-tested --------------------------------------------------------------
-
-
-def test_facts_of_this_host_are_shown_and_secrets_are_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFBEAT_SECRET", "hunter2")
-    facts = json_of(capsys, "doctor")
-    assert facts["versions"]["offbeat"] == __version__
-    assert "hunter2" not in json.dumps(facts)
-
-
 # --- imports -------------------------------------------------------------------------------------
 
 WITHOUT_TORCH = """

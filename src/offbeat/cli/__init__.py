@@ -3,7 +3,6 @@
 from offbeat.cli import (  # noqa: F401  # their commands
     check,
     commands,
-    doctor,
     membership,
     planning,
     rehearse,
