@@ -102,9 +102,7 @@ def test_files(tmp_path):
     with pytest.raises(ValueError, match=r"profile.json is not JSON \(.*\); measure it again"):
         Profile.load(path)
     path.write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"profile.json: schema \(None\) of the profile must be 1"
-    ):
+    with pytest.raises(ValueError, match=r"profile.json: schema \(None\) of the profile must be 1"):
         Profile.load(path)
 
 
