@@ -236,7 +236,7 @@ def gpt(out: Path) -> None:
     task = {"model": "gpt", "strategy": "dreamddp:period=8", "seconds": 1500, "iterations": 100}
     with (
         partitions.network(HOSTS, "200mbit"),
-        job(task, out, "gpt", {"OFFBEAT_METRICS": f"textfile:{out}/gpt.prom"}) as agents,
+        job(task, out, "gpt", {"OFFBEAT_METRICS": f"tensorboard:{out}/tensorboard"}) as agents,
     ):
         print(wait_for(agents, 1600))
     print((out / "gpt0.log").read_text())

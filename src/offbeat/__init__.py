@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offbeat import former_names
-
 if TYPE_CHECKING:
     from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
     from offbeat.core.measuring.reported import report_metric
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
         USByte,
     )
 
-former_names.install()
 __version__ = "0.2.0"
 
 __all__ = [
@@ -105,6 +102,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import a name at its first use, so that planning does not import torch."""
-    if name in __all__ or name == "PSSelSync":  # former name
+    if name in __all__:
         return getattr(import_module(f"offbeat.{_MODULES.get(name, 'strategies')}"), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

@@ -64,4 +64,3 @@ __all__ = [
     "transfer",
     "vote_channel",
 ]
-__path__: list[str] = []  # the former module offbeat.plan.check is found below this one

@@ -10,6 +10,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from cases.tiny_runs import write_record
 from offbeat.core.derive.windows import Windows
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.plan import (
@@ -332,7 +333,6 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
         ]
         sent = sum(s.bytes for s in trace.spans if s.rank == rank and s.lane != COMPUTE)
         record = {
-            "schema": 1,
             "rank": rank,
             "strategy": str(entry.plan.strategy),
             "observed": 0,
@@ -346,7 +346,7 @@ def _write_repetition(folder: Path, entry: Entry, trace: Trace, rep: int, record
             "warnings": ["gloo chose the interface by itself"] if rank == 1 else [],
             "decisions": list(entry.decisions),
         }
-        _dump(folder / f"rank{rank}.json", record)
+        write_record(folder, record)
         (folder / f"rank{rank}.log").write_text(f"rank {rank} started\nstep 0\n")
 
 

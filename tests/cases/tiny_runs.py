@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.sim.trace import Span, Trace
+from offbeat.experiments.record.record_file import RecordWriter, path_of
 
 
 def record(
@@ -17,13 +18,11 @@ def record(
     *,
     spans: Sequence[Span] = (),
     period: int = 1,
-    start_s: float = 0.0,
     **fields: Any,
 ) -> dict[str, Any]:
     """What one rank writes; the loss of iteration i is known at its end."""
-    trace = Trace("measured", "x", (tuple(ends_s),), (start_s,), tuple(spans), period=period)
+    trace = Trace("measured", "x", (tuple(ends_s),), (0.0,), tuple(spans), period=period)
     return {
-        "schema": 1,
         "rank": rank,
         "strategy": "x(period=1)",
         "observed": 0,
@@ -55,8 +54,22 @@ def write_tiny(
     for label, reps in records.items():
         for i, ranks in enumerate(reps):
             for data in ranks:
-                dump(path / label / f"rep{i}" / f"rank{data['rank']}.json", data)
+                write_record(path / label / f"rep{i}", data)
     return path
+
+
+def write_record(folder: Path, data: Mapping[str, Any]) -> None:
+    """Write a result of `record`, or of the reader of records, as one block. `cut`: not closed."""
+    trace = data["trace"]
+    block = {name: value for name, value in data.items() if name not in ("trace", "cut")}
+    block |= {name: trace[name] for name in ("spans", "period", "uneven", "notes")}
+    block |= {"first": 0, "ends_s": trace["ends_s"][0], "closed": not data.get("cut")}
+    block["losses"] = [[i, loss] for i, _, loss in data.get("losses", ())]
+    block["metrics"] = {
+        name: [[i, value] for i, _, value in values]
+        for name, values in data.get("metrics", {}).items()
+    }
+    RecordWriter(path_of(folder, data["rank"])).append(block)
 
 
 def dump(path: Path, data: Any) -> None:

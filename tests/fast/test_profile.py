@@ -102,9 +102,7 @@ def test_files(tmp_path):
     with pytest.raises(ValueError, match=r"profile.json is not JSON \(.*\); measure it again"):
         Profile.load(path)
     path.write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"profile.json: schema \(None\) of the profile must be 1 or 2"
-    ):
+    with pytest.raises(ValueError, match=r"profile.json: schema \(None\) of the profile must be 1"):
         Profile.load(path)
 
 
@@ -169,7 +167,7 @@ def test_the_slowest_rank_plans():
     ("data", "text"),
     [
         ([], "a profile must be a JSON object"),
-        (altered({"schema": 3}), r"schema \(3\) of the profile must be 1 or 2; measure it again"),
+        (altered({"schema": 3}), r"schema \(3\) of the profile must be 1; measure it again"),
         (altered({"links": None}), "the profile lacks 'links'"),
         (
             altered({"speed": 1}),

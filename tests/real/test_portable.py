@@ -39,7 +39,7 @@ COMMANDS = {
     f"simulate --profile {PROFILE} --strategy ddp --rate 10mbit,1gbit --hosts 4,32": "32",
     f"advise --profile {PROFILE}": "the method to take",
     "strategies": "dreamddp",
-    "doctor": "the lab needs Linux (this is win32)",
+    "check": "the lab needs Linux (this is win32)",
 }
 
 

@@ -235,7 +235,6 @@ def test_every_command_works(installed, tmp_path):
         ["plan", *known, "--strategy", "dreamddp"],
         ["simulate", *known, "--strategy", "ddp", "--json"],
         ["advise", *known, "--json"],
-        ["graph", "--json"],
         ["join", "--help"],  # needs a job that runs
         ["compare", "--help"],  # as `run`, with more runs
         ["demo", "--help"],  # with a script of the package, whose files another test compares
@@ -243,7 +242,7 @@ def test_every_command_works(installed, tmp_path):
     text, strategies, plan, *tables, _, _, _ = json.loads(
         run("python", "-c", IN_TURN, json.dumps(argv))
     )
-    commands = ("advise", "compare", "demo", "doctor", "graph", "join", "plan", "profile")
+    commands = ("advise", "compare", "demo", "join", "plan", "profile")
     assert all(name in text for name in (*commands, "report", "run", "simulate", "strategies"))
     assert "dreamddp" in strategies
     assert "param" in plan

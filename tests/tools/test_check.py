@@ -16,7 +16,7 @@ import pytest
 from harness.commands import ForkedPython
 from harness.ranks import free_port, run_ranks, watch_ranks
 
-from offbeat import cli
+from offbeat import __version__, cli
 from offbeat.check.connections import accept, connect, listen
 from offbeat.check.facts import Endpoint, RankFacts
 from offbeat.check.link_check import ALL_PAIRS, LinkFindings, link_limit_s, schedule
@@ -267,8 +267,17 @@ def test_a_message_is_divided_between_connections() -> None:
 def test_without_a_launcher(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The facts of this host are printed, and no secret."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OFFBEAT_SECRET", "hunter2")
+    assert cli.main(["check"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"offbeat +{re.escape(__version__)}", printed)
+    assert "OFFBEAT_SECRET" in printed
+    assert "hunter2" not in printed
+    assert cli.main(["check", "--quick"]) == 2
+    monkeypatch.setenv("RANK", "0")
     for argv, parameter in (([], "MASTER_ADDR"), (["--port", "70000"], "--port (70000)")):
         assert cli.main(["check", *argv]) == 2
         assert parameter in capsys.readouterr().err

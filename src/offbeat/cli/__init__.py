@@ -3,8 +3,6 @@
 from offbeat.cli import (  # noqa: F401  # their commands
     check,
     commands,
-    doctor,
-    graph,
     membership,
     planning,
     rehearse,

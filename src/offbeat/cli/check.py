@@ -1,7 +1,8 @@
-"""`offbeat check`: hosts of a job and the network between them, under the job's launcher."""
+"""`offbeat check`: this host, or under a launcher the hosts of a job and their network."""
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from offbeat.cli import texts
@@ -19,11 +20,24 @@ def check(
     quick: Annotated[bool, option("Measure no rates.")] = False,
     strict: Annotated[bool, option("Exit with 1 also if something is slow or uncertain.")] = False,
 ) -> int:
-    """Check the hosts of a job and the network between them, under the job's launcher: `srun
-    offbeat check` or `torchrun ... -m offbeat check`.
+    """Print versions, platform, links and limits of this host, for a report of a fault. Under the
+    launcher of a job, check its hosts and the network between them: `srun offbeat check` or
+    `torchrun ... -m offbeat check`.
 
-    Example: offbeat check --quick
+    Example: offbeat check
     """
+    from offbeat.core.runtime.launchers import torchrun_variables
+
+    if not {"RANK", "WORLD_SIZE"} & {*os.environ, *torchrun_variables(os.environ)}:
+        if port is not None or quick or strict:
+            raise ValueError(
+                "--port, --quick and --strict must be left out without the launcher of a job, such "
+                "as srun or torchrun"
+            )
+        from offbeat.check.host import host_lines
+
+        print(*host_lines(), sep="\n")
+        return 0
     from offbeat.check import command
 
     if port is not None:

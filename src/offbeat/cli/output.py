@@ -49,7 +49,6 @@ def show_run(
     from offbeat.experiments import report as reports
     from offbeat.experiments.report import table
     from offbeat.experiments.report.breakdown import explain_error
-    from offbeat.experiments.report.verdicts import verdict_texts
 
     if json_:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -65,10 +64,10 @@ def show_run(
                 print(f"{row.label}: {explain_error(row.split, row.iteration_s)}")
         if logs is not None:
             print(f"output of the script: {logs}")
-    texts = [f"verdict: {text}" for text in verdict_texts(run, rows)]
+    texts = [f"note: {note}" for note in run.notes]
     if run.given is not None and run.given["computed"]:
         texts.insert(0, f"predicted from a computed profile: {run.given['text']}")
-    for text in (*texts, *(f"note: {note}" for note in run.notes)):
+    for text in texts:
         print(*table.wrap(text, width, "  "), sep="\n")
     print(f"Report: {page}")
     if sentence_last:

@@ -224,9 +224,6 @@ def advise(
     ] = None,
     device_memory: Annotated[str | None, option("Memory of a device, such as 24GB.")] = None,
     price: Annotated[float | None, option("Price of a machine and hour.")] = None,
-    out: Annotated[
-        Path | None, option("File for the verdict (JSON), for OFFBEAT_VERDICT.", "--out", "-o")
-    ] = None,
     json_: Json = False,
     verbose: Verbose = False,
 ) -> int:
@@ -282,8 +279,6 @@ def advise(
         found, code = advising.answer_with_losses(question, facts, profile, settings, how.resume)
         if found is None:
             return code
-    if out is not None:
-        write_text(out, json.dumps(found.data, indent=1))
     print_result(json_, found.data, found.text(terminal_width(ADVICE_WIDTH), verbose=verbose))
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -23,11 +23,7 @@ def report(
     /,
     *more: Annotated[Path, Parameter(help="Folders of the same job on other hosts.")],
     export: Annotated[
-        Literal["csv", "json", "latex", "svg"] | None,
-        option(
-            "Print numbers (csv, json), or of a comparison the table (latex) or the figures (svg) "
-            "instead."
-        ),
+        Literal["csv", "json"] | None, option("Print the numbers of a comparison instead.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -59,7 +55,11 @@ def report(
         print_result(json_, {"runs": removal.runs, "freed_bytes": removal.freed_bytes}, text)
         return 0
     if (folders := jobs.find_record([run_dir, *more])) is not None:
-        return _report_job(folders, export, output, json_)
+        if export is not None:
+            raise ValueError(
+                f"--export ({export}) must be left out for a job, whose record is JSON lines"
+            )
+        return _report_job(folders, output, json_)
     if more:
         raise ValueError(f"folder ({run_dir}) must hold the record of a job; it holds none")
     if export is not None:
@@ -69,22 +69,15 @@ def report(
         print_or_write(text, output)
         return 0
     if output is not None:
-        raise ValueError(f"--output ({output}) must be given with --export csv, latex or svg")
+        raise ValueError(f"--output ({output}) must be given with --export csv or json")
     show_run(run_dir, reports.write(run_dir), json_, verbose)
     return 0
 
 
-def _report_job(
-    folders: Sequence[Path], export: str | None, output: Path | None, json_: bool
-) -> int:
-    """Print the report of a job and write its page, or export its intervals."""
-    from offbeat.experiments.report import job, job_export, job_page, job_text
+def _report_job(folders: Sequence[Path], output: Path | None, json_: bool) -> int:
+    """Print the report of a job and write its page."""
+    from offbeat.experiments.report import job, job_page, job_text
 
-    if export is not None:
-        if export not in get_args(job_export.Form):
-            raise ValueError(f"--export ({export}) must be csv or json for a job")
-        print_or_write(job_export.export(folders, export), output)  # type: ignore[arg-type]
-        return 0
     report, page = job.read_report(folders), None
     text = job_text.as_text(report, terminal_width())
     try:

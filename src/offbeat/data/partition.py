@@ -99,7 +99,7 @@ class Partition:
         """
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA or "shares" not in data:
             raise ValueError(
-                f"a partition must have schema {SCHEMA} and shares; write it with `offbeat data -o`"
+                f"a partition must have schema {SCHEMA} and shares; write it with Partition.save"
             )
         shares = data["shares"]
         if not isinstance(shares, Sequence):
@@ -119,7 +119,7 @@ class Partition:
         """Read a partition from a JSON file.
 
         Args:
-            path: file that `save` or `offbeat data -o` has written.
+            path: file that `save` has written.
 
         Raises:
             ValueError: the file is not a partition; the message names the file.

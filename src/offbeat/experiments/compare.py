@@ -49,8 +49,6 @@ from offbeat.experiments.record.run_directory import (
     load_repetition,
 )
 from offbeat.experiments.script import script_name
-from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
-from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Lab, LabError, NoLab
 
@@ -79,8 +77,6 @@ def compare(
     before = read_record(run_dir) if resume else {}
     if not resume:
         require_unused_directory(run_dir)
-    verdict = os.environ.get(VERDICT_VARIABLE)
-    kept = read_verdict(verdict) if verdict else None
     path = comparison.profile
     given = None if path is None else given_profile(comparison.setup, path)
     with comparison.setup.lab() as lab:
@@ -99,8 +95,6 @@ def compare(
                 record["profile"] = before.get("profile")
         run_dir.mkdir(parents=True, exist_ok=True)
         run.write_record()
-        if kept is not None:
-            write_json(run_dir / VERDICT_FILE, kept)
         for note in outcome.notes:
             progress.print_error(f"note: {note}")
         if lab.note:

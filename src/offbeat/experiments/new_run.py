@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from offbeat.core.files import replace_text
+from offbeat.core.files import replace_text, require_schema
 from offbeat.core.profile import Profile
 from offbeat.experiments.comparison import NO_LIMIT_S, Comparison, Contestant
 from offbeat.experiments.profile_for_network import ConvertedProfile
@@ -55,6 +55,7 @@ def read_record(run_dir: Path, kind: str = "comparison") -> dict[str, Any]:
             f"run directory ({run_dir}) must hold the run.json of an interrupted {kind}; leave "
             "--resume out to begin one"
         )
+    require_schema(record.get("schema"), SCHEMA, path)
     return record
 
 
@@ -79,7 +80,7 @@ def require_same(record: dict[str, Any], before: dict[str, Any], run_dir: Path) 
 
 
 def _settings_in(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run by name. Runs of earlier versions lack some."""
+    """Return the settings of a run by name."""
     settings = {name: record[name] for name in SETTINGS_OF_A_RUN if name in record}
     return settings | settings.pop("options", {})
 

@@ -61,7 +61,7 @@ def _named_graph(text: str, n: int, seed: int) -> nx.Graph:
         known = ", ".join([*NAMED, "random-regular[:DEGREE]"])
         measured = ""
         if text == "measured":
-            measured = "; measured needs links: those of a job, or of `offbeat graph --cluster`"
+            measured = "; measured needs the links of a job"
         raise ValueError(
             f"topology ({text!r}) must be one of {known}, or edges as in 0-1,1-2{measured}"
         )

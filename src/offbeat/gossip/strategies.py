@@ -33,7 +33,7 @@ class Gossip(Strategy):
     """
 
     topology: str = "ring"
-    """Graph of the workers that exchange: a name as in `offbeat graph`, edges as `0-1,1-2`, or
+    """Graph of the workers that exchange: a name, such as `ring`, edges as `0-1,1-2`, or
     `measured`."""
     rate: float = 1.0
     """Mean number of exchanges of a worker per gradient."""
@@ -125,7 +125,7 @@ class Gossip(Strategy):
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
     ) -> Prediction:
-        """Return the predicted timeline. `offbeat graph` predicts the agreement between workers."""
+        """Return the predicted timeline."""
         from offbeat.gossip.prediction import predict_gossip
 
         return predict_gossip(self, profile, conditions)

@@ -19,7 +19,6 @@ from offbeat.jobs.interval import Interval
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import ALIVE_TIMEOUT_S, as_object, find_runs, read_object
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, Place, follow, rank_file
-from offbeat.jobs.verdict_file import verdict_of_run
 from offbeat.jobs.words import one_line
 
 HEARTBEAT_TIMEOUT_S = 5.0  # lower bound of `heartbeat_timeout_s`
@@ -95,7 +94,6 @@ class JobFollower:
         last: newest interval of rank 0's lines; None before the first.
         events: newest events.
         event_count: number of all events.
-        verdict: verdict that is kept with the run; None without one.
         end: last line of a job that has ended; None if it runs or was cut short.
         unchanged_s: seconds for which no file has changed, as seen by this reader.
         has_changed: whether rank 0 has certainly written a file within `ALIVE_TIMEOUT_S`.
@@ -105,7 +103,6 @@ class JobFollower:
         self.folder, self._clock = folder, clock
         self.run: dict[str, Any] = {}
         self.alive: dict[str, Any] = {}
-        self.verdict = verdict_of_run(folder)
         self._alive_text = b""
         # Of each process that is or was rank 0: the position in its lines, and the time after
         # which they count.
@@ -261,7 +258,6 @@ class JobView:
         ranks: ranks in order; empty without alive.json.
         events: newest events, oldest first.
         end: last line of the job; None if it runs or was cut short.
-        verdict: what the verdict that is kept with the run predicts; None without one.
         members: times in seconds since 1970, each with the number of members from then on; empty
             without changes.
         members_text: description of the changes of the members.
@@ -286,7 +282,6 @@ class JobView:
     ranks: Sequence[RankView]
     events: Sequence[Mapping[str, Any]]
     end: Mapping[str, Any] | None
-    verdict: str | None = None
     members: Sequence[tuple[float, int]] = ()
     members_text: str = ""
 
@@ -350,21 +345,18 @@ def view(job: JobFollower) -> JobView:
     last = max(known, key=lambda i: i.t) if known else None
     loss = None if last is None else last.loss
     hosts = job.run.get("hosts") or [entry.get("host") for entry in entries]
-    strategy = str(job.alive.get("strategy") or job.run.get("strategy") or "unknown strategy")
-    iteration_s = None if last is None else last.mean_s
-    machines = len({str(host) for host in hosts})
     members = job.members
     world_size = int(job.run.get("world_size") or len(entries))
     return JobView(
         run=job.folder.resolve().name,
-        strategy=strategy,
+        strategy=str(job.alive.get("strategy") or job.run.get("strategy") or "unknown strategy"),
         world_size=world_size if members is None else len(members.members),
-        hosts=machines,
+        hosts=len({str(host) for host in hosts}),
         state=_state(job, ranks),
         rank_0_silent_s=silent_s,
         last_sign_t=job.alive.get("t"),
         iteration=max(0 if last is None else last.stop, *(r.iteration for r in ranks[:1]), 0),
-        iteration_s=iteration_s,
+        iteration_s=None if last is None else last.mean_s,
         predicted_s=job.alive.get("predicted_s"),
         bound_s=job.alive.get("bound_s"),
         wait_share=None if last is None else _share(last.wait_s, last),
@@ -375,7 +367,6 @@ def view(job: JobFollower) -> JobView:
         ranks=ranks,
         events=tuple(job.events),
         end=job.end,
-        verdict=job.verdict and job.verdict.compare(strategy, machines, iteration_s),
         members=() if members is None else members.counts,
         members_text="" if members is None else members.describe(),
     )

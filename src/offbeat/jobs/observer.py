@@ -46,7 +46,6 @@ from offbeat.jobs.settings import (
 )
 from offbeat.jobs.tally import Tally
 from offbeat.jobs.timelines import Timelines
-from offbeat.jobs.verdict_file import VERDICT_FILE, read_verdict
 
 INTERVAL_S = 5.0  # intervals that rank 0 receives
 AGE_SHARE = 1000  # a recorded interval lasts at least the age of the job divided by this
@@ -141,8 +140,6 @@ class JobObserver(Recorder):
                 self._link_attempt(previous_attempt(Path(settings.record or ""), attempt))
             if self._writer is not None:
                 self._writer.replace(RUN_FILE, self._facts)
-                if settings.verdict is not None:
-                    self._writer.replace(VERDICT_FILE, read_verdict(settings.verdict))
             self._create_monitor()
         name = None if joining is None else EPOCH_BOARD
         self._board = Board(control, self.monitor.on_round if self.monitor else None, name)

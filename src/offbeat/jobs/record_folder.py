@@ -25,7 +25,6 @@ OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a 
     "profile*.json",
     "plan*.json",
     "predicted.json",
-    "verdict.json",
     "rank*.jsonl",
     "order*.json",
     PAGE_FILE,

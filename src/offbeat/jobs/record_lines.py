@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offbeat.core.console import console
-from offbeat.core.files import replace_text
+from offbeat.core.files import replace_text, require_schema
 from offbeat.jobs.interval import Interval
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ def load(folders: Sequence[Path]) -> JobRecord:
     """Read the folders of one run, which hosts without a shared folder have written.
 
     Raises:
-        ValueError: a folder holds no record, holds one of a newer schema, or the folders hold
+        ValueError: a folder holds no record, holds one of another schema, or the folders hold
             records of different runs.
     """
     record = JobRecord(tuple(folders), {}, {})
@@ -419,11 +419,7 @@ def _read_rank(path: Path, known: dict[int, RankLines]) -> Iterator[tuple[int, R
     lines = known.get(int(digits), RankLines())
     found, place = follow(path)
     for line in found:
-        if line.get("schema", SCHEMA) > SCHEMA:
-            raise ValueError(
-                f"schema ({line['schema']}) of {path} must be at most {SCHEMA}; install the "
-                "version of offbeat that has written it"
-            )
+        require_schema(line.get("schema"), SCHEMA, path)
         if part:
             lines.details.append(line)
         else:

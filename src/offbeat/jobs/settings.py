@@ -19,8 +19,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from offbeat.core.runtime.launch_request import VARIABLE as JOB_VARIABLE
 from offbeat.core.runtime.launchers import LAUNCHERS
 from offbeat.core.transport.control import Control
-from offbeat.jobs.verdict_file import VARIABLE as VERDICT_VARIABLE
-from offbeat.jobs.verdict_file import read_verdict
 
 RECORD_VARIABLE = "OFFBEAT_RECORD"  # a folder, or "off"
 METRICS_VARIABLE = "OFFBEAT_METRICS"  # sinks, separated by commas
@@ -31,17 +29,16 @@ OFF = "off"
 MASK = "***"
 
 LogFormat = Literal["text", "json", "off"]
-SinkKind = Literal["prometheus", "textfile", "tensorboard"]
+SinkKind = Literal["prometheus", "tensorboard"]
 PACKAGES = {
     "prometheus": "prometheus_client",
-    "textfile": "prometheus_client",
     "tensorboard": "tensorboard",
 }
 PROBES = 3  # ranks with a problem that an error names
 
 
 class SinkSetting(NamedTuple):
-    """One sink of OFFBEAT_METRICS: `textfile:PATH` has the kind "textfile" and the target PATH."""
+    """One sink of OFFBEAT_METRICS: `tensorboard:DIR` has the target DIR."""
 
     kind: SinkKind
     target: str
@@ -58,7 +55,6 @@ class JobSettings:
         job_name: label of the job in metrics and records.
         notices: messages about settings that another source overrides.
         record_limit: largest size in bytes of all runs in `record`; None: no limit.
-        verdict: file with a verdict of `offbeat advise`, which rank 0 reads; None: no verdict.
         record_name: variable or argument that names `record`, for errors.
         metrics_name: variable or argument that names `sinks`, for errors.
     """
@@ -69,7 +65,6 @@ class JobSettings:
     job_name: str
     notices: tuple[str, ...] = ()
     record_limit: int | None = None
-    verdict: str | None = None
     record_name: str = RECORD_VARIABLE
     metrics_name: str = METRICS_VARIABLE
 
@@ -96,13 +91,6 @@ def read_settings(
     """
     folder, notices = choose_record(environment, record, launcher_record)
     variable = environment.get(METRICS_VARIABLE)
-    verdict = environment.get(VERDICT_VARIABLE) or None
-    if verdict is not None and folder is None:
-        notices += (
-            f"{VERDICT_VARIABLE} ({verdict!r}) is not used, as nothing is recorded; set "
-            f"{RECORD_VARIABLE}=runs",
-        )
-        verdict = None
     metrics_name = METRICS_VARIABLE if variable else "metrics"
     return JobSettings(
         folder,
@@ -111,7 +99,6 @@ def read_settings(
         environment.get(NAME_VARIABLE) or default_name(environment, argv),
         notices,
         parse_limit(environment.get(LIMIT_VARIABLE)),
-        verdict,
         RECORD_VARIABLE if environment.get(RECORD_VARIABLE) else "record",
         metrics_name,
     )
@@ -169,9 +156,7 @@ def parse_sinks(name: str, text: str | None) -> tuple[SinkSetting, ...]:
 def _parse_sink(name: str, text: str) -> SinkSetting:
     kind, _, target = text.partition(":")
     if kind not in get_args(SinkKind) or not target:
-        raise ValueError(
-            f"{name} ({text!r}) must be prometheus:PORT, textfile:PATH or tensorboard:DIR"
-        )
+        raise ValueError(f"{name} ({text!r}) must be prometheus:PORT or tensorboard:DIR")
     if kind == "prometheus":
         port = target.rpartition(":")[2]
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -220,7 +205,9 @@ def require_same_settings(
     if settings.record is None and not settings.sinks:
         return
     denied = None if settings.record is None else find_write_error(settings.record)
-    wrong = _find_error_of_rank_0(settings) if control.rank == 0 else None
+    wrong = None
+    if control.rank == 0:  # only rank 0 needs the packages
+        wrong = find_missing_package(settings.sinks, settings.metrics_name)
     everyone = control.gather([socket.gethostname(), denied, wrong])
     if (error := everyone[0][2]) is not None:
         raise ValueError(error)
@@ -236,18 +223,6 @@ def require_same_settings(
             f"{settings.record_name} ({settings.record!r}) must be a folder that every rank may "
             f"write; {named}. Give another, or {OFF}"
         )
-
-
-def _find_error_of_rank_0(settings: JobSettings) -> str | None:
-    """Return an error about a missing package or a verdict, which only rank 0 needs."""
-    missing = find_missing_package(settings.sinks, settings.metrics_name)
-    if missing is not None or settings.verdict is None:
-        return missing
-    try:
-        read_verdict(settings.verdict)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def find_write_error(folder: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Sinks: metrics of all ranks for Prometheus, for a file of node_exporter and for TensorBoard.
+"""Sinks: metrics of all ranks for Prometheus and TensorBoard.
 
 Rank 0 opens the sinks and passes the state of the job to each of them. A sink that fails causes one
 warning and does not end training.
@@ -7,21 +7,17 @@ warning and does not end training.
 from __future__ import annotations
 
 import errno
-import math
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.core.files import replace_text
 from offbeat.jobs.interval import CAUSES, Interval
 from offbeat.jobs.settings import SinkSetting
 
 LOOPBACK = "127.0.0.1"  # interface of the Prometheus target if the setting names no host
-FILE_PERIOD_S = 10.0  # shortest time between two versions of a text file; scrapes are 15 s apart
 
 
 @dataclass(frozen=True)
@@ -178,9 +174,8 @@ def open_sinks(
         labels: labels of all series.
         warn: called once for each sink that cannot be opened, and for each one that fails later.
     """
-    kinds: dict[str, type[PrometheusTarget | TextFile | EventFiles]] = {
+    kinds: dict[str, type[PrometheusTarget | EventFiles]] = {
         "prometheus": PrometheusTarget,
-        "textfile": TextFile,
         "tensorboard": EventFiles,
     }
     sinks: list[Sink] = []
@@ -272,35 +267,6 @@ class PrometheusTarget(Sink):
     def _close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-
-class TextFile(Sink):
-    """File for the textfile collector of node_exporter, replaced every `FILE_PERIOD_S`.
-
-    The file is removed at the end, as node_exporter would export the series of an ended job as if
-    the job still ran.
-    """
-
-    def __init__(self, target: str, labels: SinkLabels, warn: Callable[[str], object]):
-        from prometheus_client import CollectorRegistry
-
-        super().__init__(f"textfile:{target}", warn)
-        self._path = Path(target).absolute()
-        self._families, self._registry = MetricFamilies(labels), CollectorRegistry()
-        self._registry.register(self._families)
-        self._written_s = -math.inf
-
-    def _update(self, state: JobState) -> None:
-        from prometheus_client import generate_latest
-
-        if time.monotonic() < self._written_s + FILE_PERIOD_S:
-            return
-        self._written_s = time.monotonic()
-        self._families.state = state
-        replace_text(self._path, generate_latest(self._registry).decode())
-
-    def _close(self) -> None:
-        self._path.unlink(missing_ok=True)
 
 
 class EventFiles(Sink):

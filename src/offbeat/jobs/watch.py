@@ -128,8 +128,6 @@ def screen(shown: JobView, width: int, height: int | None = None) -> list[Text]:
     """Return the lines of a screen. Without `height` there may be any number of lines."""
     lines = _flow(_title(shown, width), width, "  ")
     lines += _flow(_pace(shown), width, "  ")
-    if shown.verdict is not None:
-        lines += [Text(row, "dim") for row in _wrap(f"verdict: {shown.verdict}", width, "  ")]
     if shown.series_s:
         lines.append(Text(_sparkline(shown.series_s, width)))
     if shown.members:

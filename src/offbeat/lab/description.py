@@ -162,12 +162,7 @@ class Cluster(Part):
         """Return plain data for the JSON record of a run; `Cluster(**record)` is equal to this
         cluster."""
         absent = {name for name in ("ranks", "inside") if getattr(self, name) is None}
-        record = self.model_dump(mode="json", exclude=absent)
-        for part in (*record["links"], *record["overrides"]):  # earlier versions lack these keys
-            for name in ("uplink", "uplinks"):
-                if not part.get(name, True):
-                    del part[name]
-        return record
+        return self.model_dump(mode="json", exclude=absent)
 
     @property
     def world_size(self) -> int:

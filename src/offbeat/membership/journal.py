@@ -40,7 +40,7 @@ class Journal:
     Raises:
         ValueError: the file is no journal, is damaged before its last line, or another process has
             it open.
-        NewerSchemaError: a later version of offbeat has written the file.
+        SchemaError: another version of offbeat has written the file.
         OSError: the file cannot be opened.
     """
 

@@ -16,7 +16,6 @@ from offbeat.core.strategy.interface import (
 )
 from offbeat.core.strategy.registry import (
     BUILT_IN,
-    FORMER,
     create,
     find,
     module_names,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from offbeat.strategies.wfbp import WFBP
 
 _MODULES = {"OuterSGD": "offbeat.strategies.outer_optimizer"}
-for _path in (*BUILT_IN.values(), *FORMER.values()):
+for _path in BUILT_IN.values():
     _module, _, _class = _path.partition(":")
     _MODULES[_class] = _module
 

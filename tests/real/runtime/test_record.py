@@ -240,12 +240,6 @@ def test_two_models_of_one_script_do_not_mix(tmp_path: Path) -> None:
     assert read(path)["trace"]["ends_s"] == [[1.0, 2.0]]
 
 
-def test_a_record_of_one_piece_is_read_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "rank1.json").write_text(json.dumps({"rank": 1}))
-    assert read(tmp_path / "rank1.json") == {"rank": 1}
-    assert blocks.records_in(tmp_path) == [tmp_path / "rank1.json"]
-
-
 def test_a_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
     """It is not taken for a torn one."""
     path = path_of(tmp_path, 0)
@@ -255,10 +249,10 @@ def test_a_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
 
 
 def test_records_are_in_the_order_of_their_ranks(tmp_path: Path) -> None:
-    for name in ("rank10.jsonl", "rank2.jsonl", "rank1.json"):
+    for name in ("rank10.jsonl", "rank2.jsonl", "rank1.json", "rank1.jsonl"):
         (tmp_path / name).touch()
     found = [path.name for path in blocks.records_in(tmp_path)]
-    assert found == ["rank1.json", "rank2.jsonl", "rank10.jsonl"]
+    assert found == ["rank1.jsonl", "rank2.jsonl", "rank10.jsonl"]
 
 
 def test_a_loss_of_an_iteration_that_has_not_ended_is_left_out(tmp_path: Path) -> None:

@@ -195,17 +195,3 @@ def test_old_runs_are_removed_and_nothing_else(
     assert (running / RUN_FILE).exists()
     assert cli.main(["report", str(tmp_path / "none"), "--prune", "30"]) == 2
     assert capsys.readouterr().out
-
-
-def test_a_verdict_is_shown_beside_the_measurement(
-    tmp_path: Path, report: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = make_job(tmp_path / "a", 4, intervals=3)
-    assert report(job)["verdict"] is None
-    method = {"method": "ddp", "strategy": "ddp", "machines": 4, "iteration_s": 1.2}
-    verdict = {"schema": 1, "best": "ddp", "machines": 4,
-               "methods": [{**method, "iteration_range_s": [1.1, 1.3]}]}  # fmt: skip
-    (job / "verdict.json").write_text(json.dumps(verdict))
-    assert "ddp: 1.20 s" in report(job)["verdict"]
-    assert cli.main(["watch", "--json", str(job)]) == 0
-    assert "ddp: 1.20 s" in json.loads(capsys.readouterr().out)["verdict"]

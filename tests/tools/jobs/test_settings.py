@@ -124,7 +124,7 @@ def errors_of_settings(folder: str) -> list[str]:
         {"OFFBEAT_RECORD": "runs", "OFFBEAT_JOB_NAME": "a"},
         {"OFFBEAT_LOG": ("json", "off")[control.rank]},
         {"OFFBEAT_RECORD": ("runs", "off")[control.rank]},
-        {"OFFBEAT_METRICS": ("textfile:a", "textfile:b")[control.rank]},
+        {"OFFBEAT_METRICS": ("tensorboard:a", "tensorboard:b")[control.rank]},
         {"OFFBEAT_JOB_NAME": ("a", "b")[control.rank]},
         {"OFFBEAT_RECORD": "file"},
         {"record": "file"},
@@ -151,7 +151,7 @@ def test_ranks_that_differ_are_refused_by_name(tmp_path: Path) -> None:
         first[3:],
         (
             ("record", "'runs'", "'off'"),
-            ("metrics", "'textfile:a'", "'textfile:b'"),
+            ("metrics", "'tensorboard:a'", "'tensorboard:b'"),
             ("job name", "'a'", "'b'"),
             ("OFFBEAT_RECORD ('file')", "rank 1"),
             ("record ('file')", "rank 1"),

@@ -210,4 +210,3 @@ def test_hosts_may_send_at_another_rate_than_they_receive():
     assert [cluster.attachment(host, "net").rate_bps for host in hosts] == [20e6, 5e6, 50e6]
     assert Cluster.from_toml(cluster.to_toml()) == cluster
     assert Cluster(**cluster.record()) == cluster
-    assert "uplink" not in Cluster.simple(2, "10mbit").record()["links"][0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from xml.etree import ElementTree
 
 import pytest
 
@@ -46,13 +45,6 @@ def test_csv_states_what_failed_and_what_was_disturbed(page_of):
     assert found["bsp_2", "1"] == ("failed", "False", "")
     assert found["gone", "0"] == ("not run", "False", "")
     assert [line["strategy"] for line in lines if line["problem"]] == ["bsp_2"]
-
-
-def test_latex_and_svg_name_every_strategy(page_of):
-    run = load(page_of("typical").parent)
-    svg = ElementTree.fromstring(export(run, "svg"))
-    for text in (export(run, "latex"), " ".join(svg.itertext())):
-        assert all(label in text for label in ("ddp", "local-sgd-5", "dreamddp-5"))
 
 
 def test_the_command_writes_where_it_is_told(page_of, tmp_path, capsys):

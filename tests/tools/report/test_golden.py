@@ -15,7 +15,7 @@ import pytest
 from cases.report_runs import RUNS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "summaries.json"
-TEXTS = ("sentence", "reservations", "problems", "problem", "verdicts", "notes", "compute")
+TEXTS = ("sentence", "reservations", "problems", "problem", "notes", "compute")
 
 
 def facts_of(data: Any) -> Any:

@@ -1,14 +1,13 @@
-"""The page and the export of a job."""
+"""The page of a job."""
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
 
 import pytest
-from cases.made_jobs import ITERATIONS, make_job
+from cases.made_jobs import make_job
 from cases.pages import lanes_of, numbers_in, read
 from cases.synthetic_runs import profile
 
@@ -80,7 +79,7 @@ def test_the_page_states_how_a_job_runs_or_ended(options, fact, tmp_path):
     assert fact in read(job / "report.html").text
 
 
-def test_page_and_export_of_a_chain(tmp_path, capsys):
+def test_page_of_a_chain(tmp_path):
     make_job(tmp_path / "a", 2, intervals=3, end=ENDED)
     loaded = {"iteration": 30, "event": "checkpoint", "continues": "a", "text": "continued"}
     warned = {"iteration": 0, "event": "warning", "text": "another network"}
@@ -91,24 +90,7 @@ def test_page_and_export_of_a_chain(tmp_path, capsys):
     assert ["iteration 30" in events[0], "another network" in events[1]] == [True, True]
     names = [path.attributes.get("data-name") for path in root.all("path")]
     assert (names.count("measured"), names.count("a")) == (1, 3)  # time; loss against two axes
-    capsys.readouterr()
-    assert report(tmp_path / "b", "--export", "csv") == 0
-    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert [row["run"] for row in rows] == ["a"] * 6 + ["b"] * 6
-    assert [row["rank"] for row in rows[:6]] == ["0"] * 3 + ["1"] * 3
-    assert report(tmp_path / "b", "--export", "json", "-o", tmp_path / "b.json") == 0
-    data = json.loads((tmp_path / "b.json").read_text())
-    interval = load([tmp_path / "a"]).ranks[1].intervals[2]
-    for name, value in {
-        "iterations": ITERATIONS,
-        "iteration_s": interval.mean_s,
-        "computes_s": interval.own_s / ITERATIONS,
-        "waits_s": interval.wait_s / ITERATIONS,
-        "sent_bytes": 2_100_000,
-        "loss": 4.18,
-    }.items():
-        assert data[5][name] == float(rows[5][name]) == pytest.approx(value), name
-    assert report(tmp_path / "b", "--export", "svg") == 2
+    assert report(tmp_path / "b", "--export", "csv") == 2
 
 
 def test_a_page_in_another_place_and_one_that_cannot_be_written(tmp_path, capsys):

@@ -18,7 +18,7 @@ def two_ranks(seconds=1.0, **fields):
 def test_a_repetition_without_all_ranks_does_not_count(tmp_path):
     reps = [two_ranks(1.0), two_ranks(3.0)]
     write_tiny(tmp_path, {"a": reps, "b": []}, cluster={"hosts": 2}, repetitions=2)
-    (tmp_path / "a/rep1/rank1.json").unlink()
+    (tmp_path / "a/rep1/rank1.jsonl").unlink()
     (tmp_path / "a/rep1/rank1.log").write_text("\n".join(f"line {i}" for i in range(500)))
     run = load(tmp_path)
     rep = run.contestants[0].repetitions[1]
@@ -43,10 +43,12 @@ def test_ranks_that_failed_before_their_first_iteration_have_a_report(tmp_path):
     assert row.iteration_s is None
 
 
-@pytest.mark.parametrize("text", ["{", '{"schema": 7}', '{"schema": 1, "rank": 0}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["{", '{"schema": 7}\n', '{"schema": 2, "first": 0, "rank": 0}\n', "[]\n"]
+)
 def test_a_broken_record_is_a_problem_and_no_crash(tmp_path, text):
     write_tiny(tmp_path, {"a": [two_ranks()]})
-    (tmp_path / "a/rep0/rank0.json").write_text(text)
+    (tmp_path / "a/rep0/rank0.jsonl").write_text(text)
     rep = load(tmp_path).contestants[0].repetitions[0]
     assert (rep.complete, bool(rep.problems)) == (False, True)
 
@@ -63,7 +65,7 @@ def test_broken_plan_prediction_and_profile_are_problems(tmp_path):
 def test_what_was_cut_short_counts_only_where_there_is_nothing_whole(tmp_path):
     """With the iterations that all ranks have."""
     short = record(0, steady(1.0, 8), [3.0] * 8)
-    cut = record(1, steady(1.0, 6), [1.0] * 6, cut="ends after 6 iterations")
+    cut = record(1, steady(1.0, 6), [1.0] * 6, cut=True)
     whole = [record(rank, steady(2.0, 8)) for rank in (0, 1)]
     path = write_tiny(tmp_path, {"a": [[short, cut]], "b": [[short, cut], whole]})
     (tmp_path / "b/rep1/problem.txt").write_text("the script failed")

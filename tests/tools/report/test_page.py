@@ -304,11 +304,10 @@ def test_a_strategy_that_recorded_no_messages_has_an_empty_lane(tmp_path):
     facts = profile(6, 2)
     entry = Entry("ddp", "ddp", every_gradient(facts))
     path = write_run(tmp_path, facts, [entry], iterations=8, recorded=6, repetitions=1)
-    for file in (path / "ddp/rep0").glob("rank*.json"):
+    for file in (path / "ddp/rep0").glob("rank*.jsonl"):
         data = json.loads(file.read_text())
-        rows = data["trace"]["spans"]["rows"]
-        data["trace"]["spans"]["rows"] = [row for row in rows if row[1] == COMPUTE]
-        file.write_text(json.dumps(data))
+        data["spans"]["rows"] = [row for row in data["spans"]["rows"] if row[1] == COMPUTE]
+        file.write_text(json.dumps(data) + "\n")
     computes, network, _, predicted = lanes_of(read(write(path)))
     assert (network.name, network.boxes) == ("network", [])
     assert computes.boxes

@@ -48,7 +48,7 @@ def run_of(path, lengths, *, shifts=(0.0,), sends=1, skip=0, notes=None):
             spans.append(Span(rank, COMPUTE, "forward", i, end - length, end))
             if i % 2 == sends:
                 spans.append(Span(rank, "net", "param", i, end - length / 2, end, (0, 2), 64))
-        data = record(rank, ends, spans=spans, period=2, start_s=shift)
+        data = record(rank, ends, spans=spans, period=2)
         data["trace"]["notes"] = notes or {}
         records.append(data)
     write_tiny(path, {"a": [records]}, skip=skip)
@@ -89,13 +89,13 @@ def test_the_measured_period_is_in_phase_with_the_predicted_and_typical(
 
 
 def test_clocks_with_other_origins_are_aligned_where_messages_end(tmp_path):
-    _, window = measured_window(*run_of(tmp_path / "a", [1, 1, 1, 1], shifts=(0.0, 1000.25)))
+    _, window = measured_window(*run_of(tmp_path / "a", [1] * 4, shifts=(0.0, 1000.25), skip=2))
     assert window.length_s == pytest.approx(2.0)
     assert window.zero_s[1] - window.zero_s[0] == pytest.approx(1000.25)
-    early = [Span(0, COMPUTE, "forward", 0, 0.0, 0.5), Span(0, "net", "grad", 0, 0.9, 1.0, (0, 1))]
-    slow = [Span(1, COMPUTE, "forward", 0, 0.2, 0.9), Span(1, "net", "grad", 0, 0.9, 1.0, (0, 1))]
-    ranks = [record(0, [1.0], spans=early), record(1, [1.0], spans=slow, start_s=0.2)]
-    run = load(write_tiny(tmp_path / "b", {"a": [ranks]}))
+    early = [Span(0, COMPUTE, "forward", 1, 1.0, 1.5), Span(0, "net", "grad", 1, 1.9, 2.0, (0, 1))]
+    slow = [Span(1, COMPUTE, "forward", 1, 1.2, 1.9), Span(1, "net", "grad", 1, 1.9, 2.0, (0, 1))]
+    ranks = [record(0, [1.0, 2.0], spans=early), record(1, [1.2, 2.0], spans=slow)]
+    run = load(write_tiny(tmp_path / "b", {"a": [ranks]}, skip=1))
     _, window = measured_window(run, run.contestants[0])
     bounds = [window.bounds_s(rank) for rank in (0, 1)]  # who computes longer keeps its lag
     assert bounds == [pytest.approx([0.0, 1.0]), pytest.approx([0.2, 1.0])]
@@ -241,9 +241,9 @@ def test_parts_by_hand(tmp_path):
         for rank, (compute_s, shift) in enumerate(((1.0, 0.0), (1.2, 100.0))):
             spans = [*spans_of(rank, compute_s, compute_s - 0.1, 1.5, shift)]
             ends = [shift + 1.5 * (i + 1) for i in range(3)]
-            records.append(record(rank, ends, spans=spans, start_s=shift))
+            records.append(record(rank, ends, spans=spans))
             records[-1]["trace"].update(notes)
-        write_tiny(tmp_path / name, {"a": [records]})
+        write_tiny(tmp_path / name, {"a": [records]}, skip=1)
         spans = tuple(spans_of(0, 0.9, 0.8, 1.1, iterations=1))
         trace = Trace("simulated", "a", ((1.1,),), (0.0,), spans, notes={"ranks": 2})
         dump(tmp_path / name / "a" / "predicted.json", trace.to_dict())

@@ -250,7 +250,7 @@ def test_a_row_in_trouble_never_wins_and_is_the_first_reservation(tmp_path, trou
     if trouble == "disturbed":
         dump(path / "fast/rep0/load.json", {"disturbed": 1.0, "foreign": 0.6})
     if trouble == "failed":
-        (path / "fast/rep0/rank0.json").write_text("{")
+        (path / "fast/rep0/rank0.jsonl").write_text("{")
     run = load(path)
     found = headline(run, summarize(run))
     assert found.best.label == "ddp"

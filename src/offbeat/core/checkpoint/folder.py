@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offbeat.core.checkpoint import shard
 from offbeat.core.checkpoint.shard import Manifest
-from offbeat.core.files import NewerSchemaError
+from offbeat.core.files import SchemaError
 
 NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
 UNFINISHED = ".unfinished-"
@@ -55,7 +55,7 @@ class Folder:
         for name in self.names():
             try:
                 shard.read_manifest(self.shard(name, worker))
-            except NewerSchemaError as error:
+            except SchemaError as error:
                 return str(error)
             except (OSError, ValueError):  # missing or truncated
                 continue

@@ -15,13 +15,6 @@ from offbeat.core.buckets.shards import local_of
 
 TensorLayout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
-# Modules of classes in checkpoints of version 0.1.0, and their current names.
-MOVED = {
-    "offbeat.measuring.noise": "offbeat.core.measuring.noise",
-    "offbeat.numerics.change": "offbeat.core.rules.changed",
-    "offbeat.solve.preserver": "offbeat.core.guards.loss_watch",
-}
-
 
 @dataclass(frozen=True)
 class Frozen:
@@ -95,9 +88,6 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Mapping[str, Tensor]):
         super().__init__(io.BytesIO(data))
         self._tensors = tensors
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        return super().find_class(MOVED.get(module_name, module_name), global_name)
 
     def persistent_load(self, pid: str) -> Tensor:
         return self._tensors[pid]

@@ -84,13 +84,13 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         OSError: the manifest or a file is missing.
-        NewerSchemaError: the schema is that of a later version.
+        SchemaError: the schema is that of another version.
         ValueError: fields are missing or unknown, or a file has another size.
     """
     data = json.loads((directory / MANIFEST).read_text())
     require_schema(data.get("schema"), SCHEMA, directory)
     known = {field.name for field in fields(Manifest)}
-    if odd := (data.keys() ^ known) - {"record", "nodes"}:  # version 0.1 wrote neither
+    if odd := data.keys() ^ known:
         path = directory / MANIFEST
         raise ValueError(f"{path}: field {min(odd)!r} is missing or unknown in schema {SCHEMA}")
     manifest = Manifest(**data)

@@ -1,8 +1,7 @@
 """Functions that write files and name the file in each error, and the rule for schemas.
 
-The schema of a file grows with each incompatible change of its format. A file with an equal or an
-earlier schema is read, by every version with the same major number. A file with a later schema is
-refused, because its unknown parts may change the meaning of the known ones.
+The schema of a file changes with each incompatible change of its format. A file with another schema
+is refused, because its unknown parts may change the meaning of the known ones.
 """
 
 from __future__ import annotations
@@ -13,28 +12,25 @@ from pathlib import Path
 from typing import Any
 
 
-class NewerSchemaError(ValueError):
-    """A file of a later version of offbeat."""
+class SchemaError(ValueError):
+    """A file of another version of offbeat."""
 
 
-def require_schema(found: Any, newest: int, what: object) -> None:
-    """Raise unless `found` is a schema of at most `newest`, that of this version.
+def require_schema(found: Any, schema: int, what: object) -> None:
+    """Raise unless `found` is the schema of this version.
 
     Args:
         found: schema that the file states.
-        newest: schema that this version writes.
+        schema: schema that this version writes.
         what: file that states the schema.
 
     Raises:
-        NewerSchemaError: the schema is that of a later version.
-        ValueError: the schema is no schema.
+        SchemaError: the schema is another one.
     """
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ValueError(f"schema ({found!r}) of {what} must be {newest}; write it again")
-    if found > newest:
-        raise NewerSchemaError(
-            f"schema ({found}) of {what} must be at most {newest}: a later version of offbeat has "
-            "written it; install that version"
+    if found != schema:
+        raise SchemaError(
+            f"schema ({found!r}) of {what} must be {schema}: another version of offbeat has "
+            "written it; install that version, or write it again"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -32,7 +31,6 @@ from offbeat.core.profile.records import (
     bucket_terms,
 )
 from offbeat.core.profile.validation import validate
-from offbeat.former_names import REMOVED_IN
 
 SIMULTANEOUS_SPEED = 2 / 3
 """Relative speed of each of two channels of one link that carry messages at the same time.
@@ -40,12 +38,6 @@ SIMULTANEOUS_SPEED = 2 / 3
 The link then carries 4/3 of its rate. Source: ASC-WFBP. On distant links see
 `Profile.shares_rate_only`.
 """
-
-FORMER_METHODS = {
-    "alone_s": "bucket_message_s",
-    "paced": "with_pace",
-    "sent_per_s": "send_bytes_per_s",
-}
 
 
 @dataclass(frozen=True)
@@ -110,17 +102,6 @@ class Profile:
     usage: ScriptUsage = field(default_factory=ScriptUsage)
     element_bytes: float = 4.0
     foreign_share: float = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        # Return the method that a former name stands for, with a warning, until version 0.3.
-        if name not in FORMER_METHODS:
-            raise AttributeError(f"'Profile' object has no attribute {name!r}")
-        new = FORMER_METHODS[name]
-        text = (
-            f"Profile.{name} is now Profile.{new}; the former name will be removed in {REMOVED_IN}"
-        )
-        warnings.warn(text, FutureWarning, stacklevel=2)
-        return getattr(self, new)
 
     def __post_init__(self) -> None:
         validate(self)

@@ -19,9 +19,7 @@ from offbeat.core.profile.records import (
 if TYPE_CHECKING:
     from offbeat.core.profile.facts import Profile
 
-SCHEMA = 2
-# Of profiles in which every replica has one rank; earlier versions read them without `usage`.
-FLAT_SCHEMA = 1
+SCHEMA = 1
 # Fields of a profile that are lists of records, with the name of a record in messages.
 RECORDS = (
     ("buckets", "bucket", Bucket),
@@ -34,8 +32,7 @@ RECORDS = (
 def fields_as_json(profile: Profile) -> dict[str, Any]:
     """Return the fields of a profile as JSON types. Optional fields with default values are left
     out."""
-    schema = SCHEMA if profile.topology else FLAT_SCHEMA
-    head = {"schema": schema, "world_size": profile.world_size, "update_s": profile.update_s}
+    head = {"schema": SCHEMA, "world_size": profile.world_size, "update_s": profile.update_s}
     return head | {name: _as_json(value) for name, value in compact(profile).items()}
 
 
@@ -51,10 +48,10 @@ def read_fields(data: Any, known: set[str]) -> dict[str, Any]:
     """
     if not isinstance(data, Mapping):
         raise ValueError("a profile must be a JSON object; see `offbeat profile`")
-    if data.get("schema") not in (FLAT_SCHEMA, SCHEMA):
+    if data.get("schema") != SCHEMA:
         raise ValueError(
-            f"schema ({data.get('schema')!r}) of the profile must be {FLAT_SCHEMA} or "
-            f"{SCHEMA}; measure it again with `offbeat profile`"
+            f"schema ({data.get('schema')!r}) of the profile must be {SCHEMA}; measure it again "
+            "with `offbeat profile`"
         )
     _reject_unknown("profile", data, {"schema", *known})
     for key in ("world_size", "links", "buckets"):

@@ -128,7 +128,7 @@ class RecordedEvents:
         """Read a file.
 
         Raises:
-            ValueError: the file is not a log of this or an earlier version.
+            ValueError: the file is not a log of this version.
             OSError: the file cannot be read.
         """
         try:

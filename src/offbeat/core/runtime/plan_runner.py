@@ -366,9 +366,9 @@ class PlanRunner:
         if self._recorder:
             self._recorder.set_sample(None)
         # Sizes of outstanding messages and codec memory depend on the alignment, which differs
-        # between jobs on GPUs and on CPUs. Version 0.1 did not align.
-        alignment_bytes = state["engine"].get("alignment_bytes", 1)
-        engine.relayout(specs_of_profile(self._model, choice.profile), alignment_bytes)
+        # between jobs on GPUs and on CPUs.
+        specs = specs_of_profile(self._model, choice.profile)
+        engine.relayout(specs, state["engine"]["alignment_bytes"])
         self._guards.parameters.attach(engine.flat.parameters)
         choice.restore(state["varied"])
         if state["trying"]:  # no iteration has run yet
@@ -377,8 +377,7 @@ class PlanRunner:
             return
         self.is_trial = False
         engine.set_watched(None)
-        fallen_back = state.get("fallen_back", False)  # unknown in former checkpoints
-        self.begin(Plan.from_dict(state["plan"]), has_fallen_back=fallen_back)
+        self.begin(Plan.from_dict(state["plan"]), has_fallen_back=state["fallen_back"])
         engine.hooks.held = state["held"]
         if state["guard"] is None:
             self.stop_monitor()

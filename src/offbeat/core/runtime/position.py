@@ -18,6 +18,7 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 
 State = dict[str, Any]
+_NO_MESSAGE = {"tensors": (), "errors": (), "is_foreign": False, "age": None, "culprits": []}
 
 
 def capture(engine: Engine) -> State:
@@ -61,11 +62,7 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
     run.windows.restart()
     run.context.memory.update(_on_device(state["memory"], where))
     run.votes.outcomes.update(state["votes"])
-    recent = [
-        _restore_iteration(engine, saved, planned, where)
-        for saved in state["iterations"]
-        if saved["planned"] < planned  # version 0.1.0 has also saved a dropped iteration
-    ]
+    recent = [_restore_iteration(engine, saved, planned, where) for saved in state["iterations"]]
     run.cursor.resume(planned, recent)
     engine.begin()
 
@@ -144,13 +141,13 @@ def _restore_iteration(
     rules, messages = run.program.transfers(saved["planned"]), saved["messages"]
     restored = []
     for index, transfer in enumerate(rules):
-        state = messages.get(index, {"tensors": (), "age": None, "culprits": []})
+        state = messages.get(index, _NO_MESSAGE)
         tensors = _on_device(list(state["tensors"]), where)
         message = run.messages.arrived_message(transfer, number, tensors, state["age"])
         message.culprits = state["culprits"]
-        message.errors = _on_device(list(state.get("errors", ())), where)
-        message.is_foreign = state.get("is_foreign", False)
-        message.is_stored = state.get("is_stored", False)
+        message.errors = _on_device(list(state["errors"]), where)
+        message.is_foreign = state["is_foreign"]
+        message.is_stored = state["is_stored"]
         restored.append(message)
     listed = saved["settings"]
     return Iteration(

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from offbeat.core.strategy.interface import Strategy, changed_settings, require_choice
-from offbeat.core.strategy.registry import create, maker, reference_of, setting_names
+from offbeat.core.strategy.registry import create, find, reference_of, setting_names
 
 BITS = {"0": False, "1": True}
 
@@ -133,7 +133,7 @@ def create_from_texts(name: str, settings: Mapping[str, str]) -> Strategy:
     """Return a strategy from its name and the texts of its settings. Raise ValueError for invalid
     text."""
     known = setting_names(name)
-    hints = {k: hint for k, hint in get_type_hints(maker(name)).items() if k in known}
+    hints = {k: hint for k, hint in get_type_hints(find(name)).items() if k in known}
     # `create` raises the error for unknown settings.
     values = {k: parse_value(k, t, hints[k]) if k in hints else t for k, t in settings.items()}
     return create(name, values)

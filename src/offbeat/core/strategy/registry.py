@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -44,9 +44,6 @@ BUILT_IN = {
 
 # Packages in which each module holds one strategy, with the name of the module (`-` for `_`).
 PACKAGES = ("offbeat.strategies.methods", "offbeat.server.methods")
-
-# Former names: functions that return a strategy, and warn until version 0.3.
-FORMER = {"ps-selsync": "offbeat.strategies.former:PSSelSync"}
 
 
 def strategy_names() -> list[str]:
@@ -159,13 +156,13 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     """Return the strategy of a name with these settings.
 
     Args:
-        name: name as for `find`, or a former name.
+        name: name as for `find`.
         settings: settings by name; all others have their defaults.
 
     Raises:
         ValueError: there is no such strategy or setting. The error suggests the nearest name.
     """
-    make, settings = maker(name), settings or {}
+    make, settings = find(name), settings or {}
     known = setting_names(name)
     if "outer" in settings and "outer" not in known:
         raise ValueError(
@@ -177,22 +174,16 @@ def create(name: str, settings: Mapping[str, Any] | None = None) -> Strategy:
     return make(**settings)
 
 
-def maker(name: str) -> Callable[..., Strategy]:
-    """Return the class of a strategy, or the function of a former name. Raise ValueError as `find`
-    does."""
-    return load_object(FORMER[name]) if name in FORMER else find(name)
-
-
 def setting_names(name: str) -> list[str]:
     """Return the names of a strategy's settings.
 
     Args:
-        name: name as for `find`, or a former name.
+        name: name as for `find`.
 
     Raises:
         ValueError: there is no such strategy.
     """
-    return list(signature(maker(name)).parameters)
+    return list(signature(find(name)).parameters)
 
 
 @cache

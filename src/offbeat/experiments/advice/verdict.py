@@ -18,7 +18,6 @@ from offbeat.experiments.advice.options import CHANGES
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import AS_GOOD, MAX_STALENESS, Advice, advise
 from offbeat.experiments.advice.work import Work
-from offbeat.jobs.verdict_file import SCHEMA
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,6 @@ class Verdict:
         """Return the verdict as JSON types, without the profile."""
         place = self.place
         return {
-            "schema": SCHEMA,
             "machines": place.machines,
             "devices": place.devices,
             "rate_bps": place.rate_bps,

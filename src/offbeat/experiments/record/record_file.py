@@ -32,8 +32,7 @@ def path_of(directory: str | Path, rank: int) -> Path:
 
 def records_in(directory: Path) -> list[Path]:
     """Return the paths of all records in a folder, in order of rank."""
-    found = [*directory.glob(f"rank*{SUFFIX}"), *directory.glob("rank*.json")]
-    return sorted(found, key=lambda path: (_rank_of(path), path.name))
+    return sorted(directory.glob(f"rank*{SUFFIX}"), key=lambda path: (_rank_of(path), path.name))
 
 
 class RecordWriter:
@@ -80,7 +79,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """Read a record as one object.
 
     Args:
-        path: path of the record; blocks if it ends in .jsonl, else a single JSON object.
+        path: path of the record.
 
     Returns:
         Fields of the record, with the measured trace as `trace`. `cut` describes where the record
@@ -90,12 +89,9 @@ def read(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is not a record.
     """
-    path = Path(path)
-    if path.suffix != SUFFIX:  # a record in one piece
-        return json.loads(path.read_text())
     merged = _MergedRecord()
     torn = False
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for line in file:
             block = _parse_block(line)
             if block is None:
@@ -109,9 +105,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def first_block(path: str | Path) -> dict[str, Any]:
     """Return the first block of a record; empty if no block is complete."""
-    path = Path(path)
-    with path.open("rb") as file:
-        return (_parse_block(file.readline()) or {}) if path.suffix == SUFFIX else read(path)
+    with Path(path).open("rb") as file:
+        return _parse_block(file.readline()) or {}
 
 
 def iterations_so_far(path: str | Path) -> int:
@@ -139,10 +134,7 @@ class _MergedRecord:
         self._metrics: dict[str, Any] = {}
 
     def add(self, block: dict[str, Any]) -> None:
-        schema = block.pop("schema", None)
-        require_schema(schema, SCHEMA, "every block")
-        if schema != SCHEMA:  # blocks of schema 1 were never in a release
-            raise ValueError(f"schema of every block must be {SCHEMA}; run again with this version")
+        require_schema(block.pop("schema", None), SCHEMA, "every block")
         if block["first"] != len(self._columns["ends_s"]):
             raise ValueError(f"the block from iteration {block['first']} on must follow the others")
         for name, column in self._columns.items():
@@ -174,7 +166,6 @@ class _MergedRecord:
         return {
             **fields,
             **columns,
-            "schema": 1,
             "losses": [[i, ends[i], loss] for i, loss in self._losses.means() if i < len(ends)],
             "losses_of": self._losses.width,
             "metrics": {

@@ -435,7 +435,6 @@ def _rank_names(ranks: list[int]) -> str:
 
 
 def _record_from_dict(data: Mapping[str, Any]) -> RankRecord:
-    require_schema(data.get("schema"), SCHEMA, "the record")
     trace = Trace.from_dict(data["trace"])
     if trace.world_size != 1:
         raise ValueError(f"trace has {trace.world_size} rows of ends_s, must have its own only")

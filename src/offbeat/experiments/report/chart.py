@@ -206,7 +206,7 @@ def as_html(chart: Chart) -> str:
     ]
     for path in chart.paths():
         name = f' data-name="{escape(path.name)}"' * bool(path.name)
-        parts.append(f'<path class="{path.look}"{name} d="{outline(path, SIZE, SIZE)}"/>')
+        parts.append(f'<path class="{path.look}"{name} d="{_outline(path)}"/>')
     parts.append("</svg>")
     for label in chart.labels():
         place = f"left:{100 * label.place[0]:.2f}%;top:{100 * label.place[1]:.2f}%"
@@ -214,11 +214,9 @@ def as_html(chart: Chart) -> str:
     return "".join([*parts, "</div>"])
 
 
-def outline(path: Path, width: float, height: float, decimals: int = 0) -> str:
-    """Return the `d` of an SVG path in a chart of this size; bands are closed."""
+def _outline(path: Path) -> str:
+    """Return the `d` of an SVG path; bands are closed."""
     parts = (
-        "L".join(f"{width * x:.{decimals}f} {height * y:.{decimals}f}" for x, y in part)
-        for part in path.parts
-        if part
+        "L".join(f"{SIZE * x:.0f} {SIZE * y:.0f}" for x, y in part) for part in path.parts if part
     )
     return "".join(f"M{part}{'z' * (path.look == 'band')}" for part in parts)

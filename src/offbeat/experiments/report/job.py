@@ -19,7 +19,6 @@ from offbeat.jobs.job_view import ACTIVE, LEFT, delaying_ranks, heartbeat_timeou
 from offbeat.jobs.membership_history import EVENT, MembershipHistory
 from offbeat.jobs.record_folder import find_runs, is_alive, is_run
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
-from offbeat.jobs.verdict_file import VERDICT_FILE, find_verdict
 from offbeat.jobs.words import count_text, duration
 
 SILENT_S = 2.0  # lower bound; a rank with an older heartbeat at the first error failed before it
@@ -71,7 +70,6 @@ class JobReport:
         sent_bytes: bytes that a rank has sent in these iterations, between nodes if replicas have
             several ranks.
         baseline_share: these bytes divided by those of DDP; None without a profile.
-        verdict: what the verdict that is kept with the run predicts; None without one.
         losses: mean loss of the first and of the last interval.
         nonfinite_losses: number of losses that were not finite.
         members: changes of the members; None for a job without any.
@@ -102,7 +100,6 @@ class JobReport:
     late_ranks: tuple[int, ...]
     sent_bytes: float | None
     baseline_share: float | None
-    verdict: str | None
     losses: tuple[float, float] | None
     nonfinite_losses: int
     members: MembershipHistory | None
@@ -179,7 +176,6 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         late_ranks=tuple(sorted(delaying_ranks(list(counted.values())))),
         sent_bytes=None if sent is None or own is None else sent * own.n,
         baseline_share=sent / baseline if sent and baseline else None,
-        verdict=_verdict(record, None if own is None else own.mean_s),
         losses=(first, last) if first is not None and last is not None else None,
         nonfinite_losses=sum(i.loss.nonfinite for i in everything if i.loss is not None),
         members=members,
@@ -187,12 +183,6 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         restarts=tuple(_restarts(record)),
         problems=tuple(_problems(record, state)),
     )
-
-
-def _verdict(record: JobRecord, measured_s: float | None) -> str | None:
-    kept = find_verdict(record.json(VERDICT_FILE))
-    machines = len({str(host) for host in record.run.get("hosts") or ()})
-    return kept and kept.compare(str(record.run.get("strategy")), machines, measured_s)
 
 
 # --- how it ended --------------------------------------------------------------------------------

@@ -262,8 +262,6 @@ def _banners(report: JobReport) -> list[str]:
     if report.state != "ended":
         title = TITLES[report.state].lower()
         texts.append(f"{title[:1].upper()}{title[1:]}: {report.ending}")
-    if report.verdict is not None:
-        texts.append(f"Verdict: {report.verdict}")
     return texts
 
 

@@ -59,8 +59,6 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
             text += f"; predicted {words.seconds(report.predicted_s)} ({error})"
         yield "measured", text
         yield "went to", split_text(report)
-    if report.verdict is not None:
-        yield "verdict", report.verdict
     if report.sent_bytes is not None:
         text = f"{words.size(report.sent_bytes)} per rank"
         text += " between nodes" * bool(report.nodes) + " in these iterations" * is_part

@@ -38,7 +38,6 @@ from offbeat.experiments.report.headline import (
 from offbeat.experiments.report.pace_notes import describe_late_hosts, describe_pace
 from offbeat.experiments.report.summary import Row, merges_gradients
 from offbeat.experiments.report.table import details
-from offbeat.experiments.report.verdicts import verdict_texts
 from offbeat.experiments.report.votes import describe_votes, votes_of
 from offbeat.strategies import DDP
 
@@ -125,10 +124,7 @@ def view(run: Run, rows: Sequence[Row], traces: Mapping[str, Mapping[str, str]])
         "plots": _plots(run, order, curves.losses_of(order)),
         "distance": curves.distance_chart(order),
         "conditions": conditions(run, rows),
-        "reassurance": [
-            *describe_pace(run),
-            *(f"Verdict: {text}." for text in verdict_texts(run, rows)),
-        ],
+        "reassurance": [*describe_pace(run)],
         "measured": _measured_text(run),
         "facts": _facts(run),
         "tables": _cluster_tables({**run.cluster, **_link_facts(run)}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ class Grid:
     legend: Sequence[str]
 
 
-def grid(rows: Sequence[Row], width: float = math.inf) -> Grid:
+def grid(rows: Sequence[Row], width: float) -> Grid:
     """Return the cells of the columns that fit into `width` characters."""
     names = display_names(rows)
     marks = {row.label: names[row.label] + " ~" * bool(row.disturbed) for row in rows}

@@ -14,7 +14,6 @@ from offbeat.experiments.report import gossip, metrics, words
 from offbeat.experiments.report.headline import headline
 from offbeat.experiments.report.page import render
 from offbeat.experiments.report.summary import Row, shift_curve, summarize
-from offbeat.experiments.report.verdicts import verdict_texts
 
 REPORT = "report.html"
 SUMMARY = "summary.json"
@@ -55,7 +54,6 @@ def summary(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
         "profile": run.given,
         "profile_disturbed": run.profile_disturbed and asdict(run.profile_disturbed),
         "notes": list(run.notes),
-        "verdicts": verdict_texts(run, rows),
         "seeds": list(run.seeds),
         "compute": _compute_record(run),
         "rows": [asdict(row) for row in rows],

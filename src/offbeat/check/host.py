@@ -1,4 +1,4 @@
-"""`offbeat doctor`: versions, platform, links and limits, for a report of a fault."""
+"""Facts of this host: versions, platform, links and limits, for a report of a fault."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from importlib import metadata
 from typing import Any
 
 from offbeat import __version__
-from offbeat.cli.entry import app
-from offbeat.cli.options import Json
-from offbeat.cli.output import print_result
 from offbeat.core.measuring.processors import processors
 from offbeat.core.transport.interfaces import ipv4_of
 
@@ -23,12 +20,8 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREAD
 SECRET = "SECRET"  # in the name of a variable whose value is not shown
 
 
-@app.command
-def doctor(*, json_: Json = False) -> int:
-    """Print what a report of a fault needs: versions, platform, links, limits; no secret.
-
-    Example: offbeat doctor
-    """
+def host_lines() -> list[str]:
+    """Return what a report of a fault needs, without secrets."""
     facts = {
         "versions": package_versions(),
         "platform": platform_facts(),
@@ -41,8 +34,7 @@ def doctor(*, json_: Json = False) -> int:
     for title, entries in facts.items():
         lines.append(title)
         lines += [f"  {name:<22} {value}" for name, value in entries.items()] or ["  none"]
-    print_result(json_, facts, "\n".join(lines))
-    return 0
+    return lines
 
 
 def package_versions() -> dict[str, str]:
