@@ -182,6 +182,40 @@ def test_modules_are_named_as_text_in_no_further_place() -> None:
     assert text_imports() == LISTED["modules as text"]
 
 
+# ---- listening sockets ----------------------------------------------------------------------
+
+LISTENING = {"open_listener", "create_server", "start_http_server", "TCPStore"}
+LISTENERS = {  # modules whose sockets others can reach, with the first words of their row
+    "offbeat.check.connections": "`offbeat check`",
+    "offbeat.core.runtime.member_feed": "optimizer's state for a joining member",
+    "offbeat.core.runtime.member_presence": "presence of a member",
+    "offbeat.core.runtime.members": "torch's store",
+    "offbeat.core.transport.addresses": "check of links",  # ports that it closes at once
+    "offbeat.core.transport.interfaces": "check of links",
+    "offbeat.core.transport.rendezvous": "torch's store",
+    "offbeat.gossip.startup": "gossip",
+    "offbeat.jobs.sinks": "metrics",
+    "offbeat.lab.probe": "probe of the lab's links",
+    "offbeat.membership.service": "membership service",
+    "offbeat.server.serving": "parameter server",
+}
+OPENER = "offbeat.core.transport.listeners"  # opens the sockets of other modules
+
+
+def listens(tree: ast.Module) -> bool:
+    """Return whether a module opens a listening socket."""
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = {getattr(f, "id", None) or getattr(f, "attr", None) for f in calls}
+    return bool(names & LISTENING)
+
+
+def test_each_listening_socket_has_a_row_in_the_page_on_security() -> None:
+    table = (ROOT / "docs" / "security.md").read_text().partition("## Listening sockets")[2]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert {module for module, tree in trees().items() if listens(tree)} == {*LISTENERS, OPENER}
+    assert [m for m, row in LISTENERS.items() if not any(r.startswith(row) for r in rows)] == []
+
+
 if __name__ == "__main__":
     found = {
         "largest circle": max(map(len, circles()), default=0),
