@@ -156,7 +156,7 @@ class Service:
         """Return all epochs; at most the newest 16 are kept."""
         if self._process.poll() is not None:
             self.start()
-        client = MembershipClient(self.address, lambda: (SECRET.encode(),), 20.0)
+        client = MembershipClient(self.address, SECRET.encode(), 20.0)
         newest = client.state().epoch
         count = 0 if newest is None else newest.number + 1
         found = [client.epoch(number) for number in range(count)]

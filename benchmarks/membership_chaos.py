@@ -52,7 +52,7 @@ def _run(folder: Path, seconds: float, members: int, seed: int) -> dict[str, Any
     port = reserved.getsockname()[1]
     services, sizes = [_start(folder, port)], list[int]()
     address, names = f"127.0.0.1:{port}", tuple(f"m{n}" for n in range(members))
-    client = MembershipClient(address, _secrets, LIMIT_S)
+    client = MembershipClient(address, SECRET, LIMIT_S)
     client.propose(Epoch(0, names))
     found, barrier, half_s = context.Queue(), context.Barrier(members), seconds / 2
     children = [
@@ -92,10 +92,6 @@ def _run(folder: Path, seconds: float, members: int, seed: int) -> dict[str, Any
     }
 
 
-def _secrets() -> tuple[bytes, ...]:
-    return (SECRET,)
-
-
 def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "offbeat", "membership", "--host", "127.0.0.1"]
     options = {"--port": port, "--journal": folder / "journal", "--secret": folder / "secret"}
@@ -111,7 +107,7 @@ def _work(
     address: str, number: int, names: tuple[str, ...], half_s: float, barrier: Any, found: Any
 ) -> None:
     """Add and lock, meet the other members, then propose epochs."""
-    client = MembershipClient(address, _secrets, LIMIT_S)
+    client = MembershipClient(address, SECRET, LIMIT_S)
     keys, own, locks, longest_s, requests = client.rendezvous(0), 0, list[int](), 0.0, 0
     end_s = time.monotonic() + half_s
     while (begin_s := time.monotonic()) < end_s:

@@ -157,7 +157,7 @@ class Outcome:
 def membership_service() -> Iterator[str]:
     """Yield the address of a membership service in a thread of this process."""
     listener = socket.create_server(("127.0.0.1", 0))
-    service = MembershipService(Ledger(), listener, lambda: (SECRET.encode(),))
+    service = MembershipService(Ledger(), listener, SECRET.encode())
     thread = threading.Thread(target=service.serve, daemon=True)
     thread.start()
     try:
@@ -169,7 +169,7 @@ def membership_service() -> Iterator[str]:
 
 def epochs_of(address: str) -> list[Epoch]:
     """Return all epochs that a service has written."""
-    client = MembershipClient(address, lambda: (SECRET.encode(),))
+    client = MembershipClient(address, SECRET.encode())
     newest = client.state().epoch
     assert newest is not None
     found = [client.epoch(number) for number in range(newest.number + 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,6 @@ from offbeat.membership import Epoch, JoinRequest, Membership, MembershipClient
 from offbeat.membership.service import MembershipService, open_service
 
 SECRET = b"secret of this test"
-
-
-def secrets() -> tuple[bytes, ...]:
-    return (SECRET,)
 
 
 def reserved_port() -> socket.socket:
@@ -30,9 +26,9 @@ def reserved_port() -> socket.socket:
 class ServiceHost:
     """Starts, ends and restarts a service at one address and one journal."""
 
-    def __init__(self, journal: Path, read: Callable[[], Sequence[bytes]] = secrets):
+    def __init__(self, journal: Path):
         self.journal, self.reports = journal, list[str]()
-        self._read, self._reserved = read, reserved_port()
+        self._reserved = reserved_port()
         self._clients: list[MembershipClient] = []
         self.service = self._start()
 
@@ -42,7 +38,7 @@ class ServiceHost:
 
     def _start(self) -> MembershipService:
         port = self._reserved.getsockname()[1]
-        service = open_service(self.journal, "127.0.0.1", port, self._read, self.reports.append)
+        service = open_service(self.journal, "127.0.0.1", port, SECRET, self.reports.append)
         self._thread = threading.Thread(target=service.serve, daemon=True)
         self._thread.start()
         return service
@@ -57,7 +53,7 @@ class ServiceHost:
         self.service = self._start()
 
     def client(self, secret: bytes = SECRET, timeout_s: float = 20.0) -> MembershipClient:
-        client = MembershipClient(self.address, lambda: (secret,), timeout_s)
+        client = MembershipClient(self.address, secret, timeout_s)
         self._clients.append(client)
         return client
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,20 +22,20 @@ def membership(
     host: Annotated[str, option("Address of the service.  [default: all interfaces]")] = "0.0.0.0",
     secret: Annotated[
         Path | None,
-        option("File with a secret per line, at most 2; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET."),
+        option("File with the secret; else OFFBEAT_SECRET_FILE, OFFBEAT_SECRET."),
     ] = None,
 ) -> int:
     """Run the membership service of one job until it gets SIGTERM or Ctrl-C.
 
     Example: offbeat membership --journal job.journal --secret secret.txt
     """
-    from offbeat.frames.secret import read_secrets
+    from offbeat.frames.secret import read_secret
     from offbeat.membership.service import open_service
 
     texts.require_range("--port", port, 0, f"leave it out for {DEFAULT_PORT}", 65535)
     if secret is not None:
         texts.warn_if_readable(secret)
-    service = open_service(journal, host, port, partial(read_secrets, secret), report=_report)
+    service = open_service(journal, host, port, read_secret(secret), report=_report)
     _report(f"membership service at {service.address}, {service.summary}")
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     with suppress(KeyboardInterrupt):  # the journal holds all answered requests

@@ -16,7 +16,7 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any, Generic, TypeVar
 
 from offbeat.frames.frames import Frame, K, Room, Steps, WireError, pack, read_frames
-from offbeat.frames.secret import CLOSED, Secrets, proof_steps
+from offbeat.frames.secret import CLOSED, proof_steps
 
 AT_ONCE_BYTES = 8 << 20  # bytes to receive from one peer before other peers
 NOTHING = memoryview(b"")
@@ -36,7 +36,7 @@ class Connection(Generic[K]):
         sock: connected socket, or a socket that is still connecting.
         kinds: kinds of frames.
         room: memory for bodies.
-        secret: see `Secrets`.
+        secret: secret of the job.
         connects: whether this end has opened the connection.
 
     Attributes:
@@ -47,7 +47,7 @@ class Connection(Generic[K]):
     """
 
     def __init__(
-        self, sock: socket.socket, kinds: type[K], room: Room[K], secret: Secrets, *, connects: bool
+        self, sock: socket.socket, kinds: type[K], room: Room[K], secret: bytes, *, connects: bool
     ):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -161,7 +161,7 @@ class Connection(Generic[K]):
         self.sock.close()
 
 
-def prove(sock: socket.socket, secret: Secrets, *, connects: bool, until_s: float) -> None:
+def prove(sock: socket.socket, secret: bytes, *, connects: bool, until_s: float) -> None:
     """Exchange proofs over a socket that has no frames. See `proof_steps`.
 
     Raises:

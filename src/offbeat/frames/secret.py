@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from offbeat.frames.frames import Steps
 
 VARIABLE, FILE_VARIABLE = "OFFBEAT_SECRET", "OFFBEAT_SECRET_FILE"
-MOST_SECRETS = 2  # valid at the same time, while a new secret replaces an old one
 NONCE_BYTES = MAC_BYTES = 32
 ANSWER_BYTES = NONCE_BYTES + MAC_BYTES
 CLOSED = "the other end has closed the connection"
 REMEDY = f"{VARIABLE} must be the same on all ranks; export the same everywhere, or none"
-
-Secrets = bytes | Sequence[bytes]
-"""Secret of the job; or all secrets that the end accepts that has not opened the connection."""
 
 
 class ProofError(ConnectionError):
@@ -49,32 +45,29 @@ def own_secret() -> bytes | None:
     return None if text is None else text.encode()
 
 
-def read_secrets(path: Path | None = None) -> tuple[bytes, ...]:
-    """Return the valid secrets of the membership service, one for each line of a file.
+def read_secret(path: Path | None = None) -> bytes:
+    """Return the secret of the membership service, the one line of a file.
 
     Args:
         path: the file. None reads the file that `OFFBEAT_SECRET_FILE` names, or else the secret in
             `OFFBEAT_SECRET`.
 
     Raises:
-        ValueError: there is no secret, or the file has more than two.
+        ValueError: there is no secret, or the file has several.
         OSError: the file cannot be read.
     """
     named = path or os.environ.get(FILE_VARIABLE)
     if not named and (own := own_secret()):
-        return (own,)
+        return own
     if not named:
         raise ValueError(
             f"{FILE_VARIABLE} must name a file with the secret, or {VARIABLE} hold it; the "
             "membership service and all members need the same"
         )
-    found = tuple(filter(None, map(bytes.strip, Path(named).read_bytes().splitlines())))
-    if not 1 <= len(found) <= MOST_SECRETS:
-        raise ValueError(
-            f"secrets in {named} ({len(found)}) must be 1 to {MOST_SECRETS} lines; the second one "
-            "is for the time in which a new secret replaces an old one"
-        )
-    return found
+    found = [*filter(None, map(bytes.strip, Path(named).read_bytes().splitlines()))]
+    if len(found) != 1:
+        raise ValueError(f"secret in {named} ({len(found)} lines) must be one line")
+    return found[0]
 
 
 def common_secret(value: Any, maker: int, exchange: Exchange) -> tuple[list[Any], bytes]:
@@ -121,34 +114,32 @@ def answer(secret: bytes, theirs: bytes | bytearray, mine: bytes) -> bytes:
     return mine + proof(secret, b"worker", theirs, mine)
 
 
-def proof_steps(secret: Secrets, send: Callable[[bytes], object], *, connects: bool) -> Steps:
+def proof_steps(secret: bytes, send: Callable[[bytes], object], *, connects: bool) -> Steps:
     """Send the messages of one end, and end when the other end has proved the secret.
 
     Yields memory, which the caller fills with the next received bytes. It throws a
     ConnectionResetError into the generator if the other end closes the connection.
 
     Args:
-        secret: see `Secrets`.
+        secret: secret of the job.
         send: sends all bytes.
         connects: whether this end has opened the connection.
 
     Raises:
         ProofError: the other end has not proved the secret, or rejects the own one.
     """
-    accepted = (secret,) if isinstance(secret, bytes) else secret
     mine, theirs, mac = nonce(), bytearray(NONCE_BYTES), bytearray(MAC_BYTES)
     if not connects:
         send(mine)
     yield memoryview(theirs)
     if connects:
-        send(answer(accepted[0], theirs, mine))
+        send(answer(secret, theirs, mine))
     try:
         yield memoryview(mac)
     except ConnectionResetError:
         raise ProofError(f"the other end does not accept this {VARIABLE}; {REMEDY}") from None
     role = b"server" if connects else b"worker"
-    known = [one for one in accepted if hmac.compare_digest(mac, proof(one, role, mine, theirs))]
-    if not known:
+    if not hmac.compare_digest(mac, proof(secret, role, mine, theirs)):
         raise ProofError(f"the other end does not know the secret; {REMEDY}")
     if not connects:
-        send(proof(known[0], b"server", theirs, mine))
+        send(proof(secret, b"server", theirs, mine))

@@ -6,13 +6,12 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 from offbeat import __version__
 from offbeat.core.transport.addresses import parse_address
 from offbeat.frames.connection import NOTHING, Connection
 from offbeat.frames.frames import Frame, Header, WireError, pack
-from offbeat.frames.secret import FILE_VARIABLE, MOST_SECRETS, VARIABLE, ProofError, read_secrets
+from offbeat.frames.secret import FILE_VARIABLE, VARIABLE, ProofError, read_secret
 from offbeat.membership.client import Membership
 from offbeat.membership.errors import (
     EpochReplacedError,
@@ -29,7 +28,7 @@ from offbeat.membership.registry import Command, Reply
 ANSWER_S = 5.0  # longest time for a connection, and for an answer beyond the wait of a request
 IDLE_S = 20.0  # a connection without a request for this time is not used again
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between two attempts; each pause is longer than the last
-REFUSED_PROOFS = 2  # attempts for each secret; a service that ends may close a connection, too
+REFUSED_PROOFS = 4  # attempts; a service that ends may close a connection, too
 
 _jitter = random.SystemRandom()  # not the generator of the script
 
@@ -39,8 +38,7 @@ class MembershipClient(Membership):
 
     Args:
         address: `HOST:PORT` of the service.
-        secrets: returns the secrets of this member, newest first. It is called for each connection,
-            so that a replaced file is read again.
+        secret: secret of the service; None: that of the environment (`read_secret`).
         timeout_s: longest time in seconds for which a call waits for a service that does not
             answer, for example while it restarts.
 
@@ -52,12 +50,12 @@ class MembershipClient(Membership):
     def __init__(
         self,
         address: str,
-        secrets: Callable[[], Sequence[bytes]] = read_secrets,
+        secret: bytes | None = None,
         timeout_s: float = 60.0,
     ):
         self._host = parse_address(address, "the membership service")
-        self.address, self._secrets, self._timeout_s = address, secrets, timeout_s
-        secrets()  # a missing secret is an error now, not after the timeout of the first request
+        self.address, self._timeout_s = address, timeout_s
+        self._secret = read_secret() if secret is None else secret
         self._idle: list[tuple[Connection[Kind], float]] = []
         self._lock = threading.Lock()
 
@@ -85,15 +83,13 @@ class MembershipClient(Membership):
         while True:
             left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)
             try:
-                secrets = self._secrets()
-                secret = secrets[refused_proofs % len(secrets)]
-                return self._exchange(command, wait_s, min(left_s, ANSWER_S), secret)
+                return self._exchange(command, wait_s, min(left_s, ANSWER_S))
             except ProofError as error:
                 refused_proofs += 1
-                if refused_proofs >= REFUSED_PROOFS * MOST_SECRETS:
+                if refused_proofs >= REFUSED_PROOFS:
                     raise SecretRefusedError(
                         f"the membership service at {self.address} does not accept the secret of "
-                        f"this process; {FILE_VARIABLE} or {VARIABLE} must hold a secret of the "
+                        f"this process; {FILE_VARIABLE} or {VARIABLE} must hold that of the "
                         "service"
                     ) from error
                 cause: Exception = error
@@ -107,7 +103,7 @@ class MembershipClient(Membership):
                     f"({error}); give the address that `offbeat membership` has printed, and "
                     "install versions of offbeat with one protocol"
                 ) from error
-            except (OSError, ValueError) as error:  # also of a file of secrets that is replaced now
+            except OSError as error:
                 cause = error
             if time.monotonic() + pause_s > until_s:
                 raise ServiceUnreachableError(
@@ -118,7 +114,7 @@ class MembershipClient(Membership):
             time.sleep(pause_s * _jitter.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
-    def _exchange(self, command: Command, wait_s: float, limit_s: float, secret: bytes) -> Reply:
+    def _exchange(self, command: Command, wait_s: float, limit_s: float) -> Reply:
         """Send a request once, over an idle connection if one still works, and return its reply."""
         request = pack(Kind.REQUEST, 0, meta={"command": command, "wait_s": wait_s})
         while (connection := self._take_idle()) is not None:
@@ -128,7 +124,7 @@ class MembershipClient(Membership):
                 raise
             except OSError:  # the service has closed it; the request is repeatable
                 continue
-        return self._send_request(self._connect(limit_s, secret), request, wait_s + limit_s)
+        return self._send_request(self._connect(limit_s), request, wait_s + limit_s)
 
     def _send_request(self, connection: Connection[Kind], request: bytes, limit_s: float) -> Reply:
         try:
@@ -155,10 +151,10 @@ class MembershipClient(Membership):
             connection.close()
         return found
 
-    def _connect(self, limit_s: float, secret: bytes) -> Connection[Kind]:
+    def _connect(self, limit_s: float) -> Connection[Kind]:
         """Return a connection after the proof of the secret and the comparison of versions."""
         sock = socket.create_connection(self._host, timeout=limit_s)
-        connection: Connection[Kind] = Connection(sock, Kind, _room, secret, connects=True)
+        connection: Connection[Kind] = Connection(sock, Kind, _room, self._secret, connects=True)
         try:
             if sock.getsockname() == sock.getpeername():
                 # TCP connects a socket to itself if the system has chosen the port of the service

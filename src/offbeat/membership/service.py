@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from offbeat import __version__
 from offbeat.frames.connection import NOTHING, Connection, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
-from offbeat.frames.secret import read_secrets
+from offbeat.frames.secret import read_secret
 from offbeat.membership.errors import EpochReplacedError, RequestRefusedError
 from offbeat.membership.journal import Journal
 from offbeat.membership.ledger import JournalError, Ledger
@@ -65,9 +65,8 @@ class MembershipService(ConnectionLoop[_Peer]):
     Args:
         ledger: state and journal.
         listener: socket on which members connect.
-        secrets: returns the valid secrets. It is called for each connection, so that a replaced
-            file is read again.
-        report: called with a text for each new epoch, and for secrets that cannot be read again.
+        secret: secret of the members; None: that of the environment (`read_secret`).
+        report: called with a text for each new epoch.
 
     Attributes:
         address: `HOST:PORT` of the listener.
@@ -77,17 +76,17 @@ class MembershipService(ConnectionLoop[_Peer]):
         self,
         ledger: Ledger,
         listener: socket.socket,
-        secrets: Callable[[], Sequence[bytes]] = read_secrets,
+        secret: bytes | None = None,
         report: Callable[[str], object] | None = None,
     ):
         super().__init__(0, listener)
-        self._ledger, self._read_secrets, self._secrets = ledger, secrets, tuple(secrets())
+        self._ledger, self._secret = ledger, read_secret() if secret is None else secret
         self._most_connections = max(1, min(MOST_CONNECTIONS, _open_files() - OTHER_DESCRIPTORS))
         self._most_strangers = max(1, min(MOST_STRANGERS, self._most_connections // 2))
         self._answered_changes = 0
         self._closing = False
         self._report = report or (lambda _: None)
-        self._reported, self._warning = self.summary, ""
+        self._reported = self.summary
         host, port, *_ = listener.getsockname()
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -133,11 +132,7 @@ class MembershipService(ConnectionLoop[_Peer]):
         try:
             host = str(sock.getpeername()[0])
             connection = Connection(
-                sock,
-                Kind,
-                lambda header: self._room(peer, header),
-                self._current_secrets(),
-                connects=False,
+                sock, Kind, lambda header: self._room(peer, header), self._secret, connects=False
             )
         except OSError:  # the other end has closed the connection
             sock.close()
@@ -145,16 +140,6 @@ class MembershipService(ConnectionLoop[_Peer]):
         peer = _Peer(connection, host)
         self._add_peer(peer)
         self._limit_connections()
-
-    def _current_secrets(self) -> tuple[bytes, ...]:
-        try:
-            self._secrets, warning = tuple(self._read_secrets()), ""
-        except (OSError, ValueError) as error:
-            warning = f"{error}; the secrets that were read before stay valid"
-        if warning not in ("", self._warning):
-            self._report(warning)
-        self._warning = warning
-        return self._secrets
 
     def _limit_connections(self) -> None:
         """Close connections above a limit. Members connect again when they need it."""
@@ -278,7 +263,7 @@ def open_service(
     journal: Path,
     host: str,
     port: int,
-    secrets: Callable[[], Sequence[bytes]] = read_secrets,
+    secret: bytes | None = None,
     report: Callable[[str], object] | None = None,
 ) -> MembershipService:
     """Return the service of a journal, which listens at an address.
@@ -287,7 +272,7 @@ def open_service(
         journal: file of the journal.
         host: address or name of a local interface.
         port: port; 0 selects a free one.
-        secrets: see `MembershipService`.
+        secret: see `MembershipService`.
         report: see `MembershipService`.
 
     Raises:
@@ -295,7 +280,7 @@ def open_service(
             address cannot be used.
         OSError: the journal cannot be opened.
     """
-    secrets()
+    secret = read_secret() if secret is None else secret
     ledger = Ledger(Journal(journal))
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -306,4 +291,4 @@ def open_service(
             f"address ({host}:{port}) must be one of this host with a free port: "
             f"{error.strerror or error}; give another --host or --port"
         ) from None
-    return MembershipService(ledger, listener, secrets, report)
+    return MembershipService(ledger, listener, secret, report)

@@ -18,20 +18,33 @@ from offbeat.core.runtime.members import JobMember, Members
 from offbeat.core.transport import control
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.rendezvous import run_checked, run_limited
+from offbeat.frames.secret import ANSWER_BYTES, NONCE_BYTES
 from offbeat.membership import Epoch, LocalMembership
 
 HOST = "127.0.0.1"
 
 
 def test_a_process_is_present_until_it_ends() -> None:
-    presence = Presence(HOST, "a/0")
-    place = HOST, presence.port
-    assert probe(place, "a/0") == "alive"
-    assert probe(place, "a/1") == "ended"  # another process has got its port
-    assert not is_gone(place, "a/0", epoch=0)
+    presence = Presence(HOST)
+    place = presence.place
+    assert probe(place) == "alive"
+    assert probe([*place[:2], "of another process"]) == "ended"  # which has got its port
+    assert not is_gone(place, epoch=0)
     presence.close()
-    assert probe(place, "a/0") == "ended"
-    assert is_gone(place, "a/0")
+    assert probe(place) == "ended"
+    assert is_gone(place)
+
+
+def test_a_stranger_learns_nothing_and_delays_nobody_for_long() -> None:
+    presence = Presence(HOST)
+    presence.given_up = 7
+    with socket.create_connection(presence.place[:2]) as silent:
+        with socket.create_connection(presence.place[:2]) as stranger:
+            stranger.sendall(bytes(ANSWER_BYTES))
+            assert probe(presence.place) == "alive"
+            assert len(stranger.recv(100, socket.MSG_WAITALL)) == NONCE_BYTES
+        assert len(silent.recv(100, socket.MSG_WAITALL)) == NONCE_BYTES
+    presence.close()
 
 
 def test_a_process_answers_again_after_it_has_had_too_many_open_files(
@@ -46,16 +59,16 @@ def test_a_process_answers_again_after_it_has_had_too_many_open_files(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", accept_later)
-    presence = Presence(HOST, "a/0")
-    assert probe((HOST, presence.port), "a/0") == "alive"
+    presence = Presence(HOST)
+    assert probe(presence.place) == "alive"
     assert failures
     presence.close()
-    assert probe((HOST, presence.port), "a/0") == "ended"
+    assert probe(presence.place) == "ended"
 
 
 def test_a_rank_that_has_given_up_an_epoch_takes_part_in_the_next() -> None:
-    presences = {name: Presence(HOST, name) for name in ("a", "b", "c")}
-    places = {name: (HOST, one.port) for name, one in presences.items()}
+    presences = {name: Presence(HOST) for name in ("a", "b", "c")}
+    places = {name: one.place for name, one in presences.items()}
     presences["b"].given_up = 3
     presences["c"].close()
     assert find_gone(places, 2) == find_gone(places, 3) == ["b", "c"]
@@ -70,7 +83,7 @@ def test_the_probes_of_a_large_job_grow_with_its_ranks(monkeypatch: pytest.Monke
     member = JobMember(Members(LocalMembership()), {}, None, 1.0, MemberNode())  # type: ignore[arg-type]
     others, calls = [f"other{n}" for n in range(100)], list[list[str]]()
     names = (*others[:40], member.name, *others[40:])
-    member.epoch = Epoch(0, names, details={"addresses": {name: [[HOST, 1]] for name in names}})
+    member.epoch = Epoch(0, names, details={"addresses": {name: [[HOST, 1, ""]] for name in names}})
     gone = set[str]()
 
     def find(places: dict[str, object], _: int) -> list[str]:
@@ -98,14 +111,14 @@ def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(member_presence.socket, "create_connection", connect)
     failure = errno.EMFILE
-    assert probe((HOST, 1), "a") == "silent"
+    assert probe((HOST, 1, "token")) == "silent"
     failure = errno.EHOSTUNREACH
-    assert probe((HOST, 1), "a") == "unreachable"
+    assert probe((HOST, 1, "token")) == "unreachable"
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])
 @pytest.mark.parametrize(
-    ("sent", "given_up"), [(b"a/0\n12\n", True), (b"a/0\n1", True), (b"a/0\n4\n", False)]
+    ("sent", "given_up"), [(b"12\n", True), (b"1", True), (b"4\n", False)]
 )
 def test_an_answer_in_parts_is_read_whole(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, given_up: bool, size: int
@@ -130,7 +143,8 @@ def test_an_answer_in_parts_is_read_whole(
     other.sendall(sent)
     other.close()
     monkeypatch.setattr(member_presence.socket, "create_connection", lambda *_: Parts())
-    assert is_gone((HOST, 1), "a/0", epoch=12) is given_up
+    monkeypatch.setattr(member_presence, "prove_token", lambda *_, **__: None)
+    assert is_gone((HOST, 1, "token"), epoch=12) is given_up
 
 
 def refuse() -> None:

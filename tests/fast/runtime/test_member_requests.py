@@ -99,9 +99,9 @@ def test_a_process_that_has_ended_founds_no_job() -> None:
     """Its request stays at the service for a while."""
     service = LocalMembership()
     member = member_at(service, first=2)
-    there, ended = (Presence(HOST, name) for name in ("there", "ended"))
+    there, ended = Presence(HOST), Presence(HOST)
     for name, presence in (("there", there), ("ended", ended)):
-        details = {"addresses": [[HOST, presence.port]]}
+        details = {"addresses": [presence.place]}
         service.request_join(JoinRequest(name, details=details))
     ended.close()
     member._found_job(service.state())

@@ -23,11 +23,10 @@ from cases.memberships import (
     hosted,
     reserved_port,
     run_threads,
-    secrets,
 )
 
 from offbeat import __version__, cli
-from offbeat.frames.secret import FILE_VARIABLE, VARIABLE, read_secrets
+from offbeat.frames.secret import FILE_VARIABLE, VARIABLE, read_secret
 from offbeat.membership import (
     Epoch,
     JoinRequest,
@@ -125,7 +124,7 @@ def test_replies_that_are_lost_do_not_repeat_a_change(
 def test_a_missing_service_is_named_after_the_timeout() -> None:
     reserved = reserved_port()
     port = reserved.getsockname()[1]
-    client = MembershipClient(f"127.0.0.1:{port}", secrets, timeout_s=0.2)
+    client = MembershipClient(f"127.0.0.1:{port}", SECRET, timeout_s=0.2)
     with pytest.raises(ServiceUnreachableError) as caught:
         client.state()
     text = str(caught.value)
@@ -154,9 +153,9 @@ def test_a_connection_to_itself_is_no_service(monkeypatch: pytest.MonkeyPatch) -
         return opened[-1]
 
     monkeypatch.setattr(socket, "create_connection", connect_to_itself)
-    client = MembershipClient(f"127.0.0.1:{address[1]}", secrets)
+    client = MembershipClient(f"127.0.0.1:{address[1]}", SECRET)
     with pytest.raises(ConnectionRefusedError, match="no service listens at its port"):
-        client._connect(20.0, SECRET)
+        client._connect(20.0)
     assert opened[0].fileno() == -1
 
 
@@ -179,11 +178,11 @@ def test_another_program_at_the_address_is_named() -> None:
         thread = threading.Thread(target=talk, daemon=True)
         thread.start()
         with pytest.raises(SecretRefusedError, match="does not accept the secret"):
-            MembershipClient(address, secrets, timeout_s=5).state()
+            MembershipClient(address, SECRET, timeout_s=5).state()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServiceUnreachableError, match=r"has not answered for 0\.2 s"):
-            MembershipClient(address, secrets, timeout_s=0.2).state()
+            MembershipClient(address, SECRET, timeout_s=0.2).state()
 
 
 def test_a_client_connects_when_it_is_used(tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_an_idle_connection_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:70000", "host:x"])
 def test_an_address_is_checked_at_once(address: str) -> None:
     with pytest.raises(ValueError, match="must be HOST:PORT of the membership service"):
-        MembershipClient(address, secrets)
+        MembershipClient(address, SECRET)
 
 
 # ---- versions -------------------------------------------------------------------------------
@@ -238,66 +237,28 @@ def test_other_protocol_versions_are_refused_by_name(
 # ---- secrets --------------------------------------------------------------------------------
 
 
-def test_a_secret_is_replaced_while_members_train(tmp_path: Path) -> None:
-    """old; old and new; new. A client with each secret works in its time, and one that reads the
-    file again works always."""
-    file, old, new = tmp_path / "secret", b"old secret", b"new secret"
-    file.write_bytes(old + b"\n")
-    with hosted(tmp_path / "j", read=lambda: read_secrets(file)) as host:
-        texts = list[str]()
-        follower = MembershipClient(host.address, lambda: read_secrets(file), 20)
-
-        def works(secret: bytes) -> bool:
-            try:
-                host.client(secret, timeout_s=5).state()
-            except SecretRefusedError as error:
-                texts.append(str(error))
-                return False
-            return True
-
-        expected = {old: (True, False), old + b"\n\n" + new: (True, True), new: (False, True)}
-        for content, valid in expected.items():
-            file.write_bytes(content)
-            assert (works(old), works(new)) == valid
-            follower.close()
-            follower.state()
-        both = MembershipClient(host.address, lambda: (b"newest", new), 20)
-        assert both.state().version == 0  # each secret is tried in turn
-        both.close()
-        file.write_bytes(b"\n")
-        assert works(new)
-        assert "must be 1 to 2 lines" in host.reports[-1]
-        file.write_bytes(b"third")
-        assert not works(new)
-        follower.close()
-        follower.state()
-        follower.close()
-        assert all(VARIABLE in text for text in texts)
-        assert not any(one.decode() in text for one in (old, new) for text in texts)
-
-
-def test_secrets_are_read_from_a_file_or_a_variable(
+def test_the_secret_is_read_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (VARIABLE, FILE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=f"{FILE_VARIABLE} must name a file"):
-        read_secrets()
+        read_secret()
     with pytest.raises(ValueError, match=f"{FILE_VARIABLE} must name a file"):
         MembershipClient("127.0.0.1:1")
     monkeypatch.setenv(VARIABLE, "from variable")
-    assert read_secrets() == (b"from variable",)
+    assert read_secret() == b"from variable"
     file = tmp_path / "secret"
-    file.write_text(" first \r\n\nsecond\n")
+    file.write_text("\n from file \r\n")
     monkeypatch.setenv(FILE_VARIABLE, str(file))
-    assert read_secrets() == (b"first", b"second")
-    file.write_text("a\nb\nc\n")
-    with pytest.raises(ValueError, match=r"\(3\) must be 1 to 2 lines"):
-        read_secrets()
-    with pytest.raises(ValueError, match=r"\(0\) must be 1 to 2 lines"):
-        read_secrets(Path(os.devnull))
+    assert read_secret() == b"from file"
+    file.write_text("a\nb\n")
+    with pytest.raises(ValueError, match=r"\(2 lines\)"):
+        read_secret()
+    with pytest.raises(ValueError, match=r"\(0 lines\)"):
+        read_secret(Path(os.devnull))
     with pytest.raises(FileNotFoundError):
-        read_secrets(tmp_path / "missing")
+        read_secret(tmp_path / "missing")
 
 
 # ---- the command ----------------------------------------------------------------------------
@@ -335,7 +296,7 @@ def test_the_command_continues_after_it_was_killed(tmp_path: Path) -> None:
     options = ["--journal", str(journal), "--host", "127.0.0.1", "--secret", str(secret)]
     with started(*options, "--port", port) as (process, text):
         assert text.endswith(f"127.0.0.1:{port}, no epoch yet")
-        client = MembershipClient(f"127.0.0.1:{port}", secrets, 60)
+        client = MembershipClient(f"127.0.0.1:{port}", SECRET, 60)
         begin(client, "a", "b")
         client.rendezvous(0).set("k", b"v")
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes()
@@ -379,7 +340,7 @@ def test_wrong_use_of_the_command(
     assert missing in refused("--journal", journal, "--secret", missing)
     (tmp_path / "text").write_text("text")
     assert "must be a file of `offbeat membership`" in refused("--journal", str(tmp_path / "text"))
-    ours = open_service(tmp_path / "j", "127.0.0.1", 0, secrets)
+    ours = open_service(tmp_path / "j", "127.0.0.1", 0, SECRET)
     assert "another one has it open" in refused("--journal", journal, "--port", "0")
     port = ours.address.rpartition(":")[2]
     other = str(tmp_path / "k")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from offbeat.core.console import console
-from offbeat.core.runtime.member_presence import THREAD_NAME
+from offbeat.core.runtime.member_presence import THREAD_NAME, prove_token
 from offbeat.core.runtime.member_state import Bytes, create_tensors, shapes_of, tensors_of
 from offbeat.core.transport import packed
 from offbeat.core.transport.listeners import open_listener
@@ -151,7 +151,7 @@ class StateSender:
             self._sockets[0].settimeout(left_s)
             connection, _ = self._sockets[0].accept()
             with suppress(OSError):  # of a stranger
-                _prove(connection, self.token, connects=False)
+                prove_token(connection, self.token, connects=False, limit_s=PROOF_S)
                 connection.settimeout(self._timeout_s)
                 self._sockets.append(connection)
                 self.has_connected = True
@@ -311,7 +311,7 @@ class StateReceiver:
         (host, port, token), self.copy = place, None
         try:
             with socket.create_connection((host, port), self._timeout_s) as connection:
-                _prove(connection, token, connects=True)
+                prove_token(connection, token, connects=True, limit_s=PROOF_S)
                 connection.settimeout(self._timeout_s)
                 self.copy = _receive_copy(connection, on_progress)
         except (OSError, ValueError):
@@ -348,11 +348,3 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
         if not count:
             raise ConnectionResetError("the sender of the state has closed the connection")
         into = into[count:]
-
-
-def _prove(connection: socket.socket, token: str, *, connects: bool) -> None:
-    """Prove to the other end that this end has the token, and require the same."""
-    # Imported here, because jobs without changing members do not need the module.
-    from offbeat.frames.connection import prove
-
-    prove(connection, token.encode(), connects=connects, until_s=time.monotonic() + PROOF_S)

@@ -161,9 +161,9 @@ class JobMember:
         self.address = own_address(interface, host)
         self.name: str = node.gather(new_member_name())[0]
         self.rank_name: str = rank_names({self.name: node.size})[node.rank]
-        self._presence = Presence(self.address, self.rank_name)
+        self._presence = Presence(self.address)
         self._probed = 0  # number of probes of `require_present`
-        self._addresses = node.gather([self.address, self._presence.port])
+        self._addresses = node.gather(self._presence.place)
         self.received = StateReceiver(timeout_s)
         self.links: list[str] = []  # names of the links, the same on all members
         self._reported_s = 0.0  # monotonic time of the last report of progress to the node
@@ -526,7 +526,7 @@ class JobMember:
 
     def is_alive(self, rank_name: str) -> bool:
         """Return whether the process of a rank answers."""
-        return probe(_places(self.epoch.details["addresses"])[rank_name], rank_name) == "alive"
+        return probe(_places(self.epoch.details["addresses"])[rank_name]) == "alive"
 
     def lost_ranks(self, rank_names: Iterable[str]) -> list[str]:
         """Return the ranks of ended processes, and of hosts that do not respond."""
@@ -558,7 +558,7 @@ def _places(addresses: Mapping[str, Any]) -> dict[str, Any]:
 def _is_any_gone(addresses: Mapping[str, Any], member: str) -> bool:
     """Return whether a rank of a member is gone."""
     places = _places({member: addresses[member]})
-    return any(is_gone(place, rank) for rank, place in places.items())
+    return any(map(is_gone, places.values()))
 
 
 def is_running(state: MembershipState) -> bool:
