@@ -582,7 +582,7 @@ def cost(options: argparse.Namespace) -> None:
                     print(*key, found, flush=True)
 
 
-def _cost_of(library: str, strategy: str, size_bytes: float, how: Any) -> dict[str, Any]:
+def _cost_of(library: str, strategy: str, size_bytes: float, how: Any) -> dict[str, Any]:  # noqa: C901
     """Run one job in which a member leaves, another one joins, and one is killed."""
     with tempfile.TemporaryDirectory() as name, service(Path(name)) as membership:
         folder, lighthouse = Path(name), None

@@ -185,7 +185,7 @@ class Reference:
         for number in range(len(epochs)):
             self._run(number)
 
-    def _run(self, number: int) -> None:
+    def _run(self, number: int) -> None:  # noqa: C901
         epoch, own = self._epochs[number], self._replicas
         members = [self._number_of[name] for name in epoch.members]
         source = own.get(members[0])
@@ -267,7 +267,7 @@ class Reference:
         for who in members:
             self._replicas[who].gradient = own[who]
 
-    def _average_weights(
+    def _average_weights(  # noqa: C901
         self, messages: Sequence[tuple[Transfer, bool]], plan: Plan, planned: int
     ) -> None:
         own = self._replicas

@@ -177,7 +177,7 @@ def epochs_of(address: str) -> list[Epoch]:
     return [epoch for epoch in found if epoch is not None]
 
 
-def train_member(address: str, scenario: Scenario) -> Outcome:
+def train_member(address: str, scenario: Scenario) -> Outcome:  # noqa: C901
     """Train as one process of a scenario."""
     who = enter_environment(scenario)
     if scenario.snapshots:
@@ -458,7 +458,7 @@ def average(replicas: Sequence[Replica], names: Sequence[str] | None = None) -> 
             r.weights[name].copy_(mean)
 
 
-def expected(
+def expected(  # noqa: C901
     scenario: Scenario,
     epochs: Sequence[Epoch],
     processes: Mapping[str, int],

@@ -176,7 +176,7 @@ def train_with_bare(strategy: Strategy, idiom: str) -> tuple[int, str, str, bool
         return steps, "", "", late
 
 
-def look_at_bare(
+def look_at_bare(  # noqa: C901
     idiom: str,
     module: Any,
     average: Any,

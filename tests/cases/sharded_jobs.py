@@ -261,7 +261,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:
+def train_variant(name: str, averaged_by_us: bool, mesh: DeviceMesh) -> str:  # noqa: C901
     """Hash of this rank's shards after local SGD of period 3, or after averages of gradients, by
     offbeat or by all-reduces of this function."""
     options = VARIANTS[name]

@@ -143,7 +143,7 @@ def _fork(function: Callable[..., Any], *args: Any) -> Any:
     return process
 
 
-def _run(
+def _run(  # noqa: C901
     args: list[str], env: dict[str, str], cwd: str, files: dict[int, int], how: dict[str, Any]
 ) -> None:
     """Run a command as the interpreter would, with stdout and stderr in `files`."""

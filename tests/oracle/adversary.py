@@ -173,7 +173,7 @@ class Machine:
             b = todo.pop(self.rng.randrange(len(todo)))
             seen[b] = self.store[rank]["param"][0][self._span(range(b, b + 1))].copy()
 
-    def _moment(
+    def _moment(  # noqa: C901
         self,
         rank: int,
         i: int,
@@ -419,7 +419,7 @@ class Machine:
     def _norm(self, rank: int, run: range) -> float:
         return float((self.store[rank]["grad"][0][self._span(run)] ** 2).sum())
 
-    def _apply(self, rank: int, a: Apply, buckets: range) -> None:
+    def _apply(self, rank: int, a: Apply, buckets: range) -> None:  # noqa: C901
         s, at, args = self.store[rank], self._span(buckets), dict(a.args)
         if a.rule == "close":
             s["grad"].insert(0, s["grad"].pop())

@@ -130,7 +130,7 @@ class CodedAverages:
             for process in replica.processes:
                 self.found[process, t] = snapshot(self._replicas[who].weights)
 
-    def _train(
+    def _train(  # noqa: C901
         self, first: int, last: int, newest: int | None, absent: Sequence[tuple[int, int]]
     ) -> None:
         """Train in one epoch. If it ends with a failure, `newest` is the number of the last message

@@ -176,7 +176,7 @@ def local_sgd(
             replica.end()
 
 
-def partial_sync(
+def partial_sync(  # noqa: C901
     world: list[Replica],
     iterations: Sequence[int],
     *,

@@ -49,7 +49,7 @@ def answer_trips(s: socket.socket) -> None:
         s.sendall(_TWO.pack(arrived, time.time()))
 
 
-def transfer(
+def transfer(  # noqa: C901
     sending: Sequence[socket.socket], receiving: Sequence[socket.socket], seconds: float
 ) -> float:
     """Send for some seconds on some connections and receive on others, all at once.

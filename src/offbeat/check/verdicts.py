@@ -20,7 +20,7 @@ SCRIPT_FILES = 256  # files of a script: data, logs, libraries
 Verdict = tuple[str, str]
 
 
-def facts_verdicts(facts: Sequence[RankFacts]) -> Iterator[Verdict]:
+def facts_verdicts(facts: Sequence[RankFacts]) -> Iterator[Verdict]:  # noqa: C901
     """Yield the verdicts that need no measurement."""
     for rank, fact in enumerate(facts):
         if fact.problem is not None:

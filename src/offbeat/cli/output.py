@@ -28,7 +28,7 @@ def exit_code(outcome: Outcome | RehearsalOutcome, kept: str) -> int:
     return FAILED if outcome.failures else 0
 
 
-def show_run(
+def show_run(  # noqa: C901
     run_dir: Path,
     page: Path | None,
     json_: bool,

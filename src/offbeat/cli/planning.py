@@ -70,7 +70,7 @@ def plan(
 
 
 @app.command
-def simulate(
+def simulate(  # noqa: C901
     *,
     profile: ProfileIn,
     plan: Annotated[Path | None, option("File with a plan, instead of a strategy.")] = None,

@@ -53,7 +53,7 @@ from offbeat.jobs.words import count_text, duration
 from offbeat.lab import Lab, LabError, NoLab
 
 
-def compare(
+def compare(  # noqa: C901
     comparison: Comparison,
     run_dir: Path,
     progress: Progress | None = None,

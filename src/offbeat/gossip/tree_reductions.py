@@ -249,7 +249,7 @@ class TreeReductions:
                 "left; raise silent_s"
             )
 
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:  # noqa: C901
         """Process a chunk of a neighbour. Raise WireError if it is invalid."""
         held, channel = divmod(frame.header.clock, 2)
         reduction, digest = self._rounds.get(channel), frame.meta.get("digest")

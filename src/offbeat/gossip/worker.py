@@ -573,7 +573,7 @@ class Gossip:
             return body, memory_of(body)
         return None, NOTHING
 
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:  # noqa: C901
         """Process a frame. Raise WireError if it is invalid."""
         kind = frame.header.kind
         if kind in SIGNALS:

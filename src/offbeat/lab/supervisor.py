@@ -136,7 +136,7 @@ class _Supervisor:
             for fd in fds:
                 os.close(fd)
 
-    def _dispatch(self, message: dict[str, Any], fds: list[int]) -> Any:
+    def _dispatch(self, message: dict[str, Any], fds: list[int]) -> Any:  # noqa: C901
         match message["do"]:
             case "build":
                 return self._build(message["plan"])

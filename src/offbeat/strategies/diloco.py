@@ -150,7 +150,7 @@ class DiLoCo(Wired):
     def _setting(self, profile: Profile) -> later.Setting:
         return later.Setting(self.name, profile, self.period, self._average, "local")
 
-    def _late_plans(self, profile: Profile) -> Iterator[Plan]:
+    def _late_plans(self, profile: Profile) -> Iterator[Plan]:  # noqa: C901
         """Yield the plans that `due="forward"` compares with the plan of `due="end"`."""
         setting = self._setting(profile)
         if self.delay:

@@ -264,7 +264,7 @@ class Checker:
             if page in self._pages:
                 self._pages[page] = [a for a in self._pages[page] if a.high <= low or high <= a.low]
 
-    def touch(self, tensor: Tensor, writes: bool, where: Place) -> None:
+    def touch(self, tensor: Tensor, writes: bool, where: Place) -> None:  # noqa: C901
         """Note an access of the current operation on the current stream."""
         if tensor.layout != torch.strided or not tensor.numel():
             return

@@ -89,7 +89,7 @@ MOST_ITERATIONS, EXCHANGES, PAUSE_FOR_GOSSIP_S = 5000, 60, 0.01
 
 
 @contextmanager
-def on_streams() -> Iterator[pytest.MonkeyPatch]:
+def on_streams() -> Iterator[pytest.MonkeyPatch]:  # noqa: C901
     """Let offbeat use the checker as its device, and do all else that it does for a GPU."""
     plain = collectives.collectives
 

@@ -281,7 +281,7 @@ def test_a_repeated_command_has_one_effect_also_after_a_restart(tmp_path: Path) 
     ledger.close()
 
 
-def test_no_command_raises_another_error_than_a_refusal() -> None:
+def test_no_command_raises_another_error_than_a_refusal() -> None:  # noqa: C901
     """Random values of JSON in the place of each argument."""
     draw, registry = random.Random(5), Registry()
     values = [

@@ -117,9 +117,7 @@ def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])
-@pytest.mark.parametrize(
-    ("sent", "given_up"), [(b"12\n", True), (b"1", True), (b"4\n", False)]
-)
+@pytest.mark.parametrize(("sent", "given_up"), [(b"12\n", True), (b"1", True), (b"4\n", False)])
 def test_an_answer_in_parts_is_read_whole(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, given_up: bool, size: int
 ) -> None:

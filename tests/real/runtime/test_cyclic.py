@@ -82,7 +82,7 @@ def named(prefix: str, module: nn.Module) -> dict[str, Tensor]:
 Theta = dict[str, Tensor]
 
 
-def equations(
+def equations(  # noqa: C901
     case: Case, strategy: Cyclic, world_size: int, anew: int | None = None
 ) -> tuple[list[list[Theta]], Theta]:
     """Eq. 5 to 7 as they are printed: workers i and stages j count from 1, stages from the

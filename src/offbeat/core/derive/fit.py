@@ -87,7 +87,7 @@ def unknown_name(what: str, name: str, where: str, known: Collection[str]) -> It
         yield f"{what} {name!r} of {where} must be one of {', '.join(sorted(known)) or 'none'}"
 
 
-def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _rule_faults(rule: Rule, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:  # noqa: C901
     for role, moment in moments_of(rule):
         if moment.bucket is not None and not 0 <= moment.bucket < plan.buckets:
             yield f"{role} {moment} of {name} never fires: there are {plan.buckets} buckets"

@@ -194,7 +194,7 @@ class Program:
     def _involves_rank(self, rule: Transfer | Apply | Vote) -> bool:
         return isinstance(rule, Vote) or rule.ranks is None or self.rank in rule.ranks
 
-    def _make_steps(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:
+    def _make_steps(self, key: tuple[int, ...], *, narrow: bool = True) -> Iterator[Step]:  # noqa: C901
         """Yield the steps of the iterations with a key; `key[n]` is the segment `lags[n]`
         iterations earlier.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 HALVES = ("reduce_scatter", "all_gather")
 
 
-def validate(profile: Profile) -> None:
+def validate(profile: Profile) -> None:  # noqa: C901
     """Raise if a field of a profile is out of range or contradicts another field.
 
     Raises:

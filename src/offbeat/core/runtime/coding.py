@@ -400,7 +400,7 @@ class CodedMessage:
         self.parts, self.errors, self.there = [], None, None
         return result
 
-    def _send_whole(
+    def _send_whole(  # noqa: C901
         self, act: Collectives, leaves_out: bool
     ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
@@ -451,7 +451,7 @@ class CodedMessage:
         if self.errors is not None:
             _for_each_piece(error, self.errors[i][0], _store)
 
-    def _send_shards(
+    def _send_shards(  # noqa: C901
         self, act: Collectives, levels: Levels, leaves_out: bool
     ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         """Average over nodes of several ranks: each rank encodes its shard of its node's average.

@@ -168,10 +168,10 @@ class BackwardHooks(BackwardPasses):
             handle.remove()
         self._nodes = []
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, index: int) -> Callable[[Tensor], None]:  # noqa: C901
         gradients, bucket = self._gradients, self._gradients.bucket_of[index]
 
-        def gradient_ready(p: Tensor) -> None:
+        def gradient_ready(p: Tensor) -> None:  # noqa: C901
             if not p.requires_grad:  # frozen since its forward: torch calls the hook nevertheless
                 return
             if not self._running:

@@ -41,7 +41,7 @@ def kind_of(given: GivenProfile) -> str:
     return "given" if isinstance(given, Profile) else "a file"
 
 
-def find_profile(
+def find_profile(  # noqa: C901
     given: GivenProfile, job: LaunchRequest, model: nn.Module, cluster: Cluster
 ) -> KnownProfile:
     """Return the profile to plan from, after a comparison with model, job and network.

@@ -579,7 +579,7 @@ def require_supported_strategy(strategy: Strategy) -> None:
         )
 
 
-def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) -> None:
+def require_supported_plan(plan: Plan, strategy: Strategy, settings: Members) -> None:  # noqa: C901
     """Raise ValueError if a plan cannot run while members change.
 
     Each average of parameters must leave them as they are if a member fails, and all buckets must

@@ -92,7 +92,7 @@ class Messages:
                 self._links[t.link].release(message, received)
         return messages
 
-    def release(self, message: Message, planned: int) -> None:
+    def release(self, message: Message, planned: int) -> None:  # noqa: C901
         """Send the current contents of the storage.
 
         Args:

@@ -18,7 +18,14 @@ from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 
 State = dict[str, Any]
-_NO_MESSAGE = {"tensors": (), "errors": (), "is_foreign": False, "age": None, "culprits": []}
+_NO_MESSAGE = {
+    "tensors": (),
+    "errors": (),
+    "age": None,
+    "culprits": [],
+    "is_foreign": False,
+    "is_stored": False,
+}
 
 
 def capture(engine: Engine) -> State:

@@ -217,7 +217,7 @@ def collectives(
     return Collectives(by_verb, send, exchange, rank, size, members, swap=swap_by_host)
 
 
-def two_levels(levels: Levels) -> Collectives:
+def two_levels(levels: Levels) -> Collectives:  # noqa: C901
     """Return the collectives of all ranks that cross the links between nodes once per node.
 
     An all-reduce has three legs: a reduce-scatter inside every node, an all-reduce of the own shard

@@ -304,7 +304,7 @@ def agree_on_topology(claim: NodeClaim, control: Agreement) -> Topology:
     return join_claims([NodeClaim(*fields) for fields in control.gather(astuple(claim))])
 
 
-def join_claims(claims: Sequence[NodeClaim]) -> Topology:
+def join_claims(claims: Sequence[NodeClaim]) -> Topology:  # noqa: C901
     """Return the topology that the claims of all ranks state together, by rank; see
     `agree_on_topology`."""
     for rank, claim in enumerate(claims):

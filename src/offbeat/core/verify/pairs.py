@@ -194,7 +194,7 @@ def _ranked_rules(plan: Plan) -> Iterator[Transfer | Apply]:
     yield from (rule for rule in (*plan.transfers, *plan.applies) if rule.ranks is not None)
 
 
-def _rounds(plan: Plan, ranks: int) -> dict[int, _Round] | None:
+def _rounds(plan: Plan, ranks: int) -> dict[int, _Round] | None:  # noqa: C901
     """Return the round of each phase with exchanges.
 
     None if a rank has two partners in a phase, or if pairs of a phase have different rules, or

@@ -119,7 +119,7 @@ def _is_run(run: range, plan: Plan) -> bool:
     return 0 <= run.start < run.stop <= plan.buckets and run.step == 1
 
 
-def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:
+def _transfer_faults(t: Transfer, name: str, plan: Plan, profile: Profile | None) -> Iterator[str]:  # noqa: C901
     payload, known = t.payload, plan.all_buffers
     if t.verb != "broadcast":
         known = usable_buffers(plan)
@@ -297,7 +297,7 @@ def _settings_faults(
         yield f"{name} must name buffers of one kind"
 
 
-def _setting_faults(
+def _setting_faults(  # noqa: C901
     what: str, value: Any, setting: Setting, usable: dict[str, Buffer], profile: Profile | None
 ) -> Iterator[str]:
     """Yield faults of one setting."""

@@ -22,7 +22,7 @@ MOST_CONNECTIONS = 16
 PAYS = 0.5  # share of one machine's speed that a further machine must add
 
 
-def rates_for(
+def rates_for(  # noqa: C901
     share_at: Callable[[float], float],
     shares: Sequence[float],
     *,
@@ -50,7 +50,7 @@ def rates_for(
     """
     seen, limits = dict(known), dict[float, float]()
 
-    def search(share: float) -> float | None:
+    def search(share: float) -> float | None:  # noqa: C901
         lower = max((r for r, s in seen.items() if s < share), default=None)
         upper = min((r for r in seen if lower is None or r > lower), default=None)
         if limit_at is not None:

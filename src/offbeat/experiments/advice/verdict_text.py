@@ -326,7 +326,7 @@ def _legend(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
         )
 
 
-def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:
+def _notes(verdict: Verdict, *, verbose: bool) -> Iterator[str]:  # noqa: C901
     """Yield remarks about the profile, the network and the number of machines."""
     yield from verdict.advice.notes
     place = verdict.place

@@ -46,7 +46,7 @@ def rank_text(report: JobReport) -> str:
     return f"{ranks} in {count_text(len(report.nodes), 'node')}" if report.nodes else ranks
 
 
-def _rows(report: JobReport) -> Iterator[tuple[str, str]]:
+def _rows(report: JobReport) -> Iterator[tuple[str, str]]:  # noqa: C901
     yield "ended" if report.state != "running" else "running", report.ending
     is_part = report.counted < report.iterations  # the others have measured the profile
     if report.iteration_s is not None and report.range_s is not None:
