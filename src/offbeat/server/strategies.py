@@ -65,7 +65,6 @@ class SSP(Strategy):
     name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
     unadvised: ClassVar[str] = "it needs further machines as servers"
-    rehearsal: ClassVar[str] = "offbeat.rehearsal.servers:open_rehearsed_session"
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
     )
