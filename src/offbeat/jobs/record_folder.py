@@ -27,7 +27,6 @@ OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a 
     "predicted.json",
     "verdict.json",
     "rank*.jsonl",
-    "order*.json",
     PAGE_FILE,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -138,24 +138,6 @@ class Shard:
             self._add_to_clock(clock, pushed)
             self._apply_complete_clocks()
         return True
-
-    def receive(
-        self,
-        rank: int,
-        clock: int,
-        flats: Mapping[torch.dtype, Tensor] | None,
-        settings: Settings,
-        absent: Collection[int] = (),
-    ) -> bool:
-        """Push this shard's part of a worker's gradients, or skip the clock without gradients."""
-        if flats is None:
-            return self.skip(rank, clock)
-        part = flats[self.spec.dtype][self.spec.start : self.spec.stop].clone()
-        return self.push(rank, clock, part, settings, absent)
-
-    def send(self, flats: Mapping[torch.dtype, Tensor]) -> None:
-        """Copy the parameters to their place in flat tensors of the whole model."""
-        flats[self.spec.dtype][self.spec.start : self.spec.stop] = self.parameters
 
     def _advance_clock(self, rank: int, clock: int) -> None:
         self.clocks[rank] = self.next_clocks[rank] = clock + 1

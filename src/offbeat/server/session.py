@@ -43,7 +43,7 @@ class SSPSession(LoopSession):
     def __init__(self, strategy: SSP, job: TrainingJob, client: Client, pace: Pace | None):
         watch = ParameterWatch(job.model)
         watch.attach(p for p in job.model.parameters() if p.requires_grad)
-        super().__init__(job, pace, watch, client.log)
+        super().__init__(job, pace, watch)
         self._strategy, self._client, layout = strategy, client, client.layout
         if self._recorder:
             self._recorder.is_uneven = strategy.s > 0
