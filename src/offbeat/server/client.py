@@ -164,23 +164,15 @@ class Client(ConnectionLoop[Upstream]):
     def average(self, numbers: Tensor) -> Tensor:
         """Return the elementwise average of the float64 tensors of all workers.
 
-        Waits for all workers at each server, which steps with pushes that wait for others.
+        Waits for all workers at the first server.
         """
         self._averages += 1
-        first, *others = self._ups
-        average = self._meet(first, numbers)
-        for up in others:
-            self._meet(up, numbers[:0])
-        return average
-
-    def _meet(self, up: Upstream, numbers: Tensor) -> Tensor:
-        """Return the average of the numbers of all workers from one server."""
         body, number = memory_of(numbers.contiguous()), self._averages
 
         def send(up: Upstream) -> None:
             self._send(up, Kind.MEET, body, clock=number)
 
-        return self._request(Kind.MET, up, send, "all workers to meet", clock=number)
+        return self._request(Kind.MET, self._ups[0], send, "all workers to meet", clock=number)
 
     def clocks(self) -> dict[int, tuple[int, float]]:
         """Return by rank the clock of each worker and the seconds since its last frame."""

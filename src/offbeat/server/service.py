@@ -85,7 +85,7 @@ class Service(ConnectionLoop[_Peer]):
         """Serve until no worker is left. RuntimeError if all workers were removed as silent."""
         try:
             while self.store.clocks():
-                self.handle_events(min(1.0, self._silent_s / 4, self.store.wait_s))
+                self.handle_events(min(1.0, self._silent_s / 4))
         finally:
             self.close()
         if self._silent and self._silent == set(self._last_frame_s):
@@ -97,8 +97,6 @@ class Service(ConnectionLoop[_Peer]):
     def handle_events(self, wait_s: float) -> None:
         """Wait up to `wait_s` for socket events, handle them, and remove silent workers."""
         self._process_sockets(wait_s)
-        if self.store.advance():
-            self._on_clock_change()
         self._remove_silent_workers()
 
     # ---- sockets ----------------------------------------------------------------------------
@@ -270,8 +268,6 @@ class Service(ConnectionLoop[_Peer]):
         present = set(self._waiting_averages)
         if not present or not present >= set(self.store.clocks()):
             return
-        if self.store.flush():
-            self._on_clock_change()
         mean = torch.stack([self._waiting_averages[rank][1] for rank in sorted(present)]).mean(
             dim=0
         )

@@ -14,6 +14,8 @@ from offbeat.core.transport.listeners import open_listener
 from offbeat.frames.secret import common_secret
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
+from offbeat.server.optimizers import require_elementwise
+from offbeat.server.parameters import Store
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.strategies import SSP
@@ -26,7 +28,7 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
     model, optimizer, ranks, cluster = job.model, job.optimizer, job.ranks, job.cluster
     layout = layout_of(optimizer, strategy, ranks)
     number = cluster.control.rank - ranks.servers.start
-    store = strategy.make_store(layout, number, optimizer, ranks.workers)
+    store = Store(layout, number, optimizer, strategy.apply, ranks.workers)
     snapshots = None
     if strategy.snapshot is not None:
         snapshots = Snapshots(strategy.snapshot, number, strategy.snapshot_every)
@@ -80,7 +82,7 @@ def layout_of(optimizer: torch.optim.Optimizer, strategy: SSP, ranks: RankRoles)
 
     Raises ValueError for an optimizer that servers cannot step in pieces.
     """
-    strategy.require_optimizer(optimizer)
+    require_elementwise(optimizer, strategy.apply)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     return Layout(groups, len(ranks.servers))
 

@@ -247,16 +247,11 @@ class SSPSession(LoopSession):
         self._client.await_arrival()
         low = self._client.arrived_clock()
         assert low is not None
-        self._copy_incoming(low)
-        self._client.release_incoming()
-
-    def _copy_incoming(self, low: int) -> None:
-        """Copy pulled parameters, which include all pushes of clocks below `low`, into the
-        model."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._held), self._incoming, non_blocking=True)
         self._cluster.device.finish()  # the client overwrites the pulled parameters
         self._low = max(self._low, low)
+        self._client.release_incoming()
 
     # ---- optimizer state --------------------------------------------------------------------
 
@@ -289,4 +284,4 @@ def open_served_session(strategy: SSP, job: TrainingJob) -> SSPSession:
     if job.recorder:
         job.recorder.start(str(strategy), None, observed=0)
     client = client_of(strategy, job)
-    return strategy.session_class()(strategy, job, client, pace)
+    return SSPSession(strategy, job, client, pace)

@@ -23,7 +23,6 @@ from offbeat.core.buckets.flat import memory_of
 from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
-from offbeat.server.outer_rules import WEIGHT, QuorumShard
 from offbeat.server.protocol import Kind
 from offbeat.server.serving import common_secret
 from offbeat.server.session import SSPSession
@@ -70,29 +69,6 @@ def test_meeting_averages_the_numbers_of_all() -> None:
         assert a.average(torch.tensor([1.0]).double()).tolist() == [2.0]
         other.join()
         assert found[0].tolist() == [2.0]
-        for client in (a, b):
-            client.close()
-
-
-def test_after_a_meeting_every_server_has_stepped_with_all_changes() -> None:
-    """A quorum that is incomplete does not complete any more: nobody pushes until all have met."""
-
-    def make_shard(spec: Any, held: Any, _: Any, originals: Any, workers: Any) -> QuorumShard:
-        outer = torch.optim.SGD([{"params": originals, WEIGHT: 1.0}], lr=1.0)
-        return QuorumShard(spec, held, outer, originals, workers, quorum=2, grace_s=0.0)
-
-    with job(20, 3, 2, make_shard=make_shard) as j:
-        j.optimizer.param_groups[0][WEIGHT] = 1.0  # otherwise servers refuse the setting
-        a, b = j.client(0), j.client(1)
-        a.outgoing[torch.float64].fill_(1.0)
-        a.push([{WEIGHT: 1.0}])
-        a.settle()
-        assert bool((pulled(a) == 0).all())
-        other = threading.Thread(target=lambda: b.average(torch.empty(0).double()))
-        other.start()
-        a.average(torch.empty(0).double())
-        other.join()
-        assert bool((pulled(a) == -1).all())
         for client in (a, b):
             client.close()
 
