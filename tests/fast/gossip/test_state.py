@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.gossip.chunks import Wire
-from offbeat.gossip.state import ABORT, AVERAGING, Mixing, State
+from offbeat.gossip.state import AVERAGING, Mixing, State
 
 SIZE = 11
 MOMENTUM = Mixing(0.3, 0.5, 1.4)
@@ -162,7 +162,7 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
         state.snapshot(1.0, buffer)
     a.apply(0, *buffers, 1.0, a.course.last)
     a.step(1.6, lambda: None)
-    a.revert(1, *buffers, 1.0, a.course.last, (ABORT, 1))
+    a.revert(1, *buffers, 1.0, a.course.last)
     a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)

@@ -621,7 +621,7 @@ def test_an_answer_holds_the_parameters_of_its_moment() -> None:
     """A push that the server applies while an answer waits to be sent does not change it."""
     with job(5, 1, 2, rule="push", lr=2.0) as j:
         (shard,) = j.services[0].store.shards.values()
-        head, body = j.services[0]._parameters(0, shard, 0)
+        head, body = j.services[0]._parameters(shard, 0)
         before = bytes(body)
         client = j.client(0)
         j.push(client, 1.0)
