@@ -113,7 +113,7 @@ class GossipSession(LoopSession):
         if self._gossip is None:
             self.flush()
             return
-        with self._gossip.reduction_series():
+        with self._gossip.consolidation():
             self._average(self._gossip)
         self._report_notices()
 
