@@ -262,7 +262,7 @@ def _end(worker: _Worker, flat: Any) -> None:
     import torch
 
     gossip, nothing = worker.gossip, [torch.zeros(1)]
-    with gossip.reduction_series():
+    with gossip.consolidation():
         gossip.all_reduce(nothing)
         t = gossip.pause_all(max(worker.clock.now(), worker.state.t))
         worker.state.midpoint()

@@ -6,12 +6,10 @@
 
 The GPT with two layers and the digits network with a convolution, 4 and 8 hosts. `losses` trains
 the real models, without a lab: held-out loss of the mean of all replicas every 10 iterations.
-Methods with servers train in a rehearsal.
 `times` takes seconds and bytes per iteration in the lab, where a host only takes the time of
 compute. `tables` joins both in results/methods.json and makes the tables of the pages: iterations
 until DDP's loss times seconds per iteration, and the loss when a rank has sent as many bytes as
-local SGD in half of its run (`--megabytes` for others). Methods with servers have no launches in
-the lab; their seconds and bytes are predicted from the profiles of the other methods' launches.
+local SGD in half of its run (`--megabytes` for others).
 
 Parts are kept in methods-losses.json and methods-times.json, and a second start goes on from there.
 The names of parts contain a digest of all settings, so that parts with other settings are not used.
@@ -35,17 +33,11 @@ from typing import Any, NamedTuple
 
 import front
 import tables
-import torch
 from front_row import spread
-from front_worker import EVERY, PERIOD, TASKS, TORCH
+from front_worker import EVERY, PERIOD, TORCH
 from threads import remembered
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
-from offbeat import Strategy, sim
 from offbeat.core.strategy.parsing import parse
-from offbeat.profile import Link, Profile
-from offbeat.rehearsal.rehearse import rehearse
 
 HOSTS, RATES, SEEDS = (4, 8), (25, 100), 3
 NAMES = {"gpt": "The small GPT", "digits": "Digits"}
@@ -64,24 +56,7 @@ CONTESTANTS = (
     "demo",
     "demo:fraction=0.03",
 )
-# Methods with servers train in a rehearsal, for numbers of hosts. Their quorum is three quarters of
-# the workers. With heloco each worker's change is a step of its own.
-SERVED = {
-    f"ps-diloco:period={PERIOD}": {},
-    f"ps-diloco:period={PERIOD}, a quorum": {4: "quorum=3", 8: "quorum=6"},
-    f"ps-diloco:period={PERIOD}, heloco": {
-        4: "rule=heloco:outer=0.2/0.3",
-        8: "rule=heloco:outer=0.1/0.3",
-    },
-}
-JITTER = 0.1  # of compute in these rehearsals, so that not always the same workers are late
 SIGN_RATES = {"gpt": 1e-3, "digits": 3e-4}  # learning rates of steps by signs
-
-
-def strategy_of(label: str, hosts: int) -> Strategy:
-    """Return the strategy of a label that is not one of torch's."""
-    settings = SERVED.get(label, {}).get(hosts, "")
-    return parse(":".join(filter(None, (label.partition(",")[0], settings))))
 
 
 def prefix_of(what: str, task: str, hosts: int) -> str:
@@ -89,9 +64,8 @@ def prefix_of(what: str, task: str, hosts: int) -> str:
 
     The digest changes with a default of a strategy, so that a part of other settings is not used.
     """
-    used: list[Any] = [front.LENGTHS[task], SIGN_RATES[task], JITTER] if what == "losses" else []
-    labels = (*CONTESTANTS, *SERVED) if what == "losses" else CONTESTANTS
-    used += [one if one in TORCH else repr(strategy_of(one, hosts)) for one in labels]
+    used: list[Any] = [front.LENGTHS[task], SIGN_RATES[task]] if what == "losses" else []
+    used += [one if one in TORCH else repr(parse(one)) for one in CONTESTANTS]
     return f"{task}, {hosts} hosts, settings {sha256(repr(used).encode()).hexdigest()[:8]}, "
 
 
@@ -125,38 +99,7 @@ def profiles(options: argparse.Namespace) -> Path:
 
 def losses(task: str, hosts: int, seed: int, sgd: Mapping[str, float]) -> dict[str, Any]:
     """Return for each contestant (iteration, held-out loss) every few iterations."""
-    planned = front.losses(task, hosts, seed, [*CONTESTANTS], sgd)
-    return planned | {label: served(label, task, hosts, seed) for label in SERVED}
-
-
-def served(label: str, name: str, hosts: int, seed: int) -> list[tuple[int, float]]:
-    """Return (iteration, held-out loss) of a method with servers, in a rehearsal."""
-    task = TASKS[name]
-
-    def make_model() -> nn.Module:
-        torch.manual_seed(seed)
-        return task.model()
-
-    def make_optimizer(model: nn.Module) -> Any:
-        optimizer = task.optimizer(model)
-        return optimizer, LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / task.warmup))
-
-    torch.set_num_threads(1)
-    profile = Profile(front.buckets_of(name), (Link("net", 1e-3, 2e6),), hosts)
-    [curve] = rehearse(
-        make_model,
-        make_optimizer,
-        partial(task.batches, seed, hosts),
-        strategy_of(label, hosts),
-        profile,
-        iterations=front.LENGTHS[name],
-        loss=task.loss,
-        evaluate=task.held_out_loss,
-        evaluate_every=EVERY,
-        jitter=JITTER,
-        seed=seed,
-    ).values()
-    return [(iteration + 1, loss) for iteration, loss in curve.held_out]
+    return front.losses(task, hosts, seed, [*CONTESTANTS], sgd)
 
 
 def loss_at(curve: Sequence[Sequence[float]], iteration: float) -> float:
@@ -172,12 +115,10 @@ def loss_at(curve: Sequence[Sequence[float]], iteration: float) -> float:
 
 
 class Cost(NamedTuple):
-    """Seconds per iteration of each launch, bytes that a rank sends per iteration, and their
-    origin."""
+    """Seconds per iteration of each launch, and bytes that a rank sends per iteration."""
 
     seconds: list[float]
     sent_bytes: float
-    how: str
 
 
 def measured_costs(runs: Mapping[int, list[Any]], label: str) -> dict[int, Cost]:
@@ -186,19 +127,10 @@ def measured_costs(runs: Mapping[int, list[Any]], label: str) -> dict[int, Cost]
         rate: Cost(
             [run[label]["iteration_s"] for run in found],
             median(run[label]["sent_bytes"] for run in found),
-            "emulated",
         )
         for rate, found in runs.items()
         if found
     }
-
-
-def predicted_cost(path: Path, label: str, hosts: int) -> Cost | None:
-    """Return the cost of a method with one server, from the profile of a launch in the lab."""
-    if not path.exists():
-        return None
-    found = sim.predict(strategy_of(label, hosts), Profile.load(path), servers=1)
-    return Cost([found.iteration_s], sum(found.bytes_per_iteration.values()), "predicted")
 
 
 def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[Any]]:
@@ -217,16 +149,12 @@ def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[An
         for rate in rates_of(options)
     }
     costs = {label: measured_costs(runs, label) for label in CONTESTANTS}
-    for label in SERVED:
-        paths = {rate: profiles(options) / f"{task}-{hosts}-{rate}.json" for rate in runs}
-        found = {rate: predicted_cost(path, label, hosts) for rate, path in paths.items()}
-        costs[label] = {rate: cost for rate, cost in found.items() if cost}
     sent = {
         label: median(c.sent_bytes for c in own.values()) for label, own in costs.items() if own
     }
     length = front.LENGTHS[task]
     budget = options.megabytes * 1e6 if options.megabytes else sent.get(BUDGET, 0) * length / 2
-    for label in (*CONTESTANTS, *SERVED):
+    for label in CONTESTANTS:
         own = [part[label] for part in curves.values()]
         aims = [front.aim_of(part["ddp"], task) for part in curves.values()]
         needed = [front.reached(curve, aim) for curve, aim in zip(own, aims, strict=True)]
@@ -240,7 +168,7 @@ def rows(options: argparse.Namespace, task: str, hosts: int) -> Iterator[list[An
             cells.append(cost and spread([1e3 * s for s in cost.seconds], 1))
             total_s = cost and not never and round(median(cost.seconds) * median(reached), 1)
             cells.append("never" if cost and never else total_s)
-        yield [*cells, next((cost.how for cost in costs[label].values()), None)]
+        yield cells
 
 
 def at_equal_bytes(
@@ -275,7 +203,6 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
     every += ["loss at equal bytes", "KB per iteration"]
     for rate in rates_of(options):
         every += [f"ms at {rate} Mbit/s", f"s to DDP's loss at {rate} Mbit/s"]
-    every.append("seconds and bytes")
     found = [
         {
             "name": f"{task}-{hosts}",
@@ -294,13 +221,11 @@ def result(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "title": "Published methods beside DDP and DreamDDP",
         "what": "Losses are real, of the real model on all ranks, up to "
-        f"{options.seeds} seeds; methods with servers train in a rehearsal with a jitter of "
-        f"{JITTER:.0%}. Iterations are those until DDP's held-out loss after "
+        f"{options.seeds} seeds. Iterations are those until DDP's held-out loss after "
         f"{max(front.AIMS.values())} iterations. Seconds and bytes per iteration are of the lab "
-        f"(launches: {options.repetitions}), with emulated compute (30 ms), or predicted from "
-        "its profiles for workers beside one further host that serves. Losses are compared when "
-        f"a rank has sent {sent}.",
-        "how": ["measured", "emulated", "predicted"],
+        f"(launches: {options.repetitions}), with emulated compute (30 ms). Losses are compared "
+        f"when a rank has sent {sent}.",
+        "how": ["measured", "emulated"],
         "date": datetime.now(UTC).date().isoformat(),
         "machine": tables.machine(),
         "command": "python benchmarks/methods.py losses; python benchmarks/methods.py times; "

@@ -1,4 +1,4 @@
-"""Rehearsals: time of 32 replicas under ten strategies, and ranking beside measured runs.
+"""Rehearsals: time of 32 replicas under eight strategies, and ranking beside measured runs.
 
     python benchmarks/rehearsal.py speed [--replicas 32] [--iterations 500] [--processes 2]
                                          [--strategies NAMES] [--rate 100] [--json FILE]
@@ -57,8 +57,6 @@ from offbeat.profile import Profile
 from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
 from offbeat.strategies import (
     DDP,
-    SSP,
-    A2CiD2,
     DeAR,
     DiLoCo,
     DreamDDP,
@@ -79,8 +77,6 @@ STRATEGIES: dict[str, Strategy] = {
     "diloco": DiLoCo(PERIOD),
     "selsync": SelSync(0.3),
     "fedavg": FedAvg(local_steps=PERIOD),
-    "ssp": SSP(),
-    "a2cid2": A2CiD2(),
 }
 RANKED = ("ddp", "dear", "local-sgd", "dreamddp", "dreamddp-delayed-int4", "diloco", "selsync")
 EXAMPLES = Path(__file__).parent.parent / "examples"

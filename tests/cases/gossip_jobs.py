@@ -49,7 +49,7 @@ class Worker:
     def consolidate(self, between: Callable[[int], Any] = lambda _: None) -> None:
         """As the session does it; `between` is called before each meeting."""
         nothing = [torch.zeros(1)]
-        with self.gossip.reduction_series():
+        with self.gossip.consolidation():
             between(0)
             self.gossip.all_reduce(nothing)
             between(1)

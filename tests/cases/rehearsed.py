@@ -98,32 +98,6 @@ def train_here(strategies: Sequence[str], seed: int) -> dict[str, tuple[list[flo
     return found
 
 
-def train_recorded(name: str, seed: int, folder: str) -> tuple[list[float], Tensor] | None:
-    """Losses and final parameters of this rank of a job that keeps a record.
-
-    The last rank is a server; it returns None.
-    """
-    rank = int(os.environ["RANK"])
-    os.environ["OFFBEAT_SERVERS"] = "1"
-    random.seed(seed + rank)
-    np.random.seed(seed + rank)
-    torch.manual_seed(seed + rank)
-    module = make_model()
-    try:
-        model, optimizer = offbeat.prepare(module, make_optimizer(module), name, record=folder)
-    except SystemExit:
-        return None
-    losses = []
-    for batch in batches(rank):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    model.close()
-    return losses, flat(module)
-
-
 def flat(module: nn.Module) -> Tensor:
     return torch.cat([t.detach().reshape(-1).double() for t in module.state_dict().values()])
 

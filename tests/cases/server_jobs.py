@@ -32,14 +32,13 @@ class Job:
         self.optimizer = torch.optim.SGD([self.parameter], lr=rate)
         self.layout = Layout([[self.parameter]], servers, options.pop("shard_bytes", 64))
         directory = options.pop("directory", None)
-        make_shard = options.pop("make_shard", None)
         self.services: list[Service] = []
         self.addresses: list[tuple[str, int]] = []
         self.errors: list[BaseException] = []
         for i in range(servers):
             listener = socket.create_server(("127.0.0.1", 0))
             self.addresses.append(listener.getsockname())
-            store = Store(self.layout, i, self.optimizer, rule, range(workers), make_shard)
+            store = Store(self.layout, i, self.optimizer, rule, range(workers))
             snapshots = Snapshots(directory, i, 2) if directory else None
             options.setdefault("silent_s", 30.0)
             self.services.append(Service(store, listener, SECRET, snapshots=snapshots, **options))

@@ -52,7 +52,6 @@ PARTS = {
     "data.sample_stream": "SampleStream",
     "frames.frames": "WireError",
     "gossip": "mixing",
-    "gossip.tree_reductions": "KEPT",
     "integrations.options": "Options",
     "jobs.record_lines": "load",
     "server.layout": "Layout",

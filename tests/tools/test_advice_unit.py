@@ -282,7 +282,7 @@ def test_the_last_machine_that_pays_is_that_of_a_scan(latency_s):
 
 def curve_of(label, losses, iteration_s):
     ends_s = tuple(iteration_s * (i + 1) for i in range(len(losses)))
-    return RehearsedCurve(label, 4, 4, tuple(losses), ends_s)
+    return RehearsedCurve(label, 4, tuple(losses), ends_s)
 
 
 def test_a_method_that_had_less_time_raises_the_target():

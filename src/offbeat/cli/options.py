@@ -107,9 +107,6 @@ class Rehearsing:
     """Options of all commands that rehearse a script."""
 
     jitter: Annotated[float | None, option("Relative standard deviation of compute times.")] = None
-    sample: Annotated[
-        int | None, number("Replicas to train, if memory cannot hold all.  [default: all ranks]")
-    ] = None
     seeds: Annotated[str, option("One rehearsal of each strategy per seed, as in 0,1,2.")] = "0"
     processes: Annotated[int, number("Strategies that are rehearsed at the same time.")] = 1
     target: Annotated[str | None, option("Report the time to loss=4.3.")] = None
@@ -129,7 +126,6 @@ class Rehearsing:
             )
         return {
             "iterations": iterations,
-            "sample": self.sample,
             "seeds": texts.parse_seeds(self.seeds, None, 0),
             "processes": self.processes,
             "target_loss": target_loss,

@@ -54,10 +54,6 @@ def rehearse(
     iterations: Annotated[
         int | None, number("Iterations of each strategy.  [default: until the script ends]")
     ] = None,
-    order: Annotated[
-        Path | None,
-        option("Record of a job under gossip or with servers, whose order is repeated."),
-    ] = None,
     how: Rehearsing = REHEARSING,
     out: OutDir = None,
     json_: Json = False,
@@ -74,12 +70,9 @@ def rehearse(
     from offbeat.experiments.progress import Progress
     from offbeat.experiments.script import script_name
     from offbeat.rehearsal.command import ScriptRehearsal, rehearse_script
-    from offbeat.rehearsal.rehearse import require_no_jitter
 
     require_one_folder(out, how.resume)
     settings = how.settings(iterations)
-    if order is not None:
-        require_no_jitter(how.jitter)
     if ranks is not None:
         texts.require_range("--ranks", ranks, 2, "one rank sends nothing")
     if profile is None and cluster is None and (ranks is None or rate is None):
@@ -94,22 +87,13 @@ def rehearse(
     measured = facts
     if device := texts.parse_device_speed(device_speed):
         facts = device.apply(facts)
-    place = _place(facts, ranks, rate, cluster, per_node)
-    there = place.profile
+    there = _place(facts, ranks, rate, cluster, per_node).profile
     there = there if how.jitter is None else extrapolate(there, jitter=how.jitter)
     progress = Progress(stderr=json_)
     whole = (script, *args)
     run_dir = how.resume or out or default_run_dir(script_name(whole), "rehearsal-")
     outcome = rehearse_script(
-        ScriptRehearsal(
-            whole,
-            contestants,
-            there,
-            measured=measured,
-            differences=place.ranks,
-            order=order,
-            **settings,
-        ),
+        ScriptRehearsal(whole, contestants, there, measured=measured, **settings),
         run_dir,
         progress,
         resume=how.resume is not None,

@@ -23,7 +23,7 @@ from torch import Tensor
 from offbeat.core.buckets.flat import memory_of
 from offbeat.gossip.anchors import NEVER, Anchors, Coded, advance_anchors, decode, encode
 from offbeat.gossip.chunks import Wire
-from offbeat.gossip.state import ABORT, SETTLE, Mixing, State
+from offbeat.gossip.state import Mixing, State
 
 MOST = 2048  # largest number of recent exchanges that are kept
 Buffers = tuple[list[Tensor], list[Tensor]]
@@ -120,8 +120,7 @@ class Exchanges:
         mine, theirs = self._spare.pop() if self._spare else self._new_buffers()
         self._numbers[partner] = number
         self.now = Exchange(partner, number, t, mixing, mine, theirs)
-        about = (partner, number, mixing.alpha, mixing.alpha_tilde, coded)
-        self._state.snapshot(t, mine, about)
+        self._state.snapshot(t, mine)
         if coded:
             self._codes = self._codes or (self.wire.codes(), self.wire.codes())
             self.now.coded = made = Coded(self._anchors[partner], *self._codes)
@@ -202,7 +201,7 @@ class Exchanges:
         self.now = None
         self._anchors.pop(partner, None)
         is_whole = one.arrived == len(self.wire.chunks)
-        self._revert(one, 0 if is_whole else one.arrived, ABORT)
+        self._revert(one, 0 if is_whole else one.arrived)
         if is_whole:
             self._doubts[partner] = one
         return True
@@ -217,7 +216,7 @@ class Exchanges:
         """
         one = self._doubts.pop(partner, None)
         if one is not None and whole not in (None, one.number):
-            self._revert(one, one.arrived, SETTLE)
+            self._revert(one, one.arrived)
 
     def release_anchors(self, partner: int) -> None:
         """Free the anchors of a partner that does not exchange for now."""
@@ -232,11 +231,10 @@ class Exchanges:
         """Return the partners whose last complete exchange is needed."""
         return list(self._doubts)
 
-    def _revert(self, one: Exchange, count: int, kind: str) -> None:
-        """Revert the first `count` chunks of an exchange, with an event of this kind in the log."""
-        event = (kind, one.partner)
+    def _revert(self, one: Exchange, count: int) -> None:
+        """Revert the first `count` chunks of an exchange."""
         differences = (one.difference(self.wire, number) for number in range(count))
-        self._state.revert(differences, one.t, one.mixing, event)
+        self._state.revert(differences, one.t, one.mixing)
 
     def _new_buffers(self) -> Buffers:
         return self.wire.buffers(), [] if self.wire.codec is None else self.wire.buffers()

@@ -24,7 +24,7 @@ class Kind(IntEnum):
     CHUNK = 5  # x at the time of the exchange, or its codes; shard: number of the chunk
     WHOLE = 6  # the sender has received all chunks
     BEAT = 7  # heartbeat
-    VIEW = 8  # meta: known (changed edges), held (counts of reductions)
+    VIEW = 8  # meta: known (changed edges), held (completed reductions)
     UP = 9  # sum on its way to the root; shard: chunk; meta: digest, largest
     DOWN = 10  # result; fields of UP, and note
     BYE = 11  # the sender leaves the job
@@ -33,8 +33,6 @@ class Kind(IntEnum):
     JOIN = 14  # request to join the job; meta: layout, strategy, door, id
     LATER = 15  # the receiver of JOIN is busy; try again
     WELCOME = 16  # answer to JOIN: a place; the body is the initial state
-    MISSED = 17  # request of the result of an earlier reduction
-    FORGOTTEN = 18  # answer to MISSED: the result is no longer stored
 
 
 SIGNALS = (Kind.ASK, Kind.YES, Kind.BUSY)

@@ -15,7 +15,6 @@ from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.guards.unwritten_weights import WeightChanges
 from offbeat.core.measuring.replica_sample import Sample
-from offbeat.core.runtime.event_log import EventLog, open_event_log
 from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob
@@ -46,12 +45,11 @@ class GossipSession(LoopSession):
         job: TrainingJob,
         joined: GossipSetup,
         pace: Pace | None,
-        log: EventLog | None = None,
     ):
         model, watch = job.model, ParameterWatch(job.model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         watch.attach(self._parameters, placed=False)
-        super().__init__(job, pace, watch, log)
+        super().__init__(job, pace, watch)
         self._flats, self._state = joined.flats, joined.state
         self._clock, self._gossip = joined.clock, joined.gossip
         if job.recorder:
@@ -115,7 +113,7 @@ class GossipSession(LoopSession):
         if self._gossip is None:
             self.flush()
             return
-        with self._gossip.reduction_series():
+        with self._gossip.consolidation():
             self._average(self._gossip)
         self._report_notices()
 
@@ -241,10 +239,7 @@ def _summand(flat: Tensor) -> Tensor:
 def open_gossip_session(strategy: GossipStrategy, job: TrainingJob) -> GossipSession:
     """Return the session of a worker, connected to the other workers or to a running job."""
     pace = job.requested_pace()
-    log = None
-    if strategy.weights == "snapshot":  # live weights change within a forward at unknown moments
-        log = open_event_log(job, str(strategy))
-    joined = join(job.model, job.optimizer, strategy, job.observation.model, job.cluster, log)
+    joined = join(job.model, job.optimizer, strategy, job.observation.model, job.cluster)
     if job.recorder:
         job.recorder.start(str(strategy), None, observed=0)
-    return GossipSession(job, joined, pace, log)
+    return GossipSession(job, joined, pace)

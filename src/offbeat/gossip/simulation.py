@@ -137,7 +137,6 @@ class Timeline:
         exchange_start_s: start of each exchange, [exchanges].
         exchange_end_s: end of each exchange, [exchanges].
         forgotten: requests that each worker discarded because its queue was full, [n].
-        complete_s: time before which no gradient or exchange began that is missing.
     """
 
     n: int
@@ -152,7 +151,6 @@ class Timeline:
     exchange_start_s: NDArray[np.float64]
     exchange_end_s: NDArray[np.float64]
     forgotten: NDArray[np.intp]
-    complete_s: float = 0.0
 
     def gradients(self) -> NDArray[np.intp]:
         """Return the number of gradients that each worker has applied, [n]."""
@@ -292,7 +290,6 @@ class _Run:
         self._busy = [False] * n
         self._at_nic: list[dict[int, _Exchange]] = [{} for _ in self.nic_bytes_s]
         self._gradient_start_s = [0.0] * n
-        self._running: set[_Exchange] = set()
         self._forgotten = [0] * n
         self._gradients: list[tuple[int, float, float]] = []
         self._exchanges: list[tuple[int, int, int, float, float, float]] = []
@@ -378,14 +375,12 @@ class _Run:
         self._busy[by] = self._busy[to] = True
         wished_s = self._requests[by].popleft()
         exchange = _Exchange(edge, self.edges[edge], self.nics[edge], by, wished_s, now_s)
-        self._running.add(exchange)
         if self.delay_s[edge] > 0:
             self._push(now_s + self.delay_s[edge], TRANSFER, 0, exchange)
         else:
             self._begin_transfer(exchange, now_s)
 
     def _end_exchange(self, exchange: _Exchange, now_s: float) -> None:
-        self._running.remove(exchange)
         for nic in exchange.nics:
             del self._at_nic[nic][exchange.edge]
         self._update_speeds(exchange.nics, now_s)
@@ -447,7 +442,6 @@ class _Run:
             start_s,
             stop_s,
             np.array(self._forgotten, dtype=np.intp),
-            min(self._gradient_start_s + [one.start_s for one in self._running]),
         )
 
 

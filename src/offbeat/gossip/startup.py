@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import flatten
 from offbeat.core.console import console
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.runtime.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
@@ -46,11 +45,8 @@ def join(
     strategy: GossipStrategy,
     fingerprint: str,
     cluster: Cluster,
-    log: EventLog | None = None,
 ) -> GossipSetup:
     """Connect to the other workers of this job, or join a running job.
-
-    Changes of the parameters are added to `log`.
 
     Raises:
         ValueError: the graph is invalid, or an optimizer step of one parameter depends on other
@@ -58,7 +54,7 @@ def join(
     """
     require_elementwise(optimizer)
     control, door_of_another = cluster.control, current_join_request()
-    own = GossipSetup(model, optimizer, strategy, fingerprint, cluster, log)
+    own = GossipSetup(model, optimizer, strategy, fingerprint, cluster)
     if door_of_another is not None:
         own.join_job(*door_of_another)
         return own
@@ -125,8 +121,6 @@ class GossipSetup:
         strategy: GossipStrategy,
         fingerprint: str,
         cluster: Cluster,
-        log: EventLog | None = None,
-        state: type[State] = State,
     ):
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._fingerprint, self._cluster = fingerprint, cluster
@@ -135,7 +129,7 @@ class GossipSetup:
         self.flats = flatten([p for p in model.parameters() if p.requires_grad])
         form = "bf16" if strategy.wire == "bf16" else "none"
         self.wire = Wire(self.flats, form, codec=strategy.codec)
-        self.state = state(
+        self.state = State(
             self.flats,
             self.wire,
             AVERAGING,
@@ -143,7 +137,6 @@ class GossipSetup:
             momentum=strategy.momentum,
             mixed=strategy.exchange == "after_mixing",
             device=cluster.device,
-            log=log,
         )
 
     @property

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from offbeat.core.codecs.pieces import pieces
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.transport.device import CPU, Device
 from offbeat.gossip.chunks import Wire
 from offbeat.gossip.mixing import exchange, follow, jump, mix
@@ -48,17 +47,6 @@ AVERAGING = Mixing(0.0, 0.5, 0.5)
 
 # limit of reverted mixing, by a factor of e^2; digits lost to rounding do not return
 MOST_BACK = -1.0
-# Kinds of events in a log, with their values.
-STEP = "s"  # label
-REFRESH = "r"
-MIX = "m"  # label
-MIDPOINT = "h"
-SET = "p"  # label
-CHANGE = "c"  # label, eta, alpha, alpha~
-SNAPSHOT = "x"  # label, partner, number, alpha, alpha~, coded
-APPLY = "a"  # number of consecutive chunks
-ABORT = "b"  # partner; reverts the exchange in progress unless it is in doubt
-SETTLE = "d"  # partner; reverts the exchange in doubt
 REMEMBERED = 16  # stored changes of the constants; an exchange is never older than these
 
 
@@ -148,7 +136,6 @@ class State:
         momentum: whether there is a second copy x~.
         mixed: whether an exchange sends x after mixing; otherwise x before mixing.
         device: device of the weights.
-        log: log of all changes; None: none.
 
     Attributes:
         course: history of the mixing constants.
@@ -165,9 +152,7 @@ class State:
         momentum: bool = True,
         mixed: bool = True,
         device: Device | None = None,
-        log: EventLog | None = None,
     ):
-        self._log = log
         self._weights = [flat.detach() for flat in weights]
         self._wire, self.course = wire, Course(mixing)
         self._snapshot, self._mixed = snapshot, mixed
@@ -185,7 +170,6 @@ class State:
         x, and change x~ by the same amount.
         """
         with self._lock:
-            self._record(STEP, t)
             self._advance(t)
             self._write_weights(keep=self._tilde is not None)
             update()
@@ -196,13 +180,11 @@ class State:
     def refresh(self) -> None:
         """Write x to the weights before a forward."""
         with self._lock:
-            self._record(REFRESH)
             self._write_weights()
 
     def mix_until(self, t: float) -> None:
         """Mix x up to label `t` and write it to the weights, for code that reads them."""
         with self._lock:
-            self._record(MIX, t)
             self._advance(t)
             self._write_weights()
 
@@ -214,14 +196,12 @@ class State:
         mixing than the exchange contains.
         """
         with self._lock:
-            self._record(MIDPOINT)
             self._mix(math.inf)
             self._write_weights()
 
     def set_parameters(self, x: Sequence[Tensor], t: float) -> None:
         """Set x and x~ to given values at label `t`."""
         with self._lock:
-            self._record(SET, t)
             self._apart, self.t = False, max(t, self.t)
             for number, value in enumerate(x):
                 self._weights[number].copy_(value)
@@ -235,27 +215,20 @@ class State:
         change at different times but must mix equally, otherwise the average changes.
         """
         with self._lock:
-            self._record(CHANGE, t, mixing.eta, mixing.alpha, mixing.alpha_tilde)
             wrong = self.course.mixing_integral(t, self.t)
             self.course.change(t, mixing)
             self._mix(max(self.course.mixing_integral(t, self.t) - wrong, MOST_BACK))
 
     # ---- gossip thread ----------------------------------------------------------------------
 
-    def refuse_repetition(self, reason: str) -> None:
-        """Record why no rehearsal can repeat the events of this worker."""
-        if self._log is not None:
-            self._log.refuse(reason)
-
     @contextmanager
     def frozen_x(self, t: float) -> Iterator[list[Tensor]]:
         """Yield x, mixed up to `t`, for a joining worker, and block gradient events meanwhile."""
-        self.refuse_repetition("a worker has joined the running job")
         with self._lock:
             self._advance(t)
             yield self._x
 
-    def snapshot(self, t: float, into: Sequence[Tensor], about: Sequence[float] = ()) -> None:
+    def snapshot(self, t: float, into: Sequence[Tensor]) -> None:
         """Copy x at label `t` into the buffers of an exchange.
 
         If a gradient was applied after `t`, before the acceptance of the partner arrived, the
@@ -264,10 +237,8 @@ class State:
         Args:
             t: label of the exchange.
             into: buffers.
-            about: further values of the event in the log.
         """
         with self._lock:
-            self._record(SNAPSHOT, t, *about)
             if not self._mixed:
                 self._copy(into)
             self._advance(t)
@@ -290,8 +261,6 @@ class State:
             mixing: constants of the exchange.
         """
         with self._lock:
-            if self._log is not None:
-                self._log.count(APPLY)
             self._exchange(number, m, t, mixing, 1.0)
 
     def revert(
@@ -299,7 +268,6 @@ class State:
         differences: Iterable[Tensor],
         t: float,
         mixing: Mixing,
-        event: tuple[str, float],
     ) -> None:
         """Revert the applied chunks of an exchange that has not completed.
 
@@ -307,18 +275,12 @@ class State:
             differences: `m` of each applied chunk, see `apply`.
             t: see `apply`.
             mixing: see `apply`.
-            event: kind and partner of the event in the log.
         """
         with self._lock:
-            self._record(*event)
             for number, m in enumerate(differences):
                 self._exchange(number, m, t, mixing, -1.0)
 
     # ---- with the lock held -----------------------------------------------------------------
-
-    def _record(self, kind: str, *values: float) -> None:
-        if self._log is not None:
-            self._log.add(kind, *values)
 
     def _exchange(
         self,

@@ -55,7 +55,6 @@ class Gossip(Strategy):
     needs: ClassVar[Needs] = Needs(
         profile=False, allows_joining=True, survives_ranks=True, one_optimizer=True
     )
-    rehearsal: ClassVar[str] = "offbeat.rehearsal.gossip:open_rehearsed_session"
     momentum: ClassVar[bool]  # whether there is a second copy x~ of the parameters
     exchange: ClassVar[str] = "after_mixing"
 

@@ -1,10 +1,9 @@
-"""Tree reductions of a worker on two channels, with restarts and results for absent workers."""
+"""Tree reductions of a worker on two channels, with restarts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -13,30 +12,16 @@ from offbeat.frames.frames import Frame, WireError
 from offbeat.gossip.peers import Peers
 from offbeat.gossip.protocol import Kind, finite
 from offbeat.gossip.tree_reduction import Output, TreeReduction
-from offbeat.gossip.view import Place, View
+from offbeat.gossip.view import View
 
 # channels: USER for reductions of the training thread, OWN for agreements of gossip
 USER, OWN = 1, 0
 RESULT = -1  # digest of frames with a result, which is valid in any tree
 QUIET_S = 0.05  # seconds without a change of the graph before a restarted reduction sends frames
-KEPT = 4  # stored results on the channel USER, as many as one consolidation needs
-
-
-@dataclass
-class _Fetch:
-    """Request of another worker's result, because this worker has a different one.
-
-    Attributes:
-        number: number of the reduction.
-        numbers: tensors with the shapes of the result.
-        then: callback for a received result; returns whether it is the requested one.
-        told: received results by neighbour.
-    """
-
-    number: int
-    numbers: Sequence[Tensor]
-    then: Callable[[TreeReduction], bool]
-    told: dict[int, TreeReduction] = field(default_factory=dict)
+AWAY = (
+    "the others have taken this worker for dead, and have consolidated without it; begin it anew "
+    "with `offbeat join`, or raise silent_s"
+)
 
 
 class TreeReductions:
@@ -50,11 +35,10 @@ class TreeReductions:
 
     Only members that were unreachable from each other can have different results: a stopped member
     with a result counts as failed, and the others compute another result without it. Callers that
-    need equal bits compare the results afterwards and call `fetch_result`.
+    need equal bits compare the results afterwards.
 
-    Members do not wait for a failed worker. If it continues and reconnects, it requests the results
-    that it has missed. If it was absent from a whole series of reductions (`set_series`), it
-    continues at the start of the series of the other members.
+    Members do not wait for a failed worker. If it continues after they have completed USER
+    reductions without it, its error says that it must join the job again.
 
     Attributes:
         held: completed reductions by channel.
@@ -65,12 +49,7 @@ class TreeReductions:
         self._rounds: dict[int, TreeReduction] = {}  # reductions in progress by channel
         self._callbacks: dict[int, Callable[[TreeReduction], None]] = {}
         self.held = {USER: 0, OWN: 0, **(held or {})}
-        # last results by channel and number
-        self._results: dict[int, dict[int, TreeReduction]] = {USER: {}, OWN: {}}
-        self._peer_counts: dict[int, int] = {}  # completed USER reductions by neighbour
-        # first reduction of the current series; None outside of a series
-        self._series: int | None = None
-        self._fetch: _Fetch | None = None
+        self._results: dict[int, TreeReduction] = {}  # the last one by channel
         # Frames that wait until the view is unchanged for `QUIET_S`, because changes arrive in
         # bursts.
         self._postponed: list[tuple[int, int, Output]] = []
@@ -112,11 +91,6 @@ class TreeReductions:
         for peer, frame in early:
             self.on_frame(peer, frame)
         self._finish_rounds()
-        self._request_result()
-
-    def set_series(self, begin: bool) -> None:
-        """Mark the start or the end of a series of USER reductions."""
-        self._series = self.held[USER] if begin else None
 
     def restart(self) -> None:
         """Restart all reductions in progress after a change of the view."""
@@ -155,115 +129,41 @@ class TreeReductions:
             del self._rounds[OWN], self._callbacks[OWN]
             self._postponed = [waiting for waiting in self._postponed if waiting[0] != OWN]
         self.held[OWN] = held
+        self._results.pop(OWN, None)  # of an earlier reduction
         return True
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a USER reduction or a series is in progress."""
-        return USER in self._rounds or self._series is not None
+    def on_count(self, count: Any) -> None:
+        """Process the number of USER reductions that a neighbour has completed.
 
-    # ---- results for absent workers ---------------------------------------------------------
-
-    @property
-    def counts(self) -> list[int]:
-        """Return the counts for HELLO and VIEW: completed USER reductions, now and at the start of
-        the series.
+        Raises:
+            WireError: the number is invalid.
+            RuntimeError: the others have completed reductions without this worker.
         """
-        return [self.held[USER], self.held[USER] if self._series is None else self._series]
+        if type(count) is not int:
+            raise WireError(f"held ({count!r}) must be a count")
+        self._require_part(count)
 
-    def on_counts(self, peer: int, counts: Any) -> None:
-        """Process the counts of a neighbour. Raise WireError if they are invalid."""
-        if not (isinstance(counts, list) and [type(n) for n in counts] == [int, int]):
-            raise WireError("held must be two counts")
-        held, first = counts
-        if not self.is_waiting and first > self.held[USER]:
-            self.held[USER] = first  # the others have completed a series without this worker
-        self._peer_counts[peer] = held
-        self._request_result()
-        self._request_again(peer)
-
-    def send_result(self, peer: int, frame: Frame[Kind]) -> None:
-        """Send a stored result to a neighbour, or FORGOTTEN."""
-        number, channel = divmod(frame.header.clock, 2)
-        reduction = self._results[channel].get(number)
-        if reduction is None and number < self.held[channel]:
-            self._peers.send(peer, Kind.FORGOTTEN, clock=frame.header.clock)
-        for out in reduction.outputs([peer]) if reduction else ():
-            self._send_frame(channel, number, out, RESULT)
-
-    def fetch_result(
-        self, number: int, numbers: Sequence[Tensor], then: Callable[[TreeReduction], bool]
-    ) -> None:
-        """Request the result of an earlier USER reduction from all neighbours.
-
-        Args:
-            number: number of the reduction.
-            numbers: tensors with the shapes of the result.
-            then: callback for a received result; returns whether it is the requested one.
-        """
-        self._fetch = _Fetch(number, numbers, then)
-        for peer in self._peers.reachable():
-            self._request_again(peer)
-
-    def _request_again(self, peer: int) -> None:
-        if self._fetch is not None:
-            self._fetch.told[peer] = reduction = TreeReduction(self._fetch.numbers, 0.0)
-            list(reduction.start(Place(peer, (), RESULT, 2)))
-            self._peers.send(peer, Kind.MISSED, clock=2 * self._fetch.number + USER)
-
-    def _take_fetched_chunk(self, again: _Fetch, peer: int, frame: Frame[Kind]) -> None:
-        reduction = again.told.get(peer)
-        if reduction is None or frame.header.shard != reduction.results or reduction.done:
-            return
-        try:
-            body = reduction.as_numbers(frame.header.shard, frame.body)
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        list(reduction.take_result(frame.header.shard, body, finite(frame.meta.get("largest"))))
-        if reduction.done and again.then(reduction):
-            self._results[USER][again.number] = reduction
-            self._fetch = None
-
-    def on_forgotten(self, frame: Frame[Kind]) -> None:
-        """Process FORGOTTEN. Raise RuntimeError if this worker needs the result."""
-        number, channel = divmod(frame.header.clock, 2)
-        again = self._fetch is not None and (number, channel) == (self._fetch.number, USER)
-        if again or (channel in self._rounds and number == self.held[channel]):
-            raise RuntimeError(
-                "the others have taken this worker for dead, and have consolidated without it more "
-                "than once; begin it anew with `offbeat join`, or raise silent_s"
-            )
-
-    def _request_result(self) -> None:
-        """Request the current USER result from the neighbours that have completed the reduction."""
-        if USER not in self._rounds:
-            return
-        number = self.held[USER]
-        ahead = [peer for peer, held in self._peer_counts.items() if held > number]
-        for peer in ahead:
-            self._peers.send(peer, Kind.MISSED, clock=2 * number + USER)
-        place = self._view.place()
-        if ahead and place is not None and place.members == 1:
-            raise RuntimeError(
-                "the others have taken this worker for dead, have consolidated without it and have "
-                "left; raise silent_s"
-            )
+    def _require_part(self, completed: int) -> None:
+        """Raise RuntimeError if a neighbour has completed USER reductions without this worker."""
+        if completed > self.held[USER] + (USER in self._rounds):
+            raise RuntimeError(AWAY)
 
     def on_frame(self, peer: int, frame: Frame[Kind]) -> None:  # noqa: C901
-        """Process a chunk of a neighbour. Raise WireError if it is invalid."""
+        """Process a chunk of a neighbour.
+
+        Raises:
+            WireError: the chunk is invalid.
+            RuntimeError: the others have completed reductions without this worker.
+        """
         held, channel = divmod(frame.header.clock, 2)
         reduction, digest = self._rounds.get(channel), frame.meta.get("digest")
-        again = self._fetch
-        if again is not None and (held, channel, digest) == (again.number, USER, RESULT):
-            self._take_fetched_chunk(again, peer, frame)
+        if channel == USER:
+            self._require_part(held + (frame.header.kind is Kind.DOWN))
         if held < self.held[channel]:
             return
         if reduction is None or held > self.held[channel]:
             if frame.header.kind is Kind.UP:
                 self._early_frames.append((peer, frame))
-                if channel == USER and held > self._peer_counts.get(peer, 0):
-                    self._peer_counts[peer] = held
-                    self._request_result()
             return
         place = reduction.place
         if place is None:
@@ -324,10 +224,9 @@ class TreeReductions:
         self._postponed = [waiting for waiting in self._postponed if waiting[0] != channel]
 
     def _send_results(self) -> None:
-        for channel, results in self._results.items():
-            last = self.held[channel] - 1
-            for out in results[last].outputs(self._peers.reachable()) if last in results else ():
-                self._send_frame(channel, last, out, RESULT)
+        for channel, last in self._results.items():
+            for out in last.outputs(self._peers.reachable()):
+                self._send_frame(channel, self.held[channel] - 1, out, RESULT)
 
     def _send_frame(self, channel: int, number: int, out: Output, digest: int) -> None:
         self._peers.send(
@@ -344,8 +243,6 @@ class TreeReductions:
             if now.done:
                 self._send_postponed_of(channel)
                 del self._rounds[channel]
-                results, number = self._results[channel], self.held[channel]
-                results[number] = now
-                results.pop(number - (KEPT if channel == USER else 1), None)
+                self._results[channel] = now
                 self.held[channel] += 1
                 self._callbacks[channel](now)

@@ -39,7 +39,7 @@ from offbeat.gossip.protocol import SIGNALS, Kind, finite, ids_text
 from offbeat.gossip.state import Mixing
 from offbeat.gossip.state import State as Shared
 from offbeat.gossip.tree_reduction import TreeReduction
-from offbeat.gossip.tree_reductions import USER, TreeReductions
+from offbeat.gossip.tree_reductions import AWAY, USER, TreeReductions
 from offbeat.gossip.view import Known, State, View
 
 OnPartition = Literal["raise", "continue"]
@@ -109,6 +109,7 @@ class Gossip:
         self.me, self._settings, self.clock, self._shared = me, settings, clock, shared
         edges = sorted((min(edge), max(edge)) for edge in settings.graph.edges)
         self.view, self.counts = View(me, edges), Counts()
+        self._consolidates = False
         self._first_edges = edges
         self._listen_address, self._initial_state = door.getsockname(), luggage
         self._addresses = {**addresses, me: self._listen_address[:2]}
@@ -216,12 +217,14 @@ class Gossip:
     def agree_on_means(self, means: Sequence[Tensor]) -> list[Tensor]:
         """Return means with equal bits on all workers. Waits until all workers have called it.
 
-        `means` are the results of the last reduction. If the workers disagree, those with other
-        means fetch the means of the others. If the present workers hold several different means,
+        `means` are the results of the last reduction. If the workers hold several different means,
         these are averaged again.
+
+        Raises:
+            RuntimeError: the others have compared their means without this worker.
         """
         while True:
-            number, own = self._reductions.held[USER] - 1, _checksum_words(checksum(*means))
+            own = _checksum_words(checksum(*means))
             (sums_of_words,), _, workers = self.all_reduce([torch.cat([own, own * own])])
             words, squares = sums_of_words.view(2, -1)
             if bool((words * words != workers * squares).any()):
@@ -230,23 +233,7 @@ class Gossip:
             elif torch.equal(words, workers * own):
                 return list(means)
             else:
-                return self._fetch_means(number, means, words / workers)
-
-    def _fetch_means(self, number: int, means: Sequence[Tensor], words: Tensor) -> list[Tensor]:
-        """Return the means of a reduction that match the given checksum words."""
-        found: list[list[Tensor]] = []
-
-        def take(reduction: TreeReduction) -> bool:
-            *sums, workers = reduction.result
-            theirs = [total / int(workers) for total in sums]
-            same = torch.equal(_checksum_words(checksum(*theirs)), words)
-            found.extend([theirs] if same else [])
-            return same
-
-        like = [*means, torch.ones(1, dtype=torch.float32, device="cpu")]
-        self._submit(lambda: self._reductions.fetch_result(number, like, take))
-        self._wait(lambda: bool(found), lambda: "the others' result of a reduction")
-        return found[0]
+                raise RuntimeError(AWAY)
 
     def _begin_reduction(
         self, brought: list[Tensor], largest: float, then: Callable[[TreeReduction], None]
@@ -259,19 +246,13 @@ class Gossip:
             self._reductions.begin(USER, brought, largest, then)
 
     @contextmanager
-    def reduction_series(self) -> Iterator[None]:
-        """Group reductions into a series, in which every worker takes part completely or not at
-        all.
-
-        A worker that was unreachable during the series receives the results. An absent worker is
-        not awaited before the next series.
-        """
-        self._submit(lambda: self._reductions.set_series(begin=True))
+    def consolidation(self) -> Iterator[None]:
+        """Let workers that want to join wait until the end of several reductions."""
+        self._consolidates = True
         try:
             yield
         finally:
-            self._commands.append(lambda: self._reductions.set_series(begin=False))
-            self._peers.wake()
+            self._consolidates = False
 
     def pause(self) -> None:
         """Begin no more exchanges and wait for the end of the current one."""
@@ -508,7 +489,7 @@ class Gossip:
             "door": self._listen_address[:2],
             "whole": self._exchanges.completed_number(peer),
             "known": self.view.changed_edges(),
-            "held": self._reductions.counts,
+            "held": self._reductions.held[USER],
         }
 
     def on_connect(self, peer: int, hello: dict[str, Any]) -> None:
@@ -534,7 +515,7 @@ class Gossip:
         self._exchanges.settle(peer, int(finite(hello.get("whole"))))
         before, gone = self.view.edges(), self.view.state(peer) > State.DOWN
         self._merge_view(hello)
-        self._reductions.on_counts(peer, hello.get("held"))
+        self._reductions.on_count(hello.get("held"))
         # The peer may have published the edge already, and its neighbours may have sent it to this
         # worker.
         self._publish_edges(
@@ -573,7 +554,7 @@ class Gossip:
             return body, memory_of(body)
         return None, NOTHING
 
-    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:  # noqa: C901
+    def on_frame(self, peer: int, frame: Frame[Kind]) -> None:
         """Process a frame. Raise WireError if it is invalid."""
         kind = frame.header.kind
         if kind in SIGNALS:
@@ -588,10 +569,6 @@ class Gossip:
             self._reductions.on_frame(peer, frame)
         elif kind is Kind.VIEW:
             self._on_view(peer, frame.meta)
-        elif kind is Kind.MISSED:
-            self._reductions.send_result(peer, frame)
-        elif kind is Kind.FORGOTTEN:
-            self._reductions.on_forgotten(frame)
         elif kind is Kind.BYE:
             self._peers.stop_reconnecting(peer)
             self._exchanges.release_anchors(peer)
@@ -604,13 +581,13 @@ class Gossip:
     # ---- membership -------------------------------------------------------------------------
 
     def _view_of(self, known: Sequence[Known]) -> dict[str, Any]:
-        return {"known": list(known), "held": self._reductions.counts}
+        return {"known": list(known), "held": self._reductions.held[USER]}
 
     def _on_view(self, peer: int, meta: dict[str, Any]) -> None:
-        """Process edges and counts of reductions of a neighbour."""
+        """Process edges and the count of reductions of a neighbour."""
         before = self.view.edges()
         self._merge_view(meta)
-        self._reductions.on_counts(peer, meta.get("held"))
+        self._reductions.on_count(meta.get("held"))
         if self.view.edges() != before:
             self._update_rates()
 
@@ -709,7 +686,7 @@ class Gossip:
         """Return the answer to a worker that is not a neighbour. Raise WireError to refuse it."""
         if frame.header.kind is Kind.TIME:
             return pack(Kind.TIME, self.me, meta={"now_s": self.clock.common_s()}), None
-        meets = self._pairing.paused or self._postponed or self._reductions.is_waiting
+        meets = self._pairing.paused or self._postponed or self._consolidates
         if meets or self.clock.unit_s is None:
             return pack(Kind.LATER, self.me), None
         return self._accept_joining_worker(frame.meta)

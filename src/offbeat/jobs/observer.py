@@ -124,7 +124,7 @@ class JobObserver(Recorder):
         self._timelines: Timelines | None = None
         self.keeps_end = settings.record is not None
         if settings.record:
-            self.folder = folder = Path(settings.record) / run_id
+            folder = Path(settings.record) / run_id
             self._writer = BackgroundWriter(folder, self._number, clock)
             self._timelines = Timelines(self._writer, self._number, cluster.device, self.origin_s)
             self._line("head", id=self.id, rank=self._number, world_size=control.world_size,

@@ -26,7 +26,6 @@ OWN_FILES = (  # patterns of the files that offbeat writes into the folder of a 
     "plan*.json",
     "predicted.json",
     "rank*.jsonl",
-    "order*.json",
     PAGE_FILE,
 )
 

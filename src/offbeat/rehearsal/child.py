@@ -8,20 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.core.files import replace_text
 from offbeat.core.measuring.reported import set_receiver
 from offbeat.core.profile import Profile
-from offbeat.core.sim import Ranks
 from offbeat.core.strategy.registry import create
 from offbeat.core.transport.topology import Topology
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.distributed import GROUP, ScriptGroup, replace_functions
 from offbeat.rehearsal.job import topology_of, train_replicas
-from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.records import write_records
 from offbeat.rehearsal.rehearse import curve_of
 from offbeat.rehearsal.replica import EndOfRehearsal, Replica
@@ -41,26 +39,20 @@ class Assignment:
         strategy: name of the strategy, or `module:Class`.
         settings: settings of the strategy.
         profile: file of the profile of the job.
-        replicas: number of ranks to train, each with a model.
         iterations: iterations after which the script is ended; None: at its own end.
         seed: OFFBEAT_SEED; replica k starts with the random streams of seed `seed + k`.
         contestant: folder of the strategy.
         repetition: folder of the repetition.
-        differences: differences between ranks, for strategies without a plan.
-        order: folder of the record of a job whose order is repeated.
     """
 
     script: tuple[str, ...]
     strategy: str
     settings: Mapping[str, Any]
     profile: str
-    replicas: int
     iterations: int | None
     seed: int
     contestant: str
     repetition: str
-    differences: Ranks = field(default_factory=Ranks)
-    order: str | None = None
 
     def save(self, path: Path) -> None:
         """Write the assignment as JSON."""
@@ -70,17 +62,7 @@ class Assignment:
     def load(cls, path: str | Path) -> Assignment:
         """Read the result of `save`."""
         data = json.loads(Path(path).read_text())
-        known = {"script": tuple(data["script"]), "differences": _ranks_of(data["differences"])}
-        return cls(**{**data, **known})
-
-
-def _ranks_of(data: Mapping[str, Any]) -> Ranks:
-    """Return the differences between ranks of their JSON form."""
-    rates = {
-        name: {link: tuple(values) for link, values in data[name].items()}
-        for name in ("link_rates", "receive_rates", "server_rates")
-    }
-    return Ranks(tuple(data["scale"]), data["jitter"], **rates)
+        return cls(**{**data, "script": tuple(data["script"])})
 
 
 _replica: ContextVar[Replica] = ContextVar("replica")
@@ -95,7 +77,7 @@ def rehearse_script(assignment: Assignment) -> None:
     folder = Path(assignment.repetition)
     strategy = create(assignment.strategy, assignment.settings)
     profile = Profile.load(assignment.profile)
-    topology = topology_of(profile, assignment.replicas)
+    topology = topology_of(profile)
     code, attributes = code_of(assignment.script)
     replace_functions()
     set_receiver(lambda name, value: _replica.get().recorder.add_metric(name, value))
@@ -108,7 +90,7 @@ def rehearse_script(assignment: Assignment) -> None:
                 assignment.script,
                 files.enter_context((folder / f"rank{rank}.log").open("w", buffering=1)),
             )
-            for rank in range(assignment.replicas)
+            for rank in range(topology.ranks)
         ]
 
         def live(replica: Replica) -> None:
@@ -131,11 +113,8 @@ def rehearse_script(assignment: Assignment) -> None:
                 live,
                 strategy,
                 profile,
-                replicas=assignment.replicas,
                 seed=assignment.seed,
                 states=states,
-                order=None if assignment.order is None else RecordedOrder.load(assignment.order),
-                differences=assignment.differences,
             )
         finally:
             sys.stdout, sys.stderr = streams
@@ -151,7 +130,7 @@ def _environ(rank: int, assignment: Assignment, topology: Topology) -> dict[str,
     """Return the variables that a launcher sets for a rank on a host for its replica."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(assignment.replicas),
+        "WORLD_SIZE": str(topology.ranks),
         "LOCAL_RANK": str(topology.member_of(rank)),
         "LOCAL_WORLD_SIZE": str(len(topology.node_of(rank))),
         "GROUP_RANK": str(topology.replica_of(rank)),

@@ -64,9 +64,6 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
         profile: profile of the job.
         seed: seed of the jitter.
     """
-    if run.trace is not None:
-        ranks = run.differences
-        return Clock(run.trace, predict(strategy, profile, seed=seed, ranks=ranks))
     courses, log = run.courses, run.logs[0]
     there = strategy.participants(profile)
     iterations = len(log.losses)
@@ -74,7 +71,6 @@ def simulate_run(run: Run, strategy: Strategy, profile: Profile, *, seed: int = 
     votes: Mapping[str, list[bool]] = {}
     for course, following in pairwise([*courses, None]):
         assert course is not None
-        assert course.plan is not None
         stop = iterations if following is None else min(following.first, iterations)
         if stop <= course.first:
             continue

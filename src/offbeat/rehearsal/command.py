@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from offbeat.core.files import write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import network_rate_bps
-from offbeat.core.sim import Ranks
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Contestant, require_labels
@@ -31,17 +30,11 @@ from offbeat.experiments.new_run import (
 from offbeat.experiments.progress import Progress
 from offbeat.experiments.record.record_file import records_in
 from offbeat.experiments.record.run_directory import PROBLEM
-from offbeat.experiments.report.headline import REHEARSED, REPLAYED
+from offbeat.experiments.report.headline import REHEARSED
 from offbeat.experiments.script import require_runnable, script_name
 from offbeat.jobs.words import count_text, loss_text
 from offbeat.rehearsal.child import COUNT, CURVE, Assignment
-from offbeat.rehearsal.recorded_order import RecordedOrder
-from offbeat.rehearsal.rehearse import (
-    RehearsedCurve,
-    require_sampling,
-    require_whole_replicas,
-    trained_replicas,
-)
+from offbeat.rehearsal.rehearse import RehearsedCurve, require_plan, require_whole_replicas
 
 CHILD = "offbeat.rehearsal.child"
 MEASURED = "measured.json"  # in the run directory
@@ -58,47 +51,31 @@ class ScriptRehearsal:
         contestants: strategies to rehearse.
         profile: profile of the job, with its number of ranks, network and jitter.
         iterations: iterations after which the script is ended; None: at its own end.
-        sample: number of replicas to train; None: all ranks.
         seeds: seed of each repetition.
         processes: number of strategies that are rehearsed at the same time.
         target_loss: training loss to which the time is counted.
         command: command line of the user.
         measured: profile from which the one of the job was computed, to resume with; None: the
             profile of the job.
-        differences: differences between ranks, for strategies without a plan.
-        order: folder of the record of a job whose order is repeated.
     """
 
     script: tuple[str, ...]
     contestants: tuple[Contestant, ...]
     profile: Profile
     iterations: int | None = None
-    sample: int | None = None
     seeds: tuple[int, ...] = (0,)
     processes: int = 1
     target_loss: float | None = None
     command: tuple[str, ...] = ()
     measured: Profile | None = None
-    differences: Ranks = field(default_factory=Ranks)
-    order: Path | None = None
 
     def __post_init__(self) -> None:
         require_runnable(self.script)
         require_labels(self.contestants)
         for contestant in self.contestants:
             reference_of(contestant.strategy)  # raises for a class of the script
-            require_whole_replicas(contestant.strategy, self.profile)
-            if self.replicas < self.profile.ranks:
-                require_sampling(contestant.strategy, self.profile)
-        if self.order is not None:
-            recorded = RecordedOrder.load(self.order)
-            for contestant in self.contestants:
-                recorded.require(contestant.strategy, self.replicas, self.iterations)
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks to train, each with a model."""
-        return trained_replicas(self.sample, self.profile.ranks)
+            require_plan(contestant.strategy)
+        require_whole_replicas(self.profile)
 
 
 @dataclass
@@ -219,7 +196,7 @@ class _Children:
 
     def _title(self, count: int) -> str:
         rehearsal = self._rehearsal
-        replicas = count_text(rehearsal.replicas, "replica")
+        replicas = count_text(rehearsal.profile.ranks, "replica")
         times = count_text(count, "time")
         return f"rehearsing {replicas} of {script_name(rehearsal.script)}, {times}"
 
@@ -242,13 +219,10 @@ class _Children:
             reference_of(contestant.strategy),
             contestant.strategy.settings(),
             str(self._outcome.run_dir / "profile.json"),
-            self._rehearsal.replicas,
             self._rehearsal.iterations,
             seed,
             str(folder.parent),
             str(folder),
-            self._rehearsal.differences,
-            None if self._rehearsal.order is None else str(self._rehearsal.order),
         ).save(folder / JOB)
         begun = datetime.now(UTC)
         with (folder / LOG).open("wb") as log:
@@ -272,7 +246,7 @@ class _Children:
         took_s = (datetime.now(UTC) - begun).total_seconds()
         self._progress.print_line(
             f"{what}: {len(curve.losses):,} iterations in {curve.ends_s[-1]:.4g} s "
-            f"({'recorded' if curve.replayed else 'simulated'}), "
+            "(simulated), "
             f"loss {loss_text(curve.losses[-1])}; the rehearsal took {took_s:.0f} s"
         )
 
@@ -321,16 +295,13 @@ def _last_lines(log: Path) -> str:
 
 
 def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
-    profile, replayed = rehearsal.profile, rehearsal.order is not None
+    profile = rehearsal.profile
     ranks = profile.world_size
     sizes = {"ranks": max(profile.topology)} if profile.topology else {}
     links = [
         {"name": link.name, "rate": f"{network_rate_bps(link, ranks) / 1e6:.4g}mbit"}
         for link in profile.links
     ]
-    trained = rehearsal.replicas
-    part = "" if trained == profile.ranks else f" {trained} replicas were trained."
-    how = REPLAYED if replayed else REHEARSED
     common = describe(
         rehearsal.script,
         rehearsal.contestants,
@@ -342,12 +313,8 @@ def _describe(rehearsal: ScriptRehearsal) -> dict[str, Any]:
         **common,
         "cluster": {"hosts": ranks, "links": links, **sizes},
         "lab": "rehearsal",
-        "note": f"{how[0].upper()}{how[1:]}.{part}",
-        "rehearsed": trained,
-        "options": {
-            "order": str(rehearsal.order) if replayed else None,
-            "rates": None if rehearsal.differences == Ranks() else asdict(rehearsal.differences),
-        },
+        "note": f"{REHEARSED[0].upper()}{REHEARSED[1:]}.",
+        "rehearsed": True,
         "iterations": rehearsal.iterations,
         "seed": rehearsal.seeds[0],
         "skip": 0,  # simulated iterations have no warm-up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -13,14 +13,11 @@ from offbeat.core.buckets.random_states import preserve_random_states
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.prepare import REHEARSAL
-from offbeat.core.sim import Ranks
-from offbeat.core.sim.trace import Trace
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.control import OPEN_CONTROL
 from offbeat.core.transport.topology import Topology
 from offbeat.rehearsal.cluster import Exchange, MemoryControl
 from offbeat.rehearsal.links import MemoryNetwork
-from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Course, RandomStreams, Replica, ReplicaLog, _device
 from offbeat.rehearsal.turns import ReplicaState, Turns
 
@@ -32,16 +29,10 @@ class Run:
     Attributes:
         logs: log of each replica.
         courses: plans in the order of their first iterations.
-        trace: simulated time of a strategy without a plan; None otherwise.
-        replayed: whether order and times are those of a recorded job.
-        differences: differences between ranks, for strategies without a plan.
     """
 
     logs: tuple[ReplicaLog, ...]
     courses: tuple[Course, ...]
-    trace: Trace | None = None
-    replayed: bool = False
-    differences: Ranks = field(default_factory=Ranks)
 
 
 def train_replicas(
@@ -49,11 +40,8 @@ def train_replicas(
     strategy: Strategy,
     profile: Profile,
     *,
-    replicas: int,
     seed: int,
     states: Sequence[ReplicaState] | None = None,
-    order: RecordedOrder | None = None,
-    differences: Ranks | None = None,
 ) -> Run:
     """Train all replicas of a job and return their losses.
 
@@ -61,34 +49,29 @@ def train_replicas(
         life: the training script of one replica; it calls `Replica.prepare` or `offbeat.prepare`.
         strategy: strategy of the job.
         profile: profile of the job, from which the strategy plans.
-        replicas: number of ranks to train, each with a model.
         seed: replica k starts with the random streams of seed `seed + k`.
         states: state of the process that belongs to each replica; None for its random streams.
-        order: order of a recorded job, which the rehearsal repeats.
-        differences: differences between ranks, for strategies without a plan.
 
     Raises:
         BaseException: the first error of a replica.
     """
-    turns = Turns(states or [RandomStreams(seed + k) for k in range(replicas)])
-    topology = topology_of(profile, replicas)
-    differences = differences or Ranks()
-    network = MemoryNetwork(topology, turns, seed, order, differences)
-    exchange = Exchange(replicas, turns)
+    topology = topology_of(profile)
+    ranks = topology.ranks
+    turns = Turns(states or [RandomStreams(seed + k) for k in range(ranks)])
+    network = MemoryNetwork(topology, turns)
+    exchange = Exchange(ranks, turns)
     store, losses = HashStore(), LossTap()
     own = replace(profile, pace=0.0)  # an emulated host would sleep
     all_replicas = [
-        Replica(rank, strategy, own, network, exchange, store, losses) for rank in range(replicas)
+        Replica(rank, strategy, own, network, exchange, store, losses) for rank in range(ranks)
     ]
 
     def live(rank: int) -> None:
         replica = all_replicas[rank]
         REHEARSAL.set(replica.prepare)
-        OPEN_CONTROL.set(partial(MemoryControl, rank, replicas, exchange, store))
+        OPEN_CONTROL.set(partial(MemoryControl, rank, ranks, exchange, store))
         try:
             life(replica)
-            if order is not None and replica.session is not None:
-                order.require(strategy, replicas, replica.session.iteration)
         except BaseException as error:
             turns.failure = turns.failure or error  # so that `close` waits for no other replica
             raise
@@ -103,15 +86,13 @@ def train_replicas(
         losses.close()
         network.close()
     logs = [replica.recorder.log for replica in all_replicas]
-    trace = None if network.timeline is None else network.timeline()
-    courses = tuple(all_replicas[0].recorder.courses)
-    return Run(tuple(logs), courses, trace, order is not None, differences)
+    return Run(tuple(logs), tuple(all_replicas[0].recorder.courses))
 
 
-def topology_of(profile: Profile, ranks: int) -> Topology:
+def topology_of(profile: Profile) -> Topology:
     """Return the nodes of a rehearsal: runs of ranks with the sizes of the profile."""
     if not profile.topology:
-        return Topology.flat(ranks)
+        return Topology.flat(profile.world_size)
     edges = accumulate(profile.topology, initial=0)
     nodes = tuple(tuple(range(start, stop)) for start, stop in pairwise(edges))
     return Topology(nodes, source="profile")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from offbeat.core.guards.finite import all_finite
 from offbeat.core.plan import Groups, Transfer, Verb
-from offbeat.core.runtime.prepared import Model
-from offbeat.core.sim import Ranks
-from offbeat.core.sim.trace import Trace
 from offbeat.core.transport.collectives import (
     Collective,
     Collectives,
@@ -28,7 +25,6 @@ from offbeat.core.transport.collectives import (
 from offbeat.core.transport.device import Device
 from offbeat.core.transport.link import Message, MessageLink
 from offbeat.core.transport.topology import Topology
-from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.turns import Turns
 
 EXCHANGE_S = 60.0  # longest wait within a collective; the threads of all its ranks run
@@ -117,30 +113,13 @@ class MemoryNetwork:
     Attributes:
         ranks: number of ranks.
         turns: turns of the ranks.
-        seed: seed of the simulated time.
-        recorded: order of a recorded job that the rehearsal repeats; None: the simulator's order.
         topology: nodes of the ranks.
-        differences: differences between ranks in simulated time.
         queues: messages that have not run, by link and rank, in the order of the link.
-        models: prepared model of each rank.
-        shared: objects that the sessions of all ranks use together, by name.
-        timeline: returns the simulated time of the job, for strategies without a plan.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        turns: Turns,
-        seed: int = 0,
-        recorded: RecordedOrder | None = None,
-        differences: Ranks | None = None,
-    ) -> None:
-        self.topology, self.turns, self.seed, self.recorded = topology, turns, seed, recorded
-        self.ranks, self.differences = topology.ranks, differences or Ranks()
+    def __init__(self, topology: Topology, turns: Turns) -> None:
+        self.topology, self.turns, self.ranks = topology, turns, topology.ranks
         self.queues: dict[tuple[str, int], deque[MemoryMessage]] = defaultdict(deque)
-        self.models: dict[int, Model] = {}
-        self.shared: dict[str, Any] = {}
-        self.timeline: Callable[[], Trace] | None = None
         self._links: dict[tuple[str, int], MemoryLink] = {}
         self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._pool: ThreadPoolExecutor | None = None

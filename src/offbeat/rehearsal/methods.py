@@ -216,10 +216,9 @@ def rehearse_methods(
         )
         return rehearse_script(rehearsal, folder, progress, resume=resume)
 
-    contestants = tuple(map(Contestant.of, predicted.learnt_differently))
-    outcomes = [
-        rehearse(contestants, place.profile, run_dir, resume=resume, differences=place.ranks)
-    ]
+    planned = [one for one in predicted.learnt_differently if one.needs.profile]
+    contestants = tuple(map(Contestant.of, planned))
+    outcomes = [rehearse(contestants, place.profile, run_dir, resume=resume)]
     curves = {text_of(c.strategy): outcomes[0].curves.get(c.label, []) for c in contestants}
     if not outcomes[0].interrupted:
         progress.print_line("one machine:")
@@ -232,7 +231,6 @@ def rehearse_methods(
                 alone_dir,
                 resume=(alone_dir / "run.json").exists(),
                 iterations=iterations and iterations * place.machines,
-                sample=None,
             )
         )
         curves[ALONE] = outcomes[1].curves.get(ALONE_DIR, [])

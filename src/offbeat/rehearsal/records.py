@@ -17,7 +17,7 @@ from offbeat.rehearsal.replica import ReplicaLog
 def write_records(
     run: Run, clock: Clock, strategy: str, contestant: Path, repetition: Path
 ) -> None:
-    """Write the record of every trained replica, the executed plan and its prediction.
+    """Write the record of every replica, the executed plan and its prediction.
 
     Args:
         run: result of the rehearsal.
@@ -26,17 +26,16 @@ def write_records(
         contestant: folder of the strategy.
         repetition: folder of the repetition.
     """
-    plan = run.courses[-1].plan if run.courses else None
-    if plan is not None:
-        for folder in (contestant, repetition):
-            write_text(folder / "plan.json", json.dumps(plan.to_dict()))
+    plan = run.courses[-1].plan
+    for folder in (contestant, repetition):
+        write_text(folder / "plan.json", json.dumps(plan.to_dict()))
     clock.prediction.trace.save(contestant / "predicted.json")
     common = {
         "first": 0,
         "strategy": strategy,
         "observed": 0,
         "emulated": False,
-        "period": plan.period if plan is not None else 1,
+        "period": plan.period,
         "uneven": clock.trace.uneven,
         "sample": None,
         "pace": None,

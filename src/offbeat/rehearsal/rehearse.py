@@ -20,19 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.core.buckets.random_states import preserve_random_states
-from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import extrapolate
-from offbeat.core.rules import SETTINGS
 from offbeat.core.runtime.training_job import Watch
-from offbeat.core.sim import Prediction, Ranks
+from offbeat.core.sim import Prediction
 from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.strategy.parsing import parse
-from offbeat.experiments.report.headline import REHEARSED, REPLAYED
+from offbeat.experiments.report.headline import REHEARSED
 from offbeat.jobs.words import loss_text
 from offbeat.rehearsal.clock import simulate_run
 from offbeat.rehearsal.job import Run, train_replicas
-from offbeat.rehearsal.recorded_order import RecordedOrder
 from offbeat.rehearsal.replica import Replica
 
 SMOOTH = 10  # iterations of which a loss is the mean
@@ -50,13 +47,11 @@ class RehearsedCurve:
     Attributes:
         strategy: name and settings of the strategy.
         ranks: number of ranks of the job.
-        trained: number of replicas that were trained.
-        losses: training loss of each iteration, mean over the trained replicas.
+        losses: training loss of each iteration, mean over the ranks.
         ends_s: simulated seconds from the start to the end of each iteration on the slowest rank.
         held_out: (iteration, result of `evaluate`) of the average of the replicas.
         votes: outcomes by vote and iteration.
         decisions: iteration and text of each decision of the runtime.
-        replayed: whether order and times are those of a recorded job.
         input_elements: elements of the input tensors of one rank per iteration, mean over replicas
             and iterations.
         prediction: predicted steady state of the last plan.
@@ -65,13 +60,11 @@ class RehearsedCurve:
 
     strategy: str
     ranks: int
-    trained: int
     losses: tuple[float, ...]
     ends_s: tuple[float, ...]
     held_out: tuple[tuple[int, float], ...] = ()
     votes: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     decisions: tuple[tuple[int, str], ...] = ()
-    replayed: bool = False
     input_elements: float = 0.0
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
     run: Run | None = field(default=None, compare=False, repr=False)
@@ -139,11 +132,10 @@ class RehearsedCurve:
         return cls(**{**data, **listed, **series, "votes": votes})
 
     def __str__(self) -> str:
-        of = "" if self.trained == self.ranks else f", {self.trained} of them trained"
         return (
-            f"{self.strategy} on {self.ranks} ranks{of}: loss {loss_text(self.losses[-1])} after "
+            f"{self.strategy} on {self.ranks} ranks: loss {loss_text(self.losses[-1])} after "
             f"{len(self.losses)} iterations and {self.ends_s[-1]:.4g} s "
-            f"({REPLAYED if self.replayed else REHEARSED})"
+            f"({REHEARSED})"
         )
 
 
@@ -159,11 +151,8 @@ def rehearse(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     evaluate_every: int = 10,
-    sample: int | None = None,
     jitter: float | None = None,
     seed: int = 0,
-    order: str | Path | None = None,
-    differences: Ranks | None = None,
     processes: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, RehearsedCurve]:
@@ -180,7 +169,7 @@ def rehearse(
             the scheduler steps after every iteration.
         batches: returns the batches of a replica, given its number. After its last batch a replica
             begins again with the first one.
-        strategies: strategies, or their names and settings as "dreamddp:period=8".
+        strategies: strategies with a plan, or their names and settings as "dreamddp:period=8".
         profile: profile of the model. With another number of ranks it is extrapolated. If its
             replicas have several ranks, each of these has a model and batches of its own, and the
             ranks of a replica average their gradients.
@@ -190,17 +179,9 @@ def rehearse(
             returns it, given the batch.
         evaluate: function of the average of all replicas, for example its loss on held-out data.
         evaluate_every: iterations between two calls of `evaluate`.
-        sample: number of replicas to train, if the memory cannot hold `ranks` models. Averages are
-            then over these replicas, and times are still those of `ranks` ranks.
         jitter: relative standard deviation of compute times; None for that of the profile.
         seed: replica k starts with the random streams (Python, NumPy, torch) of seed `seed + k`.
             The jitter has the seed `seed`.
-        order: folder of the record of a job under gossip or with servers. The rehearsal repeats its
-            exchanges, pushes and pulls in their recorded order, instead of that of the simulator,
-            and the curve has the measured times of the job. With the same seeds, the weights are
-            those of the job.
-        differences: differences between ranks, such as slow uplinks, for gossip and servers; None
-            for those of the profile. Plans run at the rates of the profile.
         processes: number of processes that rehearse strategies at the same time. Each of them
             computes in one thread.
         progress: called with a strategy and its number of finished iterations.
@@ -209,8 +190,8 @@ def rehearse(
         Curve of each strategy, by its name and settings.
 
     Raises:
-        ValueError: an argument is invalid, the profile does not match the model, a strategy cannot
-            train the model, or strategy, ranks or iterations are not those of `order`.
+        ValueError: an argument is invalid, the profile does not match the model, or a strategy has
+            no plan or cannot train the model.
         RuntimeError: one of several processes does not start to compute, or ends without a result.
 
     The random streams of the caller stay as they are.
@@ -232,27 +213,10 @@ def rehearse(
         evaluate,
         evaluate_every,
     )
-    trained = trained_replicas(sample, there.ranks)
     for strategy in chosen:
-        require_whole_replicas(strategy, there)
-        if trained < there.ranks:
-            require_sampling(strategy, there)
-    differences = differences or Ranks()
-    differences.fit(there)
-    recorded = None if order is None else RecordedOrder.load(order)
-    if recorded is not None:
-        require_no_jitter(jitter)
-        for strategy in chosen:
-            recorded.require(strategy, trained, iterations)
-    rehearse_one = partial(
-        _rehearse_one,
-        script=script,
-        profile=there,
-        replicas=trained,
-        seed=seed,
-        order=recorded,
-        differences=differences,
-    )
+        require_plan(strategy)
+    require_whole_replicas(there)
+    rehearse_one = partial(_rehearse_one, script=script, profile=there, seed=seed)
     curves = run_all(rehearse_one, chosen, min(processes, len(chosen)), progress)
     return {curve.strategy: curve for curve in curves}
 
@@ -275,29 +239,16 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
 # ---- replicas -------------------------------------------------------------------------------
 
 
-def trained_replicas(sample: int | None, ranks: int) -> int:
-    """Return the number of replicas to train."""
-    if sample is None:
-        return ranks
-    require_count("sample", sample, remedy="leave it out to train every replica")
-    if not min(2, ranks) <= sample <= ranks:
+def require_plan(strategy: Strategy) -> None:
+    """Raise ValueError for a strategy whose workers go at their own pace."""
+    if not strategy.needs.profile:
         raise ValueError(
-            f"sample ({sample}) must be at least 2 and at most the number of ranks ({ranks}); "
-            "leave it out to train every replica"
-        )
-    return sample
-
-
-def require_no_jitter(jitter: float | None) -> None:
-    """Raise ValueError if a rehearsal with the times of a recorded job has a jitter."""
-    if jitter is not None:
-        raise ValueError(
-            f"jitter ({jitter}) must be left out with order, whose times are those of the recorded "
-            "job; leave it or order out"
+            f"strategy ({strategy}) must be one with a plan in a rehearsal, because the times of "
+            "its messages determine its losses; train it on emulated hosts with `offbeat compare`"
         )
 
 
-def require_whole_replicas(strategy: Strategy, profile: Profile) -> None:
+def require_whole_replicas(profile: Profile) -> None:
     """Raise ValueError if ranks share a replica in a way that a rehearsal does not have."""
     if profile.sharded:
         raise ValueError(
@@ -305,40 +256,6 @@ def require_whole_replicas(strategy: Strategy, profile: Profile) -> None:
             "processes, and all ranks of a rehearsal are in one process; rehearse the profile of "
             "one rank per replica, with the batch of a node on each rank"
         )
-    supports = type(strategy).open is Strategy.open or strategy.needs.nodes
-    if profile.topology and not supports:
-        raise ValueError(
-            f"strategy ({strategy}) must be one with a plan where replicas have several ranks "
-            f"({', '.join(map(str, profile.topology))}), because its workers exchange whole models "
-            "at times of their own; use one such as dreamddp or wfbp, or one rank per replica"
-        )
-
-
-def require_sampling(strategy: Strategy, profile: Profile) -> None:
-    """Raise ValueError if fewer replicas than ranks cannot stand for all ranks."""
-    remedy = "leave sample out to train every replica"
-    if profile.topology:
-        raise ValueError(
-            f"sample must be left out where replicas have several ranks ({profile.topology}), "
-            f"whose gradients are averaged; {remedy}"
-        )
-    if not strategy.needs.profile:
-        raise ValueError(
-            f"sample must be left out with {strategy}, whose workers differ by their neighbours or "
-            f"their times; {remedy}"
-        )
-    plan = strategy.plan(profile)
-    if not plan.uniform or any(_has_numbers_per_rank(plan)):
-        raise ValueError(
-            f"sample must be left out with {strategy}, whose plan has rules of single ranks; "
-            f"{remedy}"
-        )
-
-
-def _has_numbers_per_rank(plan: Plan) -> Iterator[bool]:
-    for apply in plan.applies:
-        for name, setting in SETTINGS.get(apply.rule, {}).items():
-            yield setting.what == "numbers" and apply.arg(name) is not None
 
 
 @dataclass(frozen=True)
@@ -392,20 +309,14 @@ def _rehearse_one(
     *,
     script: _FunctionScript,
     profile: Profile,
-    replicas: int,
     seed: int,
-    order: RecordedOrder | None,
-    differences: Ranks,
 ) -> RehearsedCurve:
     held_out: list[tuple[int, float]] = []
     run = train_replicas(
         lambda replica: script.run(replica, held_out, report),
         strategy,
         profile,
-        replicas=replicas,
         seed=seed,
-        order=order,
-        differences=differences,
     )
     return curve_of(strategy, run, profile, seed=seed, held_out=held_out)
 
@@ -425,13 +336,11 @@ def curve_of(
     return RehearsedCurve(
         str(strategy),
         profile.ranks,
-        len(run.logs),
         tuple(fmean(nan if x is None else x for x in column) for column in columns),
         clock.ends_s,
         tuple(held_out),
         {name: tuple(map(bool, column["yes"])) for name, column in votes.items()},
         tuple(log.decisions),
-        run.replayed,
         fmean(one.input_elements for one in run.logs) / len(log.losses),
         clock.prediction,
         run,
@@ -477,7 +386,7 @@ def run_all(
     except BrokenProcessPool as error:
         raise RuntimeError(
             f"processes ({processes}): one of them has ended without a result, as when memory is "
-            "exhausted; use processes=1, or sample= for fewer replicas"
+            "exhausted; use processes=1"
         ) from error
 
 

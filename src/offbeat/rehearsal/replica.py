@@ -20,12 +20,13 @@ from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
 from offbeat.core.runtime.outputs import tensors_of
+from offbeat.core.runtime.plan_session import open_plan_session
 from offbeat.core.runtime.prepare import OBSERVE
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
-from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.topology import AUTO, Topology
 from offbeat.experiments.record.recorder import VoteLog
@@ -68,11 +69,11 @@ def _device() -> torch.device:
 
 @dataclass(frozen=True)
 class Course:
-    """Plan of a rehearsal from an iteration on; None for a strategy without a plan."""
+    """Plan of a rehearsal from an iteration on."""
 
     first: int
     strategy: str
-    plan: Plan | None
+    plan: Plan
 
 
 @dataclass
@@ -104,7 +105,6 @@ class ReplicaLog:
     def outcomes(self, course: Course, stop: int) -> dict[str, list[bool]]:
         """Return the outcomes of the votes of a plan in its iterations before `stop`."""
         by_vote = self.votes.get("by_vote", {})
-        assert course.plan is not None
         return {
             vote.name: [bool(yes) for yes in by_vote[vote.name]["yes"][course.first : stop]]
             for vote in course.plan.votes
@@ -132,8 +132,7 @@ class ReplicaRecorder(Recorder):
     def start(
         self, strategy: str, plan: Plan | None, observed: int, profile: Profile | None = None
     ) -> None:
-        if not self.courses:  # a strategy without a plan
-            self.courses.append(Course(0, strategy, plan))
+        """The plan is known from `set_plan`."""
 
     def set_plan(self, plan: Plan, profile: Profile | None = None) -> None:
         super().set_plan(plan, profile)
@@ -292,10 +291,6 @@ class Replica:
         cluster = MemoryCluster(control, self._network, links, where, device_of(where))
         fingerprint = agree_on_model(model, whole, self.strategy, control)
         broadcast_model(model, cluster)
-        recorded = self._network.recorded
-        servers = int(self.strategy.needs.servers)  # one, which is no replica
-        if recorded is not None:
-            servers = recorded.servers
         job = MemoryJob(
             model,
             whole,
@@ -304,15 +299,15 @@ class Replica:
             Observation(OBSERVE, None, fingerprint, None),
             watch,
             LaunchRequest(),
-            RankRoles(range(self.ranks), range(self.ranks, self.ranks + servers)),
+            RankRoles(range(self.ranks), range(self.ranks, self.ranks)),
             self.recorder,
         )
-        self.session = session = load_object(self.strategy.rehearsal)(self.strategy, job)
+        self.session = session = open_plan_session(self.strategy, job)
         session.strategy, session.saver = str(self.strategy), DiscardingSaver()
         if self.last_iteration is not None:
             session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
         prepared = CountingModel(model, session, self.recorder.log)
-        self.model = self._network.models[self.rank] = prepared
+        self.model = prepared
         self.on_prepared()
         made = Optimizer(whole, session)
         return prepared, (made.parts() if is_list else made)
@@ -321,8 +316,6 @@ class Replica:
         """Return a copy of the model with the average of all replicas, on replica 0.
 
         Every replica must call it, between two iterations. Training continues as without the call.
-        Workers of a strategy without a plan do not wait for each other: the average is that of
-        their current weights.
 
         Returns:
             The copy in evaluation mode; None on all other replicas.
@@ -330,23 +323,17 @@ class Replica:
         assert self.session is not None
         assert self.model is not None
         module, plan = self.model.module, self.recorder.plan
-        if plan is None and self.rank:
-            return None
-        models = self._network.models if plan is None else {}
-        everyone = [models[rank].module for rank in sorted(models)]
+        assert plan is not None
         control = self.session.cluster.control
         assert isinstance(control, MemoryControl)
         copy = deepcopy(module).eval() if self.rank == 0 else None
         places = [] if copy is None else [*copy.parameters(), *copy.buffers()]
         for number, own in enumerate([*module.parameters(), *module.buffers()]):
-            if plan is not None:
-                given = control.share(own)
-            else:
-                given = [[*one.parameters(), *one.buffers()][number].detach() for one in everyone]
+            given = control.share(own)
             if copy is None:
                 continue
             with torch.no_grad():
-                if plan is not None and plan.source is not None:
+                if plan.source is not None:
                     places[number].copy_(given[plan.source])
                 elif own.is_floating_point():
                     places[number].copy_(combine("all_reduce", given))

@@ -63,8 +63,6 @@ class Turns:
         self._current = 0
         self._over = threading.Event()
         self.failure: BaseException | None = None
-        self.on_deadlock: Callable[[], bool] = bool
-        """Called if no replica can continue. Returns whether it has changed that."""
 
     @property
     def current(self) -> int:
@@ -140,8 +138,6 @@ class Turns:
     def _pass_on(self, seat: _Seat) -> None:
         """Give the turn to the next replica, and wait for the next turn unless `seat` has ended."""
         after = self._next()
-        while after is None and not all(s.ended for s in self._seats) and self.on_deadlock():
-            after = self._next()
         if after is None and not all(s.ended for s in self._seats):
             self.failure = self.failure or DeadlockError(self._describe_deadlock())
             after = self._next()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.transport.peer_errors import mark_peer_error
 from offbeat.frames.connection import NOTHING, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError
@@ -23,9 +22,6 @@ from offbeat.server.protocol import Kind
 from offbeat.server.upstream import RefusedError, Upstream, WorkerIdentity
 
 ANSWERS_S = 3.0  # longest wait for the workers' clocks while an error message is composed
-# Kinds of events of a worker in a log: results of looking for parameters that have arrived.
-MISSING = "n"  # number of consecutive ones
-ARRIVED = "y"
 # Body of a second answer: a request made while a connection breaks may be sent twice.
 UNUSED = object()
 MOST_FAILURES = 5  # largest number of broken connections to a server without a frame between them
@@ -56,7 +52,6 @@ class Client(ConnectionLoop[Upstream]):
         retry_s: longest time for restoring a broken connection.
         gone: remedy at the end of the error message for a lost server.
         resumed: clock of the snapshot from which the servers have resumed.
-        log: log of the arrivals of parameters; None: none.
     """
 
     def __init__(
@@ -71,10 +66,9 @@ class Client(ConnectionLoop[Upstream]):
         retry_s: float = 5.0,
         gone: str = "start the job again",
         resumed: int = 0,
-        log: EventLog | None = None,
     ):
         super().__init__(rank)
-        self.layout, self.resumed, self.log = layout, resumed, log
+        self.layout, self.resumed = layout, resumed
         self.outgoing, self.incoming = layout.flats(), layout.flats()
         self.clock = 0
         self._identity = WorkerIdentity(rank, secret, layout.digest)
@@ -152,13 +146,7 @@ class Client(ConnectionLoop[Upstream]):
     def arrived_clock(self) -> int | None:
         """Return the clock below which all pushes are in `incoming`; None before it is complete."""
         self._check()
-        arrived = self._arrived
-        if self.log is not None:
-            if arrived is None:
-                self.log.count(MISSING)
-            else:
-                self.log.add(ARRIVED)
-        return arrived
+        return self._arrived
 
     def await_arrival(self) -> None:
         """Wait until the pulled parameters are complete."""
@@ -176,23 +164,15 @@ class Client(ConnectionLoop[Upstream]):
     def average(self, numbers: Tensor) -> Tensor:
         """Return the elementwise average of the float64 tensors of all workers.
 
-        Waits for all workers at each server, which steps with pushes that wait for others.
+        Waits for all workers at the first server.
         """
         self._averages += 1
-        first, *others = self._ups
-        average = self._meet(first, numbers)
-        for up in others:
-            self._meet(up, numbers[:0])
-        return average
-
-    def _meet(self, up: Upstream, numbers: Tensor) -> Tensor:
-        """Return the average of the numbers of all workers from one server."""
         body, number = memory_of(numbers.contiguous()), self._averages
 
         def send(up: Upstream) -> None:
             self._send(up, Kind.MEET, body, clock=number)
 
-        return self._request(Kind.MET, up, send, "all workers to meet", clock=number)
+        return self._request(Kind.MET, self._ups[0], send, "all workers to meet", clock=number)
 
     def clocks(self) -> dict[int, tuple[int, float]]:
         """Return by rank the clock of each worker and the seconds since its last frame."""

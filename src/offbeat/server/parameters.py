@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,7 +47,7 @@ class Shard:
         optimizer: torch.optim.Optimizer,
         originals: Sequence[Tensor],
         workers: Iterable[int],
-        rule: Rule = "clock",
+        rule: Rule,
     ):
         self.spec, self.parameters = spec, parameters
         self.clocks = dict.fromkeys(workers, 0)
@@ -78,23 +77,6 @@ class Shard:
     def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
         return min(self.clocks.values(), default=math.inf)
-
-    def use_clock(self, now: Callable[[], float]) -> None:
-        """Read the time from `now`, in seconds, as a rehearsal has its own."""
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until a step is due although no push arrives; infinite if none is."""
-        return math.inf
-
-    def advance(self) -> bool:
-        """Step if a step is due although no push arrives. Return whether the shard has stepped."""
-        return False
-
-    def flush(self) -> bool:
-        """Step with pushes that wait for others, when all workers have met. Return whether there
-        are any."""
-        return False
 
     def join(self, rank: int, clock: int) -> None:
         """Add a worker with this clock. The clock of a known worker never decreases."""
@@ -139,24 +121,6 @@ class Shard:
             self._apply_complete_clocks()
         return True
 
-    def receive(
-        self,
-        rank: int,
-        clock: int,
-        flats: Mapping[torch.dtype, Tensor] | None,
-        settings: Settings,
-        absent: Collection[int] = (),
-    ) -> bool:
-        """Push this shard's part of a worker's gradients, or skip the clock without gradients."""
-        if flats is None:
-            return self.skip(rank, clock)
-        part = flats[self.spec.dtype][self.spec.start : self.spec.stop].clone()
-        return self.push(rank, clock, part, settings, absent)
-
-    def send(self, flats: Mapping[torch.dtype, Tensor]) -> None:
-        """Copy the parameters to their place in flat tensors of the whole model."""
-        flats[self.spec.dtype][self.spec.start : self.spec.stop] = self.parameters
-
     def _advance_clock(self, rank: int, clock: int) -> None:
         self.clocks[rank] = self.next_clocks[rank] = clock + 1
 
@@ -198,12 +162,8 @@ class Store:
         optimizer: torch.optim.Optimizer,
         rule: Rule,
         workers: Iterable[int],
-        make_shard: Callable[..., Shard] | None = None,
     ):
-        """`make_shard` returns a shard of spec, parameters, optimizer, originals and workers; by
-        default one of `rule`."""
         workers = list(workers)
-        make = make_shard or partial(Shard, rule=rule)
         self.layout, self.server = layout, server
         self.optimizer = optimizer
         self.shards: dict[int, Shard] = {}
@@ -214,7 +174,8 @@ class Store:
                 whole = in_order_of(p, p)
                 count = piece.stop - piece.start
                 held[piece.at : piece.at + count] = whole[piece.start : piece.stop]
-            self.shards[spec.number] = make(spec, held, optimizer, layout.parameters, workers)
+            originals = layout.parameters
+            self.shards[spec.number] = Shard(spec, held, optimizer, originals, workers, rule)
 
     def clocks(self) -> dict[int, int]:
         """Return the clock of each worker, by rank."""
@@ -225,25 +186,6 @@ class Store:
     def lowest_clock(self) -> float:
         """Lowest clock of all workers; infinite without workers."""
         return min(shard.lowest_clock for shard in self.shards.values())
-
-    def use_clock(self, now: Callable[[], float]) -> None:
-        """Read the time from `now`, in seconds, as a rehearsal has its own."""
-        for shard in self.shards.values():
-            shard.use_clock(now)
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds until a shard steps although no push arrives; infinite if none does."""
-        return min((shard.wait_s for shard in self.shards.values()), default=math.inf)
-
-    def advance(self) -> bool:
-        """Step the shards whose step is due although no push arrives. Return whether there are
-        any."""
-        return sum(shard.advance() for shard in self.shards.values()) > 0
-
-    def flush(self) -> bool:
-        """Step the shards with pushes that wait for others. Return whether there are any."""
-        return sum(shard.flush() for shard in self.shards.values()) > 0
 
     def next_clocks(self, rank: int) -> dict[int, int]:
         """Return by shard number the clock after the worker's last push or skip."""

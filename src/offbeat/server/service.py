@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.frames.connection import NOTHING, Connection, ConnectionLoop
 from offbeat.frames.frames import Frame, Header, WireError, pack
 from offbeat.server.optimizers import checked_settings, packed_state
@@ -25,13 +24,6 @@ from offbeat.server.snapshots import Snapshots
 GREETING_S = 10.0  # a connection without handshake and HELLO for this time is closed
 MOST_STRANGERS = 64  # largest number of connections without handshake; then the oldest is closed
 MOST_MEETING_BYTES = 64 << 20
-# Kinds of events of a server in a log, with their values. Times are seconds of the service.
-PUSH = "p"  # rank, shard, clock, time; also a skipped clock
-JOIN = "j"  # rank, clock, time
-LEAVE = "l"  # rank, time
-ADVANCE = "v"  # time; a step without a push
-FLUSH = "f"  # time; a step because all workers have met
-ANSWER = "a"  # rank, shard, clock; parameters of a shard to a worker
 
 
 @dataclass(eq=False)
@@ -48,9 +40,7 @@ class Service(ConnectionLoop[_Peer]):
     """Serves a store to its workers until all of them have left.
 
     A worker from which no frame arrives for `silent_s` seconds is removed with a warning. It may
-    connect again and continue. Events that change the store, and answers, are added to `log`.
-
-    The clock of the store stands still within an event, so that the log determines each step.
+    connect again and continue.
     """
 
     def __init__(
@@ -61,14 +51,10 @@ class Service(ConnectionLoop[_Peer]):
         *,
         silent_s: float,
         snapshots: Snapshots | None = None,
-        log: EventLog | None = None,
     ):
         super().__init__(store.server, listener)
         self.store, self._secret = store, secret
-        self._silent_s, self._snapshots, self._log = silent_s, snapshots, log
-        self._began_s, self._event_s = time.monotonic(), 0.0
-        store.use_clock(lambda: self._event_s)
-        self._greeted: set[int] = set()  # ranks that have connected
+        self._silent_s, self._snapshots = silent_s, snapshots
         now = time.monotonic()
         self._last_frame_s = dict.fromkeys(store.clocks(), now)
         self._silent: set[int] = set()
@@ -99,8 +85,7 @@ class Service(ConnectionLoop[_Peer]):
         """Serve until no worker is left. RuntimeError if all workers were removed as silent."""
         try:
             while self.store.clocks():
-                self._set_clock()
-                self.handle_events(min(1.0, self._silent_s / 4, self.store.wait_s))
+                self.handle_events(min(1.0, self._silent_s / 4))
         finally:
             self.close()
         if self._silent and self._silent == set(self._last_frame_s):
@@ -112,24 +97,7 @@ class Service(ConnectionLoop[_Peer]):
     def handle_events(self, wait_s: float) -> None:
         """Wait up to `wait_s` for socket events, handle them, and remove silent workers."""
         self._process_sockets(wait_s)
-        self._set_clock()
-        if self.store.advance():
-            self._record(ADVANCE, self._event_s)
-            self._on_clock_change()
         self._remove_silent_workers()
-
-    def _set_clock(self) -> None:
-        """Set the clock of the store to the present."""
-        self._event_s = time.monotonic() - self._began_s
-
-    def _record(self, kind: str, *values: float) -> None:
-        if self._log is not None:
-            self._log.add(kind, *values)
-
-    def _refuse_repetition(self, reason: str) -> None:
-        """Record why no rehearsal can repeat the events of this server."""
-        if self._log is not None:
-            self._log.refuse(reason)
 
     # ---- sockets ----------------------------------------------------------------------------
 
@@ -188,7 +156,6 @@ class Service(ConnectionLoop[_Peer]):
         return None, NOTHING
 
     def _on_frame(self, peer: _Peer, frame: Frame) -> None:
-        self._set_clock()
         if peer.rank is not None:
             self._last_frame_s[peer.rank] = time.monotonic()
         self._handlers[frame.header.kind](peer, frame)
@@ -201,9 +168,6 @@ class Service(ConnectionLoop[_Peer]):
             raise WireError("model and optimizer must be the same as on the server")
         for other in [p for p in self._peers if p.rank == rank]:
             self._drop(other)
-        if rank in self._greeted:
-            self._refuse_repetition(f"rank {rank} has connected again")
-        self._greeted.add(rank)
         peer.rank = rank
         if meta.get("fresh"):
             self._last_averages.pop(rank, None)
@@ -219,7 +183,6 @@ class Service(ConnectionLoop[_Peer]):
             self._silent.remove(rank)
             self._warn(f"rank {rank} has reconnected and continues from clock {frame.header.clock}")
         self.store.join(rank, frame.header.clock)
-        self._record(JOIN, rank, frame.header.clock, self._event_s)
         self._on_clock_change()
 
     def _push(self, peer: _Peer, frame: Frame) -> None:
@@ -228,16 +191,14 @@ class Service(ConnectionLoop[_Peer]):
         absent = frame.meta.get("absent", [])
         if not isinstance(absent, list) or not all(isinstance(p, int) for p in absent):
             raise WireError("absent must be a list of parameters")
-        is_new = shard.push(header.rank, header.clock, frame.body, settings, frozenset(absent))
-        self._acknowledge(peer, header, is_new)
+        shard.push(header.rank, header.clock, frame.body, settings, frozenset(absent))
+        self._acknowledge(peer, header)
 
     def _skip(self, peer: _Peer, frame: Frame) -> None:
-        is_new = self._shard(frame).skip(frame.header.rank, frame.header.clock)
-        self._acknowledge(peer, frame.header, is_new)
+        self._shard(frame).skip(frame.header.rank, frame.header.clock)
+        self._acknowledge(peer, frame.header)
 
-    def _acknowledge(self, peer: _Peer, header: Header, is_new: bool) -> None:
-        if is_new:
-            self._record(PUSH, header.rank, header.shard, header.clock, self._event_s)
+    def _acknowledge(self, peer: _Peer, header: Header) -> None:
         self._send(peer, Kind.TAKEN, shard=header.shard, clock=header.clock)
         self._on_clock_change()
 
@@ -247,7 +208,6 @@ class Service(ConnectionLoop[_Peer]):
         shard, header = self.store.shards[frame.header.shard], frame.header
         if header.kind in (Kind.PUSH, Kind.SKIP) and header.clock > shard.clocks[header.rank]:
             shard.join(header.rank, header.clock)
-            self._refuse_repetition(f"rank {header.rank} has skipped clocks")
         return shard
 
     def _pull(self, peer: _Peer, frame: Frame) -> None:
@@ -271,13 +231,11 @@ class Service(ConnectionLoop[_Peer]):
         if peer.need is None or low < peer.need:
             return
         clock = peer.need if math.isinf(low) else int(low)
-        peer.need, rank = None, peer.rank
-        assert rank is not None
+        peer.need = None
         for shard in self.store.shards.values():
-            peer.connection.send_later(lambda shard=shard: self._parameters(rank, shard, clock))
+            peer.connection.send_later(lambda shard=shard: self._parameters(shard, clock))
 
-    def _parameters(self, rank: int, shard: Shard, clock: int) -> list[memoryview]:
-        self._record(ANSWER, rank, shard.spec.number, clock)
+    def _parameters(self, shard: Shard, clock: int) -> list[memoryview]:
         head = pack(
             Kind.PARAMETERS,
             self.me,
@@ -310,9 +268,6 @@ class Service(ConnectionLoop[_Peer]):
         present = set(self._waiting_averages)
         if not present or not present >= set(self.store.clocks()):
             return
-        if self.store.flush():
-            self._record(FLUSH, self._event_s)
-            self._on_clock_change()
         mean = torch.stack([self._waiting_averages[rank][1] for rank in sorted(present)]).mean(
             dim=0
         )
@@ -357,7 +312,6 @@ class Service(ConnectionLoop[_Peer]):
             for peer in [p for p in self._peers if p.rank == rank]:
                 self._drop(peer)
             self._silent.add(rank)
-            self._refuse_repetition(f"rank {rank} was removed as silent")
             self._leave(rank)
             self._warn(
                 f"no frame from rank {rank} for {self._silent_s:g} s: removed at clock {clock}; "
@@ -366,7 +320,6 @@ class Service(ConnectionLoop[_Peer]):
 
     def _leave(self, rank: int) -> None:
         self.store.leave(rank)
-        self._record(LEAVE, rank, self._event_s)
         self._waiting_averages.pop(rank, None)
         self._on_clock_change()
         self._finish_average()

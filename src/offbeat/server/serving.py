@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from offbeat.core.console import console
-from offbeat.core.runtime.event_log import open_event_log
 from offbeat.core.runtime.training_job import RankRoles, TrainingJob
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.listeners import open_listener
 from offbeat.frames.secret import common_secret
 from offbeat.server.client import Client
 from offbeat.server.layout import Layout
+from offbeat.server.optimizers import require_elementwise
+from offbeat.server.parameters import Store
 from offbeat.server.service import Service
 from offbeat.server.snapshots import Snapshots
 from offbeat.server.strategies import SSP
@@ -27,29 +28,22 @@ def serve(strategy: SSP, job: TrainingJob) -> None:
     model, optimizer, ranks, cluster = job.model, job.optimizer, job.ranks, job.cluster
     layout = layout_of(optimizer, strategy, ranks)
     number = cluster.control.rank - ranks.servers.start
-    store = strategy.make_store(layout, number, optimizer, ranks.workers)
+    store = Store(layout, number, optimizer, strategy.apply, ranks.workers)
     snapshots = None
     if strategy.snapshot is not None:
         snapshots = Snapshots(strategy.snapshot, number, strategy.snapshot_every)
     clock = _common_snapshot(snapshots, ranks, cluster.control)
-    log = open_event_log(job, str(strategy))
     if snapshots is not None and clock is not None:
         snapshots.restore(store, clock)
-        if log is not None:
-            log.refuse(f"servers resumed from the snapshot of clock {clock}")
     elif snapshots is not None:
         snapshots.set_aside()
     _free_model(model, optimizer)
     listener = open_listener(cluster.own_address, 2 * len(ranks.workers))
     secret = _exchange_addresses(listener.getsockname()[:2], ranks, cluster.control)[1]
-    service = Service(
-        store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots, log=log
-    )
+    service = Service(store, listener, secret, silent_s=strategy.silent_s, snapshots=snapshots)
     if job.stop_request is not None:
         job.stop_request.attach_server(lambda: service.is_connected)
     service.serve()
-    if log is not None:
-        log.save()
 
 
 def client_of(strategy: SSP, job: TrainingJob) -> Client:
@@ -80,7 +74,6 @@ def client_of(strategy: SSP, job: TrainingJob) -> Client:
         beat_s=strategy.silent_s / BEATS,
         gone=_remedy(strategy),
         resumed=resumed or 0,
-        log=open_event_log(job, str(strategy)),
     )
 
 
@@ -89,7 +82,7 @@ def layout_of(optimizer: torch.optim.Optimizer, strategy: SSP, ranks: RankRoles)
 
     Raises ValueError for an optimizer that servers cannot step in pieces.
     """
-    strategy.require_optimizer(optimizer)
+    require_elementwise(optimizer, strategy.apply)
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     return Layout(groups, len(ranks.servers))
 

@@ -43,7 +43,7 @@ class SSPSession(LoopSession):
     def __init__(self, strategy: SSP, job: TrainingJob, client: Client, pace: Pace | None):
         watch = ParameterWatch(job.model)
         watch.attach(p for p in job.model.parameters() if p.requires_grad)
-        super().__init__(job, pace, watch, client.log)
+        super().__init__(job, pace, watch)
         self._strategy, self._client, layout = strategy, client, client.layout
         if self._recorder:
             self._recorder.is_uneven = strategy.s > 0
@@ -247,16 +247,11 @@ class SSPSession(LoopSession):
         self._client.await_arrival()
         low = self._client.arrived_clock()
         assert low is not None
-        self._copy_incoming(low)
-        self._client.release_incoming()
-
-    def _copy_incoming(self, low: int) -> None:
-        """Copy pulled parameters, which include all pushes of clocks below `low`, into the
-        model."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._held), self._incoming, non_blocking=True)
         self._cluster.device.finish()  # the client overwrites the pulled parameters
         self._low = max(self._low, low)
+        self._client.release_incoming()
 
     # ---- optimizer state --------------------------------------------------------------------
 
@@ -289,4 +284,4 @@ def open_served_session(strategy: SSP, job: TrainingJob) -> SSPSession:
     if job.recorder:
         job.recorder.start(str(strategy), None, observed=0)
     client = client_of(strategy, job)
-    return strategy.session_class()(strategy, job, client, pace)
+    return SSPSession(strategy, job, client, pace)

@@ -126,17 +126,13 @@ class Timeline:
     """Times of a simulation, per worker and clock.
 
     `begins_s` and `computed_s` are start and end of compute. `ends_s` is the start of the push,
-    with which the next clock begins. `pulls` counts requested pulls. `events` are (seconds, kind,
-    worker) in order; kinds are begin, computed, push, pushed, answer and arrive.
+    with which the next clock begins.
     """
 
     begins_s: list[list[float]]
     computed_s: list[list[float]]
     ends_s: list[list[float]]
     staleness: list[int] = field(default_factory=list)  # clock - low at every begin
-    pulls: int = 0
-    busy_s: float = 0.0  # of the server's incoming link
-    events: list[tuple[float, str, int]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -184,7 +180,6 @@ class ServedJob:
             out_s, puller = self._outwards.next_end()
             now_s = min(event_s, in_s, out_s)
             if math.isinf(now_s):
-                self.timeline.busy_s = self._inwards.busy_s
                 return self.timeline
             if now_s == event_s:
                 _, _, what, n = heapq.heappop(self._events)
@@ -199,9 +194,6 @@ class ServedJob:
     def _schedule_event(self, at_s: float, what: str, n: int) -> None:
         self._count += 1
         heapq.heappush(self._events, (at_s, self._count, what, n))
-
-    def _note(self, now_s: float, kind: str, n: int) -> None:
-        self.timeline.events.append((now_s, kind, n))
 
     # ---- a worker ---------------------------------------------------------------------------
 
@@ -226,7 +218,6 @@ class ServedJob:
         worker.waiting = False
         self.timeline.staleness.append(staleness)
         self.timeline.begins_s[n].append(now_s)
-        self._note(now_s, "begin", n)
         self._schedule_event(now_s + float(self._compute_s[worker.clock, n]), "end_compute", n)
 
     def _load_arrived(self, n: int) -> None:
@@ -238,14 +229,12 @@ class ServedJob:
         """Request parameters. The server receives the request after the push under way."""
         worker = self._workers[n]
         worker.pulling = max(worker.clock - self._s, 0)
-        self.timeline.pulls += 1
         worker.pull_follows = worker.pushing
         if not worker.pushing:
             self._schedule_event(now_s + self._server.latency_s, "receive_pull", n)
 
     def _end_compute(self, n: int, now_s: float) -> None:
         self.timeline.computed_s[n].append(now_s)
-        self._note(now_s, "computed", n)
         worker = self._workers[n]
         if worker.pushing:
             worker.ready = True
@@ -257,7 +246,6 @@ class ServedJob:
         worker.ready, worker.pushing = False, True
         worker.clock += 1
         self.timeline.ends_s[n].append(now_s)
-        self._note(now_s, "push", n)
         self._inwards.start(n, self._server.size_bytes, now_s)
         self._begin(n, now_s)
 
@@ -265,7 +253,6 @@ class ServedJob:
         """Parameters arrive at a worker, which uses them from the start of its next clock."""
         worker = self._workers[n]
         worker.pulling, worker.arrived = None, worker.answered
-        self._note(now_s, "arrive", n)
         if worker.waiting:
             self._resume(n, now_s)
 
@@ -281,26 +268,17 @@ class ServedJob:
 
     def _receive_push(self, n: int, now_s: float) -> None:
         """A push arrives at the server."""
-        self._note(now_s, "pushed", n)
         worker = self._workers[n]
         worker.pushing = False
         worker.taken += 1
-        pull_s = self._take_push(n, now_s)
+        if self._each_push or min(w.taken for w in self._workers) > self._version:
+            self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
+            self._schedule_event(self._cpu_free_s, "end_apply", 0)
         if worker.pull_follows:
             worker.pull_follows = False
-            self._schedule_event(pull_s, "receive_pull", n)
+            self._schedule_event(now_s, "receive_pull", n)
         if worker.ready:
             self._push(n, now_s)
-
-    def _take_push(self, n: int, now_s: float) -> float:
-        """Begin the steps that a push allows. Return when the pull after it is received."""
-        if self._each_push or min(w.taken for w in self._workers) > self._version:
-            self._begin_step(now_s)
-        return now_s
-
-    def _begin_step(self, now_s: float) -> None:
-        self._cpu_free_s = max(self._cpu_free_s, now_s) + self._server.apply_s
-        self._schedule_event(self._cpu_free_s, "end_apply", 0)
 
     def _end_apply(self, n: int, now_s: float) -> None:
         low = min(worker.taken for worker in self._workers)
@@ -320,7 +298,6 @@ class ServedJob:
         if self._version >= worker.pulling:
             worker.parked = False
             worker.answered = self._version
-            self._note(now_s, "answer", n)
             self._outwards.start(n, self._server.size_bytes, now_s)
 
 
@@ -390,9 +367,8 @@ def simulate_served(
         ranks = replace(ranks, jitter=LEAST_JITTER)
     compute_s = compute_seconds(profile, ranks, clocks * strategy.accumulate, seed)
     per_clock_s = compute_s.reshape(clocks, strategy.accumulate, -1).sum(axis=1)
-    if strategy.updates_locally:
-        per_clock_s = per_clock_s + strategy.accumulate * profile.update_s
-    return strategy.simulate_clocks(server, per_clock_s), per_clock_s
+    timeline = run_served(server, per_clock_s, strategy.s, each_push=strategy.apply == "push")
+    return timeline, per_clock_s
 
 
 def _prediction(

@@ -12,21 +12,10 @@ from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Needs, Strategy, require_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
     from offbeat.core.plan import Plan
     from offbeat.core.runtime.session import Session
     from offbeat.core.runtime.training_job import TrainingJob
     from offbeat.core.sim.prediction import Conditions, Prediction
-    from offbeat.core.sim.separate_workers import Server
-    from offbeat.server.layout import Layout
-    from offbeat.server.parameters import Store
-    from offbeat.server.session import SSPSession
-    from offbeat.server.simulation import Timeline
 
 NO_CHECKPOINT = (
     "offbeat.save and offbeat.load are not for strategies with servers, as the newest parameters "
@@ -59,13 +48,9 @@ class SSP(Strategy):
     snapshot_every: int = 100
     """Clocks between two snapshots."""
 
-    updates_locally: ClassVar[bool] = False
-    """Whether workers step their own optimizers, so that an update is part of their compute."""
-
     name: ClassVar[str] = "ssp"
     synchronous: ClassVar[bool] = False
     unadvised: ClassVar[str] = "it needs further machines as servers"
-    rehearsal: ClassVar[str] = "offbeat.rehearsal.servers:open_rehearsed_session"
     needs: ClassVar[Needs] = Needs(
         profile=False, servers=True, one_optimizer=True, no_checkpoint=NO_CHECKPOINT
     )
@@ -92,10 +77,8 @@ class SSP(Strategy):
         return f"late: parameters lack gradients of up to {self.s} clocks"
 
     def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
-        """Return the copies on the host that a worker pushes and pulls, and with local updates the
-        parameters of the last pull."""
-        names = ["outgoing", "incoming"] + ["anchor"] * self.updates_locally
-        return [Buffer(name, kind="grad") for name in names]
+        """Return the copies on the host that a worker pushes and pulls."""
+        return [Buffer(name, kind="grad") for name in ("outgoing", "incoming")]
 
     def iterations_at(self, clock: int) -> int:
         """Return the number of iterations before a clock.
@@ -136,52 +119,6 @@ class SSP(Strategy):
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         return ()
-
-    def require_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer that the servers cannot step.
-
-        Args:
-            optimizer: optimizer of the user.
-        """
-        from offbeat.server.optimizers import require_elementwise
-
-        require_elementwise(optimizer, self.apply)
-
-    def make_store(
-        self,
-        layout: Layout,
-        server: int,
-        optimizer: torch.optim.Optimizer,
-        workers: Iterable[int],
-    ) -> Store:
-        """Return the store of a server.
-
-        Args:
-            layout: places of the parameters.
-            server: number of the server.
-            optimizer: optimizer of the user.
-            workers: ranks of the workers.
-        """
-        from offbeat.server.parameters import Store
-
-        return Store(layout, server, optimizer, self.apply, workers)
-
-    def session_class(self) -> type[SSPSession]:
-        """Return the class of a worker's session."""
-        from offbeat.server.session import SSPSession
-
-        return SSPSession
-
-    def simulate_clocks(self, server: Server, compute_s: NDArray[np.float64]) -> Timeline:
-        """Simulate workers and one of equal servers.
-
-        Args:
-            server: share of a server.
-            compute_s: compute seconds [clocks, workers].
-        """
-        from offbeat.server.simulation import run_served
-
-        return run_served(server, compute_s, self.s, each_push=self.apply == "push")
 
 
 @dataclass(frozen=True)

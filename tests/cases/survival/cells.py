@@ -42,7 +42,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sparseloco": ("sparseloco", {"period": 2}),
     "ps-bsp": ("ps-bsp", {"silent_s": 1.0}),
     "ssp": ("ssp", {"silent_s": 1.0}),
-    "ps-diloco": ("ps-diloco", {"period": 2, "silent_s": 1.0}),
     "a2cid2": ("a2cid2", {"topology": "complete", "silent_s": 1.0}),
     "ad-psgd": ("ad-psgd", {"topology": "complete", "silent_s": 1.0}),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offbeat.gossip.chunks import Wire
-from offbeat.gossip.state import ABORT, AVERAGING, Mixing, State
+from offbeat.gossip.state import AVERAGING, Mixing, State
 
 SIZE = 11
 MOMENTUM = Mixing(0.3, 0.5, 1.4)
@@ -164,7 +164,7 @@ def test_an_exchange_that_is_undone_leaves_nothing() -> None:
     one, other = (wire.view(buffer, 0) for buffer in buffers)
     a.apply(0, one - other, 1.0, a.course.last)
     a.step(1.6, lambda: None)
-    a.revert([one - other], 1.0, a.course.last, (ABORT, 1))
+    a.revert([one - other], 1.0, a.course.last)
     a.mix_until(2.0)
     i.to(2.0)
     assert_same(x, i)

@@ -218,7 +218,6 @@ def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() 
         _done=Iteration(4, Timestamps(), []),
         _update=lambda _: None,
         _new_iteration=lambda number: Iteration(number, Timestamps(), []),
-        _log=None,
         _recorder=None,
         _listeners=[],
     )

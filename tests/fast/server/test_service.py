@@ -20,11 +20,9 @@ from harness.ranks import run_ranks
 from harness.threads import MemoryControl, World
 
 from offbeat.core.buckets.flat import memory_of
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.frames import secret as secrets
 from offbeat.frames.frames import HEADER_BYTES, pack
 from offbeat.server.client import Client, ServerGoneError
-from offbeat.server.outer_rules import WEIGHT, QuorumShard
 from offbeat.server.protocol import Kind
 from offbeat.server.serving import common_secret
 from offbeat.server.session import SSPSession
@@ -71,29 +69,6 @@ def test_meeting_averages_the_numbers_of_all() -> None:
         assert a.average(torch.tensor([1.0]).double()).tolist() == [2.0]
         other.join()
         assert found[0].tolist() == [2.0]
-        for client in (a, b):
-            client.close()
-
-
-def test_after_a_meeting_every_server_has_stepped_with_all_changes() -> None:
-    """A quorum that is incomplete does not complete any more: nobody pushes until all have met."""
-
-    def make_shard(spec: Any, held: Any, _: Any, originals: Any, workers: Any) -> QuorumShard:
-        outer = torch.optim.SGD([{"params": originals, WEIGHT: 1.0}], lr=1.0)
-        return QuorumShard(spec, held, outer, originals, workers, quorum=2, grace_s=0.0)
-
-    with job(20, 3, 2, make_shard=make_shard) as j:
-        j.optimizer.param_groups[0][WEIGHT] = 1.0  # otherwise servers refuse the setting
-        a, b = j.client(0), j.client(1)
-        a.outgoing[torch.float64].fill_(1.0)
-        a.push([{WEIGHT: 1.0}])
-        a.settle()
-        assert bool((pulled(a) == 0).all())
-        other = threading.Thread(target=lambda: b.average(torch.empty(0).double()))
-        other.start()
-        a.average(torch.empty(0).double())
-        other.join()
-        assert bool((pulled(a) == -1).all())
         for client in (a, b):
             client.close()
 
@@ -340,9 +315,8 @@ def test_a_pull_is_repeated_as_a_whole_after_its_connection_has_broken() -> None
 
 
 @pytest.mark.filterwarnings("ignore:server")
-def test_who_is_silent_counts_no_more_and_may_come_back(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "order2.json", {})
-    with job(5, 1, 2, silent_s=1.0, log=log) as j:
+def test_who_is_silent_counts_no_more_and_may_come_back() -> None:
+    with job(5, 1, 2, silent_s=1.0) as j:
         a, b = j.client(0), j.client(1)
         awake = threading.Event()
         b._run_in_thread(awake.wait)  # it hangs
@@ -355,12 +329,10 @@ def test_who_is_silent_counts_no_more_and_may_come_back(tmp_path: Path) -> None:
         assert bool((pulled(a, need=2) == -7).all())
         for client in (a, b):
             client.close()
-    assert log.problem == "rank 1 was removed as silent"
 
 
-def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "order1.json", {})
-    with job(5, 1, 1, rule="push", log=log) as j:
+def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was() -> None:
+    with job(5, 1, 1, rule="push") as j:
         first = j.client(0)
         for _ in range(3):
             j.push(first, 1.0)
@@ -370,7 +342,6 @@ def test_a_new_process_of_a_rank_goes_on_where_the_old_one_was(tmp_path: Path) -
         j.push(second, 1.0)
         assert bool((j.held() == -4).all())
         second.close()
-    assert log.problem == "rank 0 has connected again"
 
 
 def test_buffers_are_averaged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +621,7 @@ def test_an_answer_holds_the_parameters_of_its_moment() -> None:
     """A push that the server applies while an answer waits to be sent does not change it."""
     with job(5, 1, 2, rule="push", lr=2.0) as j:
         (shard,) = j.services[0].store.shards.values()
-        head, body = j.services[0]._parameters(0, shard, 0)
+        head, body = j.services[0]._parameters(shard, 0)
         before = bytes(body)
         client = j.client(0)
         j.push(client, 1.0)

@@ -149,7 +149,7 @@ def test_iterations_that_have_run_begin_in_step() -> None:
     assert first.idle_s["net"] + first.busy_s["net"] == pytest.approx(first.iteration_s)
     assert len(first.trace.ends_s[0]) == 12
     runs = [
-        SSP(s=2).simulate_clocks(server_of(facts, 1), compute)
+        run_served(server_of(facts, 1), compute, 2)
         for compute in (
             compute_seconds(facts, Ranks(jitter=0.01), 12, seed) for seed in range(REPLAYS)
         )

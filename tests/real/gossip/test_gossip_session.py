@@ -23,7 +23,7 @@ from cases.gossip_workers import (
     refused,
 )
 from cases.models import Case, build_model
-from harness.parts import KEPT, partners
+from harness.parts import partners
 from harness.ranks import run_ranks, watch_ranks
 from oracle.training import bsp, replicas
 
@@ -168,7 +168,7 @@ def test_a_loaded_checkpoint_is_x_and_the_second_copy_too() -> None:
 
 def test_a_consolidation_takes_as_many_meetings_as_others_may_ask_for() -> None:
     """So whoever was out of reach finds all its results. Counts are rounded to the nearest one."""
-    assert run_ranks(2, consolidated) == [(KEPT, 10)] * 2
+    assert run_ranks(2, consolidated) == [(4, 10)] * 2
 
 
 def test_what_comes_between_two_iterations_is_no_gradient() -> None:

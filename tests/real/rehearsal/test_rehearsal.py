@@ -50,8 +50,8 @@ def test_equals_the_interpreter(name):
     np.testing.assert_allclose(np.array(seen), np.array(expected), rtol=0, atol=1e-12)
 
 
-# Each kind of message, and codecs whose codes are added on every rank. Servers and gossip are
-# replayed in test_recorded_order.py. The sum of three numbers depends on their order.
+# Each kind of message, and codecs whose codes are added on every rank. The sum of three numbers
+# depends on their order.
 # Of FedAvg and PartialSync without settings these are those of LocalSGD and DreamDDP.
 PROCESSES = [
     "ddp",
@@ -171,15 +171,10 @@ def test_forked_processes_equal_this_one():
         np.testing.assert_allclose(forked[label], losses, rtol=0, atol=1e-12)
 
 
-def test_a_sample_trains_some_replicas_in_the_time_of_all():
-    """Losses are those of a job of the trained replicas, times those of the whole job."""
-    _, curve = rehearsed.rehearse("local-sgd:period=2", more_ranks=6, sample=3)
-    few, small = rehearsed.rehearse("local-sgd:period=2", more_ranks=3)
-    _, whole = rehearsed.rehearse("local-sgd:period=2", more_ranks=6)
-    assert (curve.trained, curve.ranks, len(few)) == (3, 6, 3)
-    assert curve.losses == small.losses != whole.losses
-    assert curve.ends_s == whole.ends_s != small.ends_s
-    assert "6 ranks, 3 of them trained" in str(curve)
+@pytest.mark.parametrize("name", ["a2cid2", "ssp"])
+def test_a_strategy_without_a_plan_is_refused(name):
+    with pytest.raises(ValueError, match="strategy"):
+        rehearsed.rehearse(name)
 
 
 def test_held_out_losses_are_of_the_average_of_all_replicas():

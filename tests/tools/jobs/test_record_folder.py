@@ -43,7 +43,6 @@ def test_a_run_without_all_ends_may_run_until_nothing_has_changed_for_an_hour(
     age(run, record_folder.IDLE_S + 60)
     assert remove_above(tmp_path, 0, kept="").runs == ("a",)
     run = make_job(tmp_path / "b", 2, intervals=2, end=END)
-    (run / "order1.json").write_text("{}")  # of gossip and servers
     assert remove_above(tmp_path, 0, kept="").runs == ("b",)
     assert not run.exists()
 

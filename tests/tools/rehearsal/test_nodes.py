@@ -80,7 +80,7 @@ def test_equals_the_equations(name, nodes):
     strategy, equations = STRATEGIES[name]
     models, curve = rehearse(strategy, nodes)
     world = members(ADAM, nodes)
-    assert len(models) == len(world) == curve.ranks == curve.trained
+    assert len(models) == len(world) == curve.ranks
     equations(world, curve.run.courses[-1].plan, nodes)
     for model, replica in zip(models, world, strict=True):
         expected = dict(replica.model.named_parameters())
@@ -142,8 +142,7 @@ def test_what_is_refused():
     sharded = replace(profile_in(ADAM, PAIRS), sharded=True, inside=None)
     for name, more, words in (
         ("wfbp", {"profile": sharded}, "profile (sharded) must be of whole replicas"),
-        ("a2cid2", {}, "strategy (a2cid2) must be one with a plan where replicas have several"),
-        ("wfbp", {"sample": 2}, "sample must be left out where replicas have several ranks"),
+        ("a2cid2", {}, "strategy (a2cid2) must be one with a plan in a rehearsal"),
     ):
         with pytest.raises(ValueError) as raised:
             rehearse(name, PAIRS, **more)
@@ -165,7 +164,7 @@ def test_nodes_of_a_script():
                 optimizer.step()
 
         profile = profile_in(ADAM, PAIRS)
-        train_replicas(life, parse("local-sgd:period=3"), profile, replicas=4, seed=0)
+        train_replicas(life, parse("local-sgd:period=3"), profile, seed=0)
 
     for nodes in (None, "auto", 2, [[0, 1], [2, 3]]):
         train(nodes)

@@ -120,8 +120,7 @@ def test_a_script_that_prepares_nothing(folder):
 
 def test_wrong_use(folder, capsys):
     for typed, named in (
-        (command(folder, "x", "wfbp", "--sample", "4"), "sample"),
-        (command(folder, "x", "cyclic", "--sample", "2"), "sample"),
+        (command(folder, "x", "ssp"), "strategy"),
         (command(folder, "x", "wfbp", "--target", "accuracy=.9"), "loss"),
         (["rehearse", "--profile", str(folder / "one.json")], "ranks"),
     ):
@@ -211,7 +210,7 @@ def test_replicas_of_two_ranks(folder, monkeypatch):
     assert [line[:3] for line in words] == [[str(r % 2), "2", str(r // 2)] for r in range(6)]
     assert [words[r][3] for r in (0, 2, 4)] == [words[r][3] for r in (1, 3, 5)]
     curve = json.loads((repetition / "curve.json").read_text())
-    assert (curve["ranks"], curve["trained"], len(curve["losses"])) == (6, 6, 3)
+    assert (curve["ranks"], len(curve["losses"])) == (6, 3)
     assert json.loads((folder / "nodes" / "run.json").read_text())["cluster"]["ranks"] == 2
 
 

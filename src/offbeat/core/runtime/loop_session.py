@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offbeat.core.guards.finite import all_finite
 from offbeat.core.guards.parameters import ParameterWatch
-from offbeat.core.runtime.event_log import EventLog
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
@@ -31,7 +30,6 @@ class LoopSession(Session):
         job: objects of this rank.
         pace: pace of an emulated host; None elsewhere.
         watch: check for changed parameters in each forward; None: no check.
-        log: log of the events of this rank; None: none.
     """
 
     receivers: ClassVar[str] = "the other ranks"
@@ -42,10 +40,9 @@ class LoopSession(Session):
         job: TrainingJob,
         pace: Pace | None,
         watch: ParameterWatch | None = None,
-        log: EventLog | None = None,
     ):
         self._model, self._optimizer, self._cluster = job.model, job.optimizer, job.cluster
-        self._recorder, self._pace, self._watch, self._log = job.recorder, pace, watch, log
+        self._recorder, self._pace, self._watch = job.recorder, pace, watch
         self._on_nonfinite = job.watch.on_nonfinite
         if pace is not None:
             pace.attach_backward_hooks(job.model)
@@ -115,8 +112,6 @@ class LoopSession(Session):
         marks.end = mark()
         if marks.stepped is None:
             marks.stepped = marks.end
-        if self._log is not None:
-            self._log.end_iteration()
         if self._recorder:
             self._recorder.on_step_begin(number)
             self._record(self._done, self._recorder)
@@ -142,20 +137,13 @@ class LoopSession(Session):
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
         self._cluster.require_open()
         self._before = iteration - self._done.number
-        if self._log is not None:
-            self._log.refuse("a checkpoint was loaded")
 
     def close(self) -> None:
         if self._cluster.closed:
             return
-        has_failed = self._cluster.control.has_failed
-        if not has_failed:
+        if not self._cluster.control.has_failed:
             self._leave()
         self._disconnect()
-        if self._log is not None:
-            if has_failed:
-                self._log.refuse("an error has ended the rank")
-            self._log.save()
         if self._watch is not None:
             self._watch.close()
         for handle in self._handles:

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from offbeat.core.console import console
@@ -71,7 +70,6 @@ class Recorder:
 
     Attributes:
         id: id of the run in checkpoints; None for a run that no checkpoint names.
-        folder: folder of the record; None without files.
         needs_ready_times: whether the time at which each bucket is ready is recorded. It costs a
             hook per bucket.
         splits_every: iterations between two reads of torch's own times of a backward (DDP only).
@@ -89,7 +87,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.id: str | None = None
-        self.folder: Path | None = None
         self.keeps_end = False
         self.origin_s: float = time.perf_counter()
         self.plan: Plan | None = None

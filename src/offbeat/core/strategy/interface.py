@@ -74,8 +74,6 @@ class Strategy(ABC):
         synchronous: whether the method computes the same as torch's DDP.
         needs: requirements on a job.
         unadvised: reason why `suggestions` has no settings; empty if it has some.
-        rehearsal: function that opens the session of a replica in a rehearsal, as `module:name`; by
-            default the session of the strategy's plan.
     """
 
     name: ClassVar[str]
@@ -83,7 +81,6 @@ class Strategy(ABC):
     synchronous: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs()
     unadvised: ClassVar[str] = ""
-    rehearsal: ClassVar[str] = OPEN_PLAN_SESSION
 
     def __post_init__(self) -> None:
         for name, allowed in _choices(type(self)).items():

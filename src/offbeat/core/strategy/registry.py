@@ -42,8 +42,8 @@ BUILT_IN = {
 }
 
 
-# Packages in which each module holds one strategy, with the name of the module (`-` for `_`).
-PACKAGES = ("offbeat.strategies.methods", "offbeat.server.methods")
+# Package in which each module holds one strategy, with the name of the module (`-` for `_`).
+PACKAGE = "offbeat.strategies.methods"
 
 
 def strategy_names() -> list[str]:
@@ -55,13 +55,12 @@ def strategy_names() -> list[str]:
 
 @cache
 def module_names() -> dict[str, str]:
-    """Return by name the modules of the strategies in `PACKAGES`. No module is imported."""
-    names = {}
-    for package in PACKAGES:
-        root, *rooms = package.split(".")
-        for module in iter_modules([str(files(root).joinpath(*rooms))]):
-            names[module.name.replace("_", "-")] = f"{package}.{module.name}"
-    return names
+    """Return by name the modules of the strategies in `PACKAGE`. No module is imported."""
+    root, *rooms = PACKAGE.split(".")
+    return {
+        module.name.replace("_", "-"): f"{PACKAGE}.{module.name}"
+        for module in iter_modules([str(files(root).joinpath(*rooms))])
+    }
 
 
 def read_plan(data: Mapping[str, Any]) -> Plan:
@@ -118,7 +117,7 @@ def _is_own(name: str) -> bool:
 
 
 def _path_in_module(name: str) -> str:
-    """Return `module:Class` of a strategy in `PACKAGES`."""
+    """Return `module:Class` of a strategy in `PACKAGE`."""
     path = module_names()[name]
     classes = [
         member

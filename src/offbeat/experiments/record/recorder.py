@@ -122,7 +122,7 @@ class RunRecorder(Recorder):
 
     def __init__(self, directory: str | Path, rank: int, device: Device):
         super().__init__()
-        self._blocks, self.folder = RecordWriter(path_of(directory, rank)), Path(directory)
+        self._blocks = RecordWriter(path_of(directory, rank))
         self._rank, self._device = rank, device
         self._first, self._failed = 0, False
         self._pending: deque[Iteration] = deque()  # iterations that the device has not completed

@@ -204,9 +204,7 @@ class Run:
         notes: remarks, such as settings of the user that were not used.
         seeds: seed of each repetition.
         device: the user's device, with predicted seconds per iteration by label.
-        rehearsed: number of trained replicas of a rehearsal, whose times are simulated; 0 for a
-            measured run.
-        replayed: whether order and times of a rehearsal are those of a recorded job.
+        rehearsed: whether the run is a rehearsal, whose times are simulated.
     """
 
     path: Path
@@ -234,8 +232,7 @@ class Run:
     notes: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     device: Mapping[str, Any] | None = None
-    rehearsed: int = 0
-    replayed: bool = False
+    rehearsed: bool = False
 
     @property
     def profile_disturbed(self) -> Disturbance | None:
@@ -298,7 +295,7 @@ def load(run_dir: str | Path) -> Run:
     data = _read_run_json(path)
     profile, problems = _load_optional(path / "profile.json", Profile.from_dict)
     repetitions = int(data.get("repetitions", 1))
-    expected = data.get("rehearsed") or _world_size(profile, data.get("cluster") or {})
+    expected = _world_size(profile, data.get("cluster") or {})
     contestants = [
         _load_contestant(path, entry, repetitions, expected) for entry in data["contestants"]
     ]
@@ -307,7 +304,6 @@ def load(run_dir: str | Path) -> Run:
         contestants=tuple(contestants),
         emulated=bool(data.get("emulated")) or _has_emulated_record(contestants),
         repetitions=repetitions,
-        replayed=bool((data.get("options") or {}).get("order")),
         profile=profile,
         profile_load=load_in(path / PROFILING),
         problems=problems,

@@ -22,7 +22,6 @@ OFF = 0.1  # least reported error of the predicted ratio
 CEILING = 1.5  # largest ratio to DDP for which the ceiling is reported
 SHOWN = 3  # reservations in the headline
 REHEARSED = "rehearsed: losses real, time simulated"
-REPLAYED = "replayed: losses real, times of the recorded job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +221,7 @@ def conditions(run: Run, rows: Sequence[Row]) -> str:
     texts = [f"{c.label} with {' '.join(c.arguments)}" for c in run.contestants if c.arguments]
     if run.rehearsed and isinstance(hosts, int):
         texts.append(f"{words.count_text(hosts, 'rank')}, {shaped_rate(run)}")
-        if run.rehearsed < hosts:
-            texts.append(f"{run.rehearsed} replicas were trained")
-        texts.append(REPLAYED if run.replayed else REHEARSED)
+        texts.append(REHEARSED)
     elif isinstance(hosts, int):
         how = ", as layers sleep" if run.emulated else " (compute emulated)" if pace else ""
         rate = f", {shaped}" if (shaped := shaped_rate(run)) else ""

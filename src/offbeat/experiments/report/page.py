@@ -27,7 +27,6 @@ from offbeat.experiments.report.curves import Ordered
 from offbeat.experiments.report.decisions import decisions, group_by_text
 from offbeat.experiments.report.headline import (
     REHEARSED,
-    REPLAYED,
     conditions,
     headline,
     host_text,
@@ -179,7 +178,7 @@ def _eyebrow(run: Run, rows: Sequence[Row]) -> list[str]:
     count = count or words.count_text(run.world_size, "rank")
     texts = [", ".join(filter(None, [count, shaped_rate(run)]))]
     if run.rehearsed:
-        texts.append(REPLAYED if run.replayed else REHEARSED)
+        texts.append(REHEARSED)
     elif run.emulated:
         texts.append("layers sleep instead of computing")
     elif any(row.pace for row in rows):

@@ -348,7 +348,7 @@ def _with_prediction(row: Row, run: Run, contestant: Contestant) -> Row:
         return row
     notes = trace.notes
     predicted = notes.get("iteration_s") or trace.iteration_s()
-    if run.rehearsed and not run.replayed:  # its times are the prediction
+    if run.rehearsed:  # its times are the prediction
         split = split_of(run, contestant, predicted, row.iteration_s)
         return replace(row, bound_s=notes.get("bound_s"), split=split)
     return replace(

@@ -1,5 +1,0 @@
-"""Published methods with servers, one module each.
-
-The registry finds the modules of this package. The name of a strategy is that of its module, with
-`-` for `_`.
-"""
