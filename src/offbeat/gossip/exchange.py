@@ -142,7 +142,9 @@ class Exchanges:
             return memory_of(coded.theirs[chunk])
         if self.wire.codec is not None:
             return self.wire.memory(self.now.theirs, chunk)
-        self.now.chunks[chunk] = made = torch.empty_like(self.wire.view(self.now.mine, chunk))
+        like = self.wire.view(self.now.mine, chunk)
+        made = torch.empty(like.shape, dtype=like.dtype, device="cpu")
+        self.now.chunks[chunk] = made
         return memory_of(made)
 
     def note_sent(self, one: Exchange, count: int) -> None:

@@ -59,7 +59,7 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
         _choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
     )
     SessionGuards.note_plan(guards, observes=observes)
-    assert guards._shares_optimizer is allowed
+    assert guards.shares_optimizer is allowed
 
 
 def test_all_ranks_expect_the_backward_passes_of_the_rank_with_the_most() -> None:

@@ -96,7 +96,8 @@ def test_what_is_in_doubt_with_the_dead_is_kept_when_another_process_takes_its_p
         workers[0].gossip.pause()
         exchanges = workers[0].gossip._exchanges
         exchanges.begin(2, 7, 0.0, AVERAGING)
-        for _ in exchanges.wire.chunks:
+        for chunk, _ in enumerate(exchanges.wire.chunks):
+            exchanges.buffer(chunk)
             exchanges.apply_chunk()
         assert exchanges.abort(2)
         assert exchanges.partners_in_doubt() == [2]

@@ -42,8 +42,8 @@ def told(strategy: str, iterations: int, use: str, launched: bool = True) -> str
                 model.eval()
                 with torch.no_grad():
                     model(batch(CASE, number, 0)[0])
-            elif use == "checkpoint":
-                offbeat.save(os.environ["FOLDER"], model, optimizer)
+            elif use.startswith("checkpoint"):
+                offbeat.save(use.partition(":")[2], model, optimizer)
             else:
                 model.state_dict()
         model.close()
@@ -67,10 +67,8 @@ def test_replicas_that_differ_are_named_once(use: str) -> None:
         ("local-sgd:period=4", 0, "state_dict"),
     ],
 )
-def test_equal_replicas_are_not(
-    strategy: str, iterations: int, use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FOLDER", str(tmp_path))
+def test_equal_replicas_are_not(strategy: str, iterations: int, use: str, tmp_path: Path) -> None:
+    use = f"{use}:{tmp_path}" if use == "checkpoint" else use
     assert DIFFER not in "".join(run_ranks(2, told, strategy, iterations, use))
 
 

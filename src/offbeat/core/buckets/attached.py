@@ -29,6 +29,7 @@ class NamedParameters:
     """
 
     name = "named_parameters"
+    __func__ = None  # torch.compile compares it with that of a bound method
 
     def __init__(self, module: nn.Module, act: Callable[[], None]):
         self._module, self._act = module, act

@@ -101,9 +101,9 @@ def save(
         samples = session.capture_samples()
         if session.worker == 0 and samples is None:
             _note_batches(saver, (extra or {}).values())
-        frozen = partial(
-            _freeze_all, cast("Model", model), optimizer, position.state, extra or {}, samples
-        )
+        # Of the module itself: that of the prepared model says that replicas differ.
+        module = cast("Model", model).module
+        frozen = partial(_freeze_all, module, optimizer, position.state, extra or {}, samples)
         return saver.save(_folder(path, session), frozen, manifest, keep)
 
     saving, lost = session.run_joint_call(begin)
@@ -271,14 +271,13 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
 
 
 def _freeze_all(
-    model: Model,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     extra: Mapping[str, Any],
     samples: tuple[Any, Any] | None = None,
 ) -> Frozen:
-    # Of the module itself: that of the prepared model says that replicas differ; all save theirs.
-    weights, device = model.module.state_dict(), next(model.parameters()).device
+    weights, device = model.state_dict(), next(model.parameters()).device
     kept = optimizer.state_dict()
     value = {
         "model": weights,
