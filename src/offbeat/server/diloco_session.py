@@ -24,7 +24,8 @@ class DiLoCoSession(SSPSession):
 
     def _update(self, skip_update: bool) -> None:
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # read by schedulers
-        if not skip_update and self._has_acceptable_gradients(self._held):
+        if not skip_update:
+            self._require_acceptable_gradients(self._held)
             self._optimizer.step()
             self._trained += 1
             if self._pace is not None:

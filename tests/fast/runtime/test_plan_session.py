@@ -28,7 +28,6 @@ from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.topology import Topology
 from offbeat.plan import Apply, Moment, Phases, Plan, transfer
 
 
@@ -59,7 +58,7 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
         _choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
     )
     SessionGuards.note_plan(guards, observes=observes)
-    assert guards._shares_optimizer is allowed
+    assert guards.shares_optimizer is allowed
 
 
 def test_all_ranks_expect_the_backward_passes_of_the_rank_with_the_most() -> None:
@@ -144,29 +143,6 @@ def test_written_buffers_are_compared_in_the_first_iteration_and_then_periodical
     for _ in range(8):
         SessionGuards.agree_on_buffers(guards)
     assert compared == [0, 3, 6]
-
-
-@pytest.mark.parametrize(
-    ("spoilt", "left_out", "are_all"),
-    [({1}, {0}, False), ({0, 1}, {0}, False), ({1, 2}, {0, 1}, True)],
-)
-def test_a_node_with_one_spoilt_rank_is_left_out_of_an_average_of_replicas(
-    spoilt: set[int], left_out: set[int], are_all: bool
-) -> None:
-    checked: list[tuple[list[int], bool]] = []
-    finite = SimpleNamespace(
-        active=True, check_replicas=lambda ranks, *, are_all: checked.append((ranks, are_all))
-    )
-    control = SimpleNamespace(
-        world_size=4, gather=lambda _: [rank not in spoilt for rank in range(4)]
-    )
-    guards: Any = SimpleNamespace(
-        _finite=finite,
-        _cluster=SimpleNamespace(control=control, topology=Topology(((0, 1), (2, 3)))),
-        _model=torch.nn.Linear(1, 1),
-    )
-    assert SessionGuards.nonfinite_replicas(guards) == left_out
-    assert checked == [(sorted(spoilt), are_all)]
 
 
 def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(

@@ -285,12 +285,11 @@ class FlatSession(Session):
         elif repairing and sends_only_gradients(plan):
             repair(model, self.engine.optimizer, cluster, staged=staged)
         else:
-            excluded = set[int]()
             if sends_only_gradients(plan):
                 require_equal(model, self.choice.strategy, cluster)
             else:
-                excluded = self._guards.nonfinite_replicas()
-            average_replicas(model, cluster, staged=staged, excluded=excluded)
+                self._guards.require_finite_replicas()
+            average_replicas(model, cluster, staged=staged)
 
     # ---- checkpoints ------------------------------------------------------------------------
 

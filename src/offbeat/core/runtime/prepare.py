@@ -143,9 +143,8 @@ def prepare(
             parameters are compared, and rank 0 warns of weights that only some ranks have written
             between a step and the next forward.
         on_nonfinite: treatment of an average to which a rank contributes NaN or infinity. "raise":
-            RuntimeError on every rank, which names rank and bucket. "skip": the average excludes
-            that rank, and the rank receives it. "ignore": no check. DDP() ignores this argument and
-            `compare_every`.
+            RuntimeError on every rank, which names rank and bucket. "ignore": no check. DDP()
+            ignores this argument and `compare_every`.
         broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
             before the next forward, as under torch's DDP. Applies to synchronous strategies; under
             other strategies, every rank keeps its own buffers.

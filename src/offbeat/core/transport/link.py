@@ -130,7 +130,6 @@ class MessageLink:
         self.collectives = collectives
         # Runs the collective of a transfer; returns ranks with values that were not finite.
         self.guard: Guard | None = None
-        self.leaves_out = False  # whether encoded averages leave out ranks with such values
         # Whether the link keeps the last received message until it has received the next one. Then
         # all ranks have received the earlier message.
         self.keeps_last = False
@@ -213,9 +212,7 @@ class MessageLink:
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
         if message.coded is not None:
-            message.tensors, culprits, sent, message.errors = message.coded(
-                act, leaves_out=self.leaves_out
-            )
+            message.tensors, culprits, sent, message.errors = message.coded(act)
             # In nodes of several ranks each one sends a shard of the message.
             message.coded_bytes = sent if act.levels is None else sent * act.levels.owners
             if self.guard is not None:
