@@ -76,6 +76,8 @@ class Scenario:
         ports: by member of several ranks, a free port of its node.
         orphans: processes that end with an error, because another rank of their member has.
         unions: iterations after which all members call `consolidate`.
+        scales_gradients: whether the script writes gradients before the step, so that another plan
+            follows the first iteration.
         inject: by process, the name of a failure in `cases.member_failures`.
         saves: iterations after which all members save a checkpoint.
         folder: folder of the checkpoints.
@@ -110,6 +112,7 @@ class Scenario:
     ports: tuple[int, ...] = ()
     orphans: tuple[int, ...] = ()
     unions: tuple[int, ...] = ()
+    scales_gradients: bool = False
     inject: Mapping[int, str] = field(default_factory=dict)
     saves: tuple[int, ...] = ()
     folder: str = ""
@@ -228,6 +231,9 @@ def train_member(address: str, scenario: Scenario) -> Outcome:  # noqa: C901
             _await(lambda: model._session._cluster.control.has_lost_store)
         optimizer.zero_grad()
         loss_of(model, *batch(CASE, who, t)).backward()
+        for p in model.parameters() if scenario.scales_gradients else ():
+            if p.grad is not None:
+                p.grad.mul_(1.0)
         optimizer.step()
         if t in scenario.unions:
             model.consolidate()
