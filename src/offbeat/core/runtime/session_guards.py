@@ -171,7 +171,6 @@ class SessionGuards:
     def note_step(self) -> None:
         """Note the weights after a step."""
         engine = self._engine
-        engine.flat.former.require_unwritten()
         if engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self.replicas is not None:
