@@ -134,8 +134,6 @@ def _hold_vote() -> None:
         while held == [message]:
             if self._detached:
                 raise RuntimeError("the connection of this test has failed")
-            if message.look is not None:
-                message.look()
             time.sleep(0.01)
         send(self, message)
 

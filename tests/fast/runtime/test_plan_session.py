@@ -225,7 +225,6 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         settled=False,
         error=None,
         released=None,
-        send_here=None,
     )
     message.wait = lambda _: next(looks) is None
     control: Any = SimpleNamespace(
@@ -257,9 +256,7 @@ def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
     rule = transfer(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
-    message: Any = SimpleNamespace(
-        transfer=rule, iteration=7, done=False, settled=False, send_here=None
-    )
+    message: Any = SimpleNamespace(transfer=rule, iteration=7, done=False, settled=False)
     looks = iter(range(3))
     message.wait = lambda _: next(looks) is None
     control: Any = SimpleNamespace(
