@@ -11,7 +11,6 @@ import io
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -254,7 +253,7 @@ def test_a_job_measures_both_levels(nodes: str) -> None:
     assert Profile.from_dict(profile.to_dict()) == profile
 
 
-# ---- gradients that the training thread sends -----------------------------------------------
+# ---- failures inside a node -----------------------------------------------------------------
 
 FULL = profile_in(ADAM, PAIRS)  # no processor is idle, so the gradients are one message
 assert FULL.inside is not None
@@ -267,31 +266,6 @@ FULL = replace(
     ),
 )
 DOWN = re.compile(r"[Rr]ank (\d+)(?: \([^)]*\))? (?:has died or stands still|has left|failed)")
-
-
-def note_senders() -> tuple[set[str], set[str], str]:
-    """The threads that average inside the node and between nodes, and the weights afterwards."""
-    inside, between, all_reduce = set[str](), set[str](), dist.all_reduce
-    node = next([*ranks] for ranks in PAIRS if workers.rank() in ranks)
-
-    def noted(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
-        ranks = dist.get_process_group_ranks(group)
-        if op == dist.ReduceOp.AVG and len(ranks) < 4:
-            (inside if ranks == node else between).add(threading.current_thread().name)
-        return all_reduce(tensor, op, group, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", noted)
-        trained = workers.train(ADAM, LocalSGD(period=3), T, profile=FULL, nodes=PAIRS)
-    return inside, between, workers.bits_of(trained.model.values(), "".join(trained.model))
-
-
-def test_the_training_thread_sends_gradients_that_it_awaits() -> None:
-    ranks = found_by("senders")
-    for inside, between, _ in ranks:
-        assert inside == {"MainThread"}
-        assert between - {"MainThread"}  # a link
-    assert len({bits for *_, bits in ranks[:2]}) == len({bits for *_, bits in ranks[2:]}) == 1
 
 
 def fail_inside(how: str) -> str:
@@ -388,7 +362,6 @@ def found_by(key: Any) -> list[Any]:
     calls: dict[Any, tuple[Any, ...]] = {
         **{("even", i): (train, *one) for i, one in enumerate(EVEN)},
         **{("measured", nodes): (measure, nodes) for nodes in ("auto", "mesh")},
-        "senders": (note_senders,),
         **{("diverged", inside): (diverge, inside) for inside in (False, True)},
         **{("spoilt", i): (spoil, *how) for i, how in enumerate(SPOILT)},
         "refused": (refuse_all,),
