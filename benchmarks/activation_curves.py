@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.profile import Profile
-
 SAME = 1e-12  # share of a period; times that differ by less are equal
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Part of a model.
-
-    Attributes:
-        forward_s: seconds of its forward.
-        backward_s: seconds of its backward.
-        activation_bytes: bytes kept from its forward to its backward.
-    """
-
-    forward_s: float
-    backward_s: float
-    activation_bytes: float
 
 
 @dataclass(frozen=True)
@@ -70,29 +51,6 @@ class Curve:
         before = np.searchsorted(x, at_s - same_s, side="left")
         after = np.searchsorted(x, at_s + same_s, side="right")
         return _interpolate(x, y, before, at_s), _interpolate(x, y, after, at_s)
-
-
-def curve(stages: Sequence[Stage], rest_s: float = 0.0) -> Curve:
-    """Return the curve of one worker.
-
-    The bytes rise linearly during each stage's forward and fall linearly during its backward.
-
-    Args:
-        stages: stages of the model, from the input to the output.
-        rest_s: seconds of the iteration after backward, in which no activations are kept.
-    """
-    back = [*reversed(stages)]
-    lengths_s = [s.forward_s for s in stages] + [s.backward_s for s in back] + [rest_s]
-    changes = [s.activation_bytes for s in stages] + [-s.activation_bytes for s in back] + [0]
-    kept = [*accumulate(changes, initial=0.0)]
-    kept[-2:] = 0.0, 0.0  # remove the rounding error of the sums
-    return Curve(tuple(accumulate(lengths_s, initial=0.0)), tuple(kept))
-
-
-def curve_of(profile: Profile) -> Curve:
-    """Return the curve of a profile's buckets, with update and other time after backward."""
-    stages = [Stage(b.forward_s, b.backward_s, b.activation_bytes) for b in profile.buckets[::-1]]
-    return curve(stages, profile.update_s + profile.other_s)
 
 
 def cyclic_curve(one: Curve, workers: int) -> Curve:

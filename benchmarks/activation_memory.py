@@ -2,47 +2,36 @@
 Cyclic Data Parallelism; and how far that is from an interleaved execution.
 
     python benchmarks/activation_memory.py [--model vit,resnet,small] [--repetitions 5]
-    python benchmarks/activation_memory.py --profile profile.json --hosts 4,8,32
 
 Measured: the bytes that autograd keeps, at every moment of a real forward and backward of one
 worker (each change with its time; storages count once, parameters never), without the update.
 Time is the processor's, on one thread, so that other load on the machine does not count.
 Extrapolated: N such workers at the same time, and each 1/N of the time behind the one before; per
-worker. `profile` says the same from what `offbeat profile` writes: bytes and times by bucket.
-`allocated` is everything that is in memory, temporaries as well, but for parameters and gradients.
+worker. `allocated` is everything that is in memory, temporaries as well, but for parameters and
+gradients.
 `small` also runs: N micro-batches in parallel, and N stages interleaved on one device.
-Reductions are medians [least, most] over repetitions. With `--profile` nothing runs: the table is
-that of the profile.
+Reductions are medians [least, most] over repetitions.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from activation_curves import Curve, Memory, curve_of, cyclic_curve, memory
+from activation_curves import Curve, memory
 from cyclic_memory import Batch, Block, Bottleneck, transformer
 from figures import spread
 from torch import Tensor, nn
 
-import offbeat
 from offbeat.cyclic import Activations, Interleaved, split
-from offbeat.experiments.report.words import size
-from offbeat.profile import Profile
 
 WORKERS = (4, 8, 32)
 PAPER = {"vit": 0.42, "resnet": 0.30}
 STAGES = 4
-COLUMNS, ROWS = 64, 10  # of the picture
-HEADINGS = ("hosts", "parallel, per host", "cyclic, per host", "reduction")
 
 
 class ViT(nn.Module):
@@ -155,32 +144,16 @@ def plain_s(model: nn.Module, batch: Batch, loss: Loss) -> float:
     return time.process_time() - begin_s
 
 
-def profiled(model: nn.Module, batch: Batch, loss: Loss, folder: str) -> Profile:
-    """What the library measures while it trains, alone, without the update."""
-    path = Path(folder, "profile.json")
-    path.unlink(missing_ok=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = offbeat.prepare(model, optimizer, offbeat.BSP(), observe=4, profile=path)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss(model(batch[0]), batch[1]).backward()
-        optimizer.step()
-    model.close()
-    return replace(Profile.load(path), update_s=0.0, other_s=0.0)
-
-
-def show(name: str, curves: list[Curve], all_: list[Curve], profile: Profile) -> None:
+def show(name: str, curves: list[Curve], all_: list[Curve]) -> None:
     """One row for each number of workers."""
     wanted = f"{100 * PAPER[name]:.0f}" if name in PAPER else "-"
     for workers in WORKERS:
         found = [memory(one, workers) for one in curves]
-        coarse = memory(curve_of(profile), workers)
         whole = [memory(one, workers) for one in all_]
         print(
             f"| {name} | {workers} | {found[0].parallel_bytes / 1e6:.1f} "
             f"| {spread([1e-6 * f.cyclic_bytes for f in found], 1)} "
             f"| {spread([100 * f.reduction for f in found], 1)} "
-            f"| {coarse.parallel_bytes / 1e6:.1f} | {100 * coarse.reduction:.1f} "
             f"| {whole[0].parallel_bytes / 1e6:.1f} "
             f"| {spread([100 * w.reduction for w in whole], 1)} | {wanted} |"
         )
@@ -215,94 +188,33 @@ def interleaved(curves: list[Curve]) -> None:
         print(f"| {what} | {wanted / 1e6:.1f} | {measured / 1e6:.1f} | {off:+.1f} % |")
 
 
-# ---- from a profile -----------------------------------------------------------------------------
-
-
-def show_profile(path: Path, hosts: str | None) -> None:
-    """Print what workers of a profile keep, for each number of hosts."""
-    profile = Profile.load(path)
-    if not any(bucket.activation_bytes for bucket in profile.buckets):
-        raise ValueError(
-            "activation_bytes (0 in every bucket) of the profile must be known; measure the "
-            "profile again with `offbeat profile`, or write them into it"
-        )
-    counts = [int(n) for n in hosts.split(",")] if hosts else [profile.world_size]
-    one = curve_of(profile)
-    print(text(profile, one, [memory(one, n) for n in counts]))
-
-
-def text(profile: Profile, one: Curve, rows: Sequence[Memory]) -> str:
-    """The table, and the curve of most hosts under it."""
-    lines = [HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    most = max(row.workers for row in rows)
-    title = f"kept by a host over one iteration: ░ in parallel, ━ cyclic, the mean of {most}"
-    return "\n".join([*table, "", title, *_picture(profile, one, most)])
-
-
-def _cells(row: Memory) -> tuple[str, ...]:
-    percent = f"{100 * row.reduction:.1f} %"
-    return str(row.workers), size(row.parallel_bytes), size(row.cyclic_bytes), percent
-
-
-def _picture(profile: Profile, one: Curve, workers: int) -> list[str]:
-    middle = (np.arange(COLUMNS) + 0.5) / COLUMNS * one.period_s
-    together = cyclic_curve(one, workers)
-    filled = _rows(one, one, middle)
-    line = np.ceil(_rows(together, one, middle % together.period_s))
-    label = size(one.peak_bytes)
-    lines = []
-    for row in range(ROWS, 0, -1):
-        cells = [
-            "━" if level == row else "░" if height > row - 0.5 else " "
-            for height, level in zip(filled, line, strict=True)
-        ]
-        lines.append(f"{label if row == ROWS else '':>{len(label)}} │{''.join(cells).rstrip()}")
-    back = round(COLUMNS * profile.forward_s / one.period_s)
-    axis = f"{0:>{len(label)}} └{'─' * COLUMNS}"
-    names = "forward".ljust(back) + "backward" if back > 7 else "forward, backward"
-    return [*lines, axis, " " * (len(label) + 2) + names]
-
-
-def _rows(curve: Curve, one: Curve, at_s: np.ndarray) -> np.ndarray:
-    """Heights in rows, of a curve as it is just after some times."""
-    return curve.limits(at_s)[1] * (ROWS / one.peak_bytes)
-
-
 def main() -> None:
     """The tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="vit,resnet,small")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--hosts", help="with --profile, as 4,8,32; as many as were measured")
     args = parser.parse_args()
-    if args.profile is not None:
-        show_profile(args.profile, args.hosts)
-        return
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        print(
-            "| model | N | parallel MB | cyclic MB | reduction % | profile MB | % "
-            "| allocated MB | % | paper % |\n|---|---|---|---|---|---|---|---|---|---|"
-        )
-        for name in args.model.split(","):
-            model, batch, loss = made(name, args.micro_batch)
-            plain_s(model, batch, loss)
-            curves, all_, times = [], [], []
-            for _ in range(args.repetitions):
-                curves.append(traced(model, batch, loss))
-                times.append(plain_s(model, batch, loss))
-                all_.append(allocated(model, batch, loss))
-            show(name, curves, all_, profiled(model, batch, loss, folder))
-            hooked = spread([one.period_s for one in curves], 1)
-            print(f"{name}: {hooked} s with hooks, {spread(times, 1)} s without")
-            if name == "small":
-                interleaved(curves)
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(
+        "| model | N | parallel MB | cyclic MB | reduction % | allocated MB | % | paper % |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    for name in args.model.split(","):
+        model, batch, loss = made(name, args.micro_batch)
+        plain_s(model, batch, loss)
+        curves, all_, times = [], [], []
+        for _ in range(args.repetitions):
+            curves.append(traced(model, batch, loss))
+            times.append(plain_s(model, batch, loss))
+            all_.append(allocated(model, batch, loss))
+        show(name, curves, all_)
+        hooked = spread([one.period_s for one in curves], 1)
+        print(f"{name}: {hooked} s with hooks, {spread(times, 1)} s without")
+        if name == "small":
+            interleaved(curves)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -183,7 +183,6 @@ def train(job: dict[str, Any], who: int) -> None:
             profile=profile(first, per_node),
             nodes="auto" if per_node > 1 else None,
             timeout_s=job["timeout_s"],
-            replan="never",
             members=offbeat.Members(job["address"], first=first),
         )
         names = [name for bucket in range(LAYERS) for name in tensor_names(bucket)]
@@ -294,7 +293,7 @@ def _run_offbeat(job: dict[str, Any], who: int, model: Any, inner: Any, iterate:
         os.environ["RANK"] = str(who)
     service = offbeat.Members(job["address"], first=job["first"])
     model, optimizer = offbeat.prepare(
-        model, inner, job["strategy"], observe=5, timeout_s=job["timeout_s"], replan="never",
+        model, inner, job["strategy"], observe=5, timeout_s=job["timeout_s"],
         members=service,
     )  # fmt: skip
     leave = Path(job["folder"]) / f"leave{who}"

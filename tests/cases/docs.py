@@ -309,19 +309,11 @@ def _of_gossip() -> dict[str, Any]:
 
 
 def _of_cyclic() -> dict[str, Any]:
-    """As many layers as stages, so that they are cut alike on all ranks. The profile is of layers
-    that keep less the deeper they are, in equal time."""
+    """As many layers as stages, so that they are cut alike on all ranks."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
-    from offbeat.profile import Bucket, Link, Profile
-
-    buckets = tuple(
-        Bucket(f"layers.{9 - i}", 0.01, 0.02, 4_000_000, activation_bytes=4_000_000 * (i + 5))
-        for i in range(10)
-    )
-    Profile(buckets, (Link("net", 0.001, 1e7),), 4, update_s=0.01).save("profile.json")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     return {

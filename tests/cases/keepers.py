@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -115,11 +116,12 @@ def fail(name: str, strategy: Strategy, given: bool) -> tuple[int, str]:
     options = {"profile": profile_of(CASE, world_size())} if given else {"observe": 2}
     steps = 0
     try:
+        warnings.filterwarnings("error", ".*has changed no weight")
         with prepared(model, optimizer, strategy, **options) as (wrapped, outer):
-            for t in range(6):
+            for t in range(24):
                 steps = t + 1
                 iterate(wrapped, outer, t)
-    except ValueError as error:
+    except (ValueError, UserWarning) as error:
         return steps, str(error)
     return -1, ""
 

@@ -19,6 +19,7 @@ from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
+from offbeat.core.transport.control import Control
 from offbeat.core.transport.link import LinkThread, Message
 
 VOTE = 5  # iteration of a vote
@@ -75,6 +76,19 @@ def _lose_repeat() -> None:
     RepeatedAverages._try = average  # type: ignore[method-assign]
 
 
+def _end_in_plan_change() -> None:
+    """End when the ranks agree on the plan that follows the first one."""
+    act, plans = Control.agree, list[int]()
+
+    def agree(self: Control, what: str, *args: Any) -> None:
+        plans.extend([1] if what == "the plan" else [])
+        if len(plans) == 2:
+            os._exit(9)
+        act(self, what, *args)
+
+    Control.agree = agree  # type: ignore[method-assign]
+
+
 def _end_in_begin() -> None:
     MemberSession.begin_epoch = _end  # type: ignore[method-assign]
 
@@ -120,8 +134,6 @@ def _hold_vote() -> None:
         while held == [message]:
             if self._detached:
                 raise RuntimeError("the connection of this test has failed")
-            if message.look is not None:
-                message.look()
             time.sleep(0.01)
         send(self, message)
 
@@ -266,6 +278,7 @@ def _end_in_connecting(number: int) -> Callable[[], None]:
 FAILURES: dict[str, Callable[[], None]] = {
     "end after repeat": _end_after_repeat,
     "lose repeat": _lose_repeat,
+    "end in plan change": _end_in_plan_change,
     "end in begin": _end_in_begin,
     "end in joining": _end_in_joining,
     "lose begin": _lose_begin,

@@ -76,7 +76,8 @@ class Scenario:
         ports: by member of several ranks, a free port of its node.
         orphans: processes that end with an error, because another rank of their member has.
         unions: iterations after which all members call `consolidate`.
-        spoils: by process, the iteration before which a weight becomes NaN; averages leave it out.
+        scales_gradients: whether the script writes gradients before the step, so that another plan
+            follows the first iteration.
         inject: by process, the name of a failure in `cases.member_failures`.
         saves: iterations after which all members save a checkpoint.
         folder: folder of the checkpoints.
@@ -111,7 +112,7 @@ class Scenario:
     ports: tuple[int, ...] = ()
     orphans: tuple[int, ...] = ()
     unions: tuple[int, ...] = ()
-    spoils: Mapping[int, int] = field(default_factory=dict)
+    scales_gradients: bool = False
     inject: Mapping[int, str] = field(default_factory=dict)
     saves: tuple[int, ...] = ()
     folder: str = ""
@@ -197,7 +198,6 @@ def train_member(address: str, scenario: Scenario) -> Outcome:  # noqa: C901
         scenario.strategy,
         profile=None if scenario.measures else scenario.profile,
         timeout_s=scenario.timeout_s,
-        on_nonfinite="skip" if scenario.spoils else "raise",
         nodes=scenario.ranks if scenario.ranks > 1 else None,
         members=Members(
             address, first=scenario.first, least=scenario.least, join_state=scenario.state
@@ -229,10 +229,11 @@ def train_member(address: str, scenario: Scenario) -> Outcome:  # noqa: C901
         anchors[t] = digest_anchors(model)
         if scenario.lost_at.get(who) == t:
             _await(lambda: model._session._cluster.control.has_lost_store)
-        if scenario.spoils.get(who) == t:
-            next(model.module.parameters()).data[:1] = float("nan")
         optimizer.zero_grad()
         loss_of(model, *batch(CASE, who, t)).backward()
+        for p in model.parameters() if scenario.scales_gradients else ():
+            if p.grad is not None:
+                p.grad.mul_(1.0)
         optimizer.step()
         if t in scenario.unions:
             model.consolidate()

@@ -42,7 +42,7 @@ def train_without_members(strategies: Sequence[Strategy]) -> list[Costs]:
 
 def _costs_of(strategy: Strategy) -> Costs:
     plain = build_model(CASE)
-    options = {"profile": profile_of(CASE, world_size()), "replan": "never", "compare_every": 0}
+    options = {"profile": profile_of(CASE, world_size()), "compare_every": 0}
     both = prepared(plain, build_optimizer(CASE, plain), strategy, **options)
     with both as (model, optimizer):
         session, exchanges = model._session, list[str]()

@@ -64,10 +64,6 @@ def test_what_may_be_left_out():
     bucket = altered({"communication_s": None}, "buckets")
     assert profile.update_s == 0.0
     assert Profile.from_dict(bucket).communication_s("net") == (1e-4 + 1e6 / 1.25e8,)
-    assert Profile.from_dict(bucket).buckets[0].activation_bytes == 0
-    measured = Profile.from_dict(altered({"activation_bytes": 7}, "buckets"))
-    assert measured.buckets[0].activation_bytes == 7
-    assert measured.to_dict() == altered({"activation_bytes": 7}, "buckets")
 
 
 links = st.builds(
@@ -198,12 +194,12 @@ def test_the_slowest_rank_plans():
         (altered({"buckets": ["h.0"]}), r"bucket \('h.0'\) must be a JSON object"),
         (
             altered({"size": 1}, "buckets"),
-            r"bucket 'h.0' field \('size'\) must be one of activation_bytes, backward_s",
+            r"bucket 'h.0' field \('size'\) must be one of backward_s",
         ),
         (altered({"forward_s": None}, "buckets"), "bucket 'h.0' must have the fields"),
         (
-            altered({"activation_bytes": -1}, "buckets"),
-            r"activation_bytes of bucket 'h.0' \(-1\) must be a finite number of at least 0",
+            altered({"state_bytes": -1}, "buckets"),
+            r"state_bytes of bucket 'h.0' \(-1\) must be a finite number of at least 0",
         ),
         (
             altered({"backward_s": float("nan")}, "buckets"),

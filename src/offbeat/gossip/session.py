@@ -78,7 +78,8 @@ class GossipSession(LoopSession):
         if self._gossip is not None:
             self._gossip.resume()
         self._report_notices()
-        if not skip_update and self._has_acceptable_gradients(self._parameters):
+        if not skip_update:
+            self._require_acceptable_gradients(self._parameters)
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers look at it
             self._require_untouched()
             self._state.step(self._clock.now(), self._optimizer.step)

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import Replan
 from offbeat.core.runtime.members import Members
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.transport.topology import Nodes
@@ -27,7 +26,6 @@ class Options(TypedDict, total=False):
     compare_every: int
     on_nonfinite: OnNonfinite
     broadcast_buffers: bool
-    replan: Replan | None
     metrics: Metrics | Log | str | None
     record: str | Path | None
     mesh: DeviceMesh | None

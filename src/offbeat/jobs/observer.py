@@ -257,12 +257,6 @@ class JobObserver(Recorder):
             self.monitor.decisions += 1
         self._line("event", iteration=self._before + iteration, event=kind, text=what)
 
-    def on_replanning(self, iteration: int, what: str, numbers: Mapping[str, Any]) -> None:
-        if self.monitor is not None:
-            self.monitor.decisions += 1
-        self._line("event", iteration=self._before + iteration, event="replan", text=what,
-                   **numbers)  # fmt: skip
-
     def on_members(self, change: MemberChange, joined: Mapping[int, Mapping[str, Any]]) -> None:
         self._close_interval(write=True)
         self._add_processes(change.members, joined)

@@ -145,8 +145,7 @@ class SSPSession(LoopSession):
         if not self._collected:
             self._client.settle()
             self._absent = [0] * len(self._held)
-        if not self._has_acceptable_gradients(self._held):
-            return
+        self._require_acceptable_gradients(self._held)
         views, gradients = [], []
         for number, (p, view) in enumerate(zip(self._held, self._outgoing, strict=True)):
             if p.grad is not None:

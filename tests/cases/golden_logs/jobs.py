@@ -190,7 +190,6 @@ def train(job: Job) -> list[str]:
         profile=profile,
         timeout_s=TIMEOUT_S,
         compare_every=0,
-        replan="never",
         **options,
     )
     script.log = log_steps(model)

@@ -199,30 +199,21 @@ def test_ranks_average_as_the_rule_says(name, via, ranks, size):
     [("bf16", "gather"), ("bf16", "scatter"), ("randomk", "reduce"), ("powersgd", "reduce")],
 )
 def test_a_rank_without_finite_values(name, via):
-    """It does not count, or the mean is NaN; of such a message nothing is kept."""
+    """The mean is NaN; of such a message nothing is kept."""
     used = codec_of(name)
 
     def life(world, rank):
         [link] = memory_links(world, rank, ["net"]).values()
-        found = []
         try:
-            for leaves_out in (False, True):
-                x = torch.full((64,), float("nan") if rank == 1 else 2.0)
-                part = Part(x, torch.full((3,), 4.0), {})
-                how = Settings(used, via, 0, keeps=True, leaves_out=leaves_out)
-                bad = average(part, how, link.collectives).bad
-                assert part.memory == {}
-                mean = part.mean[part.mean != 0].unique().tolist()
-                found.append((list(bad), mean, part.plain.tolist()))
+            x = torch.full((64,), float("nan") if rank == 1 else 2.0)
+            part = Part(x, torch.full((3,), 4.0), {})
+            bad = average(part, Settings(used, via, 0, keeps=True), link.collectives).bad
         finally:
             link.close()
-        return found
+        assert part.memory == {}
+        return list(bad), part.mean.isnan().all().item(), part.plain.isnan().all().item()
 
-    for rank in run_ranks(3, life, where="threads"):
-        for (bad, mean, plain), value in zip(rank, (nan, 2.0), strict=True):
-            assert bad == [1]
-            assert mean == pytest.approx([value] * len(mean), nan_ok=True)
-            assert plain == pytest.approx([2 * value] * 3, nan_ok=True)
+    assert run_ranks(3, life, where="threads") == [([1], True, True)] * 3
 
 
 def test_values_whose_sum_overflows_are_finite():

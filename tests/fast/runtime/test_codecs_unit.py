@@ -139,7 +139,7 @@ def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
                 part = Part(x, x[:0], memory)
                 how = Settings(used, via, 0, keeps=True)
                 coded = CodedMessage(transfer, [part], [([error], [])], how)
-                outcomes.append(coded(link.collectives, leaves_out=False)[1])
+                outcomes.append(coded(link.collectives)[1])
         finally:
             link.close()
         assert torch.equal(error, kept)
@@ -164,7 +164,7 @@ def test_a_message_that_fails_takes_nothing_along(via):
     transfer = LocalSGD(period=2).plan(profile_of()).transfers[0]
     coded = CodedMessage(transfer, [part], [([error], [])], how)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        coded(act, leaves_out=False)
+        coded(act)
     assert error.tolist() == [1.0] * 300
     assert part.memory == {}
 
@@ -240,7 +240,7 @@ def test_what_a_message_would_take_is_known_before_it_is_sent(via):
         try:
             coded = coding.encode_message(sent, flat.copy_index("param"), 0)
             assert sum(part.plain.nbytes for part in coded.parts) == 2 * 5 * 4
-            return coded(link.collectives, leaves_out=False)[2], coding.bytes_of(sent, 2)
+            return coded(link.collectives)[2], coding.bytes_of(sent, 2)
         finally:
             link.close()
 

@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offbeat.core.transport.collectives import Collectives, GivenUp, _no_send
+from offbeat.core.transport.collectives import Collectives, _no_send
 from offbeat.core.transport.device import CPU
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.plan import Moment, Verb, transfer
@@ -226,17 +224,6 @@ def test_a_message_that_arrives_after_the_link_is_detached_is_not_the_last() -> 
         assert link.detach() is messages[0]
 
 
-def test_a_link_keeps_the_last_message_until_the_next_one_has_arrived() -> None:
-    with link_of(lambda _: None) as link:
-        first, second = enqueue(link, 2)
-        assert not link.keeps(first)
-        link.keeps_last = True
-        for message, kept in ((first, [True, True]), (second, [False, True])):
-            release(link, message)
-            assert message.wait(LONG_S)
-            assert [link.keeps(first), link.keeps(second)] == kept
-
-
 def test_suspects_of_all_tensors_of_a_message_are_kept() -> None:
     link = LinkThread("net", only({"all_reduce": lambda _: None}), CPU())
     suspects = iter([[0], [], [2]])
@@ -246,109 +233,3 @@ def test_suspects_of_all_tensors_of_a_message_are_kept() -> None:
     assert message.wait(LONG_S)
     assert link.close()
     assert message.culprits == [0, 2]
-
-
-# ---- messages that the waiting thread sends ---------------------------------------------------
-
-
-@contextmanager
-def patient_link(issued: list[tuple[float, int]]) -> Iterator[LinkThread]:
-    """A link that notes the first number of each message and the thread that sends it. A message
-    of -1 fails, one of -2 waits until `look` ends the wait."""
-
-    def note(tensor: Tensor, look: Callable[[], None] = lambda: None) -> None:
-        issued.append((tensor[0].item(), threading.get_ident()))
-        if tensor[0] == -1:
-            raise RuntimeError("Connection closed by peer")
-        while tensor[0] == -2:
-            look()
-
-    act = only({"all_reduce": note})
-    act = replace(act, patient=lambda look: {"all_reduce": partial(note, look=look)})
-    link = LinkThread("inside", act, CPU())
-    yield link
-    assert link.close()
-
-
-def release_awaited(link: LinkThread, number: float) -> Message:
-    message = link.enqueue(TRANSFER, 0)
-    link.release(message, (torch.full((2,), float(number)),), is_awaited=True)
-    return message
-
-
-def test_the_thread_that_waits_sends_the_message() -> None:
-    issued: list[tuple[float, int]] = []
-    with patient_link(issued) as link:
-        for number in range(3):
-            message = release_awaited(link, number)
-            assert not message.done
-            assert message.send_here is not None
-            message.send_here(lambda: None)
-            assert message.done
-            assert message.send_here is None
-            assert message.released <= message.start <= message.end
-        later = link.enqueue(TRANSFER, 0)
-        release(link, later)  # the link's own thread continues the order
-        assert later.wait(LONG_S)
-    here = threading.get_ident()
-    assert [thread == here for _, thread in issued] == [True, True, True, False]
-    assert link.bytes_sent == 4 * 8
-
-
-def test_the_link_sends_a_message_that_others_precede_or_follow() -> None:
-    """Else two threads would send at the same time, in an order that differs between ranks."""
-    issued: list[tuple[float, int]] = []
-    with patient_link(issued) as link:
-        first, second, third = enqueue(link, 3)
-        for message in (second, first, third):  # none of them is the only one
-            numbers = torch.full((2,), float(message.order))
-            link.release(message, (numbers,), is_awaited=message is not third)
-        assert first.send_here is second.send_here is None
-        assert third.wait(LONG_S)
-    assert [number for number, _ in issued] == [0, 1, 2]
-    assert threading.get_ident() not in {thread for _, thread in issued}
-
-
-@pytest.mark.parametrize("other", [{"verb": "reduce_scatter"}, {"verb": "send", "ranks": (1, 0)}])
-def test_only_averages_are_sent_by_the_waiting_thread(other: dict[str, Any]) -> None:
-    with patient_link([]) as link:
-        message = link.enqueue(replace(TRANSFER, **other), 0)
-        link.release(message, (torch.zeros(2),), is_awaited=True)
-        assert message.send_here is None
-        assert message.wait(LONG_S)
-
-
-def test_a_failure_on_the_waiting_thread_fails_everything_after_it() -> None:
-    issued: list[tuple[float, int]] = []
-    with patient_link(issued) as link:
-        failed = release_awaited(link, -1)
-        assert failed.send_here is not None
-        failed.send_here(lambda: None)
-        own, other = release_awaited(link, 1), None
-        assert own.send_here is not None
-        own.send_here(lambda: None)
-        other = link.enqueue(TRANSFER, 0)
-        release(link, other)
-        assert other.wait(LONG_S)
-    assert [number for number, _ in issued] == [-1]
-    assert failed.error is own.error is other.error
-    assert str(failed.error) == "Connection closed by peer"
-
-
-def test_a_wait_that_has_ended_keeps_the_link_until_the_operation_is_over() -> None:
-    """The process group must not be destroyed before."""
-    over: list[float] = []
-
-    def give_up() -> None:
-        error = GivenUp("too late")
-        error.is_over = lambda seconds: bool(over.append(seconds)) or len(over) > 1
-        raise error
-
-    with patient_link([]) as link:
-        message = release_awaited(link, -2)
-        assert message.send_here is not None
-        message.send_here(give_up)
-        assert message.done
-        assert isinstance(message.error, GivenUp)
-        assert not link.close(timeout_s=0.5)
-    assert over == [0.5, 2.0]

@@ -28,7 +28,6 @@ from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
-from offbeat.core.transport.topology import Topology
 from offbeat.plan import Apply, Moment, Phases, Plan, transfer
 
 
@@ -146,29 +145,6 @@ def test_written_buffers_are_compared_in_the_first_iteration_and_then_periodical
     assert compared == [0, 3, 6]
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "left_out", "are_all"),
-    [({1}, {0}, False), ({0, 1}, {0}, False), ({1, 2}, {0, 1}, True)],
-)
-def test_a_node_with_one_spoilt_rank_is_left_out_of_an_average_of_replicas(
-    spoilt: set[int], left_out: set[int], are_all: bool
-) -> None:
-    checked: list[tuple[list[int], bool]] = []
-    finite = SimpleNamespace(
-        active=True, check_replicas=lambda ranks, *, are_all: checked.append((ranks, are_all))
-    )
-    control = SimpleNamespace(
-        world_size=4, gather=lambda _: [rank not in spoilt for rank in range(4)]
-    )
-    guards: Any = SimpleNamespace(
-        _finite=finite,
-        _cluster=SimpleNamespace(control=control, topology=Topology(((0, 1), (2, 3)))),
-        _model=torch.nn.Linear(1, 1),
-    )
-    assert SessionGuards.nonfinite_replicas(guards) == left_out
-    assert checked == [(sorted(spoilt), are_all)]
-
-
 def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,7 +224,6 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         settled=False,
         error=None,
         released=None,
-        send_here=None,
     )
     message.wait = lambda _: next(looks) is None
     control: Any = SimpleNamespace(
@@ -280,9 +255,7 @@ def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
     rule = transfer(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
-    message: Any = SimpleNamespace(
-        transfer=rule, iteration=7, done=False, settled=False, send_here=None
-    )
+    message: Any = SimpleNamespace(transfer=rule, iteration=7, done=False, settled=False)
     looks = iter(range(3))
     message.wait = lambda _: next(looks) is None
     control: Any = SimpleNamespace(

@@ -334,7 +334,7 @@ def test_ssp_accumulates_gradients_of_a_gpu_on_the_host(monkeypatch: pytest.Monk
             _absent=[0],
             _held=held,
             _outgoing=outgoing,
-            _has_acceptable_gradients=lambda _: True,
+            _require_acceptable_gradients=lambda _: None,
             _cluster=SimpleNamespace(device=SimpleNamespace(finish=lambda: None)),
         )
         SSPSession._collect(session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,13 +26,11 @@ import offbeat
 from offbeat.cli import entry as cli
 from offbeat.core.runtime.connecting import link_specs
 from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.transport import collectives as averages
 from offbeat.core.transport import interfaces, store_agreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (
     ASKED_BYTES,
     AT_ONCE_BYTES,
-    GivenUp,
     Native,
     Ring,
     collectives,
@@ -170,7 +168,7 @@ def run_lazily() -> list[Any]:
     rank, _ = join()
     files = len([*Path("/proc/self/fd").iterdir()])
     control = Control(30.0)
-    found: list[Any] = [control.gather(rank), control.minimum([rank, -rank])]
+    found: list[Any] = [control.gather(rank)]
     group = collectives(control.group, "gloo", HOST, 30.0)
     for verb in ("all_reduce", "reduce_scatter", "all_gather"):
         x = torch.full((40_000,), float(rank))
@@ -194,40 +192,6 @@ def wait_for_a_silent_rank(limit_s: float) -> list[float]:
                 start = time.monotonic()
         found.append(time.monotonic() - start)
         dist.barrier()
-    return found
-
-
-def wait_patiently() -> list[Any]:
-    """Averages by a thread that looks about: of ranks in step, of a late one, and an early end."""
-    averages.LOOK_EVERY_S = 0.02
-    rank, _ = join()
-    group = collectives(new_group("gloo", 30.0), "gloo", HOST, 30.0)
-    store = dist.distributed_c10d._get_default_store()
-    found: list[Any] = []
-
-    def call_other() -> None:
-        store.set(f"called{len(found)}", "")
-
-    def end() -> None:
-        raise GivenUp("no more")
-
-    def average(look: Callable[[], None]) -> float:
-        if rank and found:
-            store.wait([f"called{len(found)}"])
-        assert group.patient is not None
-        x = torch.full((40_000,), float(rank))
-        group.patient(look)["all_reduce"](x)
-        return x.sum().item() / x.numel()
-
-    found.append(average(lambda: None))
-    found.append(average(call_other))
-    try:
-        found.append(average(lambda: None if rank else end()))
-    except GivenUp as error:
-        over = [error.is_over(0.0)]
-        call_other()
-        found.append([*over, error.is_over(30.0)])
-    dist.barrier()
     return found
 
 
@@ -331,13 +295,6 @@ def test_a_half_gives_up_after_its_timeout(call: Call) -> None:
         assert all(0.5 < seconds < 2.5 for seconds in waited)
 
 
-@TWO.given(wait_patiently)
-def test_a_patient_average_looks_about_until_it_ends(call: Call) -> None:
-    first, second = call.results
-    assert first == [0.5, 0.5, [False, True]]
-    assert second == [0.5, 0.5, 0.5]  # the average that rank 0 no longer awaits
-
-
 EDGES = [3 * AT_ONCE_BYTES // 4, 3 * ASKED_BYTES // 4]
 ELEMENTS = [3, EDGES[0], EDGES[0] + 3, EDGES[1] - 3, EDGES[1], 99_999]
 
@@ -385,7 +342,7 @@ def test_an_exchange_sends_the_values_from_before_it(monkeypatch: pytest.MonkeyP
 
 
 def test_groups_work_if_pairs_connect_with_their_first_message() -> None:
-    expected = [[0, 1, 2, 3, 4], [0.0, -4.0], 2.0, None, 2.0, True]
+    expected = [[0, 1, 2, 3, 4], 2.0, None, 2.0, True]
     assert run_ranks(5, run_lazily) == [expected] * 5
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from cases.member_jobs import CASE, Scenario, enter_environment, membership_service
 from cases.models import batch, build_model, build_optimizer, loss_of
 from harness.ranks import run_ranks
-from torch import Tensor
 
 import offbeat
 from offbeat import LocalSGD, Members
@@ -126,31 +125,6 @@ def survive_requests(address: str) -> dict[int, Counts]:
         if not has_left:
             return found
         dist.destroy_process_group()
-
-
-def count_copies(address: str) -> tuple[int, int]:
-    """Return how many copies of parameters this rank has sent, and how many were allocated."""
-    who, sent = enter_environment(SCENARIO), list[Tensor]()
-    release = LinkThread.release
-
-    def note(link: LinkThread, message: Message, tensors: Any, *rest: Any, **more: Any) -> None:
-        if message.transfer.payload.buffer == "param":
-            sent.extend(tensors)  # referenced, so that no address occurs twice by chance
-        release(link, message, tensors, *rest, **more)
-
-    LinkThread.release = note  # type: ignore[method-assign]
-    model, optimizer = prepare(address, who)
-    for _ in range(16):
-        step(model, optimizer)
-    model.close()
-    return len(sent), len({tensor.data_ptr() for tensor in sent})
-
-
-def test_averages_of_members_use_the_memory_of_earlier_ones() -> None:
-    with membership_service() as address:
-        for sent, allocated in run_ranks(2, count_copies, address):
-            assert sent >= 8
-            assert allocated <= sent / 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

@@ -210,7 +210,7 @@ def test_an_error_is_stored_if_its_message_lands(wire: str, outcome: str) -> Non
             x.data.copy_(torch.linspace(-1, 2, len(x), dtype=x.dtype))
         [before] = [x.clone() for x in flat.contents("residual")[0]]
         coded = coding.encode_message(one, flat.copy_index("param"), 0)
-        *_, errors = coded(alone(), leaves_out=False)
+        *_, errors = coded(alone())
         assert bool(errors) is defers
         [residual] = flat.contents("residual")[0]
         assert residual.equal(before) is defers

@@ -91,18 +91,6 @@ def test_members_fail_join_and_leave_under_other_strategies(strategy: Strategy) 
     assert [len(e.members) for e in epochs] == [3, 2, 3, 2]
 
 
-@pytest.mark.filterwarnings("ignore:rank 1 left out")
-def test_the_average_before_a_change_leaves_out_values_that_are_not_finite() -> None:
-    """The gradients of process 1 are NaN in the last iteration of the period, in which only some
-    buckets are averaged. Its momentum remains NaN."""
-    strategy = DreamDDP(period=3, fill=False, split=False)
-    outcomes, epochs = run(Scenario(strategy, 9, leaves={2: 4}, spoils={1: 5}))
-    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 6)]
-    states = [(o, t) for o in outcomes if o for t in (range(9) if o is outcomes[0] else [5])]
-    for outcome, t in states:
-        assert all(weight.isfinite().all() for weight in outcome.weights[t].values()), t
-
-
 def test_each_sample_is_read_once_while_members_change() -> None:
     """The samples that the failed process has read in vain are read by others."""
     strategy = LocalSGD(period=3)

@@ -7,7 +7,7 @@ from cases.member_checks import check, compare, run
 from cases.member_jobs import Scenario, after_votes, every
 from harness.ranks import free_port
 
-from offbeat import BSP, DiLoCo, LocalSGD, SelSync
+from offbeat import BSP, P3, DiLoCo, LocalSGD, SelSync
 
 
 def test_a_vote_in_which_a_member_dies_is_settled_at_once() -> None:
@@ -68,6 +68,16 @@ def test_a_member_dies_while_the_others_connect(inject: dict[int, str]) -> None:
     assert [len(e.members) for e in epochs] == [3, 4, 2, 3]
     read = [i for o in outcomes if o for batch in o.samples.values() for i in batch]
     assert len(read) == len(set(read))
+
+
+def test_a_member_dies_in_the_change_to_a_plan_that_the_script_needs() -> None:
+    """The script writes gradients before the first step, so that updates of buckets must wait for
+    the step. Process 1 ends when the ranks agree on that plan."""
+    scenario = Scenario(
+        P3(slice_elements=8), 6, scales_gradients=True, inject={1: "end in plan change"}
+    )
+    epochs = check(scenario, lambda *_: None)
+    assert [(len(e.members), e.first_iteration) for e in epochs] == [(3, 0), (2, 1)]
 
 
 def test_an_epoch_that_has_begun_on_some_ranks_begins_on_all() -> None:

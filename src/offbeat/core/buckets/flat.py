@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from offbeat.core.buckets.former_memory import FormerMemory
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.buckets.memory import empty
 from offbeat.core.buckets.shards import Shards, is_sharded, local_of, reshard
@@ -85,9 +84,6 @@ class Flat:
         self.sizes_bytes: list[int] = [sum(x.nbytes for x in own) for own in stored]
         statistics = [[buffers[n] for n in spec.buffers] for spec in specs]
         self.buffer_bytes: list[int] = [sum(b.nbytes for b in more) for more in statistics]
-        self.former: FormerMemory = FormerMemory(
-            {n: p for spec in specs for n in spec.parameters if not is_sharded(p := parameters[n])}
-        )
         self.keys: list[Key] = [key_of(own[0]) for own in trained]
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
@@ -130,7 +126,6 @@ class Flat:
         self.take_gradients(before)
         if before is not None:
             before.free("grad")
-        self.former.note()
 
     @property
     def is_sharded(self) -> bool:

@@ -107,8 +107,6 @@ class Settings:
         via: exchange of the codes, `gather`, `scatter` or `reduce`.
         iteration: planned iteration; it seeds `RandomK`.
         keeps: whether encoding errors are kept for the next message (error feedback).
-        leaves_out: whether a rank with values that are not finite is left out of the mean. If
-            false, such a rank makes the mean NaN.
         origin: fingerprint of the parameters to which encoded changes are relative; equal on all
             ranks.
     """
@@ -117,7 +115,6 @@ class Settings:
     via: str
     iteration: int
     keeps: bool
-    leaves_out: bool = False
     origin: int = 0
 
 
@@ -162,13 +159,10 @@ def average(part: Part, how: Settings, act: Collectives) -> Outcome:
         part.memory.clear()
         part.memory.update(memory)
         return replace(outcome, bad=range(act.size))
-    factor = _mean_factor(outcome.bad, how, act.size)
-    if factor != 1:
-        part.plain = part.plain * factor
-        if part.mean is not None and (
-            how.via == "reduce" or (how.via == "scatter" and math.isnan(factor))
-        ):
-            part.mean *= factor
+    if outcome.bad:
+        part.plain = torch.full_like(part.plain, math.nan)
+        if part.mean is not None:
+            part.mean.fill_(math.nan)
     return outcome
 
 
@@ -205,21 +199,6 @@ def send(
     return Outcome([ranks[0]] if bad_ranks else [], row.nbytes)
 
 
-def _mean_factor(bad: Sequence[int], how: Settings, size: int) -> float:
-    """Return the factor that corrects the mean over all ranks for the ranks in `bad`.
-
-    With `leaves_out` the product is the mean over the ranks with finite values, otherwise NaN.
-    """
-    if not bad:
-        return 1.0
-    return size / (size - len(bad)) if how.leaves_out and len(bad) < size else math.nan
-
-
-def _keeps(bad: Sequence[int], how: Settings, act: Collectives) -> bool:
-    """Return whether a message with these bad ranks leaves errors on this rank."""
-    return not bad or (how.leaves_out and act.rank not in bad)
-
-
 def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -> Outcome:
     """Send all codes to all ranks. Every rank sums in rank order, so all ranks get equal bits.
 
@@ -251,15 +230,14 @@ def _average_by_gather(part: Part, how: Settings, act: Collectives, bad: bool) -
     for wait in waits:
         wait()
     bad_ranks = _check_heads(tables[0], act)
-    factor = _mean_factor(bad_ranks, how, act.size)
 
     def add(i: int, mean: Tensor) -> None:
         codes.add_all(coded[i], mean)
         mean.div_(act.size)
-        if factor != 1:
-            mean.mul_(factor)
+        if bad_ranks:
+            mean.fill_(math.nan)  # before it is stored
 
-    part.store_means(cuts, add, keeps=_keeps(bad_ranks, how, act))
+    part.store_means(cuts, add, keeps=not bad_ranks)
     part.plain = _plain_mean(tables[-1], layouts[-1], part.plain)
     return Outcome(bad_ranks, sum(table.nbytes for table in tables) // 2)
 
@@ -291,8 +269,6 @@ def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) 
     shard = x.new_zeros(own_cut.stop - own_cut.start)
     codes.add_all(rows.codes(table, count), shard)
     shard.div_(size)
-    if not math.isnan(factor := _mean_factor(bad_ranks, how, size)):
-        shard *= factor
     if how.keeps and "mean" in part.memory:
         shard += part.memory["mean"]
     full = Rows(rows.code_bytes, part.plain.nbytes)
@@ -300,7 +276,7 @@ def _average_by_scatter(part: Part, how: Settings, act: Collectives, bad: bool) 
     codes.encode(shard, full.codes(second[act.rank], count))
     full.plain_numbers(second[act.rank], part.plain.dtype).copy_(part.plain)
     act.by_verb["all_gather"](second.view(-1))
-    mean = part.zeros(keeps=_keeps(bad_ranks, how, act))
+    mean = part.zeros(keeps=not bad_ranks)
     for first, shards_of_mean in _shard_tables(mean, cuts):
         taken = second[first : first + len(shards_of_mean)]
         codes.add(full.codes(taken, code_bytes[first]), shards_of_mean)
@@ -361,7 +337,7 @@ def _average_by_reduce(part: Part, how: Settings, act: Collectives, bad: bool) -
     heads = flags.view(-1, HEAD)
     bad_ones = [rank for rank, share in enumerate(heads[:, 0].tolist()) if share > 0]
     _require_same([tuple(origin) for origin in heads[:, 1:].tolist()], act)
-    part.zeros(keeps=_keeps(bad_ones, how, act))[places] = values
+    part.zeros(keeps=not bad_ones)[places] = values
     part.plain = tail.to(part.plain.dtype)
     return Outcome(bad_ones, sent)
 

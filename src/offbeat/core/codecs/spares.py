@@ -32,10 +32,6 @@ class Spares:
             return torch.empty(size, dtype=dtype, device="cpu")
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (size,), (1,))
 
-    def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of a flat tensor."""
-        return self.take(x.numel(), x.dtype, x.device).copy_(x)
-
     def give(self, x: Tensor) -> None:
         """Put a tensor's storage back into the pool. The caller must not use `x` afterwards."""
         if x.device.type == "cpu":

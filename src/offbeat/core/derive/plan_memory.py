@@ -13,7 +13,7 @@ from offbeat.core.profile import Profile
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device of one rank.
+    """Bytes on the device of one rank, without activations, which come on top.
 
     Attributes:
         parameters_bytes: parameters and averaged buffers of the model.
@@ -21,8 +21,6 @@ class Memory:
         state_bytes: state of the optimizer.
         buffers_bytes: buffers that the strategy adds, and further copies of gradients.
         staged_bytes: largest total size of message copies in flight.
-        activations_bytes: tensors that the forward stores for the backward; None if the profile has
-            no measurement of them.
     """
 
     parameters_bytes: float
@@ -30,13 +28,12 @@ class Memory:
     state_bytes: float
     buffers_bytes: float = 0.0
     staged_bytes: float = 0.0
-    activations_bytes: float | None = None
 
     @property
     def total_bytes(self) -> float:
-        """Return the sum of all parts that are known."""
+        """Return the sum of all parts."""
         held = self.parameters_bytes + self.gradients_bytes + self.state_bytes
-        return held + self.buffers_bytes + self.staged_bytes + (self.activations_bytes or 0.0)
+        return held + self.buffers_bytes + self.staged_bytes
 
 
 def held_memory(profile: Profile, buffers: Iterable[Buffer] = (), staged_bytes: int = 0) -> Memory:
@@ -55,14 +52,12 @@ def held_memory(profile: Profile, buffers: Iterable[Buffer] = (), staged_bytes: 
         held = buffer.name in BUILT_IN or moment_of(buffer.name) is not None
         copies = buffer.copies - held
         added += copies * sizes.get(buffer.kind, profile.broadcast_bytes)
-    activations = sum(bucket.activation_bytes for bucket in profile.buckets)
     return Memory(
         parameters_bytes=sizes["param"],
         gradients_bytes=sizes["grad"],
         state_bytes=sizes["state"],
         buffers_bytes=added,
         staged_bytes=staged_bytes,
-        activations_bytes=activations or None,
     )
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from offbeat.core.plan import INSIDE, Payload, Transfer, Verb, base_link
+from offbeat.core.plan import Payload, Transfer, Verb
 from offbeat.core.transport.link import Message
 
-OnNonfinite = Literal["raise", "skip", "ignore"]
+OnNonfinite = Literal["raise", "ignore"]
 POLICIES: tuple[str, ...] = get_args(OnNonfinite)
 
 KINDS = {"grad": "gradient", "param": "parameters", "state": "optimizer state"}
@@ -24,13 +23,10 @@ Collectives = Mapping[Verb, Callable[[Tensor], None]]
 class FiniteGuard:
     """Runs every collective of every link with a check, on the thread of the link.
 
-    `raise`: a rank with values that are not finite fills its message with NaN. So each rank detects
-    a bad average by one element of the result, without a second message. Only in that case the
-    ranks exchange which of them had bad values, on the same link. All ranks take the same branch,
-    so the order of messages is the same.
-
-    `skip`: before each message, one small all-reduce determines the ranks with bad values. These
-    ranks send zeros, and receive the average over all other ranks.
+    A rank with values that are not finite fills its message with NaN. So each rank detects a bad
+    average by one element of the result, without a second message. Only in that case the ranks
+    exchange which of them had bad values, on the same link. All ranks take the same branch, so the
+    order of messages is the same.
 
     `reduce_scatter` and `all_gather` are the halves of one average. Values are checked in the first
     half, and the result in the second half.
@@ -40,8 +36,7 @@ class FiniteGuard:
 
     A sum that passes from rank to rank is checked by its sender and its receiver. A rank never
     sends a bad sum that it has received, so the sender of a bad sum has caused it. In an exchange
-    of two ranks both check the values of both. Bad sums and exchanges are refused with both
-    policies.
+    of two ranks both check the values of both.
     """
 
     def __init__(
@@ -50,24 +45,14 @@ class FiniteGuard:
         rank: int,
         world_size: int,
         names: Callable[[range], str],
-        node: Sequence[int] = (),
-        averaging: int | None = None,
     ):
         self._policy, self._rank, self._world_size, self._names = policy, rank, world_size, names
-        self._node = node or (rank,)  # ranks that average on the link `INSIDE`
-        # Number of ranks that average on the other links: all, or the replicas of a sharded model.
-        self._averaging = world_size if averaging is None else averaging
         # Whether this rank's values were bad, for each average between its two halves.
         self._own: dict[tuple[Payload, torch.dtype], bool] = {}
 
     @property
     def active(self) -> bool:
         return self._policy != "ignore" and self._world_size > 1
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether averages leave out ranks with values that are not finite."""
-        return self._policy == "skip"
 
     def run(
         self,
@@ -85,8 +70,8 @@ class FiniteGuard:
             is_any: whether a fact holds on any rank of this rank's replica, see `Collectives`.
 
         Returns:
-            Ranks whose values were not finite, the same on every rank. With `raise` the result of
-            the collective is bad; with `skip` it is the average over all other ranks.
+            Ranks whose values were not finite, the same on every rank. The result of the collective
+            is bad then.
         """
         verb, key = transfer.verb, (transfer.payload, tensor.dtype)
         act = collectives[verb]
@@ -104,8 +89,6 @@ class FiniteGuard:
         if not tensor.numel():
             act(tensor)
             return []
-        if self._policy == "skip":
-            return self._vote(verb, tensor, collectives, self._averaging_on(transfer.link), bad)
         if verb == "all_gather":
             bad = self._own.pop(key, False)
         elif bad:
@@ -127,26 +110,6 @@ class FiniteGuard:
             spoilt += [rank for rank in transfer.ranks if rank != self._rank]
         return sorted(spoilt)
 
-    def _averaging_on(self, link: str) -> int:
-        """Return the number of ranks that average with each other on a link."""
-        inside = base_link(link) == INSIDE and len(self._node) > 1
-        return len(self._node) if inside else self._averaging
-
-    def _vote(
-        self, verb: Verb, tensor: Tensor, collectives: Collectives, ranks: int, bad: bool
-    ) -> list[int]:
-        if verb == "all_gather":
-            collectives[verb](tensor)
-            return []
-        culprits = self._culprits(bad, tensor, collectives)
-        if bad and len(culprits) < ranks:
-            tensor.data.zero_()
-        collectives[verb](tensor)
-        if 0 < len(culprits) < ranks:
-            # After reduce_scatter only this rank's shard is valid, so scaling the rest is harmless.
-            tensor.data.mul_(ranks / (ranks - len(culprits)))
-        return culprits
-
     def _culprits(self, bad: bool, like: Tensor, collectives: Collectives) -> list[int]:
         """Return the ranks with `bad` values, by one small all-reduce on the same link."""
         place = self._rank, self._world_size
@@ -157,12 +120,9 @@ class FiniteGuard:
     ) -> None:
         """Check the result of a message with culprits before it is used.
 
-        Warns on rank 0 if the values of the culprits were left out of the average. The first rank
-        of a node warns about averages inside the node.
-
         Raises:
-            RuntimeError: policy `raise`, and user code has not replaced the bad values; or no rank
-                had finite values; or the message is one between two ranks.
+            RuntimeError: user code has not replaced the bad values; or the message is one between
+                two ranks.
         """
         payload = transfer.payload
         kind, where = KINDS.get(payload.buffer, payload.buffer), self._names(payload.buckets)
@@ -176,43 +136,23 @@ class FiniteGuard:
             )
         if transfer.ranks is not None:
             raise self._spoilt_sum(culprits, payload.buckets, iteration)
-        if self._policy == "skip" and len(culprits) < self._averaging_on(transfer.link):
-            if self._rank == (self._node[0] if base_link(transfer.link) == INSIDE else 0):
-                warnings.warn(f"{who} left out of the {what}: not finite", stacklevel=2)
-            return
         if all(is_finite(t) for t in tensors if t.numel()):
             return
         raise RuntimeError(
             f"{who} sent values that are not finite (NaN or infinity) to the {what}, so their "
             "average is not finite on any rank; lower the learning rate or clip gradients, and "
-            "start from the last checkpoint, or leave such ranks out of the average with "
-            "prepare(on_nonfinite='skip')"
+            "start from the last checkpoint"
         )
 
-    def check_replicas(self, culprits: Sequence[int], *, are_all: bool) -> None:
-        """Check the replicas that are averaged as a whole. Warns on rank 0 if some are left out.
-
-        Args:
-            culprits: ranks whose parameters are not finite.
-            are_all: whether no other replica is left.
-
-        Raises:
-            RuntimeError: there are culprits, and the policy is `raise` or no other replica is left.
-        """
-        if not culprits:
-            return
-        who = _name_ranks(culprits)
-        if self._policy == "skip" and not are_all:
-            if self._rank == 0:
-                warnings.warn(f"{who} left out of an average of all replicas: not finite",
-                              stacklevel=2)  # fmt: skip
-            return
-        raise RuntimeError(
-            f"parameters of {who} are not finite (NaN or infinity), so an average of all replicas "
-            "would not be finite on any rank; lower the learning rate or clip gradients, and start "
-            "from the last checkpoint, or leave such ranks out of averages with "
-            "prepare(on_nonfinite='skip')"
-        )
+    def check_replicas(self, culprits: Sequence[int]) -> None:
+        """Raise RuntimeError if there are ranks whose parameters are not finite, before all
+        replicas are averaged as a whole."""
+        if culprits:
+            raise RuntimeError(
+                f"parameters of {_name_ranks(culprits)} are not finite (NaN or infinity), so an "
+                "average of all replicas would not be finite on any rank; lower the learning rate "
+                "or clip gradients, and start from the last checkpoint"
+            )
 
     def require_finite_sum(self, run: range, iteration: int, tensors: Iterable[Tensor]) -> None:
         """Check a sum that passes from rank to rank, after this rank has added its part.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -192,7 +192,6 @@ def average_replicas(
     more: Iterable[Tensor] = (),
     *,
     staged: bool = False,
-    excluded: Collection[int] = (),
 ) -> None:
     """Average floating-point tensors of all replicas, and copy rank 0's other tensors.
 
@@ -204,7 +203,6 @@ def average_replicas(
         cluster: the cluster.
         more: further tensors to unify in the same way, such as optimizer state.
         staged: average copies, so that the replicas stay as they are if a rank fails meanwhile.
-        excluded: replicas that get the average of the others.
 
     Raises:
         RuntimeError: checksums differ afterwards.
@@ -212,19 +210,11 @@ def average_replicas(
     stored = _held_tensors(model, more)
     held = stored.copy() if staged else stored
     if not _are_equal(held, cluster):
-        topology = cluster.topology
-        is_excluded = topology.replica_of(cluster.control.rank) in excluded
-        left = [n for replica, n in enumerate(topology.sizes) if replica not in excluded]
-        shares = {True: len(left) / topology.replicas, False: sum(left) / topology.ranks}
         with cluster.control.collective("averaging replicas"):
             for is_shard, tensor in held.items():
                 if tensor.is_floating_point():
-                    if is_excluded:
-                        tensor.zero_()
                     act = partial(cluster.average, is_shard=is_shard)
                     _in_place(tensor, cluster.where, act)
-                    if excluded:
-                        tensor.div_(shares[is_shard])
                 else:
                     _from_replica(0, tensor, is_shard, cluster)
     _require_same(held, cluster)

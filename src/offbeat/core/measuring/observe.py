@@ -19,7 +19,6 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters
 from offbeat.core.buckets.shards import reshard
 from offbeat.core.derive.broadcast import with_broadcast
-from offbeat.core.measuring.forward_memory import ForwardMemory
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of, scale_of_replicas
 from offbeat.core.measuring.links import at_observed_rate
 from offbeat.core.measuring.loss import LossTap
@@ -80,7 +79,6 @@ class Observer:
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
         self.order: list[str] = []
-        self.memory = ForwardMemory(model)  # only in the first iteration, because hooks take time
         self._tap = LossTap(device.mark)
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
@@ -99,13 +97,10 @@ class Observer:
 
     def _record_entry(self, name: str) -> None:
         if torch.is_grad_enabled():
-            self.memory.place = name
             self._entered.append((name, self._device.mark()))
 
     def iteration(self, done: Iteration) -> None:
         """Record one finished iteration."""
-        if self.memory.is_complete:
-            self.memory.close()
         message = done.messages[0]
         if message.end is not None and not message.passed:
             s = self._device.seconds(message.end) - self._device.seconds(message.start)
@@ -183,7 +178,6 @@ class Observer:
 
     def finish(self) -> None:
         """Remove every hook."""
-        self.memory.close()
         self._engine.set_noise_meter(None)
         self._engine.hooks.on_parameter = None
         self._tap.close()
@@ -246,7 +240,6 @@ class Observer:
         everyone = np.array(seconds)
         mean = everyone.mean(axis=0)
         jitter, rank_jitter = cluster_jitter(jitters)
-        kept = self._activation_bytes(specs, control)
         count, whole = len(specs), flat.parameter_tensors()
         elements = sum(x.numel() for x in whole)
         compute = everyone[:, : 2 * count].sum(axis=1)
@@ -261,7 +254,6 @@ class Observer:
                 buffer_bytes=flat.buffer_bytes[i],
                 state_bytes=self._engine.state.bytes_of(i),
                 tensors=spec.parameters + spec.buffers,
-                activation_bytes=kept[i],
             )
             for i, spec in enumerate(specs)
         )
@@ -296,19 +288,6 @@ class Observer:
         losses = [float(loss) for loss in self._losses]
         seen = RankStatistics.of(losses, self._meter.take(), self._engine.optimizer)
         return noise_of([RankStatistics(**fields) for fields in control.gather(asdict(seen))])
-
-    def _activation_bytes(self, specs: Sequence[BucketSpec], control: Control) -> list[int]:
-        """Return the bytes that each bucket's forward saves for backward.
-
-        They are means over the ranks that could measure them.
-        """
-        own, modules = None, _bucket_indices(specs)[1]
-        if self.memory.activation_bytes is not None:
-            own = [0] * len(specs)
-            for module, size_bytes in self.memory.activation_bytes.items():
-                own[modules.get(module, len(specs) - 1)] += size_bytes
-        known = [kept for kept in control.gather(own) if kept is not None]
-        return [round(fmean(sizes)) for sizes in zip(*known, strict=True)] or [0] * len(specs)
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:
         """Return forward and backward seconds per bucket, then seconds of update and other.

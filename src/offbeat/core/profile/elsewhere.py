@@ -159,22 +159,13 @@ def with_device_speed(profile: Profile, speed: float) -> Profile:
     return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
 
 
-def with_slower_links(profile: Profile, times: float | Mapping[str, float]) -> Profile:
+def with_slower_links(profile: Profile, times: float) -> Profile:
     """Return the profile with message times multiplied by `times`. Coding keeps its measured
-    times.
-
-    Args:
-        profile: measured profile.
-        times: factor of all links, or of some links by name.
-    """
-    factors = (
-        dict(times) if isinstance(times, Mapping) else {link.name: times for link in profile.links}
-    )
+    times."""
     buckets = tuple(
-        bucket.with_given_times(lambda name, seconds: seconds * factors.get(name, 1.0))
-        for bucket in profile.buckets
+        bucket.with_given_times(lambda _, seconds: seconds * times) for bucket in profile.buckets
     )
-    links = tuple(_slow_down(link, factors.get(link.name, 1.0)) for link in profile.links)
+    links = tuple(_slow_down(link, times) for link in profile.links)
     return replace(profile, links=links, buckets=buckets)
 
 

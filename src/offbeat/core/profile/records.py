@@ -34,8 +34,6 @@ class Bucket:
         state_bytes: bytes of the optimizer's state.
         tensors: names of its parameters in ready order, then of its buffers. A profile that is
             loaded from a file thus fixes the layout.
-        activation_bytes: bytes that its forward stores for backward; 0 in all buckets if not
-            measured.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Bucket:
     buffer_bytes: int = 0
     state_bytes: int = 0
     tensors: tuple[str, ...] = ()
-    activation_bytes: int = 0
 
     def payload_bytes(self, kind: Kind) -> int:
         """Return the bytes of this bucket in a message.

@@ -139,7 +139,7 @@ def _validate_contention(contention: Contention, links: Sequence[str]) -> None:
 
 
 def _validate_bucket(bucket: Bucket, links: set[str]) -> None:
-    sizes = ("size_bytes", "buffer_bytes", "state_bytes", "activation_bytes")
+    sizes = ("size_bytes", "buffer_bytes", "state_bytes")
     for name in ("forward_s", "backward_s", *sizes):
         _require_number(f"{name} of bucket {bucket.name!r}", getattr(bucket, name))
     if not isinstance(bucket.communication_s, Mapping):

@@ -48,7 +48,6 @@ class CommonArguments:
             f"observe={self.observe}, min_bucket_bytes={self.min_bucket_bytes}, "
             f"profile={kind_of(self.profile)}, compare_every={watch.compare_every}, "
             f"on_nonfinite={watch.on_nonfinite}, broadcast_buffers={watch.broadcast_buffers}, "
-            f"replan={watch.replan}, "
             f"servers={self.servers}, "
             f"{CHECKPOINT_VARIABLE} {'set' if self.has_checkpoints else 'unset'}"
         )

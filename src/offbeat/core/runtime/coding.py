@@ -378,7 +378,7 @@ class CodedMessage:
         return [x for part in self.parts for x in (part.numbers, part.plain)]
 
     def __call__(
-        self, act: Collectives, *, leaves_out: bool
+        self, act: Collectives
     ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         """Send the message.
 
@@ -386,24 +386,23 @@ class CodedMessage:
 
         Args:
             act: collectives of the link.
-            leaves_out: whether ranks with non-finite values are left out of the average.
 
         Returns:
             The arrived tensors, the ranks whose values were not finite, the bytes sent, and the
             errors if they are to be stored later.
         """
         if act.levels is not None:
-            result = self._send_shards(act, act.levels, leaves_out)
+            result = self._send_shards(act, act.levels)
         else:
-            result = self._send_whole(act, leaves_out)
+            result = self._send_whole(act)
         # The thread of the link keeps its last message, and must not keep storage that is replaced.
         self.parts, self.errors, self.there = [], None, None
         return result
 
     def _send_whole(  # noqa: C901
-        self, act: Collectives, leaves_out: bool
+        self, act: Collectives
     ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
-        how, sent, bad = replace(self.settings, leaves_out=leaves_out), 0, list[int]()
+        how, sent, bad = self.settings, 0, list[int]()
         for i, part in enumerate(self.parts):
             if isinstance(part, StoredPart):
                 x, most = part.numbers, max(CUT, elements_per_pass(part.numbers))
@@ -425,7 +424,7 @@ class CodedMessage:
             )
             sent += outcome.bytes
             bad += outcome.bad
-        own = act.rank in bad if leaves_out else bool(bad)
+        is_bad = bool(bad)
         if self.transfer.ranks is None and act.members:
             bad = [act.members[rank] for rank in bad]
         arrived, deferred = list[Tensor](), list[Tensor]()
@@ -437,8 +436,8 @@ class CodedMessage:
                 continue
             assert part.mean is not None
             if part.keep is None:
-                (self.spares.give if own else deferred.append)(part.numbers)
-            if self.there is not None and not own:
+                (self.spares.give if is_bad else deferred.append)(part.numbers)
+            if self.there is not None and not is_bad:
                 _for_each_piece(part.mean, self.there[i][0], lambda x, there: there.add_(x))
             arrived += [part.mean, part.plain]
         t = self.transfer
@@ -452,25 +451,21 @@ class CodedMessage:
             _for_each_piece(error, self.errors[i][0], _store)
 
     def _send_shards(  # noqa: C901
-        self, act: Collectives, levels: Levels, leaves_out: bool
+        self, act: Collectives, levels: Levels
     ) -> tuple[Sequence[Tensor], Sequence[int], int, Sequence[Tensor]]:
         """Average over nodes of several ranks: each rank encodes its shard of its node's average.
 
         A rank with values that are not finite fills them with NaN, so that all shards of its node
-        are bad. If bad ranks are left out, it sends zeros instead, and the result is corrected.
+        are bad.
         """
-        how, sent = replace(self.settings, leaves_out=leaves_out), 0
+        how, sent = self.settings, 0
         own_bad = not all(all_finite((part.numbers, part.plain)) for part in self.parts)
-        where, add = self.parts[0].numbers.device, act.by_verb["all_reduce"]
-        find_bad = partial(find_bad_ranks, own_bad, levels.rank, levels.ranks, add, where)
-        bad = find_bad() if leaves_out else []
-        factor = levels.ranks / (levels.ranks - len(bad)) if len(bad) < levels.ranks else math.nan
         taken, arrived, kept = [], list[Tensor](), list[tuple[Tensor, slice, int]]()
         for i, part in enumerate(self.parts):
             numbers, plain = part.numbers, part.plain
             mean = self.spares.take(numbers.numel(), numbers.dtype, numbers.device)
             for values in (numbers, plain) if own_bad else ():
-                values.fill_(0.0 if len(bad) < levels.ranks and leaves_out else math.nan)
+                values.fill_(math.nan)
             own = Part(levels.reduce(numbers), levels.reduce(plain), part.memory)
             own.mean, tail = levels.own_shard(mean), levels.own_shard(plain)
             shard = levels.own_slice(numbers.numel())
@@ -484,16 +479,15 @@ class CodedMessage:
                 kept.append((own.numbers, shard, i))
             for values in (mean, plain):
                 levels.inside.by_verb["all_gather"](values)
-                if bad:
-                    values.mul_(factor)
             arrived += [mean, plain]
             taken.append(numbers)
-        lost = not all_finite(arrived)
+        bad, lost = list[int](), not all_finite(arrived)
         if lost:  # finite values may overflow in the codec or in the sum
-            bad = [] if leaves_out else find_bad()
+            where, add = taken[0].device, act.by_verb["all_reduce"]
+            bad = find_bad_ranks(own_bad, levels.rank, levels.ranks, add, where)
             bad = bad or [*range(levels.ranks)]
         deferred: list[Tensor] = []
-        if self.errors is not None and not lost and (leaves_out or not own_bad):
+        if self.errors is not None and not lost:
             if self.defers_errors:
                 deferred = [torch.zeros_like(whole) for whole in taken]
             for numbers, shard, i in kept:

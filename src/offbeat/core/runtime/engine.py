@@ -244,7 +244,6 @@ class Engine:
         """Replace the compute observer."""
         self.compute = self.waiting.compute = self.run.updates.compute = compute
         self.control.on_wait_end = compute.on_wait_end
-        self.run.messages.sends_here = type(compute) is ComputeObserver
 
     # ---- iterations -------------------------------------------------------------------------
 
@@ -481,7 +480,6 @@ class Engine:
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         self.compute.on_backward_end()
-        self.run.messages.send_awaited()
         self.metering.on_backward_end(now.planned)
         # Where all updates run at the end, the rules of the step run before, too.
         update = cursor.wait(program.end if self.run.updates_at_end else program.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -43,7 +43,6 @@ class FirstIterations:
 
     Attributes:
         observer: observer of the iterations; None before and after them.
-        around_forward: returns the context in which a forward runs.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class FirstIterations:
         self._is_emulated = bool(getattr(job.model, "emulated", False))
         self._load = LoadSampler(os.getppid())  # the launcher's other ranks are no other programs
         self.observer: Observer | None = None
-        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def begin(self) -> None:
         """Run BSP and measure it from the next iteration on."""
@@ -82,7 +80,6 @@ class FirstIterations:
         turns = load_object(TURNS)(lock) if lock else ComputeObserver()
         engine.set_compute(turns)
         self.observer = observer = Observer(job.model, engine, cluster.device, turns)
-        self.around_forward = observer.memory.forward
         engine.reports.listener = partial(self._listen, observer)
         engine.reports.needs_ready_times = True
 
@@ -90,8 +87,6 @@ class FirstIterations:
         if self._job.recorder:
             self._job.recorder.add_iteration(done)
         observer.iteration(done)
-        if observer.memory.is_complete:
-            self.around_forward = nullcontext
         is_last = done.number + 1 >= self._job.observation.iterations and not done.abandoned
         if is_last and not self._engine.awaits_change:
             act = partial(self._run_plan, observer, done.number + 1)
@@ -105,7 +100,7 @@ class FirstIterations:
 
     def _finish(self, observer: Observer) -> None:
         observer.finish()
-        self.observer, self.around_forward = None, nullcontext
+        self.observer = None
 
     def _run_plan(self, observer: Observer, observed: int) -> None:
         """Complete the profile, and run the plan that is made from it."""

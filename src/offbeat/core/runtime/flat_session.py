@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,11 +137,11 @@ class FlatSession(Session):
                 self._guards.require_all_loaded()
         elif not self._model.training:
             self.note_reading("evaluation")
-        context, around = engine.forward_begins(), self._first.around_forward
-        if context is NO_CONTEXT and around is nullcontext:
+        context = engine.forward_begins()
+        if context is NO_CONTEXT:
             output = call(*args, **kwargs)
         else:
-            with context, around():
+            with context:
                 output = call(*args, **kwargs)
         engine.forward_ends(output)
         self._guards.after_forward()
@@ -285,12 +285,11 @@ class FlatSession(Session):
         elif repairing and sends_only_gradients(plan):
             repair(model, self.engine.optimizer, cluster, staged=staged)
         else:
-            excluded = set[int]()
             if sends_only_gradients(plan):
                 require_equal(model, self.choice.strategy, cluster)
             else:
-                excluded = self._guards.nonfinite_replicas()
-            average_replicas(model, cluster, staged=staged, excluded=excluded)
+                self._guards.require_finite_replicas()
+            average_replicas(model, cluster, staged=staged)
 
     # ---- checkpoints ------------------------------------------------------------------------
 

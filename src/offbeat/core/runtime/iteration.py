@@ -129,14 +129,12 @@ class Reports:
     Attributes:
         listener: receives each iteration.
         watchers: receive each iteration before the listener does.
-        meter: receives each iteration before the others do, for the times of its messages.
         needs_ready_times: whether the listener needs the time at which each bucket is ready.
     """
 
     def __init__(self) -> None:
         self.listener: Callable[[Iteration], None] | None = None
         self.watchers: list[Callable[[Iteration], None]] = []
-        self.meter: Callable[[Iteration], None] | None = None
         self.needs_ready_times = False
         self._recent: deque[Iteration] = deque()
 
@@ -151,6 +149,6 @@ class Reports:
         """
         while self._recent and (rest or self._recent[0].complete):
             done = self._recent.popleft()
-            for receive in (self.meter, *self.watchers, self.listener):
+            for receive in (*self.watchers, self.listener):
                 if receive is not None:
                     receive(done)

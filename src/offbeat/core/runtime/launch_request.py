@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.interfaces import LinkSpec, parse_link
@@ -19,10 +19,6 @@ STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"  # replaces the script's strategy, as dre
 CHECKPOINT_VARIABLE = "OFFBEAT_CHECKPOINT"  # directory of checkpoints, in a job without a launcher
 JOIN_VARIABLE = "OFFBEAT_JOIN"  # HOST:PORT of a gossip worker
 WORKER_VARIABLE = "OFFBEAT_WORKER"  # former id of a returning worker
-REPLAN_VARIABLE = "OFFBEAT_REPLAN"  # "never", "exact" or "always"
-Replan = Literal["never", "exact", "always"]
-"""Changes that measured times of links and ranks may make to a running job: none, only other plans
-whose results have the same bits, or all plans of the strategy."""
 SCHEMA = 1
 
 
@@ -110,17 +106,6 @@ def current_nodes() -> Literal["auto"] | int | None:
             "least 1"
         )
     return int(text)
-
-
-def current_replan(argument: str | None) -> Replan:
-    """Return OFFBEAT_REPLAN, otherwise the argument of `prepare`, otherwise "exact". Raise
-    ValueError for other values."""
-    text, name = os.environ.get(REPLAN_VARIABLE), REPLAN_VARIABLE
-    if not text:
-        text, name = "exact" if argument is None else argument, "replan"
-    if text not in get_args(Replan):
-        raise ValueError(f"{name} ({text!r}) must be 'never', 'exact' or 'always'")
-    return text  # type: ignore[return-value]
 
 
 def current_join_request() -> tuple[tuple[str, int], int | None] | None:

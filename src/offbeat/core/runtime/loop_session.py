@@ -159,19 +159,16 @@ class LoopSession(Session):
     def _new_iteration(self, number: int) -> Iteration:
         return Iteration(number, Timestamps(begin=self._cluster.device.mark()), [])
 
-    def _has_acceptable_gradients(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether gradients are finite or `on_nonfinite` permits other values."""
+    def _require_acceptable_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Raise RuntimeError unless gradients are finite or `on_nonfinite` permits other values."""
         if self._on_nonfinite == "ignore":
-            return True
-        if all_finite(p.grad for p in parameters if p.grad is not None):
-            return True
-        if self._on_nonfinite == "skip":
-            return False
-        raise RuntimeError(
-            f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in iteration "
-            f"{self._done.number}, and {self.receivers} would get it; lower the learning rate, or "
-            "on_nonfinite='skip'"
-        )
+            return
+        if not all_finite(p.grad for p in parameters if p.grad is not None):
+            raise RuntimeError(
+                f"rank {self._cluster.control.rank} has a gradient with NaN or infinity in "
+                f"iteration {self._done.number}, and {self.receivers} would get it; lower the "
+                "learning rate or clip gradients"
+            )
 
     def _buffers(self) -> list[Tensor]:
         """Return the model's buffers that have elements."""

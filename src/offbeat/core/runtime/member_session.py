@@ -226,8 +226,8 @@ class MemberSession(FlatSession):
         if self.changes.has_ended_epoch:  # a member has failed meanwhile
             return
         if not sends_only_gradients(self.plan):
-            excluded = self._guards.nonfinite_replicas()
-            average_replicas(self._model, self._cluster, staged=True, excluded=excluded)
+            self._guards.require_finite_replicas()
+            average_replicas(self._model, self._cluster, staged=True)
         self._united = self.engine.iteration
 
     def begin_epoch(self, joining: Sequence[int], *, are_united: bool = False) -> None:

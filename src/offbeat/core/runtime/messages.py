@@ -14,7 +14,6 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.codecs.spares import Spares
 from offbeat.core.plan import BUFFERS, INSIDE, Transfer, base_link
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.coding import Coding
@@ -54,16 +53,10 @@ class Messages:
         # leave errors and anchors as if they were skipped.
         self.drops = False
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        # By transfer: its link and views, if they are the same in every iteration, and whether the
-        # training thread waits for the message next.
-        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...], bool]] = {}
-        self._awaited: Message | None = None  # its sender waits for it next
-        # Whether the training thread may send messages; not if an observer delays its compute.
-        self.sends_here = False
+        # By transfer: its link and views, if they are the same in every iteration.
+        self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
         self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
-        self._spares = Spares()
-        self._retired: list[Message] = []  # their results are stored, and their links keep them
         self._sent: list[
             Message
         ] = []  # encoded messages to a single rank; sending them changes errors and anchors
@@ -124,7 +117,6 @@ class Messages:
                     self._sent.append(message)
                 else:
                     self._copies[id(message)] = copy
-                message.is_spare = self._keeps_results
                 coded = self.coding.encode_message(t, copy, planned)
                 link.release(message, coded.shapes, coded)
                 return
@@ -134,15 +126,13 @@ class Messages:
             given = self._views[key]
             in_place = t.in_place and not self.is_staged
             if in_place and self._flat.copies(payload.buffer) == 1:
-                self._fixed[id(t)] = self._links[t.link], given, self._is_awaited(t)
+                self._fixed[id(t)] = self._links[t.link], given
                 self._release_views(message)
                 return
             if not in_place:
-                if t.verb == "send":
-                    given = [x.clone() for x in given]
-                else:
-                    self._copies[id(message)], message.is_spare = copy, True
-                    given = [self._spares.copy(x) for x in given]
+                if t.verb != "send":
+                    self._copies[id(message)] = copy
+                given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
     def _stays_in_storage(self, t: Transfer) -> bool:
@@ -152,24 +142,8 @@ class Messages:
 
     def _release_views(self, message: Message) -> None:
         """Send the views of a message that are the same in every iteration."""
-        link, views, is_awaited = self._fixed[id(message.transfer)]
-        is_awaited = is_awaited and self.sends_here
-        link.release(message, views, is_awaited=is_awaited)
-        if is_awaited:
-            self._awaited = message
-
-    def send_awaited(self) -> None:
-        """Send the message that waits for its sender, if there is one, before any other wait."""
-        if (message := self._awaited) is not None:
-            self._awaited = None
-            self._waiting.wait(message, self._flat)
-
-    def _is_awaited(self, t: Transfer) -> bool:
-        """Return whether the wait for a message inside a node follows its release at once: it is
-        released at the end of backward and due in the step."""
-        last, due = self._program.plan.buckets - 1, t.before
-        at_end = (t.after.point, t.after.bucket) == ("grad", last)
-        return base_link(t.link) == INSIDE and at_end and (due.point, due.lag) == ("step", 0)
+        link, views = self._fixed[id(message.transfer)]
+        link.release(message, views)
 
     def _follow_sends(self) -> None:
         """Let later compute follow the encoded messages to a single rank that are sent, because
@@ -282,22 +256,6 @@ class Messages:
             # A guard still reads tensors with culprits.
             if not (message.culprits or self._keeps_results):
                 self.coding.give_back(message.tensors)
-
-    def retire(self, message: Message) -> None:
-        """Reuse the memory of a copy whose result is stored, once its link keeps a later one."""
-        # The outcome of a settled message belongs to the members, and a guard reads culprits.
-        if not message.is_spare or message.settled or message.culprits:
-            return
-        stored, self._retired = [*self._retired, message], []
-        for one in stored:
-            if self._links[one.transfer.link].keeps(one):
-                self._retired.append(one)
-                continue
-            if one.coded is not None:
-                self.coding.give_back(one.tensors)
-                continue
-            for tensor in one.tensors:
-                self._spares.give(tensor)
 
     def _repeat(self, message: Message) -> None:
         """Average the payload of a message over the survivors of a failure, or over a node."""

@@ -12,7 +12,6 @@ import torch
 
 from offbeat.core.buckets.coupling import find_collective, find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
-from offbeat.core.console import console
 from offbeat.core.derive.deferred import defer_updates, early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
@@ -25,10 +24,8 @@ from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.position import capture, restore, resume_at
-from offbeat.core.runtime.replanning import Replanner
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
-from offbeat.core.strategy.interface import Strategy
 
 if TYPE_CHECKING:
     from offbeat.lab.pace import Pace
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 class PlanRunner:
     """Plan that all ranks have agreed on, and its replacements: the plan of a variant that the
-    script needs, of a fallback, or for measured times. All ranks make the same changes.
+    script needs, or of a fallback. All ranks make the same changes.
 
     Args:
         job: objects of this rank.
@@ -64,12 +61,11 @@ class PlanRunner:
         run_jointly: Callable[[Callable[[], None]], None],
     ) -> None:
         self._model, self._cluster, self._recorder = job.model, job.cluster, job.recorder
-        self._watch, self.engine, self._choice = job.watch, engine, choice
+        self.engine, self._choice = engine, choice
         self._guards, self._decisions, self._run_jointly = guards, choice.decisions, run_jointly
         self.is_trial = False
         self.convergence: ConvergenceGuard | None = None
         self.pace: Pace | None = None
-        self._replanner: Replanner | None = None
 
     # ---- the first plan ---------------------------------------------------------------------
 
@@ -125,10 +121,8 @@ class PlanRunner:
         """Adopt the strategy's first plan, or one of its fallback, record it, and start the
         strategy's monitor."""
         engine, recorder, strategy = self.engine, self._recorder, self._choice.strategy
-        self._create_replanner()
         self._monitor, self._has_fallen_back = strategy.monitor(), has_fallen_back
-        fallback = self._monitor.fallback if self._monitor and has_fallen_back else None
-        self._adopt(plan, trial, strategy=fallback)
+        self._adopt(plan, trial)
         reports = engine.reports
         reports.listener, reports.needs_ready_times = None, False
         if recorder:
@@ -144,13 +138,7 @@ class PlanRunner:
 
     def begin_again(self) -> None:
         """Adopt the strategy's plan for other members. Buffers and memory continue."""
-        self._create_replanner()
         self._adopt(self._choice.plan(), continues=True)
-
-    def _create_replanner(self) -> None:
-        profile, make = self._choice.profile, self._choice.plan
-        self._replanner = Replanner(self._watch.replan, profile, self._cluster, make)
-        self.engine.reports.meter = self._replanner.add
 
     def stop_monitor(self) -> None:
         """Stop the guard of the loss."""
@@ -173,25 +161,15 @@ class PlanRunner:
 
     # ---- adoption ---------------------------------------------------------------------------
 
-    def _adopt(
-        self,
-        plan: Plan,
-        trial: Plan | None = None,
-        *,
-        strategy: Strategy | None = None,
-        continues: bool = False,
-    ) -> None:
+    def _adopt(self, plan: Plan, trial: Plan | None = None, *, continues: bool = False) -> None:
         """Agree on a plan with all ranks, open its links and run it, or first run its `trial`.
 
         Args:
             plan: the plan.
             trial: plan of the first iteration; None for `plan`.
-            strategy: strategy of the plan; None for that of the session.
             continues: whether buffers and memory of the plan that ran before continue.
         """
         engine, cluster, profile = self.engine, self._cluster, self._choice.profile
-        if self._replanner is not None:
-            plan = self._replanner.with_boundaries(plan, strategy or self._choice.strategy)
         remedy = "start all ranks with the same offbeat version"
         cluster.control.agree("the plan", plan.digest, remedy)
         remedy = early_remedy(plan)
@@ -226,21 +204,17 @@ class PlanRunner:
     def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
         self.engine.adopt(plan, planned, continues=continues)
         self._guards.note_plan()
-        if self._replanner is not None:
-            self._replanner.begin(plan)
 
-    def _change(
-        self, plan: Plan, *, strategy: Strategy | None = None, continues: bool = False
-    ) -> None:
+    def _change(self, plan: Plan) -> None:
         """Apply or discard gradients and averages in progress, and run another plan."""
         self.engine.pauses.drain()
         # A member may have failed meanwhile. Then there is no exchange before the next epoch.
-        self._run_jointly(partial(self._adopt, plan, strategy=strategy, continues=continues))
+        self._run_jointly(partial(self._adopt, plan))
 
     # ---- changes at the end of an iteration -------------------------------------------------
 
     def on_step_end(self) -> None:
-        """Change the plan if the script, the loss or measured times require it."""
+        """Change the plan if the script or the loss requires it."""
         engine = self.engine
         if self.is_trial:
             self._end_trial()
@@ -251,8 +225,6 @@ class PlanRunner:
         finding = self.convergence.iteration() if self.convergence is not None else None
         if finding is not None:
             self._apply_finding(finding)
-        if self._replanner is not None and self._replanner.is_due(engine.cursor.planned):
-            self._run_jointly(partial(self._plan_again, self._replanner))
 
     def _end_trial(self) -> None:
         """After the first step, which ran all updates at the step, run the plan as planned, or a
@@ -311,7 +283,7 @@ class PlanRunner:
                 f"{finding.problem}: fell back from {choice.strategy} to {fallback}"
             )
             self._has_fallen_back = True
-            self._change(plan, strategy=fallback)
+            self._change(plan)
         elif finding.noise is not None:
             choice.profile = replace(choice.profile, noise=finding.noise)
             with warnings.catch_warnings():  # the report contains decisions during training
@@ -322,36 +294,15 @@ class PlanRunner:
                 self._decisions.record(f"planned again, {why or 'the gradient noise changed'}")
                 self._change(plan)
 
-    def _plan_again(self, replanner: Replanner) -> None:
-        """At a boundary, plan for the measured times of links and ranks if they have changed."""
-        engine, choice, recorder = self.engine, self._choice, self._recorder
-        with warnings.catch_warnings():  # the report contains decisions during training
-            warnings.simplefilter("ignore")
-            proposal = replanner.propose(engine.cursor.planned, choice.profile.noise)
-        if proposal is None:
-            return
-        choice.profile = proposal.profile
-        if recorder:
-            recorder.on_replanning(engine.iteration, proposal.text, proposal.numbers)
-        if proposal.plan is not None:
-            self._change(proposal.plan, strategy=replanner.strategy, continues=True)
-        if engine.control.rank == 0:
-            iteration, numbers = engine.iteration, proposal.numbers
-            console.print("replan", proposal.text, iteration=iteration, **numbers)
-            if notice := replanner.better_period(choice.profile):
-                console.print("notice", notice, "notice", iteration=iteration)
-                self._decisions.record(notice)
-
     # ---- checkpoints ------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """Return the plan and the position in it, for `resume`."""
-        convergence, replanner = self.convergence, self._replanner
+        convergence = self.convergence
         return {
             "profile": self._choice.profile.to_dict(),
             "plan": self.plan.to_dict(),
             "guard": None if convergence is None else convergence.capture(),
-            "drift": None if replanner is None else replanner.capture(),
             "engine": capture(self.engine),
             "trying": self.is_trial,
             "varied": self._choice.is_variant,
@@ -384,9 +335,6 @@ class PlanRunner:
         elif self.convergence is not None:
             self.convergence.resume(state["guard"])
             engine.set_noise_meter(self.convergence.meter)
-        if self._replanner is not None and state.get("drift") is not None:
-            self._replanner.resume(state["drift"])
-            self._replanner.begin(self.plan)
         restore(engine, state["engine"])
 
 

@@ -30,10 +30,8 @@ from offbeat.core.runtime.connecting import Connector, close_at_exit
 from offbeat.core.runtime.known_profile import KnownProfile, find_profile
 from offbeat.core.runtime.launch_request import (
     LaunchRequest,
-    Replan,
     current_job,
     current_nodes,
-    current_replan,
 )
 from offbeat.core.runtime.launchers import torchrun_variables
 from offbeat.core.runtime.member_entry import closing_on_failure, enter_job, require_members
@@ -105,7 +103,6 @@ def prepare(
     compare_every: int = EVERY,
     on_nonfinite: OnNonfinite = "raise",
     broadcast_buffers: bool = True,
-    replan: Replan | None = None,
     metrics: Metrics | Log | str | None = None,
     record: str | Path | None = None,
     mesh: DeviceMesh | None = None,
@@ -143,17 +140,11 @@ def prepare(
             parameters are compared, and rank 0 warns of weights that only some ranks have written
             between a step and the next forward.
         on_nonfinite: treatment of an average to which a rank contributes NaN or infinity. "raise":
-            RuntimeError on every rank, which names rank and bucket. "skip": the average excludes
-            that rank, and the rank receives it. "ignore": no check. DDP() ignores this argument and
-            `compare_every`.
+            RuntimeError on every rank, which names rank and bucket. "ignore": no check. DDP()
+            ignores this argument and `compare_every`.
         broadcast_buffers: whether all ranks receive the buffers that rank 0's forward has written,
             before the next forward, as under torch's DDP. Applies to synchronous strategies; under
             other strategies, every rank keeps its own buffers.
-        replan: whether the job is planned again if messages of a link, or the compute of a rank,
-            take at least 1.4 times or at most .7 times as long as in the profile. "exact", the
-            default: only if the result has the same bits, that is, if only order and moments of
-            messages change. "always": also if sums or sets of layers change; `period` never
-            changes. "never": nothing is measured. The variable OFFBEAT_REPLAN takes precedence.
         metrics: log of training metrics, see `offbeat.metrics`, which may differ between ranks; or
             sinks as in the variable OFFBEAT_METRICS, such as "prometheus:9400".
         record: folder of the records of jobs; "off" or None: no record. The variable OFFBEAT_RECORD
@@ -207,7 +198,7 @@ def prepare(
         observe,
         job.min_bucket_bytes or min_bucket_bytes,
         profile,
-        Watch(compare_every, on_nonfinite, broadcast_buffers, current_replan(replan)),
+        Watch(compare_every, on_nonfinite, broadcast_buffers),
         servers,
         job.checkpoint is not None,
     )

@@ -124,17 +124,6 @@ class Recorder:
     def decide(self, iteration: int, what: str, warning: str | None) -> None:
         """Record a decision of the runtime, such as a new plan or a fallback."""
 
-    def on_replanning(self, iteration: int, what: str, numbers: Mapping[str, Any]) -> None:
-        """Record the result of planning again for measured times.
-
-        Args:
-            iteration: iteration from which the result counts.
-            what: description.
-            numbers: factors of links and ranks by name, and the predicted seconds per iteration of
-                the former plan (`from_s`) and of the plan that runs from now on (`to_s`).
-        """
-        self.decide(iteration, what, None)
-
     def on_members(self, change: MemberChange, joined: Mapping[int, Mapping[str, Any]]) -> None:
         """Record a change of the members of the job.
 

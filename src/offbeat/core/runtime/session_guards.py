@@ -70,15 +70,9 @@ class SessionGuards:
 
     def create_finite_guard(self) -> None:
         """Check messages for values that are not finite, on the ranks of the present members."""
-        control, topology = self._cluster.control, self._cluster.topology
-        self._finite = FiniteGuard(
-            self._watch.on_nonfinite,
-            control.rank,
-            control.world_size,
-            self._describe_buckets,
-            topology.node_of(control.rank),
-            topology.replicas if topology.sharded else None,
-        )
+        control, policy = self._cluster.control, self._watch.on_nonfinite
+        place = control.rank, control.world_size
+        self._finite = FiniteGuard(policy, *place, self._describe_buckets)
         self._engine.suspects = NonfiniteMessages(self._finite, self._engine.waiting.fail_with)
 
     def _describe_buckets(self, run: range) -> str:
@@ -92,24 +86,15 @@ class SessionGuards:
             link.keeps_last = self._engine.staged
             guard = partial(self._finite.run, is_any=link.collectives.is_any)
             link.guard = guard if self._finite.active else None
-            link.leaves_out = self._finite.leaves_out
 
-    def nonfinite_replicas(self) -> set[int]:
-        """Return the replicas that an average of whole replicas leaves out, because their
-        parameters are not finite; the same on all ranks.
-
-        Raises:
-            RuntimeError: they must not be left out, or no other replica is left.
-        """
+    def require_finite_replicas(self) -> None:
+        """Raise RuntimeError on all ranks if parameters of a rank are not finite, before replicas
+        are averaged as a whole."""
         if not self._finite.active:
-            return set()
-        control, topology = self._cluster.control, self._cluster.topology
+            return
         trained = (local_of(p.detach()) for p in self._model.parameters() if p.requires_grad)
-        everyone = enumerate(control.gather(all_finite(trained)))
-        culprits = [rank for rank, is_finite in everyone if not is_finite]
-        replicas = {topology.replica_of(rank) for rank in culprits}
-        self._finite.check_replicas(culprits, are_all=len(replicas) == topology.replicas)
-        return replicas
+        everyone = enumerate(self._cluster.control.gather(all_finite(trained)))
+        self._finite.check_replicas([rank for rank, is_finite in everyone if not is_finite])
 
     def note_plan(self, *, observes: bool = False) -> None:
         """Note that the engine has adopted a plan.
@@ -186,7 +171,6 @@ class SessionGuards:
     def note_step(self) -> None:
         """Note the weights after a step."""
         engine = self._engine
-        engine.flat.former.require_unwritten()
         if engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self.replicas is not None:

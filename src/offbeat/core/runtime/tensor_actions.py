@@ -60,7 +60,6 @@ class TensorActions:
         if message.culprits and self._suspects is not None:
             gradients = message.transfer.payload.buffer == "grad"
             self._suspects.note(message, later=gradients and self._note_later)
-        self.messages.retire(message)
 
     def decide(self, iteration: Iteration, vote: Vote) -> bool:
         iteration.voted[vote.name] = yes = self.votes.decide(vote, iteration.planned)

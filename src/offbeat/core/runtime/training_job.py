@@ -12,7 +12,7 @@ from torch import nn
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import LaunchRequest, Replan
+from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.strategy.interface import Strategy, load_object, require_count
@@ -52,7 +52,6 @@ class Watch:
         compare_every: iterations between two comparisons of replicas; 0: none.
         on_nonfinite: policy for non-finite values.
         broadcast_buffers: whether all ranks receive rank 0's buffers.
-        replan: whether plans are made again for measured times.
 
     Raises:
         ValueError: a value is invalid.
@@ -61,7 +60,6 @@ class Watch:
     compare_every: int
     on_nonfinite: OnNonfinite
     broadcast_buffers: bool = True
-    replan: Replan = "never"
 
     def __post_init__(self) -> None:
         remedy = "0 turns comparisons off"

@@ -12,10 +12,11 @@ from offbeat.core.codecs.average import OriginError
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.cluster import CLOSED
-from offbeat.core.transport.collectives import LOOK_EVERY_S, GivenUp
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
+
+LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 
 
 class Waiting:
@@ -89,16 +90,6 @@ class Waiting:
 
     def _await(self, message: Message, flat: Flat) -> None:
         self.since_s = begun_s = time.monotonic()
-
-        def look() -> None:
-            if (problem := self._problem(begun_s)) is not None:
-                raise GivenUp(problem)
-
-        if message.send_here is not None:
-            message.send_here(look)
-            if isinstance(message.error, GivenUp):
-                problem, message.error = str(message.error), None
-                self._fail(message, flat, problem)
         while not message.settled and not message.wait(LOOK_EVERY_S):
             if (problem := self._problem(begun_s)) is not None:
                 self._fail(message, flat, problem)

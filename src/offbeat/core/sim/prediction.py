@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from offbeat.core.strategy.interface import Strategy
 
 SCHEMA = 1
-BOUNDARY_FACT = "boundary_every"
-"""Fact of a plan: iterations between two exchanges of measured times. Each takes a small message of
-all ranks."""
 MEMBERS_FACT = "members_every"
 """Fact of a plan of a job whose members may change: iterations between two comparisons of the
 members. Each takes a small message of all ranks."""
@@ -206,9 +203,8 @@ def predict_under(plan: Plan, profile: Profile, conditions: Conditions, name: st
         here = cycle or _second_half(short.plan, len(result.ends_s))
     window = range(short.number_of(here.start), short.number_of(here.stop))
     iteration_s = _seconds(result, here, short, len(window))
-    for name_of_fact in (BOUNDARY_FACT, MEMBERS_FACT):
-        if every := plan.fact(name_of_fact):
-            iteration_s += result.job.costs.vote_s / every
+    if every := plan.fact(MEMBERS_FACT):
+        iteration_s += result.job.costs.vote_s / every
     busy_s = _mean_over_rows(result, here, short, len(window), _link_busy_s)
     waited_s = result.waited_s[here.start : here.stop].mean(axis=1).tolist()
     weights = map(short.weight, here)

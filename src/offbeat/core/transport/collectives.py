@@ -7,8 +7,7 @@ empty. Rank r owns shard r.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,24 +20,11 @@ from offbeat.core.plan import VERBS, Verb
 from offbeat.core.transport.pinned import pinned_memory
 
 Collective = Callable[[Tensor], None]
-Look = Callable[[], None]
-"""Called during a wait for other ranks. Raises `GivenUp` to end the wait."""
 
 AT_ONCE_BYTES = 8 << 10  # shards of at most this size are sent to all ranks at the same time
 AT_ONCE_RANKS = 64  # largest number of ranks to which an all-gather sends at the same time
 ASKED_BYTES = 64 << 10  # shards of at least this size are sent after a request of the receiver
-LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 PIECE_BYTES = 16 << 10  # a message is split between connections into pieces of at least this size
-
-
-class GivenUp(RuntimeError):  # noqa: N818
-    """A wait for other ranks has ended before the operation has.
-
-    Attributes:
-        is_over: whether the operation ends within a number of seconds.
-    """
-
-    is_over: Callable[[float], bool] = staticmethod(lambda _: True)
 
 
 def payload_bytes(verb: Verb, size: int) -> int:
@@ -73,9 +59,6 @@ class Collectives:
         duplex: messages between the two ranks of a group of gloo; None for other groups.
         swap: `swap(tensor, one, other)` between two ranks of the group, in both directions at the
             same time. Both ranks call it.
-        patient: `patient(look)` returns collectives by verb that call `look` at least every
-            `LOOK_EVERY_S` seconds until they end, and raise what it raises; None for groups
-            without them.
     """
 
     by_verb: Mapping[Verb, Collective]
@@ -89,7 +72,6 @@ class Collectives:
     is_any: Callable[[bool], bool] = bool
     duplex: Duplex | None = None
     swap: Callable[[Tensor, int, int], None] = _no_send
-    patient: Callable[[Look], Mapping[Verb, Collective]] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,14 +174,7 @@ def collectives(
     swap = swapping(group, timeout_s, connections if backend == "gloo" else 0)
     rank, size, members = group.rank(), group.size(), dist.get_process_group_ranks(group)
     if backend != "gloo" or device.type != "cuda":
-        act = Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex, swap=swap)
-        if backend != "gloo":
-            return act
-
-        def patient(look: Look) -> Mapping[Verb, Collective]:
-            return {"all_reduce": averaging(group, connections, look)}
-
-        return replace(act, patient=patient)
+        return Collectives(by_verb, direct, exchange, rank, size, members, duplex=duplex, swap=swap)
     buffers = Scratch(pinned=True)
 
     def send(tensor: Tensor, source: int, target: int) -> None:
@@ -273,42 +248,14 @@ def pieces(tensor: Tensor, connections: int) -> Sequence[Tensor]:
     return tensor.chunk(count) if count > 1 else (tensor,)  # a scalar cannot be divided
 
 
-def run_in_pieces(
-    operation: Callable[..., Any], tensor: Tensor, connections: int, look: Look | None = None
-) -> None:
+def run_in_pieces(operation: Callable[..., Any], tensor: Tensor, connections: int) -> None:
     """Run an operation of torch.distributed on all pieces of a tensor at the same time."""
     parts = pieces(tensor, connections)
-    if len(parts) == 1 and look is None:
+    if len(parts) == 1:
         operation(tensor)
         return
     for work in [operation(part, async_op=True) for part in parts]:
-        if look is None:
-            work.wait()
-        else:
-            await_work(work, look)
-
-
-def await_work(work: Any, look: Look) -> None:
-    """Wait for an operation of gloo, and call `look` every `LOOK_EVERY_S` seconds until its end.
-
-    Raises:
-        RuntimeError: the operation has failed.
-        GivenUp: `look` has raised it.
-    """
-    while not _ends_within(work, LOOK_EVERY_S):
-        try:
-            look()
-        except GivenUp as error:
-            error.is_over = partial(_ends_within, work)
-            raise
-    work.wait()  # raises the error of the operation
-
-
-def _ends_within(work: Any, seconds: float) -> bool:
-    """Return whether an operation ends within `seconds`, with or without an error."""
-    with suppress(RuntimeError):  # its own, or that of the timeout
-        work.wait(timedelta(seconds=max(seconds, 1e-3)))  # 0 ms would be without a timeout
-    return work.is_completed()
+        work.wait()
 
 
 def start_pieces(
@@ -365,14 +312,12 @@ def swapping(
     return swap
 
 
-def averaging(
-    group: dist.ProcessGroup, connections: int = 1, look: Look | None = None
-) -> Collective:
-    """Return an all-reduce that averages, and calls `look` while it waits."""
+def averaging(group: dist.ProcessGroup, connections: int = 1) -> Collective:
+    """Return an all-reduce that averages."""
 
     def average(tensor: Tensor) -> None:
         reduce = partial(dist.all_reduce, op=dist.ReduceOp.AVG, group=group)
-        run_in_pieces(reduce, tensor.data, connections, look)
+        run_in_pieces(reduce, tensor.data, connections)
 
     return average
 

@@ -273,17 +273,6 @@ class Control:
             rows = self.run_checked(lambda: all_gather(own, self.group))
         return bool((rows == own).all())
 
-    def minimum(self, values: Sequence[float]) -> list[float]:
-        """Return the least value over ranks of each of these numbers, by one small exchange. The
-        result has the same bits on all ranks.
-
-        Args:
-            values: numbers of this rank, equally many on all ranks; none may be NaN.
-        """
-        own = torch.tensor(values, dtype=torch.float64, device="cpu")
-        with self.collective("comparing measured times"):
-            return self.run_checked(lambda: all_gather(own, self.group)).amin(0).tolist()
-
     def largest(self, number: int) -> int:
         """Return the largest number of all ranks, by one small exchange.
 

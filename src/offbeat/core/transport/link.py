@@ -6,17 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from offbeat.core.plan import Transfer, Verb
-from offbeat.core.transport.collectives import GivenUp
 
 if TYPE_CHECKING:
-    from offbeat.core.transport.collectives import Collective, Collectives, Look
+    from offbeat.core.transport.collectives import Collective, Collectives
     from offbeat.core.transport.device import Device, Mark
 
 Guard = Callable[["Transfer", Tensor, "Mapping[Verb, Collective]"], list[int]]
@@ -51,14 +49,10 @@ class Message:
     end: Mark | None = None
     error: BaseException | None = None
     culprits: Sequence[int] = ()  # ranks whose values were not finite
-    is_spare: bool = False  # whether its tensors are copies in spare memory, see `Messages.retire`
     is_stored: bool = False  # whether the link stores the result of an encoded message itself
     settled: bool = False  # whether the members of the job have agreed on its outcome
     repeats: bool = False  # whether the members average it among themselves when it is due
     is_foreign: bool = False  # whether another member has sent its result after a failure
-    # Sends the message on the thread that waits for it; None if the link's own thread sends it.
-    send_here: Callable[[Look], None] | None = None
-    look: Look | None = None  # called while that thread waits for other ranks
     # The lock is held until the message has arrived. A lock is cheaper than an event.
     _arrived: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -130,7 +124,6 @@ class MessageLink:
         self.collectives = collectives
         # Runs the collective of a transfer; returns ranks with values that were not finite.
         self.guard: Guard | None = None
-        self.leaves_out = False  # whether encoded averages leave out ranks with such values
         # Whether the link keeps the last received message until it has received the next one. Then
         # all ranks have received the earlier message.
         self.keeps_last = False
@@ -144,12 +137,7 @@ class MessageLink:
         return message
 
     def release(
-        self,
-        message: Message,
-        tensors: Sequence[Tensor],
-        coded: Coded | None = None,
-        *,
-        is_awaited: bool = False,
+        self, message: Message, tensors: Sequence[Tensor], coded: Coded | None = None
     ) -> None:
         """Let a message of these tensors start when all earlier messages have been issued.
 
@@ -157,22 +145,15 @@ class MessageLink:
             message: enqueued message.
             tensors: tensors of the message.
             coded: see `Coded`; None without a codec.
-            is_awaited: whether the calling thread waits for the message next. If the link allows
-                it, that thread sends the message.
         """
         message.tensors, message.coded = tensors, coded
         message.released, message.released_s = self._device.mark(), time.perf_counter()
-        if not (is_awaited and self._send_when_awaited(message)):
-            self._submit(message)
+        self._submit(message)
 
     def pass_over(self, message: Message) -> None:
         """Skip a message without sending it, so that later messages can start."""
         message.passed = True
         self._submit(message)
-
-    def keeps(self, message: Message) -> bool:
-        """Return whether `detach` may return a received message, whose tensors must stay then."""
-        return self.keeps_last
 
     def close(self, timeout_s: float = 2.0) -> bool:
         """Stop the link. Return False if it is blocked in a collective after `timeout_s`."""
@@ -198,7 +179,6 @@ class MessageLink:
             levels=None,
             is_any=bool,
             duplex=None,
-            patient=None,
             sent_bytes=lambda *_: 0,  # that of two levels refers to the collectives of both
         )
 
@@ -206,16 +186,10 @@ class MessageLink:
         """Accept a message that may start."""
         raise NotImplementedError
 
-    def _send_when_awaited(self, message: Message) -> bool:
-        """Let the thread that waits for a message send it. Return False if the link sends it."""
-        return False
-
     def _send(self, message: Message) -> None:
         t, act = message.transfer, self.collectives
         if message.coded is not None:
-            message.tensors, culprits, sent, message.errors = message.coded(
-                act, leaves_out=self.leaves_out
-            )
+            message.tensors, culprits, sent, message.errors = message.coded(act)
             # In nodes of several ranks each one sends a shard of the message.
             message.coded_bytes = sent if act.levels is None else sent * act.levels.owners
             if self.guard is not None:
@@ -223,10 +197,8 @@ class MessageLink:
             between = act if act.levels is None else act.levels.column
             self._count(message, between.sent_bytes("all_reduce", sent))
             return
-        look, patient = message.look, act.patient
-        averages = act.by_verb if look is None or patient is None else patient(look)
         for tensor in message.tensors:
-            by_verb: Mapping[Verb, Collective] = averages
+            by_verb: Mapping[Verb, Collective] = act.by_verb
             if t.ranks is not None:
                 one, other = t.ranks
                 between = act.send if t.way is not None else act.swap
@@ -269,16 +241,10 @@ class LinkThread(MessageLink):
         )
         self._thread.start()
 
-    def keeps(self, message: Message) -> bool:
-        last = self._last
-        return self.keeps_last and (last is None or last.order <= message.order)
-
     def close(self, timeout_s: float = 2.0) -> bool:
         self._released.put(None)
         self._thread.join(timeout_s)
-        failed = self._failed
-        is_over = failed.is_over(timeout_s) if isinstance(failed, GivenUp) else True
-        return is_over and not self._thread.is_alive()
+        return not self._thread.is_alive()
 
     def detach(self) -> Message | None:
         with self._changing:
@@ -292,23 +258,6 @@ class LinkThread(MessageLink):
             message.arrive()
         else:
             self._released.put(message)
-
-    def _send_when_awaited(self, message: Message) -> bool:
-        # No message is under way, and none can be released before the wait.
-        is_only = self._expected == message.order == self._next_order - 1
-        is_plain = message.coded is None and message.transfer.verb == "all_reduce"
-        patient = self.collectives.patient is not None and message.transfer.ranks is None
-        if is_only and is_plain and patient and not self._detached:
-            message.send_here = partial(self._send_here, message)
-            return True
-        return False
-
-    def _send_here(self, message: Message, look: Look) -> None:
-        """Send a message on the calling thread."""
-        message.send_here, message.look = None, look
-        self._failed = self._run(message, self._failed)
-        self._expected += 1
-        message.look = None
 
     def _keep(self, message: Message) -> None:
         """Keep a received message, unless the link has been detached meanwhile."""

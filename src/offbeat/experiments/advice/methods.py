@@ -445,8 +445,7 @@ def _sharded_memory(profile: Profile, shards: int) -> Memory:
 
 
 def _on_devices(memory: Memory, devices: int) -> Memory:
-    """Return the memory of a replica that the devices of a machine share. Activations are those of
-    each device's own batch."""
+    """Return the memory of a replica that the devices of a machine share."""
     return replace(
         memory,
         parameters_bytes=memory.parameters_bytes / devices,

@@ -235,11 +235,10 @@ def _percent(share: float) -> str:
 def _fits(verdict: Verdict) -> str:
     room = f"{(verdict.device_memory or 0.0) / GIGA:.4g} GB"
     too_large = [row.method.label for row in verdict.rows if row.fits is False]
-    known = all(row.memory.activations_bytes is not None for row in verdict.rows)
-    left_out = "" if known else "; activations are not measured and come on top"
+    more = "; activations are not measured and come on top"
     if not too_large:
-        return f"Every method fits into {room} per device{left_out}."
-    return f"Does not fit into {room} per device: {', '.join(too_large)}{left_out}."
+        return f"Every method fits into {room} per device{more}."
+    return f"Does not fit into {room} per device: {', '.join(too_large)}{more}."
 
 
 def _table(verdict: Verdict, unit: str, scale: float, width: int) -> list[str]:

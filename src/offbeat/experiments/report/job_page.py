@@ -42,7 +42,6 @@ from offbeat.jobs.record_folder import PAGE_FILE
 from offbeat.jobs.record_lines import JobRecord, RankLines, load
 from offbeat.jobs.words import count_text, duration, local_time
 
-REPLAN = "replan"  # event of a plan for measured times
 LABEL = "job"
 
 
@@ -288,7 +287,7 @@ def _facts(record: JobRecord, report: JobReport) -> dict[str, Any]:
 
 
 def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
-    """Yield the tables of ranks, changes of the members, and plans for measured times."""
+    """Yield the tables of ranks and of changes of the members."""
     yield words.record_table("ranks", list(_rank_rows(record)))
     if report.members is not None:
         rows = [
@@ -307,18 +306,6 @@ def _tables(record: JobRecord, report: JobReport) -> Iterator[dict[str, Any]]:
             for change in report.members.changes
         ]
         yield words.record_table("changes of the members", rows)
-    plans = [event for event in report.events if event.get("event") == REPLAN]
-    if plans:
-        rows = [
-            {
-                "iteration": f"{event.get('iteration', 0):,}",
-                "why": str(event.get("text", "")),
-                "predicted before": words.seconds(event.get("from_s")),
-                "predicted after": words.seconds(event.get("to_s")),
-            }
-            for event in plans
-        ]
-        yield words.record_table("measured times and plans", rows)
 
 
 def _rank_rows(record: JobRecord) -> Iterator[dict[str, Any]]:
