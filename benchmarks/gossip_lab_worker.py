@@ -17,7 +17,7 @@ from slides_tasks import task_of
 from torch import Tensor
 
 import offbeat
-from offbeat.core.runtime.launch_request import current_job
+from offbeat.core.start.launch_request import current_job
 
 RANK, WORKERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WARM_UP = 3  # steps that do not count

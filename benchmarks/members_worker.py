@@ -96,10 +96,10 @@ class Victim:
         """Let this process die in a method of offbeat, if that is the place."""
         if not self._is_armed:
             return
-        from offbeat.core.runtime.member_changes import MemberChanges
-        from offbeat.core.runtime.member_session import MemberSession
-        from offbeat.core.runtime.members import JobMember
         from offbeat.core.transport.link import LinkThread
+        from offbeat.elastic.changes import MemberChanges
+        from offbeat.elastic.members import JobMember
+        from offbeat.elastic.session import MemberSession
 
         places: dict[str, list[tuple[Any, str]]] = {
             "update": [(import_module("torch.optim.sgd"), "sgd")],

@@ -26,7 +26,6 @@ from _lanes import iterations_picture, svg_file, workers_picture
 
 import offbeat
 from offbeat import cli
-from offbeat.core.sim.separate_workers import server_of
 from offbeat.core.sim.trace import Span
 from offbeat.core.strategy.parsing import parse
 from offbeat.experiments.report.boxes import Picture
@@ -34,6 +33,7 @@ from offbeat.experiments.report.gossip import gossip_picture, predicted_gossip, 
 from offbeat.jobs.sinks import SERIES
 from offbeat.profile import Link, Profile
 from offbeat.server.simulation import simulate_served, spans_of
+from offbeat.sessions.separate_workers import server_of
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import SSP, OuterSGD, Strategy, find, strategy_names
 

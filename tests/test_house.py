@@ -180,9 +180,9 @@ def test_modules_are_named_as_text_in_no_further_place() -> None:
 LISTENING = {"open_listener", "create_server", "start_http_server", "TCPStore"}
 LISTENERS = {  # modules whose sockets others can reach, with the first words of their row
     "offbeat.check.connections": "`offbeat check`",
-    "offbeat.core.runtime.member_feed": "optimizer's state for a joining member",
-    "offbeat.core.runtime.member_presence": "presence of a member",
-    "offbeat.core.runtime.members": "torch's store",
+    "offbeat.elastic.feed": "optimizer's state for a joining member",
+    "offbeat.elastic.presence": "presence of a member",
+    "offbeat.elastic.members": "torch's store",
     "offbeat.core.transport.addresses": "check of links",  # ports that it closes at once
     "offbeat.core.transport.interfaces": "check of links",
     "offbeat.core.transport.rendezvous": "torch's store",

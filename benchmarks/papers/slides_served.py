@@ -20,12 +20,12 @@ from slides_tasks import Task
 from torch import Tensor
 
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.profile import Profile
 from offbeat.server.layout import Layout
 from offbeat.server.optimizers import settings_of
 from offbeat.server.parameters import Shard
 from offbeat.server.simulation import ServedJob
+from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 from offbeat.strategies import SSP
 
 FASTER = 4  # a fast worker may compute so many times its share of the gradients

@@ -11,12 +11,12 @@ from typing import Any
 
 from slides_tasks import Task, methods
 
-from offbeat.core.sim.separate_workers import compute_seconds, server_of
 from offbeat.experiments.new_run import SKIP
 from offbeat.experiments.record.record_file import read, records_in
 from offbeat.experiments.report import load, summarize
 from offbeat.profile import Profile
 from offbeat.server.simulation import run_served
+from offbeat.sessions.separate_workers import compute_seconds, server_of
 from offbeat.sim import Ranks, predict, simulate
 from offbeat.strategies import SSP
 

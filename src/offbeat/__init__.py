@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from offbeat.core.measuring.reported import report_metric
     from offbeat.core.plan import Plan
     from offbeat.core.profile import Profile
-    from offbeat.core.runtime.members import Members
     from offbeat.core.runtime.prepare import prepare
     from offbeat.core.sim.trace import Trace
     from offbeat.data.shortest import join
+    from offbeat.elastic.members import Members
     from offbeat.rehearsal.rehearse import RehearsedCurve, rehearse
     from offbeat.strategies import (
         ADPSGD,
@@ -84,7 +84,7 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "core.checkpoint",
-    "Members": "core.runtime.members",
+    "Members": "elastic.members",
     "Plan": "plan",
     "Profile": "profile",
     "RehearsedCurve": "rehearsal.rehearse",

@@ -14,13 +14,13 @@ from torch.distributed import distributed_c10d
 
 from offbeat.core.checkpoint import saving, shard
 from offbeat.core.guards import replicas
-from offbeat.core.runtime import member_feed
-from offbeat.core.runtime.member_session import MemberSession
-from offbeat.core.runtime.member_state import Feeding
-from offbeat.core.runtime.members import JobMember
-from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.link import LinkThread, Message
+from offbeat.elastic import feed as member_feed
+from offbeat.elastic.members import JobMember
+from offbeat.elastic.repeated_averages import RepeatedAverages
+from offbeat.elastic.session import MemberSession
+from offbeat.elastic.state import Feeding
 
 VOTE = 5  # iteration of a vote
 HELD = 9  # iteration before which a state for a joining process is held

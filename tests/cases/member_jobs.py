@@ -29,9 +29,9 @@ from cases.node_jobs import profile_in
 from cases.workers import snapshot
 from offbeat import Members, Profile, Strategy
 from offbeat.core.profile.elsewhere import for_members
-from offbeat.core.runtime import member_feed
 from offbeat.core.transport.link import LinkThread, Message
 from offbeat.data import MemberSampler
+from offbeat.elastic import feed as member_feed
 from offbeat.membership import Epoch, MembershipClient
 from offbeat.membership.ledger import Ledger
 from offbeat.membership.service import MembershipService

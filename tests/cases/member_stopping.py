@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cases.member_jobs import Outcome, Scenario, train_member
-from offbeat.core.runtime import member_changes
-from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.link import LinkThread, Message
+from offbeat.elastic import changes as member_changes
+from offbeat.elastic.changes import MemberChanges
 
 STOPPED, WAKING = 1, 0  # process that is stopped, and the one that lets it continue
 STOPS_AT = 5  # iteration in whose message it is stopped

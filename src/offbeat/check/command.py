@@ -24,8 +24,8 @@ from offbeat.check.verdicts import (
     link_verdicts,
 )
 from offbeat.core.plan import INSIDE
-from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.runtime.launchers import torchrun_variables
+from offbeat.core.start.launch_request import current_links
+from offbeat.core.start.launchers import torchrun_variables
 from offbeat.frames.secret import common_secret
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

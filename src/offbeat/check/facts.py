@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import offbeat
-from offbeat.core.runtime.launch_request import LINKS_VARIABLE
+from offbeat.core.start.launch_request import LINKS_VARIABLE
 from offbeat.core.transport.addresses import GLOO_INTERFACE, is_local, require_interfaces
 from offbeat.core.transport.interfaces import LinkSpec, address_towards, ipv4_of
 

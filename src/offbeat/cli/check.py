@@ -26,7 +26,7 @@ def check(
 
     Example: offbeat check
     """
-    from offbeat.core.runtime.launchers import torchrun_variables
+    from offbeat.core.start.launchers import torchrun_variables
 
     if not {"RANK", "WORLD_SIZE"} & {*os.environ, *torchrun_variables(os.environ)}:
         if port is not None or quick or strict:

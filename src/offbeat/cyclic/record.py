@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from offbeat.core.measuring.kept_activations import Activations
+from offbeat.cyclic.kept_activations import Activations
 from offbeat.cyclic.simulation import Done, Moved, Run
 from offbeat.cyclic.timetable import Message, Timetable, Work
 from offbeat.cyclic.trainer import Interleaved

@@ -18,10 +18,10 @@ from offbeat.core.files import write_text
 from offbeat.core.measuring.processors import processors
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import STRATEGY_VARIABLE
-from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS
 from offbeat.core.sim.trace import whole_periods
+from offbeat.core.start.launch_request import STRATEGY_VARIABLE
+from offbeat.core.start.named_strategy import NamedStrategy
 from offbeat.experiments import report
 from offbeat.experiments.comparison import Comparison, Contestant, Setup
 from offbeat.experiments.launcher import AGAIN, MUST_PREPARE, Launcher, Outcome

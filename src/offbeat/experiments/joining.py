@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.core.files import write_text
-from offbeat.core.runtime.launch_request import JOIN_VARIABLE, SCHEMA, VARIABLE, WORKER_VARIABLE
+from offbeat.core.start.launch_request import JOIN_VARIABLE, SCHEMA, VARIABLE, WORKER_VARIABLE
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.registry import reference_of
 from offbeat.core.transport.addresses import parse_address

@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.core.measuring.machine_load import LoadSampler
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import SCHEMA as JOB_SCHEMA
+from offbeat.core.start.launch_request import SCHEMA as JOB_SCHEMA
 from offbeat.core.strategy.registry import reference_of
 from offbeat.experiments.comparison import Contestant, Setup
 from offbeat.experiments.new_run import write_json
@@ -207,7 +207,7 @@ class Launcher:
 
 
 def _job(setup: Setup, strategy: Strategy | None, **rest: Any) -> dict[str, Any]:
-    """Return the job file of the runtime; see `offbeat.core.runtime.launch_request`."""
+    """Return the job file of the runtime; see `offbeat.core.start.launch_request`."""
     if strategy and strategy.needs.script:
         strategy = None  # the script passes it to `prepare`
     job = {

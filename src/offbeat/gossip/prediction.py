@@ -17,12 +17,12 @@ from offbeat.core.codecs.cost import ELEMENT_BYTES
 from offbeat.core.profile import Profile
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.separate_workers import Server, compute_seconds, forward_share, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
 from offbeat.gossip.graphs import edge_rates, topology
 from offbeat.gossip.measured_graph import measured
 from offbeat.gossip.simulation import Network, Timeline, Workers, simulate
+from offbeat.sessions.separate_workers import Server, compute_seconds, forward_share, server_of
 
 if TYPE_CHECKING:
     from offbeat.gossip.strategies import Gossip

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.coupling import find_coupling
 from offbeat.core.buckets.flat import flatten
 from offbeat.core.console import console
-from offbeat.core.runtime.launch_request import current_job, current_join_request
+from offbeat.core.start.launch_request import current_job, current_join_request
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.interfaces import address_towards

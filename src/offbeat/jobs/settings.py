@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from offbeat.core.runtime.launch_request import VARIABLE as JOB_VARIABLE
-from offbeat.core.runtime.launchers import LAUNCHERS
+from offbeat.core.start.launch_request import VARIABLE as JOB_VARIABLE
+from offbeat.core.start.launchers import LAUNCHERS
 from offbeat.core.transport.control import Control
 
 RECORD_VARIABLE = "OFFBEAT_RECORD"  # a folder, or "off"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.sim.trace import spans_to_dict
 from offbeat.core.transport.device import Device
+from offbeat.jobs.iteration_spans import iteration_spans
 from offbeat.jobs.record_lines import BackgroundWriter
 
 SPANS_EVERY_S = 600.0  # time between two timelines of single iterations

@@ -17,7 +17,6 @@ from offbeat.core.measuring.loss import LossTap
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.plan_session import open_plan_session
@@ -26,6 +25,7 @@ from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import Observation, RankRoles, TrainingJob, Watch
+from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.device import device_of
 from offbeat.core.transport.topology import AUTO, Topology

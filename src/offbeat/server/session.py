@@ -11,13 +11,13 @@ import torch
 from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.runtime.iteration import MomentTimes
-from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.server.client import Client
 from offbeat.server.optimizers import put_state, settings_of
 from offbeat.server.serving import client_of, serve
 from offbeat.server.strategies import NO_CHECKPOINT, SSP
+from offbeat.sessions.loop_session import LoopSession
 
 if TYPE_CHECKING:
     from offbeat.lab.pace import Pace

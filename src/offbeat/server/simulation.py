@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from offbeat.core.profile import Profile
 from offbeat.core.sim.prediction import RANDOM_ITERATIONS, Conditions, Prediction
 from offbeat.core.sim.ranks import Ranks
-from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.core.sim.simulation import LEAST_ITERATIONS, MAX_RANKS
 from offbeat.core.sim.trace import COMPUTE, Span, Trace
+from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 
 if TYPE_CHECKING:
     from offbeat.server.strategies import SSP

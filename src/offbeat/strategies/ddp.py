@@ -108,7 +108,7 @@ class DDP(Strategy):
         # torch's DDP supports no shards; then the same messages follow FSDP's reduce-scatter.
         if job.request.stop_after_profile or job.cluster.topology.sharded:
             return super().open(job)
-        from offbeat.core.runtime.ddp_session import open_ddp_session
+        from offbeat.strategies.ddp_session import open_ddp_session
 
         profile = job.profile
         if self.bucket_cap_mb == "tuned" and profile is None:

@@ -41,7 +41,8 @@ from cases.models import Case, batch, build_model, build_optimizer, loss_of, pro
 from cases.node_jobs import PAIRS, Shards, profile_in
 from cases.workers import rank, world_size
 from offbeat.core.codecs.spares import Spares
-from offbeat.core.runtime import connecting, known_profile, plan_choice
+from offbeat.core.runtime import known_profile, plan_choice
+from offbeat.core.start import connecting
 from offbeat.core.transport import cluster, collectives
 
 Plant = Callable[[pytest.MonkeyPatch], None]

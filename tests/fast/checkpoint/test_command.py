@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offbeat import cli
-from offbeat.core.runtime.launch_request import LaunchRequest
+from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.experiments import launcher
 from offbeat.lab.launch import Result
 from offbeat.profile import Bucket, Link, Profile

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
-from offbeat.core.runtime.member_meeting import Report, agreed_details
-from offbeat.core.runtime.member_node import MemberNode
-from offbeat.core.runtime.member_session import MemberSession
-from offbeat.core.runtime.members import JobMember, Members
+from offbeat.elastic.meeting import Report, agreed_details
+from offbeat.elastic.members import JobMember, Members
+from offbeat.elastic.node import MemberNode
+from offbeat.elastic.session import MemberSession
 from offbeat.membership import (
     PROTOCOL_VERSION,
     DeathReport,

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.core.runtime import member_meeting
-from offbeat.core.runtime.member_meeting import (
+from offbeat.elastic import meeting as member_meeting
+from offbeat.elastic.meeting import (
     Report,
     agreed_details,
     exchange_results,
     find_landed,
     meet,
 )
-from offbeat.core.runtime.member_node import node_of_process, rank_names, topology_of
-from offbeat.core.runtime.repeated_averages import INSIDE_NODE
+from offbeat.elastic.node import node_of_process, rank_names, topology_of
+from offbeat.elastic.repeated_averages import INSIDE_NODE
 from offbeat.membership import Epoch, JoinRequest, LocalMembership, Rendezvous
 
 

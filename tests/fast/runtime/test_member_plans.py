@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.core.runtime.members import JoinState, Members, require_supported_plan
 from offbeat.core.strategy.parsing import parse
+from offbeat.elastic.members import JoinState, Members, require_supported_plan
 from offbeat.profile import Bucket, Link, Profile
 
 PROFILE = Profile(

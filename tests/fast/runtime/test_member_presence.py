@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offbeat.core.runtime import member_presence, members
-from offbeat.core.runtime.member_node import MemberNode
-from offbeat.core.runtime.member_presence import PROBES, Presence, find_gone, is_gone, probe
-from offbeat.core.runtime.members import JobMember, Members
 from offbeat.core.transport import control
 from offbeat.core.transport.gloo_devices import share_devices
 from offbeat.core.transport.rendezvous import run_checked, run_limited
+from offbeat.elastic import members
+from offbeat.elastic import presence as presence_module
+from offbeat.elastic.members import JobMember, Members
+from offbeat.elastic.node import MemberNode
+from offbeat.elastic.presence import PROBES, Presence, find_gone, is_gone, probe
 from offbeat.frames.secret import ANSWER_BYTES, NONCE_BYTES
 from offbeat.membership import Epoch, LocalMembership
 
@@ -109,7 +110,7 @@ def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.Mon
     def connect(*_: object) -> None:
         raise OSError(failure, "an error of this test")
 
-    monkeypatch.setattr(member_presence.socket, "create_connection", connect)
+    monkeypatch.setattr(presence_module.socket, "create_connection", connect)
     failure = errno.EMFILE
     assert probe((HOST, 1, "token")) == "silent"
     failure = errno.EHOSTUNREACH
@@ -140,8 +141,8 @@ def test_an_answer_in_parts_is_read_whole(
 
     other.sendall(sent)
     other.close()
-    monkeypatch.setattr(member_presence.socket, "create_connection", lambda *_: Parts())
-    monkeypatch.setattr(member_presence, "prove_token", lambda *_, **__: None)
+    monkeypatch.setattr(presence_module.socket, "create_connection", lambda *_: Parts())
+    monkeypatch.setattr(presence_module, "prove_token", lambda *_, **__: None)
     assert is_gone((HOST, 1, "token"), epoch=12) is given_up
 
 

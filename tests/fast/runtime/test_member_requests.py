@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from cases.memberships import admit, begin
 
-from offbeat.core.runtime.member_changes import MemberChanges
-from offbeat.core.runtime.member_node import MemberNode
-from offbeat.core.runtime.member_presence import Presence
-from offbeat.core.runtime.members import JobMember, Members
+from offbeat.elastic.changes import MemberChanges
+from offbeat.elastic.members import JobMember, Members
+from offbeat.elastic.node import MemberNode
+from offbeat.elastic.presence import Presence
 from offbeat.membership import (
     Epoch,
     JoinRequest,

@@ -19,8 +19,6 @@ from offbeat.core.runtime import waiting
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.loop_session import LoopSession
-from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session import Position
@@ -28,7 +26,9 @@ from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
+from offbeat.elastic.session import MemberSession
 from offbeat.plan import Apply, Moment, Phases, Plan, transfer
+from offbeat.sessions.loop_session import LoopSession
 
 
 def test_iterations_continue_from_a_checkpoint_that_is_loaded_in_mid_run() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from offbeat import SSP, Profile
-from offbeat.core.sim.separate_workers import Server, compute_seconds, server_of
 from offbeat.profile import Bucket, Link
 from offbeat.server.simulation import REPLAYS, Pipe, fair_shares, run_served
+from offbeat.sessions.separate_workers import Server, compute_seconds, server_of
 from offbeat.sim import Ranks, predict
 
 CLOCKS = 60

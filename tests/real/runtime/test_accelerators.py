@@ -25,12 +25,12 @@ from torch.distributed import distributed_c10d
 
 import offbeat
 from offbeat.core.buckets.flat import with_own_storage
-from offbeat.core.runtime import connecting, position, prepare, startup_notices, waiting
+from offbeat.core.runtime import position, prepare, startup_notices, waiting
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.member_changes import MemberChanges
 from offbeat.core.runtime.prepared import Optimizer
 from offbeat.core.runtime.votes import Votes
 from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.start import connecting
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.transport import collectives as collectives_module
 from offbeat.core.transport import packed
@@ -46,6 +46,7 @@ from offbeat.core.transport.interfaces import (
     require_one_order,
 )
 from offbeat.core.transport.link import LinkThread, Message
+from offbeat.elastic.changes import MemberChanges
 from offbeat.experiments.record.record_file import path_of, read
 from offbeat.experiments.record.recorder import RunRecorder
 from offbeat.gossip.chunks import Wire

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.core.runtime.ddp_session import BackwardClock
 from offbeat.experiments.record import record_file as blocks
 from offbeat.profile import Bucket, Link, Profile
+from offbeat.strategies.ddp_session import BackwardClock
 
 LATE_S, BACKWARD_S, ITERATIONS = 0.3, 0.02, 5
 

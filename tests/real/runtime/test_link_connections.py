@@ -16,8 +16,8 @@ import torch.distributed as dist
 from harness.ranks import run_ranks, watch_ranks
 
 from offbeat.core.measuring.network_check import compare_network
-from offbeat.core.runtime.connecting import link_specs
-from offbeat.core.runtime.launch_request import current_links
+from offbeat.core.start.connecting import link_specs
+from offbeat.core.start.launch_request import current_links
 from offbeat.core.transport.cluster import connect
 from offbeat.core.transport.collectives import PIECE_BYTES, pieces
 from offbeat.core.transport.device import CPU

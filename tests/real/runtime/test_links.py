@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import offbeat
 from offbeat.cli import entry as cli
-from offbeat.core.runtime.connecting import link_specs
-from offbeat.core.runtime.launch_request import current_links
+from offbeat.core.start.connecting import link_specs
+from offbeat.core.start.launch_request import current_links
 from offbeat.core.transport import interfaces, store_agreement
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.collectives import (

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from offbeat import DiLoCo, LocalSGD, Strategy
-from offbeat.core.runtime import member_feed
-from offbeat.core.runtime.member_feed import Pace, StateCopy, StateReceiver, StateSender
-from offbeat.core.runtime.member_session import MemberSession
+from offbeat.elastic import feed as member_feed
+from offbeat.elastic.feed import Pace, StateCopy, StateReceiver, StateSender
+from offbeat.elastic.session import MemberSession
 from offbeat.membership import Epoch, JoinRequest, LocalMembership
 
 # ---- jobs -------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from cases.workers import snapshot
 from harness.ranks import run_ranks
 from torch import Tensor
 
-from offbeat.core.runtime import member_state
-from offbeat.core.runtime.member_state import Feeding
 from offbeat.core.transport.topology import Topology
+from offbeat.elastic import state as member_state
+from offbeat.elastic.state import Feeding
 
 NODES = {"single ranks": ((0,), (1,), (2,), (3,)), "nodes": ((0, 1), (2, 3))}
 JOINING = {"single ranks": [3], "nodes": [2, 3]}

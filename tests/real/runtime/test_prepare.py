@@ -32,10 +32,10 @@ from offbeat import (
     PartialSync,
     Profile,
 )
-from offbeat.core.runtime.launch_request import LaunchRequest
-from offbeat.core.runtime.named_strategy import NamedStrategy
 from offbeat.core.runtime.prepare import REHEARSAL
-from offbeat.core.runtime.strategy_choice import choose_strategy
+from offbeat.core.start.launch_request import LaunchRequest
+from offbeat.core.start.named_strategy import NamedStrategy
+from offbeat.core.start.strategy_choice import choose_strategy
 from offbeat.experiments.record.record_file import path_of, read
 
 CASE = failing.CASE

@@ -23,9 +23,9 @@ from offbeat.core.console import console
 from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.launch_request import LaunchRequest
     from offbeat.core.runtime.prepared import Model, Optimizer
     from offbeat.core.runtime.session import Session
+    from offbeat.core.start.launch_request import LaunchRequest
 
 KEEP = 2
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.runtime.known_profile import GivenProfile, kind_of
-from offbeat.core.runtime.launch_request import CHECKPOINT_VARIABLE
 from offbeat.core.runtime.training_job import Watch
+from offbeat.core.start.launch_request import CHECKPOINT_VARIABLE
 from offbeat.core.strategy.interface import require_count
 from offbeat.core.transport.topology import DIMENSIONS
 

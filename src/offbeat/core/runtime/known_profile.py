@@ -11,8 +11,8 @@ from offbeat.core.buckets.layout import parameter_counts
 from offbeat.core.measuring.network_check import compare_network
 from offbeat.core.profile import Profile
 from offbeat.core.profile.elsewhere import for_members
-from offbeat.core.runtime.launch_request import LaunchRequest
 from offbeat.core.runtime.model_checks import fingerprint_of
+from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.transport.cluster import Cluster
 
 GivenProfile = Profile | str | Path | None

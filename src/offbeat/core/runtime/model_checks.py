@@ -16,8 +16,8 @@ from offbeat.core.buckets.flat import is_dense
 from offbeat.core.buckets.shards import describe_shards, is_sharded, reshard
 from offbeat.core.guards.comparison import Settings, agree_on_optimizer, describe_difference
 from offbeat.core.runtime.joint_optimizer import JointOptimizer, require_disjoint
-from offbeat.core.runtime.launch_request import CHECKPOINT_VARIABLE, LaunchRequest
 from offbeat.core.runtime.prepared import Model, Optimizer
+from offbeat.core.start.launch_request import CHECKPOINT_VARIABLE, LaunchRequest
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control

@@ -8,9 +8,9 @@ from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, specs_of_profile
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.flat_session import FlatSession
-from offbeat.core.runtime.member_session import MemberSession
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.strategy.interface import Strategy
+from offbeat.elastic.session import MemberSession
 
 
 def build_flat(model: nn.Module, profile: Profile | None, alignment_bytes: int = 1) -> Flat:

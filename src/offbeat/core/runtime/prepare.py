@@ -26,17 +26,7 @@ from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
-from offbeat.core.runtime.connecting import Connector, close_at_exit
 from offbeat.core.runtime.known_profile import KnownProfile, find_profile
-from offbeat.core.runtime.launch_request import (
-    LaunchRequest,
-    current_job,
-    current_nodes,
-)
-from offbeat.core.runtime.launchers import torchrun_variables
-from offbeat.core.runtime.member_entry import closing_on_failure, enter_job, require_members
-from offbeat.core.runtime.member_node import node_of_process
-from offbeat.core.runtime.members import JobMember, Members
 from offbeat.core.runtime.meter import Meter, SampleBoard
 from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.runtime.model_checks import (
@@ -51,11 +41,6 @@ from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.startup_notices import gpu_of, startup_message, startup_notices
-from offbeat.core.runtime.strategy_choice import (
-    choose_strategy,
-    require_fitting_strategy,
-    require_fitting_topology,
-)
 from offbeat.core.runtime.training_job import (
     Observation,
     RankRoles,
@@ -63,10 +48,25 @@ from offbeat.core.runtime.training_job import (
     Watch,
     divide_ranks,
 )
+from offbeat.core.start.connecting import Connector, close_at_exit
+from offbeat.core.start.launch_request import (
+    LaunchRequest,
+    current_job,
+    current_nodes,
+)
+from offbeat.core.start.launchers import torchrun_variables
+from offbeat.core.start.strategy_choice import (
+    choose_strategy,
+    require_fitting_strategy,
+    require_fitting_topology,
+)
 from offbeat.core.strategy.interface import OPEN_PLAN_SESSION, Strategy, load_object
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.topology import Nodes
+from offbeat.elastic.entry import closing_on_failure, enter_job, require_members
+from offbeat.elastic.members import JobMember, Members
+from offbeat.elastic.node import node_of_process
 
 if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest
@@ -365,7 +365,7 @@ class _Preparation:
         session.keeps_replicas_equal = self.strategy.synchronous
         note_prepared(self.model, cluster)
         cluster.served = self.strategy.needs.servers
-        close_at_exit(session, cluster)
+        close_at_exit(session.close, cluster)
         meter = self._create_meter(job, session, samples)
         model = Model(self.model, session, meter)
         optimizer = Optimizer(self.optimizer, session)

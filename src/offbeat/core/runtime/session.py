@@ -14,8 +14,8 @@ from offbeat.core.transport.cluster import Cluster
 if TYPE_CHECKING:
     from offbeat.core.checkpoint.saving import Saver
     from offbeat.core.runtime.iteration import Iteration
-    from offbeat.core.runtime.member_samples import MemberSamples, Stream
     from offbeat.core.runtime.recording import Recorder
+    from offbeat.elastic.samples import MemberSamples, Stream
     from offbeat.jobs.stopping import StopRequest
 
 T = TypeVar("T")

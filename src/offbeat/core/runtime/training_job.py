@@ -12,13 +12,13 @@ from torch import nn
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.measuring.connections import open_connections
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.launch_request import LaunchRequest
-from offbeat.core.runtime.members import JobMember
 from offbeat.core.runtime.recording import Recorder
+from offbeat.core.start.launch_request import LaunchRequest
 from offbeat.core.strategy.interface import Strategy, load_object, require_count
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.job_place import SERVERS_VARIABLE
+from offbeat.elastic.members import JobMember
 
 if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest

@@ -10,11 +10,11 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.average import OriginError
 from offbeat.core.runtime.compute import ComputeObserver
-from offbeat.core.runtime.repeated_averages import RepeatedAverages
 from offbeat.core.transport.cluster import CLOSED
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
+from offbeat.elastic.repeated_averages import RepeatedAverages
 
 LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 

@@ -21,11 +21,11 @@ from offbeat.core.measuring.reported import set_receiver
 from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
-from offbeat.core.runtime.iteration_spans import iteration_spans
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.sim.trace import Span, spans_to_dict
 from offbeat.core.transport.device import Device, Mark
 from offbeat.experiments.record.record_file import RecordWriter, path_of
+from offbeat.jobs.iteration_spans import iteration_spans
 
 BLOCK_ITERATIONS, BLOCK_S = 1000, 5.0  # a block ends at the first of these limits
 WINDOW_PERIODS = 3  # number of last periods whose spans are kept

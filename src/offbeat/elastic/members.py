@@ -24,15 +24,21 @@ from torch.distributed.distributed_c10d import PrefixStore
 from offbeat.core.derive import effects
 from offbeat.core.plan import INSIDE, Plan, base_link
 from offbeat.core.plan.types import moment_of
-from offbeat.core.runtime.member_feed import Pace, StateReceiver, StateSender, StateSenders
-from offbeat.core.runtime.member_node import (
+from offbeat.core.strategy.interface import Strategy, require_choice, require_count
+from offbeat.core.transport.addresses import parse_address
+from offbeat.core.transport.gloo_devices import share_devices
+from offbeat.core.transport.interfaces import LinkSpec, group_environment, own_address
+from offbeat.core.transport.rendezvous import run_checked
+from offbeat.core.transport.topology import Topology
+from offbeat.elastic.feed import Pace, StateReceiver, StateSender, StateSenders
+from offbeat.elastic.node import (
     MemberNode,
     describe_rank,
     member_of,
     rank_names,
     topology_of,
 )
-from offbeat.core.runtime.member_presence import (
+from offbeat.elastic.presence import (
     PROBES,
     Presence,
     find_ended,
@@ -40,12 +46,6 @@ from offbeat.core.runtime.member_presence import (
     is_gone,
     probe,
 )
-from offbeat.core.strategy.interface import Strategy, require_choice, require_count
-from offbeat.core.transport.addresses import parse_address
-from offbeat.core.transport.gloo_devices import share_devices
-from offbeat.core.transport.interfaces import LinkSpec, group_environment, own_address
-from offbeat.core.transport.rendezvous import run_checked
-from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
     from offbeat.membership import (

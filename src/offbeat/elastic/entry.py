@@ -15,20 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.plan import INSIDE
-from offbeat.core.runtime.connecting import Connector, register_exit
 from offbeat.core.runtime.known_profile import GivenProfile
-from offbeat.core.runtime.launch_request import LaunchRequest
-from offbeat.core.runtime.member_node import MemberNode
-from offbeat.core.runtime.members import (
+from offbeat.core.start.connecting import Connector, register_exit
+from offbeat.core.start.launch_request import LaunchRequest
+from offbeat.core.strategy.interface import Strategy
+from offbeat.core.transport.cluster import Cluster, connect
+from offbeat.core.transport.interfaces import control_interface
+from offbeat.core.transport.topology import NodeClaim, Topology
+from offbeat.elastic.members import (
     JobMember,
     Members,
     destroy_left_group,
     require_supported_strategy,
 )
-from offbeat.core.strategy.interface import Strategy
-from offbeat.core.transport.cluster import Cluster, connect
-from offbeat.core.transport.interfaces import control_interface
-from offbeat.core.transport.topology import NodeClaim, Topology
+from offbeat.elastic.node import MemberNode
 
 JOIN_ATTEMPTS = 3  # of a process that joins a running job, whose members may fail meanwhile
 T = TypeVar("T")

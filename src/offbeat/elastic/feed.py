@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from offbeat.core.console import console
-from offbeat.core.runtime.member_presence import THREAD_NAME, prove_token
-from offbeat.core.runtime.member_state import Bytes, create_tensors, shapes_of, tensors_of
 from offbeat.core.transport import packed
 from offbeat.core.transport.listeners import open_listener
+from offbeat.elastic.presence import THREAD_NAME, prove_token
+from offbeat.elastic.state import Bytes, create_tensors, shapes_of, tensors_of
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.member_session import MemberSession
-    from offbeat.core.runtime.members import JobMember
+    from offbeat.elastic.members import JobMember
+    from offbeat.elastic.session import MemberSession
     from offbeat.membership import Epoch, JoinRequest, Rendezvous
 
 FEED_SHARE = 0.25  # share of the network's rate for a state that is sent while the members train

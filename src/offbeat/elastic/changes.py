@@ -27,24 +27,24 @@ from torch import Tensor
 
 from offbeat.core.console import console
 from offbeat.core.plan import INSIDE, base_link, is_vote_channel
-from offbeat.core.runtime.member_feed import StateSenders
-from offbeat.core.runtime.member_meeting import (
+from offbeat.core.runtime.recording import MemberChange
+from offbeat.core.transport.cluster import Cluster
+from offbeat.core.transport.link import Message
+from offbeat.elastic.feed import StateSenders
+from offbeat.elastic.meeting import (
     Report,
     exchange_results,
     following_epoch,
     meet,
     send_average,
 )
-from offbeat.core.runtime.member_node import member_of, rank_names
-from offbeat.core.runtime.member_samples import MemberSamples, Stream
-from offbeat.core.runtime.members import JobMember
-from offbeat.core.runtime.recording import MemberChange
-from offbeat.core.runtime.repeated_averages import EVERYWHERE, INSIDE_NODE
-from offbeat.core.transport.cluster import Cluster
-from offbeat.core.transport.link import Message
+from offbeat.elastic.members import JobMember
+from offbeat.elastic.node import member_of, rank_names
+from offbeat.elastic.repeated_averages import EVERYWHERE, INSIDE_NODE
+from offbeat.elastic.samples import MemberSamples, Stream
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.member_session import MemberSession
+    from offbeat.elastic.session import MemberSession
     from offbeat.membership import Epoch
 
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.replicas import average_replicas, repair, require_equal
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
-from offbeat.core.runtime.loop_session import LoopSession
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
 from offbeat.core.transport.failure_detector import IN_SCRIPT
+from offbeat.sessions.loop_session import LoopSession
 
 # Name of DDP's option for module buffers: torch 2.13 warns of the former name.
 BUFFERS_OPTION = (

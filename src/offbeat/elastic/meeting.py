@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.core.plan import INSIDE, base_link
-from offbeat.core.runtime.member_node import describe_rank, member_of
-from offbeat.core.runtime.members import LOOK_EVERY_S, JobMember
-from offbeat.core.runtime.repeated_averages import INSIDE_NODE
+from offbeat.elastic.members import LOOK_EVERY_S, JobMember
+from offbeat.elastic.node import describe_rank, member_of
+from offbeat.elastic.repeated_averages import INSIDE_NODE
 
 if TYPE_CHECKING:
     from offbeat.membership import Epoch, Rendezvous

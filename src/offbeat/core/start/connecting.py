@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 import offbeat
 from offbeat.core.buckets.shards import shard_ranks
 from offbeat.core.console import console
-from offbeat.core.runtime.launch_request import current_links
-from offbeat.core.runtime.session import Session
+from offbeat.core.start.launch_request import current_links
 from offbeat.core.transport import addresses, rendezvous
 from offbeat.core.transport.cluster import Cluster, connect
 from offbeat.core.transport.device import device_of
@@ -202,18 +201,18 @@ def _naming_address(rank: int, size: int, timeout_s: float) -> Iterator[None]:
 # ---- exit -----------------------------------------------------------------------------------
 
 
-def close_at_exit(session: Session, cluster: Cluster) -> None:
-    """At exit, close the session if it is still open."""
-    cluster.leave = run_at_process_exit(partial(_close, session, cluster))
+def close_at_exit(close: Callable[[], None], cluster: Cluster) -> None:
+    """At exit, call `close`, which closes the session, if the cluster is still open."""
+    cluster.leave = run_at_process_exit(partial(_close, close, cluster))
 
 
-def _close(session: Session, cluster: Cluster) -> None:
+def _close(close: Callable[[], None], cluster: Cluster) -> None:
     if not cluster.closed:
         publish_uncaught_exception()
         if cluster.topology.sharded and getattr(sys, "last_value", None) is not None:
             # FSDP's own error names no rank. The report waits up to 3 s for missing heartbeats.
             console.print("failure", cluster.control.report_failure(), "error")
-        session.close()
+        close()
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from offbeat.core.runtime.member_node import member_of
+from offbeat.elastic.node import member_of
 
 
 class Stream(Protocol):

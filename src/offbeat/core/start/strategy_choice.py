@@ -6,13 +6,13 @@ import os
 from dataclasses import replace
 
 from offbeat.core.files import write_or_warn
-from offbeat.core.runtime.launch_request import (
+from offbeat.core.start.launch_request import (
     JOIN_VARIABLE,
     STRATEGY_VARIABLE,
     LaunchRequest,
     current_join_request,
 )
-from offbeat.core.runtime.named_strategy import NamedStrategy
+from offbeat.core.start.named_strategy import NamedStrategy
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import parse
 from offbeat.core.strategy.registry import create, is_registered

@@ -1,0 +1,1 @@
+"""Start of a process: the launcher's request, the strategy, and the connections of the job."""

@@ -1,0 +1,1 @@
+"""Members: jobs whose replicas leave, fail and join while the others train."""

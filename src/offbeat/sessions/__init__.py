@@ -1,0 +1,1 @@
+"""Sessions without a plan: what those of gossip and servers share."""
