@@ -508,7 +508,7 @@ def recompute() -> list[str]:
 
 def complaints(cells: Sequence[Recomputed]) -> list[str]:
     """Return what is worse than stored or exceeds a limit. Medians and limits of cells with servers
-    and gossip are those of undisturbed cells."""
+    and gossip are those of undisturbed cells; one cell has no median."""
     planned = [cell for cell in cells if cell.is_planned]
     found = [f"{c.name}: worse by {c.worse:.2f} %" for c in planned if c.worse > WORSE]
     if not cells:
@@ -521,7 +521,7 @@ def complaints(cells: Sequence[Recomputed]) -> list[str]:
         words = f"{len(now)} cells {name}: median {median(now):.2f} %, largest {max(now):.2f} %"
         print(f"{words}; stored {median(before):.2f} % and {max(before):.2f} %")
         limits = (median(before) + ROUNDING, max(now)) if is_planned else UNPLANNED_LIMITS
-        if median(now) > limits[0] or max(now) > limits[1]:
+        if (median(now) > limits[0] and len(now) > 1) or max(now) > limits[1]:
             found.append(f"{words}; limits {limits[0]:.2f} % and {limits[1]:.2f} %")
     return found
 

@@ -90,6 +90,7 @@ def cell_of(new_s, stored_s=1.0, *, planned=True, undisturbed=True, same_plan=Tr
         ([cell_of(1.004, same_plan=False), cell_of(1, 1), cell_of(1, 1)], 1),
         ([cell_of(1.04, planned=False), cell_of(1.18, planned=False, undisturbed=True)], 1),
         ([cell_of(1.04, planned=False)] * 2 + [cell_of(1.18, planned=False)], 0),
+        ([cell_of(1.14, planned=False)], 0),  # one cell has no median
         ([cell_of(1.04, planned=False)] * 2 + [cell_of(0.8, planned=False)], 1),
     ],
 )
