@@ -18,11 +18,11 @@ from torch._dynamo.exc import TorchDynamoException
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs import WIRES, blocks, fused, memory_of, pieces
-from offbeat.core.codecs.average import Part, Settings
+from offbeat.core.codecs.average import Part, Settings, average
 from offbeat.core.codecs.pieces import PIECE
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.measuring import codec_speed as measuring
-from offbeat.core.runtime.coding import CodedMessage, Coding
+from offbeat.core.runtime.coding import CodedMessage, Coding, StoredPart
 from offbeat.core.transport.collectives import Collectives
 from offbeat.core.transport.device import CPU
 from offbeat.strategies import BSP, Cyclic, DreamDDP, LocalSGD
@@ -148,6 +148,25 @@ def test_finite_values_that_codes_or_sums_cannot_hold(name, via, value):
         return [list(bad) for bad in outcomes]
 
     assert run_ranks(2, life, where="threads") == [[[], [0, 1]]] * 2
+
+
+@pytest.mark.parametrize("name", ["sign", "int8"])
+def test_finite_values_of_the_storage_that_a_scale_cannot_hold(name):
+    """The sum of magnitudes overflows float32. Nothing is kept of it in errors and anchors."""
+
+    def life(world, rank):
+        [link] = memory_links(world, rank, ["net"]).values()
+        x, error, anchor = torch.full((4096,), 4e37), torch.zeros(4096), torch.ones(4096)
+        views = {"payload": [x], "targets": [x], "errors": [error], "anchors": [anchor]}
+        used = codec_of(name)
+        part = StoredPart(torch.empty(4096), torch.empty(0), {}, codec=used, **views)
+        try:
+            bad = average(part, Settings(used, "gather", 0, keeps=True), link.collectives).bad
+        finally:
+            link.close()
+        return [*bad], bool(error.any()), bool(anchor.isfinite().any())
+
+    assert run_ranks(2, life, where="threads") == [([0, 1], False, False)] * 2
 
 
 @pytest.mark.parametrize("via", ["gather", "scatter"])

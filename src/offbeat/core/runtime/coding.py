@@ -237,18 +237,16 @@ class Coding:
         assert t.wire is not None
         how = replace(_settings(t.wire), iteration=planned, origin=self._origin())
         given = self._flat.split_payload(t.payload, copy, t.payload.buffer)
-        into = copy if t.into is None else self._flat.copy_index(t.target)
-        targets = self._flat.split_payload(t.payload, into, t.target)
+        targets = self._flat.split_payload(t.payload, copy, t.target)
         none: Views = [([], [])] * len(given)
         anchors = none if t.wire.anchor is None else self._views(t, t.wire.anchor)
         errors = none if t.wire.error is None else self._views(t, t.wire.error)
         memory = self._memory.setdefault(memory_of(t), {})
         parts: list[Part] = []
         for i, (numbers, behind) in enumerate(given):
-            plain = torch.cat(behind) if behind else numbers[0].new_empty(0)
             part = StoredPart(
                 numbers[0].new_empty(0, dtype=_wide_dtype(numbers[0])),
-                plain,
+                torch.cat(behind) if behind else numbers[0].new_empty(0),
                 memory.setdefault(str(i), {}),
                 codec=how.codec,
                 payload=numbers,
