@@ -25,8 +25,8 @@ from offbeat.core.transport.collectives import Collectives
 
 PARTS = 4  # least parts that two ranks encode and send one after the other
 CUT = 16 * PIECE  # most numbers of a part on the host: 4 MB of float32
-# Larger magnitudes than this, divided by the number of ranks, might overflow a sum: `Sign` adds those
-# of a block.
+# Larger magnitudes than this, divided by the number of ranks, might overflow a sum: `Sign` adds
+# those of a block.
 LARGEST = 1e35
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.
