@@ -27,7 +27,7 @@ PARTS = {
     "core.profile.elsewhere": "network_rate_bps",
     "core.rules": "RULES",
     "core.rules.select": "draw_samples",
-    "core.runtime.member_samples": "MemberSamples",
+    "elastic.samples": "MemberSamples",
     "core.runtime.prepare": "prepare",
     "core.runtime.prepared": "Model",
     "core.sim": "event_engine fast_engine",

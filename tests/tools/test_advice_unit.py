@@ -149,14 +149,16 @@ def test_copies_of_gradients_and_messages_count():
     late = DeFT().plan(profile)
     copies = late.all_buffers["grad"].copies
     assert DeFT().memory(profile, late).buffers_bytes == (copies - 1) * SIZE > 0
-    assert A2CiD2().memory(profile).buffers_bytes == 4 * SIZE
+    assert A2CiD2().memory(profile).buffers_bytes == 3 * SIZE
     strategy = DreamDDP(2, wire="int8")
     wired = strategy.plan(profile)
     sent = [
         sum(profile.bytes_of(t.payload) for t in wired.transfers if phase in t.phases)
         for phase in wired.cycle
     ]
-    assert strategy.memory(profile, wired).staged_bytes == max(sent)
+    largest = max(profile.bytes_of(t.payload) for t in wired.transfers)
+    codes = strategy.memory(profile, wired).staged_bytes - max(sent)
+    assert largest / 4 < codes < largest / 3  # int8 by scatter
     for ranks in (1, 7, 8):
         pairs, averaging = profile_of(ranks=ranks), NoLoCo(2, rounds=3)
         assert averaging.memory(pairs, averaging.plan(pairs)).staged_bytes == SIZE

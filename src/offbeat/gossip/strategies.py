@@ -100,12 +100,12 @@ class Gossip(Strategy):
     def extra_buffers(self, profile: Profile, plan: Plan | None) -> Sequence[Buffer]:
         """Return the copies of the parameters that exchanges need: the values that exchanges
         change while a forward or backward reads the weights, the second copy of `momentum`, and
-        both sides of the exchange in progress. Anchors of codecs are on the edges, two per
-        neighbour on a ring."""
-        names = ["own", "partner's"]
+        the exchange in progress, with a codec both sides of it. Anchors of codecs are on the edges,
+        two per neighbour on a ring."""
+        names = ["own"]
         names += ["beside"] * (self.momentum or self.weights == "snapshot")
         names += ["second copy"] * self.momentum
-        names += ["anchors"] * (4 if self.codec is not None else 0)
+        names += ["partner's", *["anchors"] * 4] if self.codec is not None else []
         return [Buffer(name) for name in names]
 
     def bound_s(self, profile: Profile) -> float:

@@ -18,7 +18,13 @@ from offbeat.core.transport.control import Control
 from offbeat.core.transport.failure_detector import LEFT
 from offbeat.core.transport.topology import Topology
 from offbeat.jobs.interval import Interval, combine
-from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
+from offbeat.jobs.outlook import (
+    Notice,
+    Outlook,
+    describe_memory,
+    describe_plan,
+    describe_prediction,
+)
 from offbeat.jobs.record_lines import ALIVE_FILE, LineWriter
 from offbeat.jobs.settings import RECORD_VARIABLE, JobSettings
 from offbeat.jobs.sinks import JobState, RankState, SinkLabels, open_sinks
@@ -173,6 +179,8 @@ class JobMonitor:
         if profile is not None:
             summary = (type(self._strategy).__doc__ or "").partition("\n")[0]
             lines.append(describe_plan(outlook, summary))
+            if nodes is None or not nodes.sharded:
+                lines.append(describe_memory(self._strategy.memory(profile, plan)))
         if outlook.prediction is not None:
             line, numbers = describe_prediction(outlook)
             lines.append(line)

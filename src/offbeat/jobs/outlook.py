@@ -14,6 +14,7 @@ from offbeat.core.profile import Link, Profile
 from offbeat.core.profile.elsewhere import with_free_links
 from offbeat.core.sim.prediction import Prediction, predict
 from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.plan_memory import Memory
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.core.transport.topology import Topology
 from offbeat.jobs.interval import Interval, recent
@@ -344,6 +345,16 @@ def describe_plan(outlook: Outlook, summary: str) -> str:
         text = describe_foreign(profile.foreign_share)
         parts.append(f"~: {text} while this was measured, so it may be wrong")
     return "; ".join([*parts, f"{size(total)} of parameters in {buckets}"])
+
+
+def describe_memory(memory: Memory) -> str:
+    """Return the predicted memory of a rank, and what the method adds to model and optimizer."""
+    added = memory.buffers_bytes + memory.staged_bytes
+    text = f"memory of a rank: {size(memory.total_bytes)} without activations (predicted)"
+    if not added:
+        return text
+    copies = digits(added / memory.parameters_bytes)
+    return f"{text}, {size(added)} of it for the method ({copies} copies of the parameters)"
 
 
 def _describe_sets(prediction: Prediction | None) -> list[str]:

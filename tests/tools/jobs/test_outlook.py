@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from offbeat import WFBP, DreamDDP, Profile
+from offbeat import WFBP, DreamDDP, LocalSGD, Profile
 from offbeat.core.console import Console
 from offbeat.core.profile import Bucket, Link
+from offbeat.core.strategy.plan_memory import held_memory
 from offbeat.jobs.interval import CAUSES, Interval, LinkSums
-from offbeat.jobs.outlook import Notice, Outlook, describe_plan, describe_prediction
+from offbeat.jobs.outlook import (
+    Notice,
+    Outlook,
+    describe_memory,
+    describe_plan,
+    describe_prediction,
+)
+from offbeat.jobs.words import size
 
 RANKS = 4
 HOSTS = ["host-a", "host-b", "host-c", "host-d"]
@@ -251,6 +259,15 @@ def test_the_plan_that_was_chosen_is_named() -> None:
         assert f"{max(counts)} of 4 buckets in {len(counts)} of 4 iterations" in text
         found.add(text.split(";")[1])
     assert len(found) == 2
+
+
+def test_memory_that_the_method_adds_is_named() -> None:
+    method = LocalSGD(period=4, wire="int4")
+    memory = method.memory(PROFILE, method.plan(PROFILE))
+    text = describe_memory(memory)
+    assert size(memory.total_bytes) in text
+    assert size(memory.buffers_bytes + memory.staged_bytes) in text
+    assert "copies" not in describe_memory(held_memory(PROFILE))
 
 
 def test_messages_are_text_json_or_off(capsys: pytest.CaptureFixture[str]) -> None:

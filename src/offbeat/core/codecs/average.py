@@ -17,14 +17,13 @@ from torch import Tensor
 
 from offbeat.core.codecs import Codec, PowerSGD, RandomK
 from offbeat.core.codecs.codec import Memory, shards
-from offbeat.core.codecs.pieces import PIECE, elements_per_pass
+from offbeat.core.codecs.pieces import CUT, PIECE, elements_per_pass
 from offbeat.core.codecs.powersgd import matrix_shape
 from offbeat.core.codecs.rows import HEAD_BYTES, Rows, make_tables, read_heads, write_heads
 from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.transport.collectives import Collectives
 
 PARTS = 4  # least parts that two ranks encode and send one after the other
-CUT = 16 * PIECE  # most numbers of a part on the host: 4 MB of float32
 # Larger magnitudes than this, divided by the number of ranks, might overflow a sum: `Sign` adds
 # those of a block.
 LARGEST = 1e35

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PIECE = 1 << 16  # elements of a piece; a multiple of every codec's block
+CUT = 16 * PIECE  # most numbers of a message that the host encodes at a time: 4 MB of float32
 ON_GPU = 1 << 24  # elements per pass on a GPU, where a kernel launch costs more than a cache saves
 
 

@@ -15,7 +15,6 @@ from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs import MEMORY_PREFIX, Codec, codec, memory_of, way
 from offbeat.core.codecs.average import (
-    CUT,
     Part,
     Settings,
     are_within,
@@ -23,14 +22,13 @@ from offbeat.core.codecs.average import (
     equivalent_bytes,
     send,
 )
-from offbeat.core.codecs.pieces import elements_per_pass
+from offbeat.core.codecs.pieces import CUT, elements_per_pass
 from offbeat.core.codecs.rows import Rows
 from offbeat.core.codecs.spares import Spares
 from offbeat.core.codecs.tensor_codecs import code
-from offbeat.core.derive import effects
 from offbeat.core.guards.finite import all_finite, find_bad_ranks
-from offbeat.core.plan import Apply, Plan, Transfer, Wire
-from offbeat.core.plan.program import position
+from offbeat.core.plan import Plan, Transfer, Wire
+from offbeat.core.strategy.plan_memory import stays_in_storage
 from offbeat.core.transport.collectives import Collectives, Levels
 
 
@@ -223,7 +221,7 @@ class Coding:
         """Return whether a message may be encoded from the storage, not from a copy: its codes are
         decoded by parts, and nothing else uses the parameters until it is due."""
         if id(t) not in self._stored:
-            self._stored[id(t)] = not self._defers_errors and _can_stay(t, self._plan)
+            self._stored[id(t)] = not self._defers_errors and stays_in_storage(t, self._plan)
         return self._stored[id(t)]
 
     def encode_in_storage(self, t: Transfer, copy: int, planned: int) -> CodedMessage:
@@ -504,45 +502,6 @@ def _store(x: Tensor, stored: Tensor) -> None:
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.itemsize < 4 else x.dtype
-
-
-def _can_stay(t: Transfer, plan: Plan) -> bool:
-    """Return whether a message can be encoded from the storage and store its result there: no rule
-    and no other message uses its buffers from its release until it is due."""
-    wire, buffer = t.wire, t.payload.buffer
-    if wire is None or t.verb != "all_reduce" or buffer == "grad" or t.into is not None:
-        return False
-    used = _settings(wire)
-    if used.via != "gather" or not used.codec.piecewise or t.after.lag or t.payload.age:
-        return False
-    taken = {buffer, wire.anchor or buffer, wire.error or buffer}
-    carried = {*t.payload.buckets}
-    others = [o for o in plan.transfers if o is not t and carried & {*o.payload.buckets}]
-    if any(taken & {o.payload.buffer, o.target} for o in others):
-        return False
-    applies = [a for a in plan.applies if effects.uses_any(a, taken)]
-    return not any(_is_between(a, t, b, plan) for a in applies for b in carried & {*a.buckets})
-
-
-def _is_between(apply: Apply, t: Transfer, bucket: int, plan: Plan) -> bool:
-    """Return whether a rule runs on a bucket from the release of a message until it is due. At a
-    moment, messages arrive before rules run, and are released after them."""
-    count, at = plan.buckets, apply.at
-    if at.bucket is None and at.point in ("forward", "grad"):
-        at = replace(at, bucket=bucket)
-    begin, end = (
-        position(t.after, count),
-        position(t.before, count) + t.before.lag * 2 * (count + 1),
-    )
-    later = plan.period * (1 + at.lag)  # so that the rule's own iteration exists
-    for phase in t.phases:
-        for first in {phase, phase + later if phase >= plan.prologue else phase}:
-            for k in range(t.before.lag + 1):
-                own = first + k - at.lag
-                when = position(at, count) + k * 2 * (count + 1)
-                if own >= 0 and plan.phase(own) in apply.phases and begin < when < end:
-                    return True
-    return False
 
 
 def _settings(wire: Wire) -> Settings:

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.core.derive.broadcast import with_broadcast
-from offbeat.core.derive.plan_memory import Memory, held_memory, largest_staged_bytes
 from offbeat.core.plan import Buffer, Kind, Payload, Plan
 from offbeat.core.profile import Profile
+from offbeat.core.strategy.plan_memory import Memory, held_memory, largest_staged_bytes
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.session import Session

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Literal
 
 from offbeat.core.derive.lean import leaves_gradients
-from offbeat.core.derive.plan_memory import Memory, held_memory
 from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
@@ -24,6 +23,7 @@ from offbeat.core.profile.elsewhere import with_replica_per_rank, with_slower_li
 from offbeat.core.sim import Prediction, predict, predict_plan
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import text_of
+from offbeat.core.strategy.plan_memory import Memory, held_memory
 from offbeat.core.strategy.registry import BASELINE, create, find, strategy_names
 from offbeat.experiments.advice.options import CHANGES, Change, Option, describe_change, option_of
 from offbeat.experiments.advice.other_networks import with_smaller_messages

@@ -8,8 +8,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from offbeat.core.derive.plan_memory import Memory
 from offbeat.core.strategy.interface import Strategy
+from offbeat.core.strategy.plan_memory import Memory
 from offbeat.core.strategy.registry import BASELINE, create
 from offbeat.experiments.advice import methods as making
 from offbeat.experiments.advice import needs
