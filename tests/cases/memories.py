@@ -103,7 +103,7 @@ METHODS = "wfbp local-sgd:period=3 dreamddp:period=3 dreamddp:period=3:due=delay
 
 
 def main() -> None:
-    """Print the table of docs/codecs.md: copies above `wfbp` without a codec, and those predicted."""
+    """Print the table of docs/codecs.md: copies above those of `wfbp`, and predicted ones."""
     from harness.ranks import run_ranks
 
     for made in (build, build_uneven):

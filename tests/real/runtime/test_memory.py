@@ -10,7 +10,7 @@ from cases.memories import Build, added_copies, build, build_uneven, peak_copies
 from harness.ranks import run_ranks
 
 # Codes of two ranks in int4 are a quarter of a copy; numbers under way, 4 MB, at most another.
-CODES, CUT, NOISE, PREDICTED = 0.25, 0.25, 0.1, 0.5
+CODES, CUT, NOISE, PREDICTED = 0.25, 0.25, 0.3, 0.6
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
