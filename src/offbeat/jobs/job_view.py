@@ -249,6 +249,7 @@ class JobView:
         iteration: iterations of rank 0.
         iteration_s: seconds per iteration; None before the first interval, as all that follow.
         predicted_s: prediction; None if nothing is predicted.
+        mark: "~" if the prediction is of a disturbed profile.
         bound_s: lower bound of the strategy; None if unknown.
         wait_share: share of the time in which rank 0 waits for messages.
         script_share: share of the time between iterations of rank 0.
@@ -273,6 +274,7 @@ class JobView:
     iteration: int
     iteration_s: float | None
     predicted_s: float | None
+    mark: str
     bound_s: float | None
     wait_share: float | None
     script_share: float | None
@@ -358,6 +360,7 @@ def view(job: JobFollower) -> JobView:
         iteration=max(0 if last is None else last.stop, *(r.iteration for r in ranks[:1]), 0),
         iteration_s=None if last is None else last.mean_s,
         predicted_s=job.alive.get("predicted_s"),
+        mark=job.alive.get("mark", ""),
         bound_s=job.alive.get("bound_s"),
         wait_share=None if last is None else _share(last.wait_s, last),
         script_share=None if last is None else _share(last.script_s, last),

@@ -316,6 +316,7 @@ class JobMonitor:
             "writer": self._number,
             "predicted_s": None if outlook is None else finite(outlook.iteration_s),
             "bound_s": None if outlook is None else finite(outlook.bound_s),
+            "mark": "" if outlook is None else outlook.mark,
             "ranks": ranks,
         }
         writer.replace(ALIVE_FILE, alive)

@@ -203,7 +203,7 @@ def _pace(shown: JobView) -> list[Text]:
     pace, style = f"{seconds(shown.iteration_s)} each", ""
     if shown.predicted_s:
         error = prediction_error(shown.predicted_s, shown.iteration_s)
-        pace += f", predicted {seconds(shown.predicted_s)} ({error})"
+        pace += f", predicted {shown.mark}{seconds(shown.predicted_s)} ({error})"
         departure = shown.iteration_s / shown.predicted_s - 1  # as notices measure it
         style = "yellow" if abs(departure) > OFF_PREDICTION else ""
     parts = [Text(f"iteration {shown.iteration:,}"), Text(pace, style)]

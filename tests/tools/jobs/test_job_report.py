@@ -37,6 +37,20 @@ def alive_t(folder: Path) -> float:
     return json.loads((folder / ALIVE_FILE).read_text())["t"]
 
 
+def test_a_prediction_of_a_disturbed_profile_is_marked(
+    tmp_path: Path, report: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mark in ("", "~"):
+        job = make_job(tmp_path / f"a{mark}", 4, intervals=3, end=ENDED)
+        alive = json.loads((job / ALIVE_FILE).read_text())
+        (job / ALIVE_FILE).write_text(json.dumps({**alive, "mark": mark}))
+        assert report(job)["mark"] == mark
+        assert cli.main(["report", str(job)]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        for text in (printed, (job / "report.html").read_text()):
+            assert ("~412 ms" in text) is bool(mark)
+
+
 def test_a_whole_job(
     tmp_path: Path, report: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

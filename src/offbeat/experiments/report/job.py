@@ -60,6 +60,7 @@ class JobReport:
         iteration_s: mean; None without any interval, as all that follow.
         range_s: quantiles at 2.5 % and 97.5 %.
         predicted_s: prediction; None if nothing was predicted.
+        mark: "~" if the prediction is of a disturbed profile.
         bound_s: lower bound of the strategy.
         compute_s: forward, backward and updates.
         messages_s: waiting for messages, without `late_s`.
@@ -92,6 +93,7 @@ class JobReport:
     iteration_s: float | None
     range_s: tuple[float, float] | None
     predicted_s: float | None
+    mark: str
     bound_s: float | None
     compute_s: float | None
     messages_s: float | None
@@ -168,6 +170,7 @@ def job_report(record: JobRecord, now: float) -> JobReport:
         iteration_s=None if own is None else own.mean_s,
         range_s=None if own is None else _range_s(own),
         predicted_s=alive.get("predicted_s"),
+        mark=alive.get("mark", ""),
         bound_s=alive.get("bound_s"),
         compute_s=_mean(counted, lambda i: i.own_s),
         messages_s=None if message_s is None else message_s[0],

@@ -240,7 +240,7 @@ def _sentence(report: JobReport) -> str:
     text = f"{report.strategy} {verb} {words.seconds(report.iteration_s)} per iteration"
     if report.predicted_s is None:
         return f"{text}."
-    return f"{text}, {words.seconds(report.predicted_s)} predicted."
+    return f"{text}, {report.mark}{words.seconds(report.predicted_s)} predicted."
 
 
 def _reservations(report: JobReport) -> str:

@@ -56,7 +56,7 @@ def _rows(report: JobReport) -> Iterator[tuple[str, str]]:  # noqa: C901
         text += f" (95 % within {low} to {high})"
         if report.predicted_s is not None:
             error = words.prediction_error(report.predicted_s, report.iteration_s)
-            text += f"; predicted {words.seconds(report.predicted_s)} ({error})"
+            text += f"; predicted {report.mark}{words.seconds(report.predicted_s)} ({error})"
         yield "measured", text
         yield "went to", split_text(report)
     if report.sent_bytes is not None:
