@@ -12,6 +12,7 @@ import pytest
 from cases.made_jobs import ITERATIONS, PREDICTED_S, make_job
 
 from offbeat import cli
+from offbeat.experiments.report.words import NO_BREAK
 from offbeat.jobs.record_lines import ALIVE_FILE, RUN_FILE, LineWriter, rank_file
 
 NOTICE = {"iteration": 18, "event": "notice", "cause": "slow_rank", "text": "660 ms since 18"}
@@ -47,7 +48,8 @@ def test_a_prediction_of_a_disturbed_profile_is_marked(
         assert report(job)["mark"] == mark
         assert cli.main(["report", str(job)]) == 0
         printed = " ".join(capsys.readouterr().out.split())
-        for text in (printed, (job / "report.html").read_text()):
+        page = (job / "report.html").read_text().replace(NO_BREAK, " ")
+        for text in (printed, page):
             assert ("~412 ms" in text) is bool(mark)
 
 
