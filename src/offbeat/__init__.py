@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from offbeat.core.parts import register_parts
+
 if TYPE_CHECKING:
     from offbeat.core.checkpoint import Checkpoint, Saving, iteration, load, save
     from offbeat.core.measuring.reported import report_metric
@@ -98,6 +100,24 @@ _MODULES = {
     "report_metric": "core.measuring.reported",
     "save": "core.checkpoint",
 }
+
+
+register_parts(
+    (
+        "offbeat.core.runtime.plan_session:open_plan_session",
+        "offbeat.core.sim.prediction:predict_under",
+        "offbeat.experiments.record.recorder:RunRecorder",
+        "offbeat.jobs.observer:join_observer",
+        "offbeat.jobs.observer:open_observer",
+        "offbeat.jobs.settings:read_settings",
+        "offbeat.jobs.stopping:StopRequest",
+        "offbeat.lab.pace:Pace",
+        "offbeat.lab.pace:paced_profile",
+        "offbeat.lab.turns:Turns",
+        "offbeat.strategies.levels:two_levels",
+        "offbeat.strategies.levels:variant_of",
+    )
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.machine_load import LoadSampler, disturbing_share
 from offbeat.core.measuring.observe import Observer, observing_plan
+from offbeat.core.parts import part
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
@@ -24,11 +25,8 @@ from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
-from offbeat.core.strategy.interface import load_object
 
 # Named as text, because the runtime must not import these modules.
-TURNS = "offbeat.lab.turns:Turns"
-PACED_PROFILE = "offbeat.lab.pace:paced_profile"
 
 
 class FirstIterations:
@@ -77,7 +75,7 @@ class FirstIterations:
         self._guards.note_plan(observes=True)
         # Ranks of a sharded replica wait for each other within forward.
         lock = None if self._is_emulated or engine.flat.is_sharded else job.request.turns
-        turns = load_object(TURNS)(lock) if lock else ComputeObserver()
+        turns = part("Turns")(lock) if lock else ComputeObserver()
         engine.set_compute(turns)
         self.observer = observer = Observer(job.model, engine, cluster.device, turns)
         engine.reports.listener = partial(self._listen, observer)
@@ -140,7 +138,7 @@ class FirstIterations:
         profile = replace(profile, usage=combine_usage(engine.watched.usage, control))
         engine.set_compute(ComputeObserver())
         if request.pace is not None and not emulated:
-            paced = load_object(PACED_PROFILE)(profile, request.pace, cluster)
+            paced = part("paced_profile")(profile, request.pace, cluster)
             profile = Profile.from_dict(control.share_first(paced.to_dict()))
         # Before `measure_beside`, because ranks do not compute while they pause.
         profile = measure_pauses(cluster, flat, profile)

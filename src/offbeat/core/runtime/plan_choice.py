@@ -7,16 +7,16 @@ from dataclasses import replace
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
 from offbeat.core.guards.script_usage import conflict_with, suitable_strategy
+from offbeat.core.parts import part
 from offbeat.core.plan import Fact, Plan
 from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.runtime.recording import Decisions
 from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.sim.prediction import MEMBERS_FACT
-from offbeat.core.strategy.interface import Strategy, load_object
+from offbeat.core.strategy.interface import Strategy
 from offbeat.core.verify.check import raise_if_wrong
 from offbeat.elastic.members import require_supported_plan
 
-VARIANT = "offbeat.strategies.levels:variant_of"  # as text: the runtime imports no strategy
 MEMBER_ITERATIONS = 8  # iterations between two boundaries of plans with a period of one iteration
 
 
@@ -101,7 +101,7 @@ class PlanChoice:
         """Select the variant of the strategy that runs between replicas of several ranks."""
         if not self.profile.topology:
             return
-        variant = load_object(VARIANT)(self.strategy, self.profile)
+        variant = part("variant_of")(self.strategy, self.profile)
         if variant is not self.strategy:
             why = "gradients are averaged inside a node before they are applied"
             if self.profile.sharded:

@@ -24,6 +24,7 @@ from offbeat.core.console import console
 from offbeat.core.guards.comparison import EVERY
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.guards.replicas import broadcast_model
+from offbeat.core.parts import part
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
 from offbeat.core.runtime.known_profile import KnownProfile, find_profile
@@ -60,7 +61,7 @@ from offbeat.core.start.strategy_choice import (
     require_fitting_strategy,
     require_fitting_topology,
 )
-from offbeat.core.strategy.interface import OPEN_PLAN_SESSION, Strategy, load_object
+from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.job_place import current_servers
 from offbeat.core.transport.topology import Nodes
@@ -74,11 +75,6 @@ if TYPE_CHECKING:
 OBSERVE = 6
 TIMEOUT_S = 120.0
 # Named as text, because the runtime must not import these modules.
-OPEN_OBSERVER = "offbeat.jobs.observer:open_observer"
-JOIN_OBSERVER = "offbeat.jobs.observer:join_observer"
-READ_SETTINGS = "offbeat.jobs.settings:read_settings"
-RUN_RECORDER = "offbeat.experiments.record.recorder:RunRecorder"
-STOP_REQUEST = "offbeat.jobs.stopping:StopRequest"
 
 REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
     "rehearsal", default=None
@@ -203,7 +199,7 @@ def prepare(
         job.checkpoint is not None,
     )
     sinks, log = (metrics, None) if isinstance(metrics, str) else (None, metrics)
-    settings = load_object(READ_SETTINGS)(
+    settings = part("read_settings")(
         os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
     )
     console.format = settings.log
@@ -221,8 +217,8 @@ def prepare(
         prepared = preparation.open_session(cluster)
     else:
         require_members(members, strategy, profile, job, model, mesh=mesh, is_list=is_list)
-        for name in (JOIN_OBSERVER, OPEN_PLAN_SESSION):  # the others wait for a process that joins
-            load_object(name)
+        for name in ("join_observer", "open_plan_session"):  # the others wait for a joining process
+            part(name)
         node = node_of_process(nodes, os.environ, timeout_s)
         facts = {
             "strategy": f"{strategy.name} {strategy.settings()}",
@@ -325,7 +321,7 @@ class _Preparation:
             facts = everyone[0]
             if (record := facts.get("record")) is not None:
                 record |= {"members": member.rank_names, "joined": joined_processes(everyone)}
-            recorder = load_object(JOIN_OBSERVER)(self.settings, self.strategy, cluster, record)
+            recorder = part("join_observer")(self.settings, self.strategy, cluster, record)
             if recorder is not None:
                 undo.callback(recorder.write, {})
             cluster.alignment_bytes = facts["alignment_bytes"]
@@ -394,10 +390,10 @@ class _Preparation:
         folder, rank = self.request.record_dir, cluster.control.rank
         if not folder:
             names = () if member is None else member.rank_names
-            return load_object(OPEN_OBSERVER)(self.settings, self.strategy, cluster, names)
+            return part("open_observer")(self.settings, self.strategy, cluster, names)
         if serves:
             return None
-        recorder = load_object(RUN_RECORDER)(folder, rank, cluster.device)
+        recorder = part("RunRecorder")(folder, rank, cluster.device)
         recorder.notes["emulated"] = bool(getattr(self.model, "emulated", False))
         recorder.notes.update(cluster.topology.record())
         return recorder
@@ -409,7 +405,7 @@ class _Preparation:
         on_end = recorder.end if recorder is not None and recorder.keeps_end else None
         if self.request.checkpoint is None and on_end is None:
             return None
-        request = load_object(STOP_REQUEST)(cluster.control, on_end)
+        request = part("StopRequest")(cluster.control, on_end)
         cluster.before_close = request.close
         return request
 

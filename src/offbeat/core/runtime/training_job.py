@@ -11,10 +11,11 @@ from torch import nn
 
 from offbeat.core.guards.finite import OnNonfinite, require_policy
 from offbeat.core.measuring.connections import open_connections
+from offbeat.core.parts import part
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.recording import Recorder
 from offbeat.core.start.launch_request import LaunchRequest
-from offbeat.core.strategy.interface import Strategy, load_object, require_count
+from offbeat.core.strategy.interface import Strategy, require_count
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.job_place import SERVERS_VARIABLE
@@ -23,8 +24,6 @@ from offbeat.elastic.members import JobMember
 if TYPE_CHECKING:
     from offbeat.jobs.stopping import StopRequest
     from offbeat.lab.pace import Pace
-
-PACE = "offbeat.lab.pace:Pace"  # as text: the runtime must not import this module
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def open_pace(profile: Profile | None, replica: int) -> Pace | None:
     """Return the pace of an emulated host; None if the profile is not of emulated hosts."""
     if profile is None or not profile.pace:
         return None
-    return load_object(PACE)(profile, replica)
+    return part("Pace")(profile, replica)
 
 
 def divide_ranks(servers: int, strategy: Strategy, control: Control) -> RankRoles:

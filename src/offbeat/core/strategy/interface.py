@@ -7,10 +7,10 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from offbeat.core.derive.broadcast import with_broadcast
+from offbeat.core.parts import part
 from offbeat.core.plan import Buffer, Kind, Payload, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.plan_memory import Memory, held_memory, largest_staged_bytes
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from offbeat.strategies.equations import Equations
 
 # Named as text, because the runtime imports this file, and planning needs no simulator.
-OPEN_PLAN_SESSION = "offbeat.core.runtime.plan_session:open_plan_session"
-TWO_LEVELS = "offbeat.strategies.levels:two_levels"
-PREDICT_UNDER = "offbeat.core.sim.prediction:predict_under"
 StatePolicy = Literal["local", "averaged", "reset"]
 """Treatment of optimizer state at an average of parameters."""
 
@@ -98,7 +95,7 @@ class Strategy(ABC):
         """
         profile = self.participants(profile)
         if profile.topology:
-            return load_object(TWO_LEVELS)(self, profile)
+            return part("two_levels")(self, profile)
         return self.plan_of_replicas(profile)
 
     def participants(self, profile: Profile) -> Profile:
@@ -259,7 +256,7 @@ class Strategy(ABC):
         Raises:
             SystemExit: on a rank that serves, with status 0, after all workers have left.
         """
-        return load_object(OPEN_PLAN_SESSION)(self, job)
+        return part("open_plan_session")(self, job)
 
     def predict(
         self, profile: Profile, conditions: Conditions, ran: Plan | None = None
@@ -273,7 +270,7 @@ class Strategy(ABC):
         """
         plan = self.plan(profile) if ran is None else ran
         there = self.participants(profile)
-        return load_object(PREDICT_UNDER)(plan, there, conditions, str(self))
+        return part("predict_under")(plan, there, conditions, str(self))
 
     def vote_names(self, profile: Profile) -> Sequence[str]:
         """Return the names of the votes during training.
@@ -306,12 +303,6 @@ def changed_settings(strategy: Strategy) -> dict[str, Any]:
     """Return by name the settings that differ from their defaults."""
     values = {field: getattr(strategy, field.name) for field in dataclasses.fields(strategy)}
     return {field.name: value for field, value in values.items() if value != field.default}
-
-
-def load_object(path: str) -> Any:
-    """Return the object named by `module:name`."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 @cache

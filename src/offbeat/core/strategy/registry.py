@@ -11,8 +11,9 @@ from inspect import signature
 from pkgutil import iter_modules
 from typing import Any
 
+from offbeat.core.parts import load_object
 from offbeat.core.plan import Plan
-from offbeat.core.strategy.interface import Strategy, load_object, require_choice
+from offbeat.core.strategy.interface import Strategy, require_choice
 
 ENTRY_POINTS = "offbeat.strategies"  # entry point group of strategies in other packages
 
