@@ -353,7 +353,7 @@ class MemberSession(FlatSession):
     def end_record(self, text: str) -> None:
         """Record that this process leaves the job."""
         if self._recorder:
-            self.engine.reports.deliver(rest=True)
+            self.engine.observers.deliver(rest=True)
             self._recorder.end("left", text)
 
     def close(self) -> None:

@@ -24,7 +24,6 @@ from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN, moment_of
 from offbeat.core.runtime.accumulation import Accumulation
-from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.context import StorageContext
 from offbeat.core.runtime.forward import ForwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
@@ -62,7 +61,7 @@ class ActivePlan:
         self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.flat.adopt(plan.all_buffers, continues=former is not None)
         self.gradients.begin_plan()
-        self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat)
+        self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat, engine.observers)
         self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
         self.context = StorageContext(
             engine.replica, self.flat, self.gradients, engine.state, self.updates
@@ -236,11 +235,10 @@ class ActivePlan:
         """Return the steps of an iteration.
 
         If gradients stay in autograd's tensors, only buckets that are sent in backward are updated
-        there. All other buckets are updated at the step, in one call. A paced compute keeps the
-        plan's own steps, because an emulated host must follow the plan's order.
+        there. All other buckets are updated at the step, in one call.
         """
         steps = self.program.steps(planned)
-        if not self._lean or type(self.updates.compute) is not ComputeObserver:
+        if not self._lean:
             return GroupedUpdates(steps)
         key = self.program.key(planned)
         if key not in self._leaner:

@@ -20,11 +20,11 @@ from offbeat.core.guards.replicas import (
 )
 from offbeat.core.guards.same_inputs import ITERATIONS, InputSamples, read_same_batches
 from offbeat.core.guards.script_usage import scaler_remedy
+from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
 from offbeat.core.runtime.first_iterations import FirstIterations
-from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
@@ -96,6 +96,10 @@ class FlatSession(Session):
     def profile(self) -> Profile:
         """Profile from which the plan was made. AttributeError while it is measured."""
         return self.choice.profile
+
+    @property
+    def observers(self) -> Observers:  # type: ignore[override]
+        return self.engine.observers
 
     @property
     def scaler_remedy(self) -> str | None:
@@ -249,9 +253,6 @@ class FlatSession(Session):
     def traffic(self) -> dict[str, int]:
         return self._cluster.bytes_sent()
 
-    def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self.engine.reports.watchers.append(listener)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         hooks = self.engine.hooks
@@ -335,7 +336,7 @@ class FlatSession(Session):
             if self._have_replicas_diverged():
                 self._print_difference()
         self.engine.waiting.closed = True
-        self.engine.reports.deliver(rest=True)
+        self.engine.observers.deliver(rest=True)
         if self._recorder:
             pace = self.runner.pace
             self._recorder.pace = pace.record() if pace else None

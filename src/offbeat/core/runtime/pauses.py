@@ -25,7 +25,7 @@ class Pauses:
         if cursor.now is None and cursor.planned:
             self._engine.weight_looks.close()
             cursor.flush()
-            self._engine.reports.deliver()
+            self._engine.observers.deliver()
 
     def pause(self) -> None:
         """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
@@ -50,7 +50,7 @@ class Pauses:
             cursor.pause()
         finally:
             messages.drops = False
-        self._engine.reports.deliver()
+        self._engine.observers.deliver()
 
     def settle(self) -> None:
         """Before this rank leaves the job, complete its updates and the messages that other ranks
@@ -82,7 +82,7 @@ class Pauses:
             run.gradients.zero()
             run.windows.restart()
             run.discard_delayed_averages()
-            self._restart_plan()
+            self._engine.cursor.restart()
             return True
         return bool(effects.common_buffers(run.plan))
 
@@ -96,14 +96,10 @@ class Pauses:
         run = self._engine.run
         if run.windows.late:
             run.drain(self._engine.iteration)
-            self._restart_plan()
+            self._engine.cursor.restart()
         elif run.has_delayed_averages:
             run.discard_delayed_averages()
-            self._restart_plan()
+            self._engine.cursor.restart()
         elif run.plan.source is not None:  # `consolidate` copies the source's weights
-            self._restart_plan()
+            self._engine.cursor.restart()
             run.messages.coding.mark_united()
-
-    def _restart_plan(self) -> None:
-        self._engine.cursor.restart()
-        self._engine.metering.reset()

@@ -18,8 +18,8 @@ from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.updates_without_effect import UpdateCheck
+from offbeat.core.observers import Observer
 from offbeat.core.plan import Apply, Plan
-from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.stepper import BucketStepper, Settings, step_directly
 
@@ -38,8 +38,10 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         gradients: Gradients | AutogradGradients,
         flat: Flat,
+        observers: Observer,
     ):
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
+        self._observers = observers
         self._everything = range(plan.buckets)
         self.remedy = early_remedy(plan)
         self.on_arrival = any(
@@ -108,7 +110,7 @@ class Updates:
                 self.suspects.require_finite_sum(run, iteration.number, sums)
             whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
-            self.compute.on_update(apply)
+            self._observers.updated(iteration, None if whole else run)
         gradients.mark_applied(run, copy)
         if in_backward:
             gradients.mark_applied_in_backward(run)
@@ -125,11 +127,13 @@ class Updates:
         """Step all buckets that have no earlier update, in one call."""
         if iteration.skipped or not iteration.rest:
             return
+        whole = len(iteration.rest) == len(self._everything)
         with self._own_step(iteration.rest):
-            if len(iteration.rest) == len(self._everything):
+            if whole:
                 step_directly(self._optimizer)
             else:
                 self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
+        self._observers.updated(iteration, None if whole else iteration.rest)
 
     def _gradient_copy(self, apply: Apply) -> int:
         return self._flat.copy_index("grad", apply.arg("age", 0))
@@ -311,7 +315,6 @@ class Updates:
         return [p._version for p in parameters], checksum(*parameters) if taken else None
 
     in_backward = False  # whether autograd is writing gradients
-    compute = ComputeObserver()  # receives a callback for each update
     stepping: ForeignStepGuard | None = None  # detects optimizer steps of the script
     suspects: NonfiniteMessages | None = None  # checks sums from other ranks before each update
 
