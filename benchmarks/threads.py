@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters, specs_of_profile
 from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.observers import Observer
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
@@ -121,14 +122,15 @@ def _loop(job: Job, plan: Plan, engine: Engine, batches: Iterator[Any], steps: i
     sample = Sample.of(engine.flat)
     trained = Trained(model, {})
 
-    def listen(done: Iteration) -> None:
-        if plan.votes:
-            trained.changes.append(done.shown[VOTE]["change"])
-            trained.voted.append(bool(done.voted[VOTE]))
+    class Votes(Observer):
+        def ended(self, iteration: Iteration) -> None:
+            if plan.votes:
+                trained.changes.append(iteration.shown[VOTE]["change"])
+                trained.voted.append(bool(iteration.voted[VOTE]))
 
     engine.adopt(plan)
     engine.begin()
-    engine.reports.listener = listen
+    engine.observers.add(Votes())
     rate = torch.optim.lr_scheduler.LambdaLR(
         engine.optimizer, lambda step: min(1.0, (step + 1) / job.warmup)
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import specs_of_profile
+from offbeat.core.observers import Observer
 from offbeat.core.runtime.engine import Engine
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.transport.device import CPU
@@ -75,7 +76,7 @@ def _life(
     engine = Engine(model, flat, optimizer, links, CPU(), control, memory.TIMEOUT_S)  # type: ignore[arg-type]
     engine.adopt(plan)
     log = _Log(plan)
-    engine.reports.listener = log.take
+    engine.observers.add(log)
     engine.begin()
     batches, quality = task.batches(rank, world.size, seed), []
     for i in range(iterations):
@@ -90,7 +91,7 @@ def _life(
         if (i + 1) % EVERY == 0:
             quality.append([i + 1, *look(task, model, world, rank)])
     engine.pauses.settle()
-    engine.reports.deliver(rest=True)
+    engine.observers.deliver(rest=True)
     engine.detach()
     for link in links.values():
         link.close()
@@ -98,15 +99,15 @@ def _life(
     return {"quality": quality, "bytes": sent, **log.record()}
 
 
-class _Log:
+class _Log(Observer):
     """The votes of one rank, and what they have sent and spared."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._votes = plan, VoteLog()
 
-    def take(self, done: Iteration) -> None:
+    def ended(self, iteration: Iteration) -> None:
         if self._plan.votes:
-            self._votes.take(done, [vote.name for vote in self._plan.votes])
+            self._votes.take(iteration, [vote.name for vote in self._plan.votes])
 
     def record(self) -> dict[str, Any]:
         """Outcomes by vote, bytes."""

@@ -84,8 +84,7 @@ class GossipSession(LoopSession):
             self._require_untouched()
             self._state.step(self._clock.now(), self._optimizer.step)
             self._untouched.note()
-            if self._pace is not None:
-                self._pace.on_model_update()
+            self.observers.updated(self._done, None)
         self._open = False
         self._record_gradient_time()
 

@@ -74,7 +74,6 @@ class JobObserver(Recorder):
     """
 
     splits_every: ClassVar[int] = 16
-    needs_ready_times: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -229,8 +228,8 @@ class JobObserver(Recorder):
             self._close_interval(write=True)
             self._before, self._next = before, before + iteration
 
-    def add_iteration(self, done: Iteration) -> None:
-        windows = self._windows
+    def ended(self, iteration: Iteration) -> None:
+        done, windows = iteration, self._windows
         applied = windows is None or bool(windows.applied_window(done.planned))
         applied = applied and not done.skipped and not done.abandoned
         self._tally.add(done, self._before + done.number, applied)

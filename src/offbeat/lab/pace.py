@@ -6,22 +6,25 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from offbeat.core.measuring.processors import kernel_s, processors
-from offbeat.core.plan import Apply
+from offbeat.core.observers import Observer
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
-from offbeat.core.runtime.compute import ComputeObserver
-from offbeat.core.sim.costs import apply_s
 from offbeat.core.sim.ranks import lognormal
 from offbeat.core.transport.cluster import Cluster
+
+if TYPE_CHECKING:
+    from offbeat.core.plan.types import Point
+    from offbeat.core.runtime.iteration import Iteration
 
 LATE = 0.03  # a larger delay, as a share of an iteration's compute, counts as missed pace
 BUSY = 0.45  # largest load of the processors: above it, messages and hosts wait for processors
@@ -48,7 +51,7 @@ class Host:
         return cls(float(os.environ.get(SPEED, 1)), float(os.environ.get(JITTER, 0)))
 
 
-class Pace(ComputeObserver):
+class Pace(Observer):
     """Delay every piece of compute until its end in the profile.
 
     Each iteration has one schedule, which begins with the iteration. It advances by the profile's
@@ -57,72 +60,67 @@ class Pace(ComputeObserver):
     catches up.
     """
 
+    every_bucket = True
+
     def __init__(self, profile: Profile, replica: int) -> None:
         self._profile = profile
         self._random = np.random.default_rng((int(os.environ.get(SEED, 0)), replica))
         self._jitter = profile.jitters[replica]
         scale = profile.rank_scale[replica] if profile.rank_scale else 1.0
-        buckets = len(profile.buckets)
-        # Seconds from the start of forward to the end of each bucket's forward. The last bucket is
-        # first.
-        forward = accumulate(b.forward_s * scale for b in reversed(profile.buckets))
-        self._forward_s = [*forward][::-1]
-        self._backward_s = [*accumulate(b.backward_s * scale for b in profile.buckets)]
-        self._bucket_update_s = np.array(profile.bucket_update_s)
-        # by id of the apply; storing the apply keeps its id unique
-        self._update_s: dict[int, tuple[Apply, float]] = {}
-        self._scale, self._buckets = scale, buckets
+        # Seconds from the start of forward to the end of each bucket's forward, the last bucket
+        # first, and to the end of each bucket's backward.
+        forward = (b.forward_s * scale for b in reversed(profile.buckets))
+        backward = (b.backward_s * scale for b in profile.buckets)
+        self._forward_s = [*accumulate(forward, initial=0.0)]
+        self._backward_s = [*accumulate(backward, initial=self._forward_s[-1])]
+        self._scale = scale
         self._iteration: int | None = None
         self._clock_s = self._late_s = self._computed_s = self._waited_s = 0.0
         # number of gradients so far, by bucket (`attach_backward_hooks`)
-        self._seen = [0] * buckets
+        self._seen = [0] * len(profile.buckets)
         self._is_first = True  # whether no iteration has ended
         self._late: list[float] = []  # largest delay of each iteration as a share of its compute
         self._begin_s = self._busy_s = self._kernel_s = 0.0
 
-    # ---- callbacks of the engine --------------------------------------------------------------
+    # ---- events of the session ----------------------------------------------------------------
 
-    def on_iteration_begin(self, iteration: int, begin_s: float) -> float:
-        if iteration == self._iteration:
-            return 0.0  # a further forward of the same iteration
+    def iteration_begins(self, iteration: Iteration) -> None:
+        number, begin_s = iteration.number, iteration.marks.begin_s
+        if number == self._iteration:
+            return  # a further forward of the same iteration
         if self._iteration is None:
             self._begin_s, self._busy_s, self._kernel_s = begin_s, time.process_time(), kernel_s()
         self._close_iteration()
         # Ranks can have waited for each other since the end of the last step.
-        self._iteration, self._clock_s = iteration, max(begin_s, self._waited_s)
+        self._iteration, self._clock_s = number, max(begin_s, self._waited_s)
         self._factor = self._jitter_factor()
-        self._forward_done_s = self._backward_done_s = 0.0
+        self._done_s = 0.0
         self._advance(self._profile.other_s)
-        return 0.0
 
-    def forward(self, bucket: int) -> None:
-        done_s = self._forward_s[bucket + 1] if bucket + 1 < self._buckets else 0.0
-        if done_s > self._forward_done_s:
-            self._advance((done_s - self._forward_done_s) * self._factor)
-            self._forward_done_s = done_s
+    def reached(self, iteration: Iteration, point: Point, bucket: int = -1) -> None:
+        if point == "forward":
+            self._advance_to(self._forward_s[len(self._seen) - 1 - bucket])
+        elif point == "grad":
+            self._advance_to(self._backward_s[bucket + 1])
 
-    def backward(self, bucket: int) -> None:
-        done_s = self._backward_s[bucket]
-        if done_s > self._backward_done_s:
-            self._advance((done_s - self._backward_done_s) * self._factor)
-            self._backward_done_s = done_s
+    def updated(self, iteration: Iteration, buckets: Sequence[int] | None) -> None:
+        profile = self._profile
+        seconds = profile.update_s
+        if buckets is not None:  # `step_s` is the time of each call for a part of the model
+            seconds = profile.step_s + sum(profile.bucket_update_s[b] for b in buckets)
+        self._advance(seconds * self._scale * self._factor)
 
-    def on_update(self, apply: Apply) -> None:
-        if id(apply) not in self._update_s:
-            each_s = apply_s(self._profile, apply, self._bucket_update_s)
-            seconds = 0.0 if each_s is None else float(each_s.sum()) * self._scale
-            self._update_s[id(apply)] = apply, seconds
-        self._advance(self._update_s[id(apply)][1] * self._factor)
-
-    def on_model_update(self) -> None:
-        """Delay the end of an optimizer step of the whole model."""
-        self._advance(self._profile.update_s * self._scale * self._factor)
-
-    def on_wait_end(self) -> None:
+    def waited(self) -> None:
         self._waited_s = time.perf_counter()
         self._clock_s = max(self._clock_s, self._waited_s)
 
     # ---- the schedule -----------------------------------------------------------------------
+
+    def _advance_to(self, done_s: float) -> None:
+        """Advance the schedule until `done_s` of the forward and backward of this iteration."""
+        if done_s > self._done_s:
+            self._advance((done_s - self._done_s) * self._factor)
+            self._done_s = done_s
 
     def _advance(self, seconds: float) -> None:
         """Advance the schedule by `seconds` of compute and sleep until then."""
@@ -182,7 +180,7 @@ class Pace(ComputeObserver):
         def on_gradient(_: Tensor) -> None:
             self._seen[bucket] += 1
             if self._seen[bucket] % size == 0:
-                self.backward(bucket)
+                self._advance_to(self._backward_s[bucket + 1])
 
         return on_gradient
 

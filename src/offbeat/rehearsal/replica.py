@@ -120,8 +120,6 @@ class ReplicaRecorder(Recorder):
         on_iteration: called with the number of iterations that have reached their step.
     """
 
-    needs_ready_times = False
-
     def __init__(self, losses: LossTap) -> None:
         super().__init__()
         self.log = ReplicaLog()
@@ -145,7 +143,8 @@ class ReplicaRecorder(Recorder):
         self.log.losses.append(None if loss is None else float(loss))
         self.on_iteration(iteration + 1)
 
-    def add_iteration(self, done: Iteration) -> None:
+    def ended(self, iteration: Iteration) -> None:
+        done = iteration
         if self.plan is None:
             return
         if not Windows(self.plan).applied_window(done.planned):
@@ -304,6 +303,7 @@ class Replica:
         )
         self.session = session = open_plan_session(self.strategy, job)
         session.strategy, session.saver = str(self.strategy), DiscardingSaver()
+        session.observers.add(self.recorder)
         if self.last_iteration is not None:
             session.stop_request = _LastIteration(self.last_iteration)  # type: ignore[assignment]
         prepared = CountingModel(model, session, self.recorder.log)

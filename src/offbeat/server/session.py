@@ -196,8 +196,7 @@ class SSPSession(LoopSession):
 
     def _begin_iteration(self) -> None:
         self._await_parameters()
-        if self._pace is not None:
-            self._pace.on_wait_end()
+        self.observers.waited()
 
     def _await_parameters(self) -> None:
         """Wait for parameters that are at most `s` clocks old, if an iteration begins."""

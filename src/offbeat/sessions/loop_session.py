@@ -13,7 +13,6 @@ from torch import Tensor
 from offbeat.core.guards.finite import all_finite
 from offbeat.core.guards.parameters import ParameterWatch
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Session
 from offbeat.core.runtime.training_job import TrainingJob
 
@@ -46,8 +45,8 @@ class LoopSession(Session):
         self._on_nonfinite = job.watch.on_nonfinite
         if pace is not None:
             pace.attach_backward_hooks(job.model)
+            self.observers.add(pace)
         self._handles: list[Any] = []
-        self._listeners: list[Callable[[Iteration], None]] = []
         self._done = self._new_iteration(0)
         self._before = 0  # iterations of the run before this process
 
@@ -67,9 +66,9 @@ class LoopSession(Session):
         Set the timestamp `stepped` if work follows that is no update.
         """
 
-    def _record(self, done: Iteration, recorder: Recorder) -> None:
-        """Pass an iteration to the recorder."""
-        recorder.add_iteration(done)
+    def _report(self, done: Iteration) -> None:
+        """Tell the observers of an iteration that has ended."""
+        self.observers.ended(done)
 
     def _leave(self) -> None:
         """Complete this rank's part before it closes. Not called after an uncaught exception."""
@@ -84,12 +83,9 @@ class LoopSession(Session):
             self._watch.require_unchanged()
         marks, mark = self._done.marks, self._cluster.device.mark
         training = torch.is_grad_enabled() and self._model.training
-        pace = self._pace if training else None
         if training:
             self._cluster.require_open()
-        if pace is not None:
-            pace.on_iteration_begin(self._done.number, marks.begin_s)
-        if training:
+            self.observers.iteration_begins(self._done)
             self._begin_iteration()
         else:
             self.flush()
@@ -97,8 +93,8 @@ class LoopSession(Session):
         if training and marks.first_forward is None:
             marks.first_forward = marks.forward
         output = self._call(call, *args, **kwargs)
-        if pace is not None:
-            pace.forward(-1)
+        if training:
+            self.observers.reached(self._done, "forward")
         marks.forward_end = mark()
         return output
 
@@ -114,10 +110,9 @@ class LoopSession(Session):
             marks.stepped = marks.end
         if self._recorder:
             self._recorder.on_step_begin(number)
-            self._record(self._done, self._recorder)
+        self._report(self._done)
+        if self._recorder:
             self._recorder.on_step_end(number)
-        for listener in self._listeners:
-            listener(self._done)
         self._cluster.control.set_iteration(number + 1)
         self._done = self._new_iteration(number + 1)
 
@@ -126,9 +121,6 @@ class LoopSession(Session):
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()  # backward does not communicate
-
-    def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self._listeners.append(listener)
 
     @property
     def iteration(self) -> int:

@@ -16,7 +16,6 @@ from offbeat.core.buckets.attached import UncopiedHook
 from offbeat.core.guards.replicas import average_replicas, repair, require_equal
 from offbeat.core.plan import Plan
 from offbeat.core.runtime.iteration import BackwardSplit, Iteration
-from offbeat.core.runtime.recording import Recorder
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.training_job import TrainingJob, open_pace
 from offbeat.core.transport.failure_detector import IN_SCRIPT
@@ -105,9 +104,6 @@ class DDPSession(LoopSession):
         new.split = BackwardSplit(next(iter(self._cluster.links)), self._bytes_per_iteration)
         return new
 
-    def listen(self, listener: Callable[[Iteration], None]) -> None:
-        """Ignore the listener, because the waiting times of iterations are unknown."""
-
     def capture_position(self) -> Position:
         self._cluster.require_open()
         return Position(self.iteration, alike=True)
@@ -170,8 +166,7 @@ class DDPSession(LoopSession):
 
     def _end_wait_for_buffers(self) -> None:
         self._cluster.control.set_wait_in_torch(None)
-        if self._pace is not None:
-            self._pace.on_wait_end()
+        self.observers.waited()
 
     def _wait_in_backward(self) -> None:
         """Set the state of this rank for DDP's wait at the end of backward.
@@ -183,17 +178,14 @@ class DDPSession(LoopSession):
         queue(lambda: set_wait(None))
 
     def _update(self, skip_update: bool) -> None:
-        # DDP has waited for its messages within backward.
-        if self._pace is not None:
-            self._pace.on_wait_end()
+        self.observers.waited()  # DDP has waited for its messages within backward
         if not skip_update:
             self._require_forward()
             self._optimizer.step()
-            if self._pace is not None:
-                self._pace.on_model_update()
+            self.observers.updated(self._done, None)
 
-    def _record(self, done: Iteration, recorder: Recorder) -> None:
-        self._report()
+    def _report(self, done: Iteration) -> None:
+        self._report_pending()
         self._pending = done
 
     def _take_split(self, clock: BackwardClock) -> None:
@@ -207,20 +199,20 @@ class DDPSession(LoopSession):
         split.sent_s += times[0]
         split.waited_s += times[1]
         split.measured = True
-        self._report()
+        self._report_pending()
 
-    def _report(self) -> None:
-        """Pass the pending iteration to the recorder. Without times of its backward, estimate the
+    def _report_pending(self) -> None:
+        """Tell the observers of the pending iteration. Without times of its backward, estimate the
         wait as the measured time of backward minus the profiled compute."""
         done, self._pending = self._pending, None
-        if done is None or self._recorder is None or done.split is None:
+        if done is None or done.split is None:
             return
         if not done.split.measured and self._backward_s is not None:
             seconds, marks = self._cluster.device.seconds, done.marks
             if marks.forward_end is not None:
                 took_s = seconds(marks.backward_end) - seconds(marks.forward_end)
                 done.split.waited_s = done.split.sent_s = max(0.0, took_s - self._backward_s)
-        self._recorder.add_iteration(done)
+        self.observers.ended(done)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.module.no_sync()
@@ -242,7 +234,7 @@ class DDPSession(LoopSession):
         return {next(iter(self._cluster.links)): sent}
 
     def _disconnect(self) -> None:
-        self._report()
+        self._report_pending()
         del self.module
 
 

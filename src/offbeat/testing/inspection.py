@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from offbeat.core.observers import Observer
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -42,8 +44,8 @@ class Inspection:
 
     def __init__(self, model: nn.Module) -> None:
         self._session: Any = model._session
-        self._messages: list[SentMessage] = []
-        self._session.listen(self._add)
+        self._log = _MessageLog()
+        self._session.observers.add(self._log)
 
     @property
     def plan(self) -> Plan | None:
@@ -69,12 +71,17 @@ class Inspection:
     def messages(self) -> list[SentMessage]:
         """Messages of all iterations that are complete, by iteration, then by number on the link.
         All iterations are complete once the model is closed."""
-        return sorted(self._messages, key=lambda message: (message.iteration, message.order))
+        return sorted(self._log.messages, key=lambda message: (message.iteration, message.order))
 
-    def _add(self, done: Iteration) -> None:
-        self._messages += [
+
+class _MessageLog(Observer):
+    def __init__(self) -> None:
+        self.messages: list[SentMessage] = []
+
+    def ended(self, iteration: Iteration) -> None:
+        self.messages += [
             SentMessage(m.iteration, m.transfer.link, m.order, m.transfer, m.sent_bytes)
-            for m in done.messages
+            for m in iteration.messages
             if not m.passed
         ]
 

@@ -14,6 +14,7 @@ import torch
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.observers import Observer
 from offbeat.core.rules import RULES
 from offbeat.core.runtime import waiting
 from offbeat.core.runtime.flat_session import FlatSession
@@ -195,7 +196,7 @@ def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() 
         _update=lambda _: None,
         _new_iteration=lambda number: Iteration(number, Timestamps(), []),
         _recorder=None,
-        _listeners=[],
+        _report=lambda _: None,
     )
     LoopSession.step(session, False)
     assert published == [session._done.number] == [5]
@@ -233,7 +234,7 @@ def test_a_wait_ends_after_its_timeout_or_the_failure_of_another_rank(
         report_failure=lambda **_: "Rank 0 has died.",
     )
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
-    waits = Waiting(CPU(), control, timeout_s)
+    waits = Waiting(CPU(), control, timeout_s, Observer())
     with pytest.raises(RuntimeError, match=rf"^rank 1: grad of bucket w .*{words}\. Rank 0 has"):
         waits.wait(message, flat)
     with pytest.raises(RuntimeError, match="this worker has failed"):
@@ -261,7 +262,7 @@ def test_a_rank_that_cannot_recover_with_the_other_members_has_failed(
     control: Any = SimpleNamespace(
         rank=1, needs_abort=needs_abort, has_lost_store=True, waiting=lambda _: nullcontext()
     )
-    waits = Waiting(CPU(), control, 60.0)
+    waits = Waiting(CPU(), control, 60.0, Observer())
     waits.recover = Mock(side_effect=ConnectionError("no member responds"))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
     with pytest.raises(ConnectionError, match="no member responds"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat import P3, DeAR, PartialSync, Strategy
-from offbeat.core.runtime.compute import ComputeObserver
+from offbeat.core.observers import Observer
 from offbeat.core.runtime.stepper import BucketStepper
 
 LAYERS = 3
@@ -115,21 +115,23 @@ def test_a_plain_loop_keeps_the_updates_at_the_next_forward(strategy: Strategy) 
     model, optimizer = offbeat.prepare(own, optimizer, strategy, profile=PROFILE)
     for _ in range(2):
         iterate(model, optimizer)
-    assert model._session.engine.run.updates.on_arrival
+    assert model._session.engine.traits.on_arrival
     model.close()
 
 
-def test_the_observer_of_compute_sees_every_update() -> None:
-    class Observer(ComputeObserver):
-        def on_update(self, apply: Any) -> None:
-            updates.append(apply.buckets)
+def test_an_observer_sees_every_update_and_changes_none() -> None:
+    class Updates(Observer):
+        every_bucket = True
 
-    updates: list[range] = []
+        def updated(self, iteration: Any, buckets: Any) -> None:
+            updates.append(buckets)
+
+    updates: list[Any] = []
     model, optimizer, _ = prepared()
-    model._session.engine.set_compute(Observer())
+    model._session.observers.add(Updates())
     iterate(model, optimizer)
     model.close()
-    assert updates
+    assert [len(buckets) for buckets in updates] == [1, LAYERS - 1]  # as many as `CALLS`
 
 
 def test_param_groups_are_whole_again_after_a_step_that_raises() -> None:

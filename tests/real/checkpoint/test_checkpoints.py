@@ -34,6 +34,7 @@ from offbeat.core.checkpoint.checkpoints import (
 from offbeat.core.checkpoint.folder import Folder
 from offbeat.core.checkpoint.frozen import freeze
 from offbeat.core.checkpoint.saving import SaveGroup, Saver, Saving
+from offbeat.core.observers import Observers
 from offbeat.core.rules.changed import Course
 from offbeat.core.transport.topology import Topology
 
@@ -398,16 +399,15 @@ def test_when_a_launcher_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """After every so many iterations, but for those that are observed: there is no plan yet."""
     monkeypatch.setattr(checkpoints, "save", lambda *_: saved.append(session.iteration))
     saved: list[int] = []
-    session, acts = SimpleNamespace(iteration=0, observing=True), list[Any]()
+    session = SimpleNamespace(iteration=0, observing=True, observers=Observers())
     session.save_at_changes = lambda _: None  # its members do not change
-    session.add_follower = acts.append
     job: Any = SimpleNamespace(checkpoint="a", checkpoint_every=2, resume=False)
     model: Any = SimpleNamespace(_session=session)
     optimizer: Any = SimpleNamespace()
     checkpoints.enable_checkpoints(job, model, optimizer)
     for session.iteration in range(1, 7):
         session.observing = session.iteration < 3
-        acts[0]()
+        session.observers.stepped(session.iteration)
     assert saved == [4, 6]
 
 

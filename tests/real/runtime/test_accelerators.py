@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 import offbeat
 from offbeat.core.buckets.flat import with_own_storage
+from offbeat.core.observers import Observer
 from offbeat.core.runtime import position, prepare, startup_notices, waiting
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.prepared import Optimizer
@@ -134,7 +135,7 @@ def test_messages_arrive_when_the_device_has_completed_them(
     message = link.enqueue(TRANSFER, 0)
     link.release(message, (torch.ones(2),))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
-    waits = Waiting(device, _Control(), 0.05)  # type: ignore[arg-type]
+    waits = Waiting(device, _Control(), 0.05, Observer())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"has not arrived in 0\.05 s"):
         waits.wait(message, flat)
     cuda.default.reached.clear()  # compute is behind the kernel
@@ -490,7 +491,7 @@ def test_decoded_messages_are_kept_for_their_readers() -> None:
     message, decoded = link.enqueue(TRANSFER, 0), torch.ones(3)
     link.release(message, (), lambda *_, **__: ([decoded], [], 4, ()))
     flat: Any = SimpleNamespace(buckets=[SimpleNamespace(name="w")])
-    Waiting(Device(), _Control(), 5.0).wait(message, flat)  # type: ignore[arg-type]
+    Waiting(Device(), _Control(), 5.0, Observer()).wait(message, flat)  # type: ignore[arg-type]
     assert link.close()
     assert steps == ["follow", [decoded]]
 
@@ -592,7 +593,7 @@ def test_groups_of_nccl_are_aborted_after_a_failure(monkeypatch: pytest.MonkeyPa
 
 def test_a_failure_is_reported_once() -> None:
     failed: list[str] = []
-    waits = Waiting(CPU(), _Control(), 0.05)  # type: ignore[arg-type]
+    waits = Waiting(CPU(), _Control(), 0.05, Observer())  # type: ignore[arg-type]
     waits.on_failure = lambda: failed.append("failed")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="of this test"):
@@ -650,7 +651,7 @@ def test_recording_does_not_wait_for_the_device(tmp_path: Path) -> None:
     names = ("begin", "forward", "forward_end", "backward_end", "waited", "step", "stepped", "end")
     for i in range(4):
         marks = Timestamps(**dict.fromkeys(names, float(i)))
-        recorder.add_iteration(Iteration(i, marks, []))
+        recorder.ended(Iteration(i, marks, []))
         assert {*asked} == {float(at) for at in range(i - 1)}, "two iterations late"
         if i:
             reached.add(i - 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ class Alone:
 
 def test_looks_after_two_windows_of_ten() -> None:
     parameter = torch.zeros(1, requires_grad=True)
-    guard = ConvergenceGuard(Alone(), torch.optim.SGD([parameter], lr=0.1))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    guard = ConvergenceGuard(SimpleNamespace(control=Alone(), optimizer=optimizer))  # type: ignore[arg-type]
     looks = {}
     try:
         for t in range(40):

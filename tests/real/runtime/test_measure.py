@@ -52,7 +52,7 @@ from offbeat.core.measuring.links import (
     never_falling,
     worthwhile_bytes,
 )
-from offbeat.core.measuring.observe import Observer, least_message_s, timed_modules
+from offbeat.core.measuring.observe import ProfileObserver, least_message_s, timed_modules
 from offbeat.core.measuring.processors import processors
 from offbeat.core.measuring.timing import Budget, Probe
 from offbeat.core.profile import records
@@ -288,7 +288,7 @@ def test_a_profile_holds_the_share_of_other_programs_that_disturbed_it(tmp_path:
 
 def test_one_late_update_does_not_count() -> None:
     """Neither where all other iterations are alike, nor beside one in which compute was slow."""
-    observer = object.__new__(Observer)
+    observer = object.__new__(ProfileObserver)
     usual = {"forward": {"a": 1.0}, "backward": {"a": 2.0}, "update": 0.5, "other": 0.25}
     late = [{}, {"update": 9.0}, {"other": 8.0}, {"forward": {"a": 7.0}, "compute": 9.0}, {}, {}]
     observer._times = [SimpleNamespace(**({"compute": 3.0} | usual | one)) for one in late]
@@ -521,7 +521,7 @@ def test_no_module_inside_a_compiled_one_is_timed() -> None:
 
 def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
     """A discriminator's real samples are backward before the forward of its made samples."""
-    observer = Observer.__new__(Observer)
+    observer = ProfileObserver.__new__(ProfileObserver)
     observer._device = SimpleNamespace(seconds=float)
     observer._tap = SimpleNamespace(began=None, ended=None, take=lambda: None)
     observer._times, observer._losses, observer.order = [], [], []
@@ -538,7 +538,7 @@ def test_gradients_of_an_earlier_forward_have_no_negative_times() -> None:
 
 def test_recomputed_modules_add_no_time_to_the_forward() -> None:
     """The backward of checkpointed modules enters them again, after the end of the forward."""
-    observer = Observer.__new__(Observer)
+    observer = ProfileObserver.__new__(ProfileObserver)
     observer._device = SimpleNamespace(seconds=float)
     observer._tap = SimpleNamespace(began=None, ended=None, take=lambda: None)
     observer._times, observer._losses, observer.order = [], [], []
@@ -579,7 +579,7 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
     fast, and the least seconds of its observed messages."""
     least: list[float | None] = []
     profiles: list[Profile] = []
-    build = Observer.profile
+    build = ProfileObserver.profile
 
     def fast(cluster: Cluster, *_: Any, **__: Any) -> tuple[tuple[Link, ...], tuple[()]]:
         return (Link(next(iter(cluster.specs)), 0.0, 1e15),), ()
@@ -593,7 +593,7 @@ def profile_of_a_fast_link(observe: int) -> tuple[float, float | None]:
         return profiles[-1]
 
     first_iterations.measure_cluster, observe_module.least_message_s = fast, remember
-    Observer.profile = profile
+    ProfileObserver.profile = profile
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = offbeat.prepare(model, optimizer, "wfbp", observe=observe)

@@ -29,6 +29,7 @@ from offbeat import LocalSGD, PartialSync
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.codecs.average import OriginError
+from offbeat.core.observers import Observer
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.coding import Coding
@@ -268,7 +269,7 @@ def test_members_do_not_meet_because_of_anchors_that_differ() -> None:
     message.error = OriginError(1, 0)
     message.arrive()
     control: Any = SimpleNamespace(rank=0, report_failure=lambda **_: "All ranks are alive.")
-    waits = Waiting(CPU(), control, 1.0)
+    waits = Waiting(CPU(), control, 1.0, Observer())
     waits.recover = Mock()
     with pytest.raises(RuntimeError, match="rank 1 counts the changes of its parameters"):
         waits.wait(message, flat_of(plan))

@@ -113,7 +113,7 @@ def test_logs_count_all_iterations_from_a_resume_on() -> None:
     meter = Meter(Metrics(log, every=10), session, CPU(), None, 0, [])
     for session.iteration in (48, 56, 64, 72, 80):
         sent += 8 * 5
-        meter.on_iteration_end()
+        meter.stepped(session.iteration)
     meter.close()
     assert seen == [(80 / 9, 56), (5, 64), (5, 72), (5, 80)]
 

@@ -60,7 +60,7 @@ def test_every_link_carries_the_model_around_and_between_all_pairs() -> None:
 def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
     """Return the events in order: names of opened links, and iterations."""
     events: list[Any] = []
-    real, iteration = training_job.open_connections, RunRecorder.add_iteration
+    real, iteration = training_job.open_connections, RunRecorder.ended
 
     def spy(cluster: Any, profile: Profile) -> None:
         events.append(sorted(cluster.links))
@@ -70,14 +70,14 @@ def order(directory: str, strategy: Strategy, recorded: bool) -> list[Any]:
         events.append("iteration")
         iteration(self, done)
 
-    training_job.open_connections, RunRecorder.add_iteration = spy, noted  # type: ignore[assignment]
+    training_job.open_connections, RunRecorder.ended = spy, noted  # type: ignore[assignment]
     job = Path(directory, f"job{workers.rank()}.json")
     job.write_text(json.dumps({"schema": 1, **({"record_dir": directory} if recorded else {})}))
     os.environ |= {"OFFBEAT_JOB": str(job), "OFFBEAT_LOG": "off"}
     try:
         workers.train(CASE, strategy, range(2))
     finally:
-        training_job.open_connections, RunRecorder.add_iteration = real, iteration
+        training_job.open_connections, RunRecorder.ended = real, iteration
     return events
 
 

@@ -16,11 +16,12 @@ from harness.ranks import run_ranks
 
 import offbeat
 from offbeat import Profile
+from offbeat.core.observers import Observers
+from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.lab import pace as pacing
 from offbeat.lab import turns as turning
 from offbeat.lab.pace import BUSY, MessageCost, Pace, least_pace
 from offbeat.lab.turns import Turns
-from offbeat.plan import Moment, local
 
 BUCKETS = [  # in backward order
     {"name": "out", "forward_s": 0.5, "backward_s": 1.0, "size_bytes": 30},
@@ -41,6 +42,13 @@ PROFILE = Profile.from_dict(
     }
 )
 PACED = PROFILE.with_pace(2.0)
+
+
+def iteration(number: int, begin_s: float = 0.0) -> Iteration:
+    return Iteration(number, Timestamps(begin_s=begin_s, ready=[None] * len(BUCKETS)), [])
+
+
+NOW = iteration(0)  # a pace looks at the iteration only where it begins
 
 
 class Clock:
@@ -68,17 +76,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
     pace, ends = Pace(PACED, 0), []
     begin = clock.now
-    pace.on_iteration_begin(0, begin)
+    pace.iteration_begins(iteration(0, begin))
     ends.append(clock.now - begin)
     for bucket in (2, 1, 0, -1):  # before the forward of a bucket, and after the last
         clock.now += 0.01  # what it really takes
-        pace.forward(bucket)
+        pace.reached(NOW, "forward", bucket)
         ends.append(clock.now - begin)
     for bucket in range(3):
         clock.now += 0.02
-        pace.backward(bucket)
+        pace.reached(NOW, "grad", bucket)
         ends.append(clock.now - begin)
-    pace.on_update(local(3, Moment("step"), [0]))
+    pace.updated(NOW, None)
     ends.append(clock.now - begin)
     # Twice the profile's seconds; the forward goes from the last bucket to the first.
     wanted = [0.5, 0.51, 0.75, 1.25, 2.25, 4.25, 8.25, 16.25, 18.25]
@@ -87,28 +95,28 @@ def test_every_piece_ends_when_the_profile_says(clock: Clock) -> None:
 
 def test_a_bucket_that_steps_alone_takes_its_share_and_a_call(clock: Clock) -> None:
     pace = Pace(PACED, 0)
-    pace.on_iteration_begin(0, clock.now)
+    pace.iteration_begins(iteration(0, clock.now))
     before = clock.now
-    pace.on_update(replace(local(3, Moment("grad", 1), [0]), buckets=range(1, 2)))
+    pace.updated(NOW, [1])
     assert clock.now - before == pytest.approx(2 * (1.0 * 10 / 100 + 0.0625))
 
 
 def test_a_late_host_catches_up_and_is_counted(clock: Clock) -> None:
     pace = Pace(PACED, 0)
-    pace.on_iteration_begin(0, clock.now)
-    pace.forward(-1)
+    pace.iteration_begins(iteration(0, clock.now))
+    pace.reached(NOW, "forward", -1)
     clock.now += 5.0  # torch loads modules in the first iteration, which does not count
-    pace.backward(2)
+    pace.reached(NOW, "grad", 2)
     begin = clock.now
-    pace.on_iteration_begin(1, begin)
-    pace.forward(-1)
+    pace.iteration_begins(iteration(1, begin))
+    pace.reached(NOW, "forward", -1)
     clock.now += 5.0  # the first bucket should have taken 2
-    pace.backward(0)
-    pace.backward(1)
+    pace.reached(NOW, "grad", 0)
+    pace.reached(NOW, "grad", 1)
     assert clock.now - begin == pytest.approx(0.5 + 1.75 + 2 + 4)  # no drift
-    pace.backward(2)
-    pace.on_iteration_begin(2, clock.now)
-    pace.forward(-1)
+    pace.reached(NOW, "grad", 2)
+    pace.iteration_begins(iteration(2, clock.now))
+    pace.reached(NOW, "forward", -1)
     record = pace.record()
     assert (record["iterations"], record["missed"]) == (2, 1)
     assert record["worst"] == pytest.approx(3 / (0.5 + 1.75 + 14))
@@ -116,11 +124,11 @@ def test_a_late_host_catches_up_and_is_counted(clock: Clock) -> None:
 
 def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> None:
     pace = Pace(PACED, 0)
-    pace.on_iteration_begin(0, clock.now)
+    pace.iteration_begins(iteration(0, clock.now))
     clock.now += 10.0
-    pace.on_wait_end()
+    pace.waited()
     before = clock.now
-    pace.forward(-1)
+    pace.reached(NOW, "forward", -1)
     assert clock.now - before == pytest.approx(1.75)
     assert pace.record()["missed"] == 0
 
@@ -128,15 +136,15 @@ def test_compute_goes_on_after_a_message_that_it_waited_for(clock: Clock) -> Non
 def test_a_wait_between_iterations_is_not_late(clock: Clock) -> None:
     """Ranks can wait for each other after the last step, before the forward of the next one."""
     pace = Pace(PACED, 0)
-    pace.on_iteration_begin(0, clock.now)
-    pace.forward(-1)
+    pace.iteration_begins(iteration(0, clock.now))
+    pace.reached(NOW, "forward", -1)
     begin = clock.now
     clock.now += 10.0
-    pace.on_wait_end()
+    pace.waited()
     clock.now += 0.01
-    pace.on_iteration_begin(1, begin)
+    pace.iteration_begins(iteration(1, begin))
     assert clock.now == pytest.approx(begin + 10.0 + 0.5)
-    pace.forward(-1)
+    pace.reached(NOW, "forward", -1)
     record = pace.record()
     assert (record["iterations"], record["worst"]) == (1, 0.0)
 
@@ -154,10 +162,9 @@ def events_of_an_iteration(text: str, folder: Path) -> list[str]:
 
         setattr(Pace, method, told_first)
 
-    tell("on_iteration_begin", "begin")
-    tell("on_wait_end", "wait")
-    tell("on_update", "update")
-    tell("on_model_update", "update")
+    tell("iteration_begins", "begin")
+    tell("waited", "wait")
+    tell("updated", "update")
     Pace._advance = lambda *_: None  # type: ignore[method-assign]
     case = Case()
     os.environ["OFFBEAT_JOB"] = str(folder / "job.json")
@@ -190,9 +197,9 @@ def test_hosts_differ_as_they_are_told(clock: Clock) -> None:
     for rank in (0, 1):
         begin = clock.now
         pace = Pace(profile, rank)
-        pace.on_iteration_begin(0, begin)
-        pace.forward(-1)
-        pace.backward(2)
+        pace.iteration_begins(iteration(0, begin))
+        pace.reached(NOW, "forward", -1)
+        pace.reached(NOW, "grad", 2)
         seconds.append(clock.now - begin - 2 * PROFILE.other_s)
     assert seconds == pytest.approx([2 * 7.875, 4 * 7.875])
     assert profile.rank_scale == pytest.approx((2 / 3, 4 / 3))
@@ -209,10 +216,10 @@ def test_every_host_has_its_own_jitter(clock: Clock) -> None:
     seconds: list[set[float]] = []
     for rank in (0, 1):
         pace, found = Pace(profile, rank), set()
-        for iteration in range(5):
-            pace.on_iteration_begin(iteration, clock.now)
+        for number in range(5):
+            pace.iteration_begins(iteration(number, clock.now))
             begin = clock.now
-            pace.forward(-1)
+            pace.reached(NOW, "forward", -1)
             found.add(round(clock.now - begin, 9))
         seconds.append(found)
     assert [len(found) for found in seconds] == [1, 5]
@@ -221,10 +228,10 @@ def test_every_host_has_its_own_jitter(clock: Clock) -> None:
 def test_jitter_has_mean_1_and_the_profiles_deviation(clock: Clock) -> None:
     pace = Pace(replace(PACED, jitter=0.2), 0)
     seconds = []
-    for iteration in range(4000):
-        pace.on_iteration_begin(iteration, clock.now)
+    for number in range(4000):
+        pace.iteration_begins(iteration(number, clock.now))
         begin = clock.now
-        pace.forward(-1)
+        pace.reached(NOW, "forward", -1)
         seconds.append((clock.now - begin) / 1.75)
     mean = sum(seconds) / len(seconds)
     deviation = (sum((s - mean) ** 2 for s in seconds) / len(seconds)) ** 0.5
@@ -273,20 +280,27 @@ def test_the_least_pace_keeps_processors_as_busy_as_they_may_be(seed: int) -> No
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turning, "LONGEST_S", 0.02)
     one, other = Turns(tmp_path / "turns"), Turns(tmp_path / "turns")
-    one.on_iteration_begin(0, 0.0)
+    observers, late, later = Observers(), iteration(0), iteration(1)
+    observers.add(other)
+    one.iteration_begins(NOW)
     with pytest.warns(UserWarning, match="waited 0.02 s for its turn"):
-        assert other.on_iteration_begin(0, 0.0) >= 0.02
-    assert other.on_iteration_begin(1, 0.0) == 0.0  # it goes on without turns
+        observers.iteration_begins(late)
+    assert late.marks.held_s >= 0.02
+    observers.iteration_begins(later)  # it goes on without turns
+    assert later.marks.held_s < 0.02
     assert [one.holds, other.holds] == [True, False]
-    one.on_backward_end()
+    one.reached(NOW, "grad", 1)
+    assert one.holds
+    one.reached(NOW, "grad", 2)
     another = Turns(tmp_path / "turns")
-    another.on_step_begin()
+    another.reached(NOW, "step")
     assert [one.holds, other.holds, another.holds] == [False, False, True]
     for turns in (one, other, another):
         turns.close()
     third = Turns(tmp_path / "turns")
-    third.on_iteration_begin(0, 0.0)  # what dies or leaves gives its turn away
+    third.iteration_begins(NOW)  # what dies or leaves gives its turn away
     assert third.holds
     third.close()
-    assert third.on_iteration_begin(1, 0.0) == 0.0  # without turns after the end
-    third.on_backward_end()
+    third.iteration_begins(NOW)  # without turns after the end
+    assert not third.holds
+    third.reached(NOW, "end")

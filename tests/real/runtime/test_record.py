@@ -42,7 +42,7 @@ def train(recorder: RunRecorder, iterations: int, first: int = 0) -> None:
         recorder._tap._loss = torch.tensor(1 / (i + 1))
         recorder.on_step_begin(i)
         marks = Timestamps(**dict.fromkeys(MARKS, i + 0.5), begin=float(i), end=i + 1.0)
-        recorder.add_iteration(Iteration(i, marks, []))
+        recorder.ended(Iteration(i, marks, []))
 
 
 MARKS = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")

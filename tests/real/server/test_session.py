@@ -237,6 +237,6 @@ def test_a_record_states_whether_iterations_are_uneven(is_uneven: bool, tmp_path
     recorder.start("ssp", None, observed=0)
     names = ("forward", "forward_end", "backward_end", "waited", "step", "stepped")
     marks = Timestamps(**dict.fromkeys(names, 0.5), begin=0.0, end=1.0)
-    recorder.add_iteration(Iteration(0, marks, []))
+    recorder.ended(Iteration(0, marks, []))
     recorder.write({})
     assert read(path_of(tmp_path, 0))["trace"]["uneven"] is is_uneven

@@ -20,6 +20,7 @@ from offbeat.core.checkpoint.frozen import Frozen, freeze
 from offbeat.core.checkpoint.saving import FailedSaving, SaveGroup, Saver, Saving
 from offbeat.core.checkpoint.shard import Manifest
 from offbeat.core.console import console
+from offbeat.core.observers import Observer
 from offbeat.core.transport.topology import Topology
 
 if TYPE_CHECKING:
@@ -257,14 +258,19 @@ def enable_checkpoints(job: LaunchRequest, model: Model, optimizer: Optimizer) -
         if session.worker == 0:
             console.print("checkpoint", text, iteration=session.iteration)
     session.save_at_changes(partial(save, path, model, optimizer))
-    if every is None:
-        return
+    if every is not None:
+        session.observers.add(_Saving(path, every, model, optimizer))
 
-    def act() -> None:
-        if session.iteration % every == 0 and not session.observing:
-            save(path, model, optimizer)
 
-    session.add_follower(act)
+class _Saving(Observer):
+    """Saves a checkpoint every few iterations."""
+
+    def __init__(self, path: str, every: int, model: Model, optimizer: Optimizer) -> None:
+        self._path, self._every, self._model, self._optimizer = path, every, model, optimizer
+
+    def stepped(self, number: int) -> None:
+        if number % self._every == 0 and not self._model._session.observing:
+            save(self._path, self._model, self._optimizer)
 
 
 # ---- contents -------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import torch
 
 from offbeat.core.guards.loss_watch import LossWatch
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
+from offbeat.core.measuring.noise import Metering, RankStatistics, Training, noise_of
 from offbeat.core.profile import GradientNoise
-from offbeat.core.transport.control import Control
 
 WINDOW = 10  # iterations in a window of losses
 WINDOWS_PER_LOOK = 2  # a look is one small collective on the control group
@@ -28,12 +27,12 @@ class Finding:
     noise: GradientNoise | None
 
 
-class ConvergenceGuard:
+class ConvergenceGuard(Metering):
     """Records losses and gradient norms of this rank, and gathers them every few windows."""
 
-    def __init__(self, control: Control, optimizer: torch.optim.Optimizer):
-        self._control, self._optimizer = control, optimizer
-        self.meter = NoiseMeter(control.world_size)
+    def __init__(self, engine: Training) -> None:
+        super().__init__(engine)
+        self._control, self._optimizer = engine.control, engine.optimizer
         self._tap = LossTap()
         self._watch = LossWatch()
         self._losses: list[torch.Tensor] = []
@@ -58,7 +57,7 @@ class ConvergenceGuard:
         }
 
     def resume(self, captured: Mapping[str, Any]) -> None:
-        """Restore the result of `capture`. `meter` is replaced."""
+        """Restore the result of `capture`."""
         self.meter, self._watch = captured["meter"], captured["watch"]
         self._losses, self._iterations = list(captured["losses"]), captured["iterations"]
 

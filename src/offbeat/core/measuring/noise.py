@@ -7,12 +7,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from offbeat.core.buckets.autograd_gradients import AutogradGradients
+from offbeat.core.buckets.flat import Flat
+from offbeat.core.buckets.gradients import Gradients
+from offbeat.core.derive.windows import Windows
+from offbeat.core.observers import Observer
+from offbeat.core.plan import Plan
+from offbeat.core.plan.types import Point
 from offbeat.core.profile import GradientNoise
+from offbeat.core.transport.control import Control
+
+if TYPE_CHECKING:
+    from offbeat.core.runtime.iteration import Iteration
 
 SECOND_MOMENT = "exp_avg_sq"  # name of the state in Adam, AdamW, NAdam and RAdam
 
@@ -69,6 +80,45 @@ class NoiseMeter:
             sum(float(value) for value in values) for values in zip(*estimates, strict=True)
         )
         return signal / len(estimates), noise / len(estimates)
+
+
+class Training(Protocol):
+    """Engine whose gradients are measured."""
+
+    plan: Plan
+    flat: Flat
+    gradients: Gradients | AutogradGradients
+    control: Control
+    optimizer: torch.optim.Optimizer
+
+
+class Metering(Observer):
+    """Observer that passes each rank's own gradients, complete and not yet sent, and their averages
+    to a noise meter."""
+
+    every_bucket = True
+
+    def __init__(self, engine: Training) -> None:
+        self.meter, self._engine = NoiseMeter(engine.control.world_size), engine
+        self._first: int | None = None  # number of the first iteration of the plan
+
+    def reached(self, iteration: Iteration, point: Point, bucket: int = -1) -> None:
+        plan, planned = self._engine.plan, iteration.planned
+        first, windows = iteration.number - planned, Windows(plan)
+        if self._first not in (None, first):  # the plan has begun anew, without averages in flight
+            self.meter.reset()
+        self._first = first
+        if point == "grad" and windows.closes_window(planned):
+            self.meter.add_own(self._gradients(range(bucket, bucket + 1), 0))
+            if bucket + 1 == plan.buckets:
+                self.meter.complete()
+        elif point == "step" and (applied := windows.applied_window(planned)):
+            age = max((a.arg("age", 0) for a in plan.applies), default=0)
+            self.meter.add_average(self._gradients(range(plan.buckets), age), len(applied))
+
+    def _gradients(self, buckets: range, age: int) -> list[Tensor]:
+        copy = self._engine.flat.copy_index("grad", age)
+        return list(self._engine.gradients.gradient_tensors(buckets, copy))
 
 
 @dataclass(frozen=True)

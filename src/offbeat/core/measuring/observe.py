@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import fmean, median
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.core.buckets.attached import UncopiedHook
@@ -22,16 +22,16 @@ from offbeat.core.derive.broadcast import with_broadcast
 from offbeat.core.measuring.jitter import are_alike, cluster_jitter, jitter_of, scale_of_replicas
 from offbeat.core.measuring.links import at_observed_rate
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.noise import NoiseMeter, RankStatistics, noise_of
+from offbeat.core.measuring.noise import Metering, RankStatistics, noise_of
 from offbeat.core.measuring.optimizer_calls import call_s
+from offbeat.core.observers import Observer
 from offbeat.core.plan import Moment, Plan, local, transfer
 from offbeat.core.profile import Bucket, Contention, GradientNoise, Link, Profile
 from offbeat.core.transport.cluster import Cluster
 from offbeat.core.transport.control import Control
-from offbeat.core.transport.device import Device, Mark
+from offbeat.core.transport.device import Mark
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.compute import ComputeObserver
     from offbeat.core.runtime.engine import Engine
     from offbeat.core.runtime.iteration import Iteration, Timestamps
 
@@ -68,11 +68,17 @@ class _Times:
         return sum(self.backward.values()) + sum(self.forward.values())
 
 
-class Observer:
-    """Measures iterations of an engine through hooks, which `finish` removes."""
+class ProfileObserver(Observer):
+    """Measures iterations of an engine, also through hooks, which `finish` removes.
 
-    def __init__(self, model: nn.Module, engine: Engine, device: Device, turns: ComputeObserver):
-        self._model, self._engine, self._device, self._turns = model, engine, device, turns
+    Args:
+        engine: engine of this rank.
+        turns: context in which this rank computes while others do not.
+    """
+
+    def __init__(self, engine: Engine, turns: AbstractContextManager[object]) -> None:
+        self._engine, self._turns = engine, turns
+        self._model, self._device = model, device = engine.model, engine.device
         reshard(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._ready: list[tuple[str, Mark]] = []
@@ -83,9 +89,10 @@ class Observer:
         self._losses: list[Tensor] = []
         self._partly = False  # whether the last iteration had a backward and no step
         self._messages: list[tuple[int, float]] = []  # iteration and seconds of its message
-        self._meter = NoiseMeter(dist.get_world_size())
+        self._metering = Metering(engine)
+        engine.observers.add(self)
         if not engine.flat.is_sharded:  # the meter needs whole gradients
-            engine.set_noise_meter(self._meter)
+            engine.observers.add(self._metering)
         engine.hooks.on_parameter = self._parameter_ready
         self._handles = [
             module.register_forward_pre_hook(UncopiedHook(partial(self._record_entry, name)))
@@ -99,9 +106,8 @@ class Observer:
         if torch.is_grad_enabled():
             self._entered.append((name, self._device.mark()))
 
-    def iteration(self, done: Iteration) -> None:
-        """Record one finished iteration."""
-        message = done.messages[0]
+    def ended(self, iteration: Iteration) -> None:
+        done, message = iteration, iteration.messages[0]
         if message.end is not None and not message.passed:
             s = self._device.seconds(message.end) - self._device.seconds(message.start)
             self._messages.append((done.number, s))
@@ -178,7 +184,8 @@ class Observer:
 
     def finish(self) -> None:
         """Remove every hook."""
-        self._engine.set_noise_meter(None)
+        self._engine.observers.remove(self)
+        self._engine.observers.remove(self._metering)
         self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:
@@ -231,9 +238,8 @@ class Observer:
         ]
         jitter = jitter_of([times.compute + times.update for times in self._times[1:]])
         spread = jitter_of([times.compute for times in self._times[1:]])
-        self._turns.on_step_begin()
-        step_s = call_s(self._engine.optimizer, self._device)
-        self._turns.on_step_end()
+        with self._turns:
+            step_s = call_s(self._engine.optimizer, self._device)
         own = self._per_bucket(specs), jitter, spread, step_s
         seconds, jitters, spreads, steps_s = zip(*control.gather(own), strict=True)
         # [ranks, 2 * buckets + 2]: forward and backward per bucket, update, other; in seconds.
@@ -286,7 +292,7 @@ class Observer:
         if self._engine.flat.is_sharded:
             return None
         losses = [float(loss) for loss in self._losses]
-        seen = RankStatistics.of(losses, self._meter.take(), self._engine.optimizer)
+        seen = RankStatistics.of(losses, self._metering.meter.take(), self._engine.optimizer)
         return noise_of([RankStatistics(**fields) for fields in control.gather(asdict(seen))])
 
     def _per_bucket(self, specs: Sequence[BucketSpec]) -> list[float]:

@@ -25,14 +25,12 @@ from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.gradients_read import WEIGHTS, ReadHook
 from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
-from offbeat.core.measuring.noise import NoiseMeter
+from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
 from offbeat.core.plan.cursor import State, StepObserver
 from offbeat.core.runtime.active_plan import ActivePlan
-from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.hooks import BackwardHooks
-from offbeat.core.runtime.iteration import Iteration, Reports, Timestamps
-from offbeat.core.runtime.metering import Metering
+from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.pauses import Pauses
 from offbeat.core.runtime.sentinels import Sentinels
@@ -75,12 +73,14 @@ class Engine:
         self.staged = False
         self.has_members = False  # whether the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
-        self.waiting = Waiting(device, control, timeout_s)
-        self.compute, self.iteration = ComputeObserver(), 0
+        self.observers = Observers()
+        self.waiting = Waiting(device, control, timeout_s, self.observers)
+        control.on_wait_end = self.observers.waited
+        self.iteration = 0
         self.suspects: NonfiniteMessages | None = None
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
-        self.reports, self.pauses = Reports(), Pauses(self)
+        self.pauses = Pauses(self)
         self.step_observers: list[StepObserver] = []  # of all plans
         self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
@@ -146,12 +146,10 @@ class Engine:
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
         self.run = ActivePlan(plan, self, planned, former)
         self._adopted.callback(self.run.close)
-        self.plan, self.cursor = plan, self.run.cursor
-        self.metering = Metering(None, self.run)
+        self.plan, self.traits, self.cursor = plan, self.run.traits, self.run.cursor
         self._looks = self._create_looks()
         self._adopted.callback(self._looks.close)
         self._watch_weights()
-        self.set_compute(self.compute)
 
     def _keeps_gradients(self, plan: Plan) -> bool:
         """Return whether gradients may stay in the tensors that autograd creates.
@@ -199,16 +197,16 @@ class Engine:
         """Return the hooks that run when code reads gradients before the step."""
         if self.watched is not None:
             return ReadHook(self.gradients.parameters, self.watched.record_read)
-        if self.run.updates.on_arrival or self.plan.source is not None:
+        if self.traits.on_arrival or self.plan.source is not None:
             return ReadHook(self.gradients.parameters, self.run.updates.refuse_read)
         # Otherwise the gradients that code can read are final, unless a node still averages them.
-        inside = self.gradients.parameters if self.run.averages_inside else []
+        inside = self.gradients.parameters if self.traits.averages_inside else []
         return ReadHook(inside, self._complete_held_passes)
 
     def _watch_weights(self) -> None:
         """If updates run after the step, complete them before user code reads weights through the
         bare module or through stored references."""
-        late, act = self.run.updates.on_arrival, self._complete_updates
+        late, act = self.traits.on_arrival, self._complete_updates
         self.weight_looks = ReadHook(self.flat.parameters if late else [], act, WEIGHTS)
         self._adopted.callback(self.weight_looks.close)
         for module in self.model.modules() if late else ():
@@ -225,25 +223,11 @@ class Engine:
         """
         self._changes.append(change)
 
-    @property
-    def awaits_change(self) -> bool:
-        """Whether a change of plan or storage is requested."""
-        return bool(self._changes)
-
     def refresh_groups(self) -> None:
         """Refresh all caches after the optimizer's groups or state were replaced
         (`load_state_dict`)."""
         self.state.forget()
         self.run.updates.refresh()
-
-    def set_noise_meter(self, meter: NoiseMeter | None) -> None:
-        """Set the meter that measures gradient noise; None stops the measurement."""
-        self.metering = Metering(meter, self.run)
-
-    def set_compute(self, compute: ComputeObserver) -> None:
-        """Replace the compute observer."""
-        self.compute = self.waiting.compute = self.run.updates.compute = compute
-        self.control.on_wait_end = compute.on_wait_end
 
     # ---- iterations -------------------------------------------------------------------------
 
@@ -268,12 +252,9 @@ class Engine:
 
     def _expected_buckets(self, now: Iteration) -> Sequence[int]:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
-        ready times or gradient noise are measured."""
-        size, measures = (
-            self.plan.buckets,
-            self.reports.needs_ready_times or self.metering.by_bucket,
-        )
-        if measures or type(self.compute) is not ComputeObserver:
+        an observer needs them."""
+        size = self.plan.buckets
+        if self.observers.every_bucket:
             return range(size)
         return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 
@@ -293,7 +274,7 @@ class Engine:
             self.cursor.walk(0)
         elif hooks.at_start is not None:
             self.complete_bucket(hooks.at_start)
-        elif self.run.broadcasts:
+        elif self.traits.broadcasts:
             self.cursor.walk(0)  # the model may read a buffer before its first module runs
         self._mark_forward(now, self.device.mark())
         return NO_CONTEXT if hooks is None else hooks.record_reads()
@@ -315,7 +296,7 @@ class Engine:
             self._between_forwards(self.cursor.now)
         now = self.ensure_iteration()
         self.control.set_activity("in forward")
-        now.marks.held_s += self.compute.on_iteration_begin(now.number, now.marks.begin_s)
+        self.observers.iteration_begins(now)
         return now
 
     def _between_forwards(self, now: Iteration) -> None:
@@ -346,9 +327,8 @@ class Engine:
 
     def _forward_end(self, now: Iteration, output: object) -> None:
         self.control.set_activity(IN_SCRIPT)
-        self.compute.forward(-1)
-        updates = self.run.updates
-        if (updates.early or updates.on_arrival) and self.gradients.sent:
+        self.observers.reached(now, "forward")
+        if (self.traits.early or self.traits.on_arrival) and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.on_output_gradient())
@@ -384,12 +364,11 @@ class Engine:
     def complete_bucket(self, b: int) -> None:
         """Pass the program up to the forward of bucket `b`, so that buckets `b` and higher (nearer
         the input) are ready for use."""
-        if self.cursor.now is None:
+        if (now := self.cursor.now) is None:
             self.pauses.flush()
         else:
-            self.compute.forward(b)
+            self.observers.reached(now, "forward", b)
             self.cursor.walk(self.plan.buckets - 1 - b)
-            self.reports.deliver()
 
     @outside_transforms
     def before_read(self, b: int) -> None:
@@ -406,12 +385,12 @@ class Engine:
         updated: autograd's own error would not name the cause. If gradients are averaged on
         arrival, complete their averages before this backward adds to them.
         """
-        now, updates = self.ensure_iteration(), self.run.updates
+        now, traits = self.ensure_iteration(), self.traits
         if not self.awaits_step or self.hooks.accumulating:
             return
-        if updates.early:
+        if traits.early:
             self.run.require_skippable(now, adding=True)
-        elif updates.on_arrival and self.run.averages_gradients and not self._stepped_by_script:
+        elif traits.on_arrival and traits.averages_gradients and not self._stepped_by_script:
             self._average_again(now)
 
     def _average_again(self, now: Iteration) -> None:
@@ -448,7 +427,8 @@ class Engine:
             if self.run.allows_another_backward(now) and not self._stepped_by_script:
                 self._continue_accumulation()
             else:
-                if self.run.averages_gradients and not (self._repeated or self._stepped_by_script):
+                is_first = not (self._repeated or self._stepped_by_script)
+                if is_first and self.traits.averages_gradients:
                     self._require_another_backward()
                 self._abandon(now, adding=True)
         self.ensure_iteration()
@@ -458,16 +438,13 @@ class Engine:
         self.run.updates.in_backward = True
         self.cursor.begin_backward()
         self.run.updates.in_backward = False
-        self.reports.deliver()
 
     def on_bucket_ready(self, b: int) -> None:
         """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
         now = self.cursor.now
         assert now is not None
-        self.compute.backward(b)
+        self.observers.reached(now, "grad", b)
         now.marks.ready[b] = self.device.mark()
-        if self.metering.by_bucket:
-            self.metering.on_bucket_ready(b, now.planned)
         self.cursor.walk(self.plan.buckets + b)
 
     def on_backward_end(self) -> None:
@@ -479,24 +456,21 @@ class Engine:
         self.gradients.on_backward_end(self.hooks.seen)
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
-        self.compute.on_backward_end()
-        self.metering.on_backward_end(now.planned)
         # Where all updates run at the end, the rules of the step run before, too.
-        update = cursor.wait(program.end if self.run.updates_at_end else program.step)
-        self.metering.on_averages_arrived(now.planned)
+        update = cursor.wait(program.end if self.traits.updates_at_end else program.step)
+        self.observers.reached(now, "step")
         self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
-        if self.watched is not None or self.run.updates.early:
+        if self.watched is not None or self.traits.early:
             # Compute the checksum in the first iteration only: its times are not used.
             first = self.watched is not None and not now.planned
             self.run.updates.note_backward_end(contents=first)
-        self.compute.on_step_begin()
         now.marks.waited = self.device.mark()
         self.control.set_activity(IN_SCRIPT)
         self._looks.open()
 
     def on_held_backward_end(self) -> None:
         """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
-        if self.run.averages_inside:
+        if self.traits.averages_inside:
             self._looks.open()
 
     def _complete_held_passes(self) -> None:
@@ -534,15 +508,15 @@ class Engine:
     def _require_no_change(self) -> None:
         """Raise ValueError if gradients were changed after backward passes that only accumulate and
         the plan applies other gradients, or sums or averages over several ranks."""
-        hooks, run = self.hooks, self.run
-        handed = run.windows.late or run.averages_inside or self.plan.source is not None
+        hooks, traits = self.hooks, self.traits
+        handed = traits.late or traits.averages_inside or self.plan.source is not None
         if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "
                 f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
                 "because the number of passes was unknown or smaller than before; wrap all passes "
                 "but the last in `with model.no_sync():`, or "
-                f"{self.run.updates.remedy or 'use WFBP()'}"
+                f"{self.traits.remedy or 'use WFBP()'}"
             )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
@@ -575,18 +549,18 @@ class Engine:
         self.run.updates.step_remaining(now)
         self.cursor.walk(self.run.program.step)
         now.marks.stepped = mark()
-        self.compute.on_step_end()
+        self.observers.reached(now, "end")
         self.cursor.walk(self.run.program.end)
-        if self.run.updates_at_end:
+        if self.traits.updates_at_end:
             now.marks.stepped = mark()
         now.marks.end = mark()
         self.run.windows.on_iteration_end(now.planned)
         self.cursor.end()
-        self.reports.add(now)
+        self.observers.add_ended(now)
         self.iteration += 1
         self._evaluated = False
         self.control.set_iteration(self.iteration)
-        self.reports.deliver()
+        self.observers.deliver()
         while self._changes:
             self._changes.pop(0)()
         self.begin()
@@ -598,13 +572,12 @@ class Engine:
 
         Raise ValueError if the plan updates at other moments than the step.
         """
-        updates, late = self.run.updates, self.run.windows.late
-        if updates.remedy is not None or late or self.run.updates_at_end or self.plan.source:
+        if self.traits.remedy is not None or not self.traits.allows_own_steps:
             raise ValueError(
                 f"{type(self.optimizer).__name__} steps by itself, in a method other than step() "
                 "or after a closure that runs backward several times, or is one of several, but "
                 "this strategy updates at other moments than the step; "
-                f"{updates.remedy or AT_ONCE}"
+                f"{self.traits.remedy or AT_ONCE}"
             )
         self.end_backward(skip_update=False)
         self._looks.close()
@@ -634,9 +607,9 @@ class Engine:
         then count as zero. Raise ValueError if the backward of this iteration has ended and its
         gradients were already sent or applied.
         """
-        late = self.run.windows.late
-        if self.awaits_step and (late or self.run.updates.early):
-            remedy = (self.plan.source is None and self.run.updates.remedy) or AT_ONCE
+        late = self.traits.late
+        if self.awaits_step and (late or self.traits.early):
+            remedy = (self.plan.source is None and self.traits.remedy) or AT_ONCE
             raise ValueError(
                 "skip_step() after backward is too late: this strategy has already sent or applied "
                 f"the gradients in backward; call skip_step() in place of backward, or {remedy}"

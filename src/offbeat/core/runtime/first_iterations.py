@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from offbeat.core.files import write_or_warn
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
@@ -15,10 +16,10 @@ from offbeat.core.measuring.codec_speed import measure_codecs
 from offbeat.core.measuring.idle_links import measure_pauses
 from offbeat.core.measuring.links import measure_cluster, measure_inside, worthwhile_bytes
 from offbeat.core.measuring.machine_load import LoadSampler, disturbing_share
-from offbeat.core.measuring.observe import Observer, observing_plan
+from offbeat.core.measuring.observe import ProfileObserver, observing_plan
+from offbeat.core.observers import Observer
 from offbeat.core.parts import part
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.compute import ComputeObserver
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
 from offbeat.core.runtime.plan_choice import PlanChoice
@@ -26,10 +27,8 @@ from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session_guards import SessionGuards
 from offbeat.core.runtime.training_job import TrainingJob
 
-# Named as text, because the runtime must not import these modules.
 
-
-class FirstIterations:
+class FirstIterations(Observer):
     """Measurement of a profile in the first iterations, from which the plan is made.
 
     Args:
@@ -56,7 +55,8 @@ class FirstIterations:
         # Whether the model's layers are emulated by sleeping.
         self._is_emulated = bool(getattr(job.model, "emulated", False))
         self._load = LoadSampler(os.getppid())  # the launcher's other ranks are no other programs
-        self.observer: Observer | None = None
+        self.observer: ProfileObserver | None = None
+        self._turns: Any = None  # of the ranks of this machine
 
     def begin(self) -> None:
         """Run BSP and measure it from the next iteration on."""
@@ -75,32 +75,33 @@ class FirstIterations:
         self._guards.note_plan(observes=True)
         # Ranks of a sharded replica wait for each other within forward.
         lock = None if self._is_emulated or engine.flat.is_sharded else job.request.turns
-        turns = part("Turns")(lock) if lock else ComputeObserver()
-        engine.set_compute(turns)
-        self.observer = observer = Observer(job.model, engine, cluster.device, turns)
-        engine.reports.listener = partial(self._listen, observer)
-        engine.reports.needs_ready_times = True
+        self._turns = part("Turns")(lock) if lock else nullcontext()
+        self.observer = ProfileObserver(engine, self._turns)
+        engine.observers.add(self)
+        if lock:
+            engine.observers.add(self._turns)
 
-    def _listen(self, observer: Observer, done: Iteration) -> None:
-        if self._job.recorder:
-            self._job.recorder.add_iteration(done)
-        observer.iteration(done)
-        is_last = done.number + 1 >= self._job.observation.iterations and not done.abandoned
-        if is_last and not self._engine.awaits_change:
-            act = partial(self._run_plan, observer, done.number + 1)
-            self._engine.change_at_end(partial(self._run_alone, act))
+    def ended(self, iteration: Iteration) -> None:
+        number, engine = iteration.number + 1, self._engine
+        is_last = number >= self._job.observation.iterations and not iteration.abandoned
+        if is_last:
+            engine.observers.remove(self)
+            assert self.observer is not None
+            act = partial(self._run_plan, self.observer, number)
+            engine.change_at_end(partial(self._run_alone, act))
 
     def cancel(self) -> None:
         """Stop the measurement, if there is one, before another plan is adopted."""
         if self.observer is not None:
             self._finish(self.observer)
-            self._engine.set_compute(ComputeObserver())
 
-    def _finish(self, observer: Observer) -> None:
+    def _finish(self, observer: ProfileObserver) -> None:
         observer.finish()
+        for one in (self, self._turns):
+            self._engine.observers.remove(one)
         self.observer = None
 
-    def _run_plan(self, observer: Observer, observed: int) -> None:
+    def _run_plan(self, observer: ProfileObserver, observed: int) -> None:
         """Complete the profile, and run the plan that is made from it."""
         save_to, control = self._job.observation.save_to, self._job.cluster.control
         stops = self._job.request.stop_after_profile
@@ -118,7 +119,7 @@ class FirstIterations:
             raise SystemExit(0)
         self._runner.run_from(profile, observed, profile.usage)
 
-    def _measure(self, observer: Observer) -> Profile:
+    def _measure(self, observer: ProfileObserver) -> Profile:
         """Return the profile, the same on all ranks, after the storage was divided into buckets."""
         how, request, engine = self._job.observation, self._job.request, self._engine
         cluster, emulated = self._job.cluster, self._is_emulated
@@ -136,7 +137,6 @@ class FirstIterations:
         profile = observer.profile(specs, flat, links, contention, cluster, how.model)
         assert engine.watched is not None
         profile = replace(profile, usage=combine_usage(engine.watched.usage, control))
-        engine.set_compute(ComputeObserver())
         if request.pace is not None and not emulated:
             paced = part("paced_profile")(profile, request.pace, cluster)
             profile = Profile.from_dict(control.share_first(paced.to_dict()))

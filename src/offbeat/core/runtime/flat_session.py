@@ -10,7 +10,6 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
-from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import ReplicaGuard
 from offbeat.core.guards.replicas import (
     average_replicas,
@@ -20,11 +19,11 @@ from offbeat.core.guards.replicas import (
 )
 from offbeat.core.guards.same_inputs import ITERATIONS, InputSamples, read_same_batches
 from offbeat.core.guards.script_usage import scaler_remedy
+from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
 from offbeat.core.runtime.first_iterations import FirstIterations
-from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
@@ -96,6 +95,10 @@ class FlatSession(Session):
     def profile(self) -> Profile:
         """Profile from which the plan was made. AttributeError while it is measured."""
         return self.choice.profile
+
+    @property
+    def observers(self) -> Observers:  # type: ignore[override]
+        return self.engine.observers
 
     @property
     def scaler_remedy(self) -> str | None:
@@ -170,7 +173,7 @@ class FlatSession(Session):
             if t.payload.buffer == "param" and (t.ranks, t.when, t.before.lag) == (None, None, 0)
             for b in t.payload.buckets
         }
-        return not sends_only_gradients(engine.plan) and len(averaged) < engine.plan.buckets
+        return not engine.traits.sends_only_gradients and len(averaged) < engine.plan.buckets
 
     def before_call(self) -> None:
         self.engine.before_call()
@@ -214,7 +217,7 @@ class FlatSession(Session):
         guards.note_step()
         if self._inputs is not None and engine.iteration >= ITERATIONS:
             self.run_jointly(self._compare_inputs)
-        if engine.run.has_transfers_at_forward:
+        if engine.traits.moves_at_forward:
             self._unsampled = engine.iteration - 1
         elif recorder:
             recorder.on_step_end(engine.iteration - 1)
@@ -249,9 +252,6 @@ class FlatSession(Session):
     def traffic(self) -> dict[str, int]:
         return self._cluster.bytes_sent()
 
-    def listen(self, listener: Callable[[Iteration], None]) -> None:
-        self.engine.reports.watchers.append(listener)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         hooks = self.engine.hooks
@@ -280,12 +280,13 @@ class FlatSession(Session):
             staged: whether replicas stay as they are if a rank fails meanwhile.
         """
         model, cluster, plan = self._model, self._cluster, self.engine.plan
+        traits = self.engine.traits
         if plan.source is not None:
             take(plan.source, model, cluster)
-        elif repairing and sends_only_gradients(plan):
+        elif repairing and traits.sends_only_gradients:
             repair(model, self.engine.optimizer, cluster, staged=staged)
         else:
-            if sends_only_gradients(plan):
+            if traits.sends_only_gradients:
                 require_equal(model, self.choice.strategy, cluster)
             else:
                 self._guards.require_finite_replicas()
@@ -310,7 +311,7 @@ class FlatSession(Session):
             )
         state = self.runner.capture()
         united = self._united == self.engine.iteration
-        alike = united or (sends_only_gradients(self.plan) and not self.engine.run.windows.late)
+        alike = united or self.engine.traits.averages_gradients
         return Position(self.iteration, alike, state)
 
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:
@@ -335,7 +336,7 @@ class FlatSession(Session):
             if self._have_replicas_diverged():
                 self._print_difference()
         self.engine.waiting.closed = True
-        self.engine.reports.deliver(rest=True)
+        self.engine.observers.deliver(rest=True)
         if self._recorder:
             pace = self.runner.pace
             self._recorder.pace = pace.record() if pace else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offbeat.core.plan.cursor import Progress
@@ -37,7 +36,7 @@ class Timestamps:
     Attributes:
         begin: start of the iteration.
         begin_s: start of the iteration on the host, in `perf_counter` seconds.
-        held_s: seconds for which the compute observer has delayed the start of forward.
+        held_s: seconds for which observers have delayed the start of forward.
         first_forward: start of the first training forward.
         forward: start of the last forward.
         forward_end: end of forward.
@@ -121,34 +120,3 @@ class Iteration(Progress):
         host does not wait."""
         ends = (self.marks.end, *(message.end for message in self.messages))
         return all(device.has_reached(end) for end in ends if end is not None)
-
-
-class Reports:
-    """Queue of iterations that are delivered in order, each once it is complete.
-
-    Attributes:
-        listener: receives each iteration.
-        watchers: receive each iteration before the listener does.
-        needs_ready_times: whether the listener needs the time at which each bucket is ready.
-    """
-
-    def __init__(self) -> None:
-        self.listener: Callable[[Iteration], None] | None = None
-        self.watchers: list[Callable[[Iteration], None]] = []
-        self.needs_ready_times = False
-        self._recent: deque[Iteration] = deque()
-
-    def add(self, done: Iteration) -> None:
-        """Add an iteration that has ended; some of its messages may be outstanding."""
-        self._recent.append(done)
-
-    def deliver(self, *, rest: bool = False) -> None:
-        """Deliver all complete iterations, or with `rest` all iterations.
-
-        A listener that changes plan or storage must use `Engine.change_at_end`.
-        """
-        while self._recent and (rest or self._recent[0].complete):
-            done = self._recent.popleft()
-            for receive in (*self.watchers, self.listener):
-                if receive is not None:
-                    receive(done)

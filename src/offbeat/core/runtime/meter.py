@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import SampledElements
+from offbeat.core.observers import Observer
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 from offbeat.core.runtime.session import Session
@@ -68,7 +69,7 @@ class SampleBoard:
         return f"{number % SLOTS}/{rank}"
 
 
-class Meter:
+class Meter(Observer):
     """Measures iterations of a training run and logs them.
 
     Args:
@@ -101,24 +102,21 @@ class Meter:
             self._losses: list[Tensor] = []
             self._marks: list[Timestamps] = []
             self._since_s, self._sent = time.perf_counter(), session.traffic()
-            session.listen(self._on_iteration)
 
-    def on_iteration_end(self) -> None:
-        """Handle the end of one or several iterations."""
-        iteration = self._session.iteration
+    def stepped(self, number: int) -> None:
         if self._iteration is None:  # a checkpoint may have been loaded before
-            self._iteration = self._logged = iteration - 1
-        before, self._iteration = self._iteration, iteration
+            self._iteration = self._logged = number - 1
+        before, self._iteration = self._iteration, number
         if self._board is not None:
-            number = iteration // self._sample_every
-            if number > before // self._sample_every:
-                self._sample(self._board, number)
+            sample = number // self._sample_every
+            if sample > before // self._sample_every:
+                self._sample(self._board, sample)
         if self._metrics is None or self._tap is None:
             return
         if (loss := self._tap.take()) is not None:
             self._losses.append(loss)
-        if iteration // self._metrics.every > before // self._metrics.every:
-            self._log(self._metrics, iteration)
+        if number // self._metrics.every > before // self._metrics.every:
+            self._log(self._metrics, number)
 
     def _log(self, metrics: Metrics, iteration: int) -> None:
         """Pass the metrics to the log. Warn once if the log cannot write them."""
@@ -135,7 +133,7 @@ class Meter:
                     f"{f' to {path}' if path else ''} after iteration {iteration}: "
                     f"{error.strerror or error}; training goes on without them. Make room there",
                     RuntimeWarning,
-                    stacklevel=5,
+                    stacklevel=6,
                 )
 
     def close(self) -> None:
@@ -144,9 +142,10 @@ class Meter:
             self._tap.close()
             self._tap, self._marks = None, []
 
-    def _on_iteration(self, done: Iteration) -> None:
-        if self._tap is not None:  # the session still calls a closed meter
-            self._marks.append(done.marks)
+    def ended(self, iteration: Iteration) -> None:
+        # The session still calls a closed meter. The waits of DDP's iterations are unknown.
+        if self._tap is not None and iteration.split is None:
+            self._marks.append(iteration.marks)
 
     def _sample(self, board: SampleBoard, number: int) -> None:
         assert self._chosen is not None

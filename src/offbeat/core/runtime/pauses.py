@@ -25,7 +25,7 @@ class Pauses:
         if cursor.now is None and cursor.planned:
             self._engine.weight_looks.close()
             cursor.flush()
-            self._engine.reports.deliver()
+            self._engine.observers.deliver()
 
     def pause(self) -> None:
         """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
@@ -50,7 +50,7 @@ class Pauses:
             cursor.pause()
         finally:
             messages.drops = False
-        self._engine.reports.deliver()
+        self._engine.observers.deliver()
 
     def settle(self) -> None:
         """Before this rank leaves the job, complete its updates and the messages that other ranks
@@ -73,8 +73,8 @@ class Pauses:
         run.reloaded = True
         run.messages.coding.mark_stale()
         if (
-            run.windows.late
-            or run.has_delayed_averages
+            run.traits.late
+            or run.traits.has_delayed_averages
             or run.plan.source is not None
             or effects.has_late_messages(run.plan)
         ):
@@ -82,7 +82,7 @@ class Pauses:
             run.gradients.zero()
             run.windows.restart()
             run.discard_delayed_averages()
-            self._restart_plan()
+            self._engine.cursor.restart()
             return True
         return bool(effects.common_buffers(run.plan))
 
@@ -94,16 +94,12 @@ class Pauses:
         """
         self.pause()
         run = self._engine.run
-        if run.windows.late:
+        if run.traits.late:
             run.drain(self._engine.iteration)
-            self._restart_plan()
-        elif run.has_delayed_averages:
+            self._engine.cursor.restart()
+        elif run.traits.has_delayed_averages:
             run.discard_delayed_averages()
-            self._restart_plan()
+            self._engine.cursor.restart()
         elif run.plan.source is not None:  # `consolidate` copies the source's weights
-            self._restart_plan()
+            self._engine.cursor.restart()
             run.messages.coding.mark_united()
-
-    def _restart_plan(self) -> None:
-        self._engine.cursor.restart()
-        self._engine.metering.reset()

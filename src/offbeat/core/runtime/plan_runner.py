@@ -105,7 +105,7 @@ class PlanRunner:
         self.begin(plan, observed, trial)
         if usage is not None:
             self._set_held_passes(usage)
-        elif trial is None and _allows_one_backward(plan):
+        elif trial is None and engine.traits.moves_in_backward:
             engine.hooks.held = ALL
         for warning in caught:
             self._decisions.print(str(warning.message))
@@ -123,18 +123,14 @@ class PlanRunner:
         engine, recorder, strategy = self.engine, self._recorder, self._choice.strategy
         self._monitor, self._has_fallen_back = strategy.monitor(), has_fallen_back
         self._adopt(plan, trial)
-        reports = engine.reports
-        reports.listener, reports.needs_ready_times = None, False
         if recorder:
-            reports.listener = recorder.add_iteration
-            reports.needs_ready_times = recorder.needs_ready_times
             recorder.start(str(strategy), self.plan, observed, self._choice.profile)
             if not engine.flat.is_sharded:  # ranks of a node hold different parameters
                 recorder.set_sample(partial(Sample.of, engine.flat))
         self.stop_monitor()
         if self._monitor is not None:
-            self.convergence = ConvergenceGuard(engine.control, engine.optimizer)
-            engine.set_noise_meter(self.convergence.meter)
+            self.convergence = ConvergenceGuard(engine)
+            engine.observers.add(self.convergence)
 
     def begin_again(self) -> None:
         """Adopt the strategy's plan for other members. Buffers and memory continue."""
@@ -144,7 +140,7 @@ class PlanRunner:
         """Stop the guard of the loss."""
         if self.convergence is not None:
             self.convergence.close()
-            self.engine.set_noise_meter(None)
+            self.engine.observers.remove(self.convergence)
         self.convergence = None
 
     def _set_held_passes(self, usage: ScriptUsage) -> None:
@@ -156,7 +152,7 @@ class PlanRunner:
         averaging = any(
             t.payload.buffer == "grad" and base_link(t.link) != INSIDE for t in self.plan.transfers
         )
-        averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
+        averaging = averaging and self.plan.source is None and not self.engine.traits.late
         self.engine.hooks.held = 0 if averaging else usage.backwards - 1
 
     # ---- adoption ---------------------------------------------------------------------------
@@ -196,9 +192,7 @@ class PlanRunner:
         if self.pace is None and profile.pace:
             self.pace = open_pace(profile, cluster.replica)
             assert self.pace is not None
-            engine.set_compute(self.pace)
-        if self.convergence is not None:
-            engine.set_noise_meter(self.convergence.meter)
+            engine.observers.add(self.pace)
         self._guards.compare_ranks(plan)
 
     def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
@@ -334,12 +328,4 @@ class PlanRunner:
             self.stop_monitor()
         elif self.convergence is not None:
             self.convergence.resume(state["guard"])
-            engine.set_noise_meter(self.convergence.meter)
         restore(engine, state["engine"])
-
-
-def _allows_one_backward(plan: Plan) -> bool:
-    """Return whether parameters change during backward, so that no other pass may follow before the
-    step."""
-    averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
-    return averages or plan.source is not None

@@ -355,6 +355,7 @@ class _Preparation:
     ) -> tuple[Model, Optimizer]:
         """Return model and optimizer of a session that has been opened."""
         if job.recorder is not None:
+            session.observers.add(job.recorder)
             job.recorder.attach(session)
         cluster = job.cluster
         session.strategy = str(self.strategy)
@@ -366,7 +367,7 @@ class _Preparation:
         model = Model(self.model, session, meter)
         optimizer = Optimizer(self.optimizer, session)
         if meter is not None:
-            session.add_follower(meter.on_iteration_end)
+            session.observers.add(meter)
         resumes = job.request.resume and job.joining is None  # otherwise members send the state
         try:
             enable_checkpoints(replace(job.request, resume=resumes), model, optimizer)

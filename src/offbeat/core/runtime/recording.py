@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from offbeat.core.console import console
 from offbeat.core.measuring.replica_sample import Sample
+from offbeat.core.observers import Observer
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.iteration import Iteration
 
 if TYPE_CHECKING:
     from offbeat.core.runtime.engine import Engine
@@ -65,13 +65,11 @@ class MemberChange:
     text: str
 
 
-class Recorder:
-    """Observer of one rank. A subclass overrides what it records; the base records nothing.
+class Recorder(Observer):
+    """Recorder of one rank. A subclass overrides what it records; the base records nothing.
 
     Attributes:
         id: id of the run in checkpoints; None for a run that no checkpoint names.
-        needs_ready_times: whether the time at which each bucket is ready is recorded. It costs a
-            hook per bucket.
         splits_every: iterations between two reads of torch's own times of a backward (DDP only).
         keeps_end: whether the record states how the job ended.
         origin_s: `perf_counter` seconds at the start of the record.
@@ -83,7 +81,6 @@ class Recorder:
     """
 
     splits_every: ClassVar[int] = 1
-    needs_ready_times: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.id: str | None = None
@@ -114,9 +111,6 @@ class Recorder:
 
     def on_step_begin(self, iteration: int) -> None:
         """Handle the begin of `optimizer.step()`."""
-
-    def add_iteration(self, done: Iteration) -> None:
-        """Record a finished iteration."""
 
     def on_step_end(self, iteration: int) -> None:
         """Handle the end of `optimizer.step()`, or of the forward that completes its update."""

@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from offbeat.core.console import console
+from offbeat.core.observers import Observers
 from offbeat.core.transport.cluster import Cluster
 
 if TYPE_CHECKING:
     from offbeat.core.checkpoint.saving import Saver
-    from offbeat.core.runtime.iteration import Iteration
     from offbeat.core.runtime.recording import Recorder
     from offbeat.elastic.samples import MemberSamples, Stream
     from offbeat.jobs.stopping import StopRequest
@@ -66,7 +67,6 @@ class Session(ABC):
     stop_request: StopRequest | None = None
     _recorder: Recorder | None = None
     keeps_replicas_equal: bool = False
-    _followers: tuple[Callable[[], None], ...] = ()
 
     @property
     def record(self) -> str | None:
@@ -234,10 +234,6 @@ class Session(ABC):
     def traffic(self) -> dict[str, int]:
         """Return the bytes sent so far, by link."""
 
-    def listen(self, listener: Callable[[Iteration], None]) -> None:  # noqa: B027
-        """Call `listener` with every complete iteration. By default the times of iterations are
-        unknown, and the listener is never called."""
-
     def on_scaler_step(self, *, steps: bool) -> None:  # noqa: B027 - nothing to do by default
         """Handle the start of a step by a gradient scaler."""
 
@@ -245,18 +241,15 @@ class Session(ABC):
         """End one iteration without an update; see `Model.skip_step`."""
         self.step(skip_update=True)
 
-    def add_follower(self, act: Callable[[], None]) -> None:
-        """Call `act` after each `optimizer.step()` and `skip_step()`, in the order of these calls.
-
-        Not after a backward that `zero_grad()` drops: weights may be perturbed then.
-        """
-        self._followers = (*self._followers, act)
+    @cached_property
+    def observers(self) -> Observers:
+        """Observers of the iterations of this rank. A session without a plan may tell them less."""
+        return Observers()
 
     def finish_iteration(self) -> None:
-        """Call the functions of `add_follower`, and end the process if the iteration is the last
-        one after SIGTERM."""
-        for act in self._followers:
-            act()
+        """Tell the observers that `optimizer.step()` or `skip_step()` has ended, and end the
+        process if the iteration is the last one after SIGTERM."""
+        self.observers.stepped(self.iteration)
         if self.stop_request is not None:
             self.stop_request.on_iteration_end(self.iteration)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.average import OriginError
-from offbeat.core.runtime.compute import ComputeObserver
+from offbeat.core.observers import Observer
 from offbeat.core.transport.cluster import CLOSED
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
@@ -23,12 +23,12 @@ class Waiting:
     """Waits for messages. After a failure `require_alive` raises, because training cannot
     continue."""
 
-    def __init__(self, device: Device, control: Control, timeout_s: float):
+    def __init__(self, device: Device, control: Control, timeout_s: float, observers: Observer):
         self._device, self._control, self._timeout_s = device, control, timeout_s
+        self._observers = observers
         self._failure: BaseException | None = None
         self.closed = False
         self.since_s: float | None = None  # monotonic start of the wait for a message, if one runs
-        self.compute = ComputeObserver()
         self.repeated = RepeatedAverages(control)
         # Agrees with the other members of the job on the outcome of all messages after a failed
         # wait. Raises the failure, which is its argument, if this rank cannot continue.
@@ -75,7 +75,7 @@ class Waiting:
         if not message.done and not message.settled:
             with self._control.waiting(lambda: f"waiting for {_describe_message(message, flat)}"):
                 self._await(message, flat)
-            self.compute.on_wait_end()
+            self._observers.waited()
         if message.error is not None and not message.settled:
             passed_s = _seconds_since_release(message)
             after = "" if passed_s is None else f", {passed_s:.1f} s after its release"

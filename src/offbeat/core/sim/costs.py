@@ -18,28 +18,6 @@ from offbeat.core.sim.ranks import Ranks
 Seconds = NDArray[np.float64]
 
 
-def apply_s(profile: Profile, apply: Apply, update_s: Seconds) -> Seconds | None:
-    """Return the seconds of an apply for each of its buckets, or None if it is not an update.
-
-    Only updates take time.
-
-    Args:
-        profile: profile with the seconds of an optimizer step.
-        apply: apply rule of a plan.
-        update_s: update seconds of each bucket of the model.
-    """
-    if not effects.is_update(apply):
-        return None
-    seconds = update_s[apply.buckets.start : apply.buckets.stop]
-    if not profile.step_s:
-        return seconds
-    # `profile.step_s` is the time of each further optimizer call; the first one per iteration is
-    # part of `update_s`. One call for the whole model has no further calls.
-    whole = apply.at.point in ("step", "end") and len(apply.buckets) == len(profile.buckets)
-    calls = len(apply.buckets) if has_moment_per_bucket(apply) else int(not whole)
-    return seconds + profile.step_s * calls / len(seconds)
-
-
 class _Message(NamedTuple):
     """Costs of a message on an idle link at the profile's rate.
 
@@ -103,8 +81,20 @@ class Costs:
         return facts.forward_s if kind == "forward" else facts.backward_s
 
     def apply_s(self, apply: Apply) -> Seconds | None:
-        """Return the seconds of an apply for each bucket, or None if it is not an update."""
-        return apply_s(self.profile, apply, self._update_s)
+        """Return the seconds of an apply for each of its buckets, or None if it is not an update.
+
+        Only updates take time.
+        """
+        if not effects.is_update(apply):
+            return None
+        seconds = self._update_s[apply.buckets.start : apply.buckets.stop]
+        if not self.profile.step_s:
+            return seconds
+        # `step_s` is the time of each further optimizer call; the first one per iteration is part
+        # of `update_s`. One call for the whole model has no further calls.
+        whole = apply.at.point in ("step", "end") and len(apply.buckets) == self.plan.buckets
+        calls = len(apply.buckets) if has_moment_per_bucket(apply) else int(not whole)
+        return seconds + self.profile.step_s * calls / len(seconds)
 
     def message_s(self, t: Transfer, ranks: tuple[int, ...] | None = None) -> float:
         """Return the seconds of a message on an idle link.

@@ -120,6 +120,8 @@ class RunRecorder(Recorder):
     `write` closes the record. The memory of the recorder does not grow with the iterations.
     """
 
+    every_bucket = True  # the trace has the time at which each bucket is ready
+
     def __init__(self, directory: str | Path, rank: int, device: Device):
         super().__init__()
         self._blocks = RecordWriter(path_of(directory, rank))
@@ -192,8 +194,8 @@ class RunRecorder(Recorder):
         if warning is not None:
             self.warnings.append(warning)
 
-    def add_iteration(self, done: Iteration) -> None:
-        self._pending.append(done)
+    def ended(self, iteration: Iteration) -> None:
+        self._pending.append(iteration)
         while self._pending and self._pending[0].is_reached(self._device):
             self._record_iteration(self._pending.popleft())
 
