@@ -110,7 +110,7 @@ def test_a_lack_of_this_host_states_nothing_about_others(monkeypatch: pytest.Mon
     def connect(*_: object) -> None:
         raise OSError(failure, "an error of this test")
 
-    monkeypatch.setattr(presence_module.socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     failure = errno.EMFILE
     assert probe((HOST, 1, "token")) == "silent"
     failure = errno.EHOSTUNREACH
@@ -141,7 +141,7 @@ def test_an_answer_in_parts_is_read_whole(
 
     other.sendall(sent)
     other.close()
-    monkeypatch.setattr(presence_module.socket, "create_connection", lambda *_: Parts())
+    monkeypatch.setattr(socket, "create_connection", lambda *_: Parts())
     monkeypatch.setattr(presence_module, "prove_token", lambda *_, **__: None)
     assert is_gone((HOST, 1, "token"), epoch=12) is given_up
 
