@@ -92,7 +92,7 @@ class MemberSession(FlatSession):
                 self._unify(repairing, staged=True)
 
         def tensors() -> list[Tensor]:
-            with_state = repairing and sends_only_gradients(self.engine.plan)
+            with_state = repairing and self.engine.traits.sends_only_gradients
             return replica_tensors(self._model, self.engine.optimizer if with_state else None)
 
         self.changes.unite(act, tensors)
@@ -160,7 +160,7 @@ class MemberSession(FlatSession):
     @property
     def has_equal_replicas(self) -> bool:
         """Whether the plan keeps all replicas equal."""
-        return self.engine.run.averages_gradients
+        return self.engine.traits.averages_gradients
 
     @property
     def is_in_iteration(self) -> bool:

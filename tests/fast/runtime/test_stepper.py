@@ -115,7 +115,7 @@ def test_a_plain_loop_keeps_the_updates_at_the_next_forward(strategy: Strategy) 
     model, optimizer = offbeat.prepare(own, optimizer, strategy, profile=PROFILE)
     for _ in range(2):
         iterate(model, optimizer)
-    assert model._session.engine.run.updates.on_arrival
+    assert model._session.engine.traits.on_arrival
     model.close()
 
 

@@ -31,12 +31,6 @@ def is_window_end(apply: Apply) -> bool:
     return apply.rule in EFFECTS and EFFECTS[apply.rule].role == "close"
 
 
-def updates_at_end(plan: Plan) -> bool:
-    """Return whether every update has the moment `end` and no rule has the moment `step`."""
-    updates = {apply.at.point for apply in plan.applies if is_update(apply)}
-    return updates == {"end"} and all(apply.at.point != "step" for apply in plan.applies)
-
-
 def conserves_gradients(apply: Apply) -> bool:
     """Return whether the apply keeps each gradient in the weights exactly once."""
     return apply.rule in EFFECTS and EFFECTS[apply.rule].conserves

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.deferred import early_remedy
-from offbeat.core.derive.windows import Windows
+from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile, ScriptUsage
 from offbeat.core.strategy.interface import Strategy
@@ -74,12 +74,6 @@ def scaler_remedy(plan: Plan) -> str | None:
     return remedy and f"they are applied bucket by bucket, at other times; {remedy}"
 
 
-def allows_own_steps(plan: Plan) -> bool:
-    """Return whether an optimizer may step in a method of its own, or be one of several, under a
-    plan that updates in the step."""
-    return not (effects.updates_at_end(plan) or Windows(plan).late or plan.source)
-
-
 def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
     """Return the strategy, or its variant if the script of the profile needs one.
 
@@ -95,7 +89,7 @@ def strategy_that_runs(strategy: Strategy, profile: Profile) -> Strategy:
         plan = suitable.plan(profile)
     if usage.scales and (remedy := scaler_remedy(plan)):
         raise ValueError(f"the script uses a GradScaler with {strategy}, but {remedy}")
-    if usage.drives and not allows_own_steps(plan):
+    if usage.drives and not PlanTraits(plan).allows_own_steps:
         raise ValueError(
             "the script steps through several optimizers, or through methods of one, but "
             f"{strategy} updates at other moments than the step; use WFBP()"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
-from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.derive.lean import GroupedUpdates, group_updates
+from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import (
     BUFFERS,
     INSIDE,
@@ -54,6 +53,7 @@ class ActivePlan:
         self, plan: Plan, engine: Engine, planned: int = 0, former: ActivePlan | None = None
     ) -> None:
         self.plan, self.flat, self.gradients = plan, engine.flat, engine.gradients
+        self.traits = traits = PlanTraits(plan)
         self._engine = engine
         self.program = Program(plan, engine.replica)
         rules = (*plan.transfers, *plan.applies)
@@ -61,25 +61,25 @@ class ActivePlan:
         self.reloaded = False  # whether weights were loaded since the buffers were computed
         self.flat.adopt(plan.all_buffers, continues=former is not None)
         self.gradients.begin_plan()
-        self.updates = Updates(plan, engine.optimizer, self.gradients, self.flat, engine.observers)
+        self.updates = Updates(
+            traits, engine.optimizer, self.gradients, self.flat, engine.observers
+        )
         self.updates.stepping, self.updates.suspects = engine.stepping, engine.suspects
         self.context = StorageContext(
             engine.replica, self.flat, self.gradients, engine.state, self.updates
         )
         if former is not None:
             self.context.memory.update(former.context.memory)
-        self.broadcasts = any(t.verb == "broadcast" for t in plan.transfers)
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
-        self.actions = self._create_actions(self.program, note_later=self.updates.remedy is None)
+        self.actions = self._create_actions(self.program, note_later=traits.remedy is None)
         self.messages, self.votes = self.actions.messages, self.actions.votes
         self.cursor: Cursor[Iteration] = Cursor(
             self.program, self.actions, planned, engine.step_observers
         )
-        self.updates_at_end = effects.updates_at_end(plan)
         self._lean = not engine.gradients.sent
         self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
         self.forward_hooks: ForwardHooks | None = None
-        if self._needs_forward_hooks():
+        if traits.splits_forward:
             self.forward_hooks = ForwardHooks(
                 engine.model, self.flat, engine.complete_bucket, engine.before_read
             )
@@ -115,12 +115,6 @@ class ActivePlan:
             engine.suspects,
             note_later=note_later,
         )
-
-    def _needs_forward_hooks(self) -> bool:
-        """Return whether the forward of a single bucket has a moment of its own in the plan."""
-        moments = [t.before for t in self.plan.transfers] + [t.after for t in self.plan.transfers]
-        own = any(m.point == "forward" and m.bucket is not None for m in moments)
-        return own or any(a.at.point == "forward" for a in self.plan.applies)
 
     def close(self) -> None:
         """Remove the forward hooks and restore the schedulers."""
@@ -178,7 +172,7 @@ class ActivePlan:
     def _repeats(self, transfer: Transfer) -> bool:
         """Return whether a message without a result is repeated after a failure: one of gradients
         that are averaged in the iteration that computes them."""
-        return self.averages_gradients or base_link(transfer.link) == INSIDE
+        return self.traits.averages_gradients or base_link(transfer.link) == INSIDE
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""
@@ -261,30 +255,6 @@ class ActivePlan:
         updates = takewhile(effects.is_update, (a for _, a in step.apply))
         return [apply for apply in updates if self.votes.allows(apply, planned)]
 
-    @cached_property
-    def averages_gradients(self) -> bool:
-        """Whether the plan averages only gradients, in the iteration that computes them."""
-        return sends_only_gradients(self.plan) and not self.windows.late
-
-    @cached_property
-    def averages_inside(self) -> bool:
-        """Whether the plan averages gradients inside nodes of several ranks."""
-        return any(base_link(t.link) == INSIDE for t in self.plan.transfers)
-
-    @cached_property
-    def has_delayed_averages(self) -> bool:
-        """Whether the plan averages snapshots of parameters while training continues."""
-        return bool(effects.delayed_applies(self.plan))
-
-    @cached_property
-    def has_transfers_at_forward(self) -> bool:
-        """Whether parameters are in flight or change between the end of an iteration and the next
-        forward."""
-        return self.has_delayed_averages or any(
-            t.in_place and t.payload.buffer == "param" and t.before.point == "forward"
-            for t in self.plan.transfers
-        )
-
     def begin_epoch(self, *, are_united: bool) -> None:
         """Restart buffers and memory that depend on the members of the job, which have changed.
 
@@ -316,11 +286,11 @@ class ActivePlan:
         Returns True if the backward so far has sent nothing, applied nothing and cast no votes.
         """
         step = self.program.step
-        busy = self.updates_at_end or any(
+        busy = self.traits.updates_at_end or any(
             self.plan.buckets <= s.position < step or (s.position == step and (s.wait or s.decide))
             for s in self.program.steps(iteration.planned)
         )
-        return not busy and not self.windows.late and self.plan.source is None
+        return not busy and not self.traits.late and self.plan.source is None
 
     def require_skippable(self, iteration: Iteration, *, adding: bool) -> None:
         """Raise RuntimeError if an iteration cannot end without its update.
@@ -334,12 +304,12 @@ class ActivePlan:
             iteration.messages[i].transfer.payload.buffer == "grad" for i in iteration.outstanding
         )
         late = adding and (
-            flying or self._changes_parameters_at_end() or self._has_averaged_parameters(iteration)
+            flying or self.traits.moves_at_end or self._has_averaged_parameters(iteration)
         )
-        if late or self.updates.early or self.windows.late:
+        if late or self.traits.early or self.traits.late:
             # Where another backward adds gradients, the variant of the remedy raises as well.
             can_drop = not adding and self.plan.source is None
-            remedy = (can_drop and self.updates.remedy) or AT_ONCE
+            remedy = (can_drop and self.traits.remedy) or AT_ONCE
             raise RuntimeError(
                 "backward ran without optimizer.step() after it, but its gradients were already "
                 "sent or applied; call step() after every backward, wrap each backward that only "
@@ -352,17 +322,3 @@ class ActivePlan:
             m.released is not None and m.transfer.target not in ("grad", BUFFERS)
             for m in iteration.messages
         )
-
-    def _changes_parameters_at_end(self) -> bool:
-        """Return whether the end of an iteration changes parameters by more than its update."""
-        late = ("step", "end")
-        moved = any(t.target != "grad" and t.after.point in late for t in self.plan.transfers)
-        return moved or any(
-            self._changes_parameters(a) and a.at.point in late for a in self.plan.applies
-        )
-
-    @staticmethod
-    def _changes_parameters(apply: Apply) -> bool:
-        """Return whether a rule changes more than an update and its optimizer state do."""
-        own = effects.is_update(apply) or effects.is_window_end(apply)
-        return not own and not effects.writes_only(apply, ("state",))

@@ -146,7 +146,7 @@ class Engine:
         self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
         self.run = ActivePlan(plan, self, planned, former)
         self._adopted.callback(self.run.close)
-        self.plan, self.cursor = plan, self.run.cursor
+        self.plan, self.traits, self.cursor = plan, self.run.traits, self.run.cursor
         self._looks = self._create_looks()
         self._adopted.callback(self._looks.close)
         self._watch_weights()
@@ -197,16 +197,16 @@ class Engine:
         """Return the hooks that run when code reads gradients before the step."""
         if self.watched is not None:
             return ReadHook(self.gradients.parameters, self.watched.record_read)
-        if self.run.updates.on_arrival or self.plan.source is not None:
+        if self.traits.on_arrival or self.plan.source is not None:
             return ReadHook(self.gradients.parameters, self.run.updates.refuse_read)
         # Otherwise the gradients that code can read are final, unless a node still averages them.
-        inside = self.gradients.parameters if self.run.averages_inside else []
+        inside = self.gradients.parameters if self.traits.averages_inside else []
         return ReadHook(inside, self._complete_held_passes)
 
     def _watch_weights(self) -> None:
         """If updates run after the step, complete them before user code reads weights through the
         bare module or through stored references."""
-        late, act = self.run.updates.on_arrival, self._complete_updates
+        late, act = self.traits.on_arrival, self._complete_updates
         self.weight_looks = ReadHook(self.flat.parameters if late else [], act, WEIGHTS)
         self._adopted.callback(self.weight_looks.close)
         for module in self.model.modules() if late else ():
@@ -274,7 +274,7 @@ class Engine:
             self.cursor.walk(0)
         elif hooks.at_start is not None:
             self.complete_bucket(hooks.at_start)
-        elif self.run.broadcasts:
+        elif self.traits.broadcasts:
             self.cursor.walk(0)  # the model may read a buffer before its first module runs
         self._mark_forward(now, self.device.mark())
         return NO_CONTEXT if hooks is None else hooks.record_reads()
@@ -328,8 +328,7 @@ class Engine:
     def _forward_end(self, now: Iteration, output: object) -> None:
         self.control.set_activity(IN_SCRIPT)
         self.observers.reached(now, "forward")
-        updates = self.run.updates
-        if (updates.early or updates.on_arrival) and self.gradients.sent:
+        if (self.traits.early or self.traits.on_arrival) and self.gradients.sent:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.on_output_gradient())
@@ -386,12 +385,12 @@ class Engine:
         updated: autograd's own error would not name the cause. If gradients are averaged on
         arrival, complete their averages before this backward adds to them.
         """
-        now, updates = self.ensure_iteration(), self.run.updates
+        now, traits = self.ensure_iteration(), self.traits
         if not self.awaits_step or self.hooks.accumulating:
             return
-        if updates.early:
+        if traits.early:
             self.run.require_skippable(now, adding=True)
-        elif updates.on_arrival and self.run.averages_gradients and not self._stepped_by_script:
+        elif traits.on_arrival and traits.averages_gradients and not self._stepped_by_script:
             self._average_again(now)
 
     def _average_again(self, now: Iteration) -> None:
@@ -428,7 +427,8 @@ class Engine:
             if self.run.allows_another_backward(now) and not self._stepped_by_script:
                 self._continue_accumulation()
             else:
-                if self.run.averages_gradients and not (self._repeated or self._stepped_by_script):
+                is_first = not (self._repeated or self._stepped_by_script)
+                if is_first and self.traits.averages_gradients:
                     self._require_another_backward()
                 self._abandon(now, adding=True)
         self.ensure_iteration()
@@ -457,10 +457,10 @@ class Engine:
         self.hooks.finish()
         now.marks.backward_end = self.device.mark()
         # Where all updates run at the end, the rules of the step run before, too.
-        update = cursor.wait(program.end if self.run.updates_at_end else program.step)
+        update = cursor.wait(program.end if self.traits.updates_at_end else program.step)
         self.observers.reached(now, "step")
         self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
-        if self.watched is not None or self.run.updates.early:
+        if self.watched is not None or self.traits.early:
             # Compute the checksum in the first iteration only: its times are not used.
             first = self.watched is not None and not now.planned
             self.run.updates.note_backward_end(contents=first)
@@ -470,7 +470,7 @@ class Engine:
 
     def on_held_backward_end(self) -> None:
         """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
-        if self.run.averages_inside:
+        if self.traits.averages_inside:
             self._looks.open()
 
     def _complete_held_passes(self) -> None:
@@ -508,15 +508,15 @@ class Engine:
     def _require_no_change(self) -> None:
         """Raise ValueError if gradients were changed after backward passes that only accumulate and
         the plan applies other gradients, or sums or averages over several ranks."""
-        hooks, run = self.hooks, self.run
-        handed = run.windows.late or run.averages_inside or self.plan.source is not None
+        hooks, traits = self.hooks, self.traits
+        handed = traits.late or traits.averages_inside or self.plan.source is not None
         if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "
                 f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
                 "because the number of passes was unknown or smaller than before; wrap all passes "
                 "but the last in `with model.no_sync():`, or "
-                f"{self.run.updates.remedy or 'use WFBP()'}"
+                f"{self.traits.remedy or 'use WFBP()'}"
             )
 
     def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
@@ -551,7 +551,7 @@ class Engine:
         now.marks.stepped = mark()
         self.observers.reached(now, "end")
         self.cursor.walk(self.run.program.end)
-        if self.run.updates_at_end:
+        if self.traits.updates_at_end:
             now.marks.stepped = mark()
         now.marks.end = mark()
         self.run.windows.on_iteration_end(now.planned)
@@ -572,13 +572,12 @@ class Engine:
 
         Raise ValueError if the plan updates at other moments than the step.
         """
-        updates, late = self.run.updates, self.run.windows.late
-        if updates.remedy is not None or late or self.run.updates_at_end or self.plan.source:
+        if self.traits.remedy is not None or not self.traits.allows_own_steps:
             raise ValueError(
                 f"{type(self.optimizer).__name__} steps by itself, in a method other than step() "
                 "or after a closure that runs backward several times, or is one of several, but "
                 "this strategy updates at other moments than the step; "
-                f"{updates.remedy or AT_ONCE}"
+                f"{self.traits.remedy or AT_ONCE}"
             )
         self.end_backward(skip_update=False)
         self._looks.close()
@@ -608,9 +607,9 @@ class Engine:
         then count as zero. Raise ValueError if the backward of this iteration has ended and its
         gradients were already sent or applied.
         """
-        late = self.run.windows.late
-        if self.awaits_step and (late or self.run.updates.early):
-            remedy = (self.plan.source is None and self.run.updates.remedy) or AT_ONCE
+        late = self.traits.late
+        if self.awaits_step and (late or self.traits.early):
+            remedy = (self.plan.source is None and self.traits.remedy) or AT_ONCE
             raise ValueError(
                 "skip_step() after backward is too late: this strategy has already sent or applied "
                 f"the gradients in backward; call skip_step() in place of backward, or {remedy}"

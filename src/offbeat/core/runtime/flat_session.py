@@ -10,7 +10,6 @@ import torch
 
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.derive import effects
-from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.comparison import ReplicaGuard
 from offbeat.core.guards.replicas import (
     average_replicas,
@@ -174,7 +173,7 @@ class FlatSession(Session):
             if t.payload.buffer == "param" and (t.ranks, t.when, t.before.lag) == (None, None, 0)
             for b in t.payload.buckets
         }
-        return not sends_only_gradients(engine.plan) and len(averaged) < engine.plan.buckets
+        return not engine.traits.sends_only_gradients and len(averaged) < engine.plan.buckets
 
     def before_call(self) -> None:
         self.engine.before_call()
@@ -218,7 +217,7 @@ class FlatSession(Session):
         guards.note_step()
         if self._inputs is not None and engine.iteration >= ITERATIONS:
             self.run_jointly(self._compare_inputs)
-        if engine.run.has_transfers_at_forward:
+        if engine.traits.moves_at_forward:
             self._unsampled = engine.iteration - 1
         elif recorder:
             recorder.on_step_end(engine.iteration - 1)
@@ -281,12 +280,13 @@ class FlatSession(Session):
             staged: whether replicas stay as they are if a rank fails meanwhile.
         """
         model, cluster, plan = self._model, self._cluster, self.engine.plan
+        traits = self.engine.traits
         if plan.source is not None:
             take(plan.source, model, cluster)
-        elif repairing and sends_only_gradients(plan):
+        elif repairing and traits.sends_only_gradients:
             repair(model, self.engine.optimizer, cluster, staged=staged)
         else:
-            if sends_only_gradients(plan):
+            if traits.sends_only_gradients:
                 require_equal(model, self.choice.strategy, cluster)
             else:
                 self._guards.require_finite_replicas()
@@ -311,7 +311,7 @@ class FlatSession(Session):
             )
         state = self.runner.capture()
         united = self._united == self.engine.iteration
-        alike = united or (sends_only_gradients(self.plan) and not self.engine.run.windows.late)
+        alike = united or self.engine.traits.averages_gradients
         return Position(self.iteration, alike, state)
 
     def resume(self, iteration: int, state: Mapping[str, Any] | None) -> None:

@@ -73,8 +73,8 @@ class Pauses:
         run.reloaded = True
         run.messages.coding.mark_stale()
         if (
-            run.windows.late
-            or run.has_delayed_averages
+            run.traits.late
+            or run.traits.has_delayed_averages
             or run.plan.source is not None
             or effects.has_late_messages(run.plan)
         ):
@@ -94,10 +94,10 @@ class Pauses:
         """
         self.pause()
         run = self._engine.run
-        if run.windows.late:
+        if run.traits.late:
             run.drain(self._engine.iteration)
             self._engine.cursor.restart()
-        elif run.has_delayed_averages:
+        elif run.traits.has_delayed_averages:
             run.discard_delayed_averages()
             self._engine.cursor.restart()
         elif run.plan.source is not None:  # `consolidate` copies the source's weights

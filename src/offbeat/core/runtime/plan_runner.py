@@ -105,7 +105,7 @@ class PlanRunner:
         self.begin(plan, observed, trial)
         if usage is not None:
             self._set_held_passes(usage)
-        elif trial is None and _allows_one_backward(plan):
+        elif trial is None and engine.traits.moves_in_backward:
             engine.hooks.held = ALL
         for warning in caught:
             self._decisions.print(str(warning.message))
@@ -152,7 +152,7 @@ class PlanRunner:
         averaging = any(
             t.payload.buffer == "grad" and base_link(t.link) != INSIDE for t in self.plan.transfers
         )
-        averaging = averaging and self.plan.source is None and not self.engine.run.windows.late
+        averaging = averaging and self.plan.source is None and not self.engine.traits.late
         self.engine.hooks.held = 0 if averaging else usage.backwards - 1
 
     # ---- adoption ---------------------------------------------------------------------------
@@ -329,10 +329,3 @@ class PlanRunner:
         elif self.convergence is not None:
             self.convergence.resume(state["guard"])
         restore(engine, state["engine"])
-
-
-def _allows_one_backward(plan: Plan) -> bool:
-    """Return whether parameters change during backward, so that no other pass may follow before the
-    step."""
-    averages = any(t.payload.buffer == "param" and t.after.point == "grad" for t in plan.transfers)
-    return averages or plan.source is not None

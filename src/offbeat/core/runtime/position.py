@@ -49,7 +49,7 @@ def capture(engine: Engine) -> State:
         "planned": run.cursor.planned,
         "iterations": [_capture_iteration(engine, one) for one in run.cursor.recent()],
         "buffers": {name: run.flat.contents(name) for name in _saved_buffers(engine)},
-        "gradients": run.gradients.flags() if run.windows.late else None,
+        "gradients": run.gradients.flags() if run.traits.late else None,
         "memory": run.context.memory,
         "votes": run.votes.outcomes,
     }
@@ -94,7 +94,7 @@ def _saved_buffers(engine: Engine) -> list[str]:
     The checkpoint of the model contains the parameters. Gradients are saved only if the plan
     accumulates them; otherwise the training loop zeroes them.
     """
-    late = engine.run.windows.late
+    late = engine.run.traits.late
     return [
         name
         for name, buffer in engine.plan.all_buffers.items()

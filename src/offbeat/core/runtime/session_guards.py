@@ -103,10 +103,10 @@ class SessionGuards:
         gradients and applies them in the step. Parameters may be in any memory then. If
         `observes`, the strategy's plan follows, which may do otherwise.
         """
-        plan, run = self._engine.plan, self._engine.run
-        early = run.updates.remedy is not None or run.windows.late
+        traits = self._engine.traits
+        early = traits.remedy is not None or traits.late
         follows = observes and not self._choice.strategy.synchronous
-        self.shares_optimizer = sends_only_gradients(plan) and not early and not follows
+        self.shares_optimizer = traits.sends_only_gradients and not early and not follows
 
     def compare_ranks(self, plan: Plan) -> None:
         """Compare replicas from now on, or only settings if a plan averages parameters."""
@@ -158,7 +158,7 @@ class SessionGuards:
     def begin_iteration(self) -> None:
         """Act before the first forward of an iteration."""
         engine = self._engine
-        if engine.iteration < NOTED_FORWARDS and not engine.run.updates.on_arrival:
+        if engine.iteration < NOTED_FORWARDS and not engine.traits.on_arrival:
             self._in_forward.note()
         if self.replicas is not None:
             self.replicas.forward_begins()
@@ -174,7 +174,7 @@ class SessionGuards:
         if engine.plan.source is not None and self._cluster.control.world_size > 1:
             self._untouched.note()
         if self.replicas is not None:
-            self.replicas.note_step(weights_final=not engine.run.has_transfers_at_forward)
+            self.replicas.note_step(weights_final=not engine.traits.moves_at_forward)
 
     def agree_on_buffers(self, *, only_alike: bool = False) -> None:
         """Agree on the buffers that forward writes.

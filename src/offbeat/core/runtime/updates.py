@@ -12,14 +12,12 @@ from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
-from offbeat.core.derive import effects
-from offbeat.core.derive.deferred import early_remedy
-from offbeat.core.derive.effects import sends_only_gradients
+from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
 from offbeat.core.guards.updates_without_effect import UpdateCheck
 from offbeat.core.observers import Observer
-from offbeat.core.plan import Apply, Plan
+from offbeat.core.plan import Apply
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.stepper import BucketStepper, Settings, step_directly
 
@@ -34,7 +32,7 @@ class Updates:
 
     def __init__(
         self,
-        plan: Plan,
+        traits: PlanTraits,
         optimizer: torch.optim.Optimizer,
         gradients: Gradients | AutogradGradients,
         flat: Flat,
@@ -42,17 +40,12 @@ class Updates:
     ):
         self._optimizer, self._gradients, self._flat = optimizer, gradients, flat
         self._observers = observers
+        self._plan = plan = traits.plan
         self._everything = range(plan.buckets)
-        self.remedy = early_remedy(plan)
-        self.on_arrival = any(
-            effects.is_update(a) and a.at.point == "forward" for a in plan.applies
-        )
-        self.early = any(effects.is_update(a) and a.at.point == "grad" for a in plan.applies)
+        self._traits, self._remedy = traits, traits.remedy
         self._parameters = flat.parameters
         self._noted: tuple[Settings, list[int], int | None] | None = None
-        self._plan = plan
         self._tried: set[int] = set()  # runs that were stepped alone, by first bucket
-        self._later = [a for a in plan.applies if effects.is_update(a) and a.at.lag]
         self._version = flat.grad_version()
         # By bucket with a pending update: versions and checksum of its parameters at the step.
         self._weights: dict[int, tuple[list[int], int | None]] = {}
@@ -62,13 +55,13 @@ class Updates:
         self._revealed: set[int] = set()  # ids of applies with gradients shown in `p.grad`
         self._moves: UpdateCheck | None = UpdateCheck(optimizer)
         self.refresh()
-        if self.remedy is not None:
+        if self._remedy is not None:
             self.stepper.require_independent()
 
     def refresh(self) -> None:
         """Rebuild the stepper after the optimizer's groups or state were replaced."""
         parameters = [bucket.parameters for bucket in self._flat.buckets]
-        remedy = self.remedy or AT_ONCE
+        remedy = self._remedy or AT_ONCE
         self.stepper = BucketStepper(self._optimizer, parameters, remedy)
 
     # ---- the rule ---------------------------------------------------------------------------
@@ -172,7 +165,7 @@ class Updates:
 
     def _is_first(self, run: int) -> bool:
         """Return whether this run of buckets is stepped alone for the first time."""
-        first = self.remedy is not None and run not in self._tried
+        first = self._remedy is not None and run not in self._tried
         self._tried.add(run)
         return first
 
@@ -201,7 +194,7 @@ class Updates:
         looks = self._backwards < FIRST_LOOKS or self._backwards % LOOK_EVERY == 0
         self._backwards += 1
         taken = contents or (
-            self.early
+            self._traits.early
             and looks
             and not any(t.payload.buffer == "grad" for t in self._plan.transfers)
         )
@@ -242,29 +235,29 @@ class Updates:
         the updates run. Raise ValueError if gradients, settings or weights were changed since
         backward.
         """
-        if self.remedy is None:
+        if self._remedy is None:
             return
         if not abandoned and self.has_changed_gradients():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping or "
                 "unscaling?), but this strategy applies them bucket by bucket, at other times; "
-                f"{self.remedy}"
+                f"{self._remedy}"
             )
-        if self.early and not abandoned and (what := self.alteration()) is not None:
+        if self._traits.early and not abandoned and (what := self.alteration()) is not None:
             raise ValueError(
                 f"{what} was changed between backward and optimizer.step(), but this strategy "
                 "applies gradients bucket by bucket in backward, with the settings and weights "
-                f"there; change it before backward or after the step, or {self.remedy}"
+                f"there; change it before backward or after the step, or {self._remedy}"
             )
         phase = self._plan.phase(iteration.planned)
-        later = [apply.buckets for apply in self._later if phase in apply.phases]
+        later = [apply.buckets for apply in self._traits.later_updates if phase in apply.phases]
         if later:
             iteration.settings = self.stepper.settings()
             self._gradients.apply_later(later)
             # Checksums detect writes through `p.data`. Each one reads all weights, so take few.
             # Averages of parameters write between step and update, so then take none.
             looks = self._asked < FIRST_LOOKS or self._asked % LOOK_EVERY == 0
-            taken = looks and sends_only_gradients(self._plan)
+            taken = looks and self._traits.sends_only_gradients
             self._asked += 1
             self._weights = {b: self._bucket_state(b, taken) for run in later for b in run}
             self._optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers check it
@@ -284,7 +277,7 @@ class Updates:
         raise ValueError(
             "a gradient was read between backward and optimizer.step() (clipping, unscaling or "
             "logging?), but until the update this strategy's messages write to it, or it holds a "
-            f"sum over other ranks; {self.remedy}"
+            f"sum over other ranks; {self._remedy}"
         )
 
     def _require_unchanged_gradients(self) -> None:
@@ -292,7 +285,7 @@ class Updates:
             raise ValueError(
                 "gradients were changed while their update was still to come (zeroed in place?); "
                 "use zero_grad() of the prepared model or optimizer, which waits for it, or "
-                f"{self.remedy}"
+                f"{self._remedy}"
             )
 
     def _require_unchanged_parameters(self, run: range) -> None:
@@ -305,7 +298,7 @@ class Updates:
                     f"parameters of {self._flat.buckets[b].name!r} were changed between "
                     "optimizer.step() and the next forward, while their update was still to come; "
                     "call model.flush() before, or reach them through the model that "
-                    f"offbeat.prepare returned, or {self.remedy}"
+                    f"offbeat.prepare returned, or {self._remedy}"
                 )
 
     def _bucket_state(self, b: int, taken: bool) -> tuple[list[int], int | None]:
