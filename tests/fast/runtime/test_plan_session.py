@@ -18,6 +18,7 @@ from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.observers import Observer
 from offbeat.core.rules import RULES
 from offbeat.core.runtime import waiting
+from offbeat.core.runtime.actions import TensorActions
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration, Timestamps
@@ -25,7 +26,6 @@ from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.session_guards import SessionGuards
-from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
 from offbeat.elastic.session import MemberSession
@@ -157,14 +157,16 @@ def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
     sent = transfer(
         "param", range(1), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
     )
+    link = Mock()
     actions: Any = TensorActions.__new__(TensorActions)
-    actions.lost, actions.repeats, actions.messages = [], lambda _: False, Mock()
+    actions.lost, actions.repeats = [], lambda _: False
     actions.votes, actions.context = Mock(), Mock()
-    actions._flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    actions._links, actions._flat = {"net": link}, flat
     message = SimpleNamespace(transfer=sent)
     iteration: Any = SimpleNamespace(messages=[message], planned=4)
     assert not actions.release(iteration, 0)
-    actions.messages.pass_over.assert_called_once_with(message)
+    link.pass_over.assert_called_once_with(message)
     for source, bucket in (("param", 0), ("param", 1), ("anchor", 0)):
         args = (("source", source), ("target", "other"))
         run = range(bucket, bucket + 1)
