@@ -14,9 +14,11 @@ import torch
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
+from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.observers import Observer
 from offbeat.core.rules import RULES
 from offbeat.core.runtime import waiting
+from offbeat.core.runtime.actions import TensorActions
 from offbeat.core.runtime.flat_session import FlatSession
 from offbeat.core.runtime.hooks import ALL
 from offbeat.core.runtime.iteration import Iteration, Timestamps
@@ -24,7 +26,6 @@ from offbeat.core.runtime.plan_choice import MEMBER_ITERATIONS
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.session import Position
 from offbeat.core.runtime.session_guards import SessionGuards
-from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.waiting import Waiting
 from offbeat.core.transport.device import CPU
 from offbeat.elastic.session import MemberSession
@@ -53,9 +54,8 @@ def test_other_optimizers_wait_for_the_plan_of_a_strategy_that_averages_paramete
     rule = transfer(
         "grad", range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
-    run = SimpleNamespace(updates=SimpleNamespace(remedy=None), windows=SimpleNamespace(late=False))
     guards: Any = SimpleNamespace(
-        _engine=SimpleNamespace(plan=Plan("bsp", 1, (rule,)), run=run),
+        _engine=SimpleNamespace(traits=PlanTraits(Plan("bsp", 1, (rule,)))),
         _choice=SimpleNamespace(strategy=SimpleNamespace(synchronous=synchronous)),
     )
     SessionGuards.note_plan(guards, observes=observes)
@@ -72,29 +72,30 @@ def test_all_ranks_expect_the_backward_passes_of_the_rank_with_the_most() -> Non
     assert hooks.held == 3
 
 
+CLOSE = Apply("close", range(1), Moment("end"), Phases([0]))
+
+
 @pytest.mark.parametrize(
     ("buffer", "late", "united", "alike"),
     [
-        ("grad", False, False, True),
-        ("grad", True, False, False),  # gradients that are not applied are state of their own
-        ("param", False, False, False),
-        ("param", False, True, True),
+        ("grad", (), False, True),
+        ("grad", (CLOSE,), False, False),  # gradients that are not applied are state of their own
+        ("param", (), False, False),
+        ("param", (), True, True),
     ],
 )
 def test_positions_that_a_job_of_any_size_can_continue_from(
-    buffer: str, late: bool, united: bool, alike: bool
+    buffer: str, late: tuple[Apply, ...], united: bool, alike: bool
 ) -> None:
     rule = transfer(
         buffer, range(1), after=Moment("grad", 0), before=Moment("step"), phases=[0], link="net"
     )
-    run = SimpleNamespace(windows=SimpleNamespace(late=late))
     session: Any = SimpleNamespace(
         _cluster=Mock(),
         observing=False,
         iteration=9,
-        engine=SimpleNamespace(iteration=4, run=run),
+        engine=SimpleNamespace(iteration=4, traits=PlanTraits(Plan("some", 1, (rule,), late))),
         runner=SimpleNamespace(capture=lambda: {"plan": "x"}),
-        plan=Plan("some", 1, (rule,)),
         _united=4 if united else 3,
     )
     assert FlatSession.capture_position(session) == Position(9, alike, {"plan": "x"})
@@ -156,14 +157,16 @@ def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
     sent = transfer(
         "param", range(1), after=Moment("step"), before=Moment("end"), phases=[0], link="net"
     )
+    link = Mock()
     actions: Any = TensorActions.__new__(TensorActions)
-    actions.lost, actions.repeats, actions.messages = [], lambda _: False, Mock()
+    actions.lost, actions.repeats = [], lambda _: False
     actions.votes, actions.context = Mock(), Mock()
-    actions._flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    flat = SimpleNamespace(shards=SimpleNamespace(are_staged=False))
+    actions._links, actions._flat = {"net": link}, flat
     message = SimpleNamespace(transfer=sent)
     iteration: Any = SimpleNamespace(messages=[message], planned=4)
     assert not actions.release(iteration, 0)
-    actions.messages.pass_over.assert_called_once_with(message)
+    link.pass_over.assert_called_once_with(message)
     for source, bucket in (("param", 0), ("param", 1), ("anchor", 0)):
         args = (("source", source), ("target", "other"))
         run = range(bucket, bucket + 1)

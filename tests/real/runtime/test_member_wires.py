@@ -247,10 +247,10 @@ def test_codecs_begin_anew_when_members_change(are_united: bool) -> None:
 def test_buffers_begin_with_weights_that_were_loaded_before_members_change(
     has_loaded: bool,
 ) -> None:
-    run: Any = SimpleNamespace(reloaded=has_loaded, _restart_buffers=Mock(), messages=Mock())
+    run: Any = SimpleNamespace(reloaded=has_loaded, _restart_buffers=Mock(), actions=Mock())
     ActivePlan.begin_epoch(run, are_united=False)
     assert run._restart_buffers.called is has_loaded
-    run.messages.coding.begin_epoch.assert_called_once_with(are_united=False)
+    run.actions.coding.begin_epoch.assert_called_once_with(are_united=False)
 
 
 def test_ranks_compare_their_anchors_when_members_have_changed() -> None:

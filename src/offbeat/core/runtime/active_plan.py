@@ -23,11 +23,10 @@ from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import BUILT_IN, moment_of
 from offbeat.core.runtime.accumulation import Accumulation
+from offbeat.core.runtime.actions import TensorActions
 from offbeat.core.runtime.context import StorageContext
 from offbeat.core.runtime.forward import ForwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.messages import Messages
-from offbeat.core.runtime.tensor_actions import TensorActions
 from offbeat.core.runtime.updates import AT_ONCE, Updates
 from offbeat.core.runtime.votes import Votes
 
@@ -72,7 +71,7 @@ class ActivePlan:
             self.context.memory.update(former.context.memory)
         self.windows = Accumulation(plan, engine.optimizer, self.flat, self.gradients)
         self.actions = self._create_actions(self.program, note_later=traits.remedy is None)
-        self.messages, self.votes = self.actions.messages, self.actions.votes
+        self.votes = self.actions.votes
         self.cursor: Cursor[Iteration] = Cursor(
             self.program, self.actions, planned, engine.step_observers
         )
@@ -92,28 +91,21 @@ class ActivePlan:
             note_later: whether the step checks averaged gradients.
         """
         engine, flat, waiting = self._engine, self.flat, self._engine.waiting
-        messages = Messages(
+        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
+        votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
+        return TensorActions(
             program,
             flat,
             engine.state,
             engine.links,
             waiting,
-            self.context.memory,
             engine.module_buffers,
-            staged=engine.staged,
-            defers_errors=engine.has_members,
-        )
-        channel = next((one for name, one in engine.links.items() if is_vote_channel(name)), None)
-        votes = Votes(channel, waiting, flat, engine.control.rank, engine.control.world_size)
-        return TensorActions(
-            program,
-            messages,
             votes,
             self.context,
-            flat,
-            engine.device,
             engine.suspects,
             note_later=note_later,
+            staged=engine.staged,
+            defers_errors=engine.has_members,
         )
 
     def close(self) -> None:
@@ -176,7 +168,7 @@ class ActivePlan:
 
     def release_views(self) -> None:
         """Drop all references to tensors of the storage, before the engine replaces the storage."""
-        self.messages.release_views()
+        self.actions.release_views()
         for iteration in self.cursor.iterations.values():
             for message in iteration.messages:
                 message.tensors = ()
@@ -194,7 +186,7 @@ class ActivePlan:
             self._restart_buffers()
 
         def create(planned: int) -> Iteration:
-            messages, (steps, rest) = self.messages.enqueue(planned, number), self._steps(planned)
+            messages, (steps, rest) = self.actions.enqueue(planned, number), self._steps(planned)
             return Iteration(number, marks, messages, rest, planned=planned, steps=steps)
 
         now = self.cursor.begin(create)
@@ -217,7 +209,7 @@ class ActivePlan:
             cursor: Cursor[Iteration] = Cursor(program, actions, observers=observers)
 
             def create(planned: int) -> Iteration:
-                messages = actions.messages.enqueue(planned, number)
+                messages = actions.enqueue(planned, number)
                 steps = program.steps(planned)
                 return Iteration(number, Timestamps(), messages, planned=planned, steps=steps)
 
@@ -263,12 +255,12 @@ class ActivePlan:
         """
         if self.reloaded:
             self._restart_buffers()
-        self.messages.coding.begin_epoch(are_united=are_united)
+        self.actions.coding.begin_epoch(are_united=are_united)
 
     def discard_delayed_averages(self) -> None:
         """Restart the buffers of averages that have not been applied."""
         if self._engine.has_members:  # as if their messages had been skipped
-            self.messages.coding.forget_memory()
+            self.actions.coding.forget_memory()
         for name in effects.delayed_buffers(self.plan):
             self.flat.restart(self.plan.all_buffers[name])
 

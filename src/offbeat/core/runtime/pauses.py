@@ -43,13 +43,13 @@ class Pauses:
             cursor.drop()
             self._engine.begin()
         self._engine.weight_looks.close()
-        messages = self._engine.run.messages
+        actions = self._engine.run.actions
         cursor.flush()
-        messages.drops = True
+        actions.drops = True
         try:
             cursor.pause()
         finally:
-            messages.drops = False
+            actions.drops = False
         self._engine.observers.deliver()
 
     def settle(self) -> None:
@@ -71,7 +71,7 @@ class Pauses:
         self.flush()
         run = self._engine.run
         run.reloaded = True
-        run.messages.coding.mark_stale()
+        run.actions.coding.mark_stale()
         if (
             run.traits.late
             or run.traits.has_delayed_averages
@@ -102,4 +102,4 @@ class Pauses:
             self._engine.cursor.restart()
         elif run.plan.source is not None:  # `consolidate` copies the source's weights
             self._engine.cursor.restart()
-            run.messages.coding.mark_united()
+            run.actions.coding.mark_united()

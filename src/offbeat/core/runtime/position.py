@@ -41,8 +41,8 @@ def capture(engine: Engine) -> State:
             "the next forward in training mode"
         )
     engine.pauses.flush()
-    engine.run.messages.wait_for_sends()
-    engine.run.messages.restart_coding()
+    engine.run.actions.wait_for_sends()
+    engine.run.actions.restart_coding()
     run = engine.run
     return {
         "alignment_bytes": run.flat.alignment_bytes,
@@ -65,7 +65,7 @@ def restore(engine: Engine, state: Mapping[str, Any]) -> None:
         run.flat.fill(name, contents)
     if state["gradients"] is not None:
         run.gradients.restore(state["gradients"])
-    run.messages.coding.mark_restored()
+    run.actions.coding.mark_restored()
     run.windows.restart()
     run.context.memory.update(_on_device(state["memory"], where))
     run.votes.outcomes.update(state["votes"])
@@ -110,8 +110,8 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
     run, messages = engine.run, {}
     for index in sorted(iteration.outstanding):
         message = iteration.messages[index]
-        if message.transfer.in_place and run.messages.is_staged:
-            run.messages.complete(message)  # a message in place is in the storage now, too
+        if message.transfer.in_place and run.actions.is_staged:
+            run.actions.complete(message)  # a message in place is in the storage now, too
         else:
             engine.waiting.wait(message, run.flat)
         messages[index] = {
@@ -121,7 +121,7 @@ def _capture_iteration(engine: Engine, iteration: Iteration) -> State:
             "is_stored": message.is_stored,
             "errors": tuple(message.errors),
             "is_foreign": message.is_foreign,
-            "age": run.messages.staged_age(message),
+            "age": run.actions.staged_age(message),
             "culprits": list(message.culprits),
         }
     settings = iteration.settings
@@ -150,7 +150,7 @@ def _restore_iteration(
     for index, transfer in enumerate(rules):
         state = messages.get(index, _NO_MESSAGE)
         tensors = _on_device(list(state["tensors"]), where)
-        message = run.messages.arrived_message(transfer, number, tensors, state["age"])
+        message = run.actions.arrived_message(transfer, number, tensors, state["age"])
         message.culprits = state["culprits"]
         message.errors = _on_device(list(state["errors"]), where)
         message.is_foreign = state["is_foreign"]

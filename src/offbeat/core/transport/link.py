@@ -52,6 +52,7 @@ class Message:
     is_stored: bool = False  # whether the link stores the result of an encoded message itself
     settled: bool = False  # whether the members of the job have agreed on its outcome
     repeats: bool = False  # whether the members average it among themselves when it is due
+    copy: int | None = None  # copy of the buffer from which it was taken, until it is stored
     is_foreign: bool = False  # whether another member has sent its result after a failure
     # The lock is held until the message has arrived. A lock is cheaper than an event.
     _arrived: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)

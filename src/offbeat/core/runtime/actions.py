@@ -1,12 +1,11 @@
-"""Messages of the transfers of an iteration: payloads and destinations of results.
+"""Actions of a rank's cursor on tensors and links: messages, rules and votes.
 
 `Cursor.walk` (core/plan/cursor.py) decides when a message is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,21 +13,44 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
-from offbeat.core.plan import BUFFERS, INSIDE, Transfer, base_link
+from offbeat.core.derive import effects
+from offbeat.core.guards.finite import NonfiniteMessages
+from offbeat.core.plan import BUFFERS, INSIDE, Apply, Transfer, Vote, base_link
 from offbeat.core.plan.program import Program
+from offbeat.core.rules import RULES, VOTES
 from offbeat.core.runtime.coding import Coding
+from offbeat.core.runtime.context import StorageContext
+from offbeat.core.runtime.iteration import Iteration, MomentTimes
+from offbeat.core.runtime.votes import Votes
 from offbeat.core.runtime.waiting import Waiting
+from offbeat.core.transport.device import Mark
 from offbeat.core.transport.link import Message, MessageLink
 
 
-class Messages:
-    """Messages of one rank's program.
+class TensorActions:
+    """Actions of one rank for one program.
 
     An in-place transfer passes views of the storage to its link. Any other transfer sends a copy,
     made when the message is released. Its result is stored outside the storage until it is due.
     With `staged` all transfers send copies, so that a message that fails leaves the storage as it
     was.
+
+    Attributes:
+        context: storage on which the rules run.
+        votes: votes of this rank.
+        coding: codecs of the messages.
+        lost: transfers whose messages the members of the job have skipped after a failure. None
+            before a failure. Afterwards no message is sent, and rules that use a buffer of a lost
+            transfer are left out, except updates.
+        repeats: after a failure, returns whether a message is averaged over the survivors when it
+            is due, and not skipped.
+        drops: whether averages that are completed will not be applied. Where members may change,
+            they leave errors and anchors as if they were skipped.
     """
+
+    lost: list[Transfer] | None = None
+    repeats: Callable[[Transfer], bool]
+    drops = False
 
     def __init__(
         self,
@@ -37,29 +59,30 @@ class Messages:
         state: StateStore,
         links: Mapping[str, MessageLink],
         waiting: Waiting,
-        memory: dict[str, Any],
         module_buffers: ModuleBuffers,
+        votes: Votes,
+        context: StorageContext,
+        suspects: NonfiniteMessages | None,
         *,
+        note_later: bool,
         staged: bool = False,
         defers_errors: bool = False,
     ):
-        self.is_staged = staged
+        self.is_staged, self.votes, self.context = staged, votes, context
         self._program, self._flat, self._state = program, flat, state
         self._links, self._waiting = links, waiting
-        self._module_buffers = module_buffers
-        self.coding = Coding(program.plan, flat, memory, defers_errors=defers_errors)
+        self._module_buffers, self._suspects = module_buffers, suspects
+        self._note_later = note_later  # whether the step checks averaged gradients
+        self._buckets = range(program.plan.buckets)
+        self.mark, self.steps = waiting.mark, program.steps
+        self.coding = Coding(program.plan, flat, context.memory, defers_errors=defers_errors)
         self._keeps_results = defers_errors  # the links keep them, to send them after a failure
-        # Whether averages that are completed will not be applied. Where members may change, they
-        # leave errors and anchors as if they were skipped.
-        self.drops = False
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         # By transfer: its link and views, if they are the same in every iteration.
         self._fixed: dict[int, tuple[MessageLink, tuple[Tensor, ...]]] = {}
         self._sizes: dict[int, int] = {}  # by transfer
-        self._copies: dict[int, int] = {}  # by message: the buffer copy from which it was taken
-        self._sent: list[
-            Message
-        ] = []  # encoded messages to a single rank; sending them changes errors and anchors
+        # Encoded messages to a single rank; sending them changes errors and anchors.
+        self._sent: list[Message] = []
 
     def enqueue(self, planned: int, number: int) -> list[Message]:
         """Enqueue the messages of one iteration on their links. Messages that this rank only
@@ -85,7 +108,85 @@ class Messages:
                 self._links[t.link].release(message, received)
         return messages
 
-    def release(self, message: Message, planned: int) -> None:  # noqa: C901
+    # ---- called by the cursor ---------------------------------------------------------------
+
+    def receive(self, iteration: Iteration, index: int) -> None:
+        message = iteration.messages[index]
+        self.complete(message)
+        if message.transfer.target == "param":
+            self._flat.copy_out(message.transfer.payload.buckets)
+        if message.culprits and self._suspects is not None:
+            gradients = message.transfer.payload.buffer == "grad"
+            self._suspects.note(message, later=gradients and self._note_later)
+
+    def decide(self, iteration: Iteration, vote: Vote) -> bool:
+        iteration.voted[vote.name] = yes = self.votes.decide(vote, iteration.planned)
+        return bool(yes)
+
+    def apply(self, iteration: Iteration, apply: Apply) -> bool:
+        if not self.votes.allows(apply, iteration.planned) or self._uses_lost(apply):
+            return False
+        self.context.iteration = iteration
+        if not self._flat.shards.are_staged or effects.is_update(apply):
+            RULES[apply.rule](self.context, apply)
+            return True
+        self._flat.copy_in(apply.buckets)
+        RULES[apply.rule](self.context, apply)
+        self._flat.copy_out(apply.buckets)
+        return True
+
+    def cast_votes(self, iteration: Iteration, votes: Sequence[Vote]) -> None:
+        context = self.context
+        context.iteration = iteration
+        self._flat.copy_in()
+        ballots = [VOTES[vote.rule](context, vote, vote.buckets or self._buckets) for vote in votes]
+        self.votes.send_ballots(votes, iteration.planned, ballots)
+
+    def release(self, iteration: Iteration, index: int) -> bool:
+        message = iteration.messages[index]
+        if self.lost is not None and self.repeats(message.transfer):
+            message.released = self.mark()
+            message.settle(None, None, repeats=True)
+            return True
+        if self.lost is not None:
+            self.lost.append(message.transfer)
+            self._links[message.transfer.link].pass_over(message)
+            return False
+        if self.votes.allows(message.transfer, iteration.planned):
+            if message.transfer.payload.buffer == "param":
+                self._flat.copy_in(message.transfer.payload.buckets)
+            self._send(message, iteration.planned)
+            return True
+        iteration.spared_bytes += self._size(message.transfer)
+        self._links[message.transfer.link].pass_over(message)
+        return False
+
+    def _uses_lost(self, apply: Apply) -> bool:
+        """Return whether a rule would use the result of a message that was skipped."""
+        if not self.lost or effects.is_update(apply) or effects.is_window_end(apply):
+            return False
+        return any(
+            effects.uses_any(apply, {t.payload.buffer, t.target})
+            and not set(t.payload.buckets).isdisjoint(apply.buckets)
+            for t in self.lost
+        )
+
+    def is_released(self, iteration: Iteration, index: int) -> bool:
+        return iteration.messages[index].released is not None
+
+    def pass_unsent_messages(self, iteration: Iteration) -> None:
+        for message in iteration.messages:
+            if message.released is None and not message.passed:
+                self._links[message.transfer.link].pass_over(message)
+
+    def record_times(self, iteration: Iteration, position: int, begin: Mark, waited: Mark) -> None:
+        if position < 2 * len(self._buckets):
+            times = MomentTimes(position, begin, waited, self.mark())
+            iteration.marks.acted.append(times)
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def _send(self, message: Message, planned: int) -> None:  # noqa: C901
         """Send the current contents of the storage.
 
         Args:
@@ -116,7 +217,7 @@ class Messages:
                     self._follow_sends()
                     self._sent.append(message)
                 else:
-                    self._copies[id(message)] = copy
+                    message.copy = copy
                 coded = self.coding.encode_message(t, copy, planned)
                 link.release(message, coded.shapes, coded)
                 return
@@ -131,7 +232,7 @@ class Messages:
                 return
             if not in_place:
                 if t.verb != "send":
-                    self._copies[id(message)] = copy
+                    message.copy = copy
                 given = [x.clone() for x in given]
         self._links[t.link].release(message, given)
 
@@ -177,14 +278,13 @@ class Messages:
         Returns:
             Age of the copy; None if the message is in place or has another target buffer.
         """
-        copy = self._copies.get(id(message))
-        if copy is None:
+        if message.copy is None:
             return None
         buffer = message.transfer.payload.buffer
         return next(
             age
             for age in range(self._flat.copies(buffer))
-            if self._flat.copy_index(buffer, age) == copy
+            if self._flat.copy_index(buffer, age) == message.copy
         )
 
     def arrived_message(
@@ -202,11 +302,11 @@ class Messages:
         message.tensors = tensors
         message.released = message.start = message.end = self._waiting.mark()
         if age is not None:
-            self._copies[id(message)] = self._flat.copy_index(t.payload.buffer, age)
+            message.copy = self._flat.copy_index(t.payload.buffer, age)
         message.arrive()
         return message
 
-    def size(self, t: Transfer) -> int:
+    def _size(self, t: Transfer) -> int:
         """Return the bytes of a message."""
         if id(t) not in self._sizes:
             run = t.payload.buckets
@@ -225,10 +325,6 @@ class Messages:
                 )
                 self._sizes[id(t)] = sum(x.nbytes for x in carried)
         return self._sizes[id(t)]
-
-    def pass_over(self, message: Message) -> None:
-        """Remove a message that a vote has excluded from its link."""
-        self._links[message.transfer.link].pass_over(message)
 
     def complete(self, message: Message) -> None:
         """Wait for a message and store its result."""
@@ -264,7 +360,7 @@ class Messages:
         payload = self._flat.message_tensors(t.payload, copy)
         inside = base_link(t.link) == INSIDE
         message.settle(self._waiting.mark(), self._waiting.repeat(payload, inside=inside))
-        self._copies[id(message)] = copy
+        message.copy = copy
 
     def _state_tensors(self, t: Transfer) -> list[Tensor]:
         """Return views of the optimizer state that a transfer sends."""
@@ -274,7 +370,7 @@ class Messages:
     def _target(self, t: Transfer, message: Message) -> tuple[str, int]:
         """Return the buffer and the copy for the result of a message: its target, or the copy from
         which it was taken."""
-        taken = self._copies.pop(id(message), None)
+        taken, message.copy = message.copy, None
         if t.into or taken is None:
             return t.target, self._flat.copy_index(t.target)
         return t.target, taken
