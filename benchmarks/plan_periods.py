@@ -118,7 +118,7 @@ def main() -> None:
     found = measured(options.profiles)
     if options.json:
         options.json.write_text(json.dumps(found) + "\n")
-    before = json.loads(options.against.read_text()) if options.against else None
+    before = json.loads(options.against.read_text()) if options.against else {}
     print(f"{'':32}{'least':>9}{'5 %':>9}{'median':>9}{'95 %':>9}{'largest':>9}")
     for due, rows in found.items():
         print(f"{due + ', planning, ms':32}{shares([row[1] for row in rows], 1e3)}")
