@@ -35,9 +35,6 @@ class Averaging(Wired):
 
     period: int = 5
     """Every parameter is averaged at least once in `period` iterations."""
-    state: StatePolicy = field(default="local", kw_only=True)
-    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`,
-    more bytes), or clear it (`reset`)."""
     outer: OuterSGD | None = field(default=None, kw_only=True)
     """Optimizer that applies the change of every average as a step, such as OuterSGD(0.8, 0.3) or
     `0.8/0.3`; it needs two more copies of the parameters. None: parameters become the average."""

@@ -43,7 +43,7 @@ class DiLoCo(Layerwise):
 
     period: int = 50
     """Local steps between two averages of a parameter."""
-    outer: OuterSGD | None = field(default=OuterSGD(), kw_only=True)
+    outer: OuterSGD = field(default=OuterSGD(), kw_only=True)
     """Outer optimizer: OuterSGD(lr, momentum, nesterov), or text. `0.7/0.9` is the published
     setting; its results are worse if periods or training are short."""
     fragments: int | None = None
@@ -76,10 +76,6 @@ class DiLoCo(Layerwise):
         for is_wrong, text in (
             (self.outer is None, "outer (None) must be an OuterSGD; without one use DreamDDP()"),
             (
-                self.state != "local",
-                f"state ({self.state!r}) must be 'local': the outer optimizer steps on parameters",
-            ),
-            (
                 self.delay >= self.period,
                 f"delay ({self.delay}) must be below the period ({self.period}): a fragment "
                 "travels once at a time; use a smaller delay or a longer period",
@@ -102,7 +98,6 @@ class DiLoCo(Layerwise):
                 raise ValueError(text)
 
     def schedule(self, profile: Profile) -> Plan:
-        assert self.outer is not None
         plan = with_outer(self.averages(profile), self.outer, profile, share=self.alpha)
         return replace(plan, strategy=self.name)
 

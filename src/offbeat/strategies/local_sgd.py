@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from offbeat.core.plan import Apply, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
 from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies.averaging import Averaging, kinds_of
 from offbeat.strategies.bsp import all_gradients, averages
@@ -25,6 +25,9 @@ class LocalSGD(Averaging):
 
     warmup: int = 0
     """Number of BSP iterations before the first period (post-local SGD)."""
+    state: StatePolicy = field(default="local", kw_only=True)
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`,
+    more bytes), or clear it (`reset`)."""
 
     name: ClassVar[str] = "local-sgd"
     citation: ClassVar[str] = (

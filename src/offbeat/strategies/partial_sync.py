@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.strategy.interface import periodic_bound_s
+from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.equations import Equations, layer_sets, partial
 from offbeat.strategies.pieces import partial_plan, whole_buckets
@@ -20,6 +20,10 @@ class PartialSync(Layerwise):
     `average="before_update"` averages the parameters in backward and applies the local update in
     `optimizer.step()`, which allows gradient clipping and GradScaler.
     """
+
+    state: StatePolicy = field(default="local", kw_only=True)
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`,
+    more bytes), or clear it (`reset`)."""
 
     name: ClassVar[str] = "partial-sync"
     unadvised: ClassVar[str] = "dreamddp with its period is as fast or faster"

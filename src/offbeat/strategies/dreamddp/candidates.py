@@ -214,11 +214,14 @@ def all_at_once(job: Planning, due: Due) -> Iterator[Candidate]:
         yield one._replace(seconds=seconds, at_step=True)
 
 
-def of_delay(job: Planning) -> Iterator[Candidate]:
+def of_delay(job: Planning, solver: str) -> Iterator[Candidate]:
     """Yield averages of snapshots that arrive `job.delay` iterations later."""
     none: Sets = ((),) * job.period
     least = job.profile.slowest().compute_s
-    for pieces, sets in delayed_sets(job):
+    found = delayed_sets(job)
+    if solver != "auto":
+        found = ((one.pieces, one.sends) for one in of_layers(job, "end", solver))
+    for pieces, sets in found:
         seconds = max(job.period * least, sum(job.seconds_of(pieces)))
         yield Candidate(pieces, sets, none, "delayed", seconds)
 

@@ -8,7 +8,7 @@ Planner       `DreamDDP.averages` below: candidates, the cheapest one, its plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, Literal
 
@@ -16,7 +16,7 @@ from offbeat.core.derive import effects
 from offbeat.core.plan import Apply, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
-from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.core.strategy.interface import StatePolicy, Strategy, require_count
 from offbeat.core.strategy.suggestions import periods
 from offbeat.strategies.averaging import Layerwise
 from offbeat.strategies.compressible import NONE, with_wires
@@ -65,6 +65,9 @@ class DreamDDP(Layerwise):
     jitter makes the plan slower, or a codec (`wire`) is set to reduce bytes."""
     split: Literal["auto", True, False] = "auto"
     """Whether layers are cut into one slice per iteration; `auto`: if that saves at least 2 %."""
+    state: StatePolicy = field(default="local", kw_only=True)
+    """Treatment of optimizer state at an average: keep it (`local`), average it too (`averaged`,
+    more bytes), or clear it (`reset`)."""
     due: Due = "end"
     """Deadline of a message, and so the compute that hides it: the rest of backward (`end`), also
     the next forward up to the bucket's own (`forward`), or `delay` further iterations
@@ -147,12 +150,12 @@ class DreamDDP(Layerwise):
 
     def averages(self, profile: Profile) -> Plan:
         job = self._job(profile)
-        plan = plan_of(job, self.cheapest(job))
+        plan = plan_of(job, self._cheapest(job))
         if self.due != "end" and plan.fact("staleness") is None:
             plan = replace(plan, facts=(*plan.facts, *costs()))
         return plan if self.clip is None else _with_clipping(plan, self.clip)
 
-    def cheapest(self, job: Planning) -> Candidate:
+    def _cheapest(self, job: Planning) -> Candidate:
         """Return the candidate with the shortest predicted period.
 
         Candidates are priced in the order of their closed forms. A later one must save a share,
@@ -190,7 +193,7 @@ class DreamDDP(Layerwise):
                 found = [ways.improved(job, one) for one in found]
             yield from found
         if self.due == "delayed":
-            yield from ways.of_delay(job)
+            yield from ways.of_delay(job, self.solver)
 
     def _price(self, job: Planning, one: Candidate) -> float:
         """Return the predicted seconds of a period.
