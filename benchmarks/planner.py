@@ -20,8 +20,9 @@ import numpy as np
 
 from offbeat.profile import Bucket, Link, Profile
 from offbeat.strategies import DreamDDP
+from offbeat.strategies.dreamddp.sets import Cycle, algorithm_2, balanced, cheaper_sets
+from offbeat.strategies.pieces import Sets
 from offbeat.strategies.solvers import fusion
-from offbeat.strategies.solvers import layer_sets as partition
 
 RATIOS = (0.3, 1.0, 3.0, 10.0)  # communication of all buckets / backward
 LATENCIES = (0.1, 0.5, 2.0)  # latency of all buckets, each sent alone / backward
@@ -37,15 +38,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 REPETITIONS = 5
 GAP = 1e-9  # smaller relative differences are rounding
 
+
+def equal_number(cycle: Cycle, period: int) -> Sets:
+    """The sets of partial synchronization: as many layers in each."""
+    layers, size = tuple(range(len(cycle))), -(-len(cycle) // period)
+    return tuple(layers[h * size : (h + 1) * size] for h in range(period))
+
+
 PARTITIONS = {
-    f.__name__: f
-    for f in (
-        partition.best,
-        partition.balanced,
-        partition.optimal,
-        partition.dfs,
-        partition.equal_number,
-    )
+    "best": cheaper_sets,
+    "balanced": balanced,
+    "dfs": algorithm_2,
+    "equal_number": equal_number,
 }
 
 
@@ -90,15 +94,20 @@ def draw(count: int, ratio: float, rng: random.Random) -> tuple[list[float], lis
     return [b / backward_s for b in durations_s], [ratio * c / total_s for c in comm_s]
 
 
+def backward_of(durations_s: list[float], comm_s: list[float]) -> Cycle:
+    """Backward alone: messages are due when it ends."""
+    ready_s = list(accumulate(durations_s))
+    return Cycle(ready_s, comm_s, [0.0] * len(comm_s), ready_s[-1])
+
+
 def partition_costs(profiles: int, ratio: float, rng: random.Random) -> dict[str, list[float]]:
     """Period cost of each method on each profile, L 8..60, H 2..8."""
     costs_s: dict[str, list[float]] = {name: [] for name in PARTITIONS}
     for _ in range(profiles):
-        durations_s, comm_s = draw(rng.randint(8, 60), ratio, rng)
+        cycle = backward_of(*draw(rng.randint(8, 60), ratio, rng))
         period = rng.randint(2, 8)
         for name, solve in PARTITIONS.items():
-            sets = solve(durations_s, comm_s, period)
-            costs_s[name].append(partition.period_cost(sets, durations_s, comm_s))
+            costs_s[name].append(sum(map(cycle.cost, solve(cycle, period))))
     return costs_s
 
 
@@ -147,15 +156,7 @@ def seconds(call: Callable[..., object], *arguments: object) -> list[float]:
     return result
 
 
-def is_feasible(name: str, count: int, period: int) -> bool:
-    """Whether the exponential search stays below a few seconds even at its worst."""
-    return name != "dfs" or 2 ** min(count - period, period - 1) * count < 3e6
-
-
-def print_times(label: str, times_s: list[float] | None) -> None:
-    if times_s is None:
-        print(f"{label}{'too slow':>12}")
-        return
+def print_times(label: str, times_s: list[float]) -> None:
     median, low, high = (1e3 * t for t in (statistics.median(times_s), min(times_s), max(times_s)))
     print(f"{label}{median:>12.2f}{low:>12.2f}{high:>12.2f}")
 
@@ -165,11 +166,9 @@ def partition_times(rng: random.Random) -> list[dict[str, object]]:
     print(f"\nrun time, ms{'L':>15}{'H':>5}{'median':>12}{'min':>12}{'max':>12}")
     for count in SIZES:
         for period in PERIODS:
-            durations_s, comm_s = draw(count, period / 2, rng)
+            cycle = backward_of(*draw(count, period / 2, rng))
             for name, solve in PARTITIONS.items():
-                times_s = None
-                if is_feasible(name, count, period):
-                    times_s = seconds(solve, durations_s, comm_s, period)
+                times_s = seconds(solve, cycle, period)
                 print_times(f"{name:16}{count:>11}{period:>5}", times_s)
                 rows.append({"method": name, "L": count, "H": period, "seconds": times_s})
     return rows

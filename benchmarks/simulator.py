@@ -96,7 +96,7 @@ def workloads() -> dict[str, tuple[float | None, Callable[[], object]]]:
     waiting, sparse = input_first(alike), model(50, world_size=64)
     sends, rarely = ring(sparse), LocalSGD(period=10**6).plan(alike)
     deep = model(5000)
-    partial, filled = PartialSync(20).plan(deep), DreamDDP(20, solver="best").plan(deep)
+    partial, filled = PartialSync(20).plan(deep), DreamDDP(20).plan(deep)
     jitter = Ranks(jitter=0.1)
     shared = nodes()
     in_nodes = LocalSGD(50).plan(shared)

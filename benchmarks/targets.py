@@ -54,8 +54,8 @@ CONTESTANTS: dict[str, Strategy] = {
     "DreamDDP": DreamDDP(PERIOD),
 }
 FILL: dict[str, Strategy] = {
-    "filled": DreamDDP(PERIOD, solver="best", split=False, fill=True),
-    "not filled": DreamDDP(PERIOD, solver="best", split=False, fill=False),
+    "filled": DreamDDP(PERIOD, split=False, fill=True),
+    "not filled": DreamDDP(PERIOD, split=False, fill=False),
 }
 SYNCHRONOUS = ("DDP", "WFBP")  # they compute the same
 

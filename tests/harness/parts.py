@@ -57,10 +57,12 @@ PARTS = {
     "server.layout": "Layout",
     "server.optimizers": "checked_settings require_elementwise settings_of",
     "server.parameters": "Store",
+    "strategies.dreamddp.candidates": "cycle_of",
+    "strategies.dreamddp.late": "Planning best_order exchanged",
+    "strategies.dreamddp.sets": "Cycle algorithm_2 balanced cheaper_sets fill",
     "strategies.levels": "two_levels",
     "strategies.methods.des_loc": "moment_count",
     "strategies.methods.noloco": "draw_pairs",
-    "strategies.partial_sync": "average_of layer_times",
     "strategies.wfbp": "gradients_when_ready message_seconds",
 }
 _MODULES = {name: module for module, names in PARTS.items() for name in names.split()}

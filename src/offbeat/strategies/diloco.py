@@ -4,45 +4,46 @@ changes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import repeat
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-from offbeat.core.plan import Plan
+from offbeat.core.plan import Moment, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.sim import predict_plan
-from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
-from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies import solvers as solve
-from offbeat.strategies.compressible import Wired
-from offbeat.strategies.dreamddp import DreamDDP, full_sets
-from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
-from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
-from offbeat.strategies.outer_optimizer import OuterSGD, equations_of, is_real, outer_of, with_outer
-from offbeat.strategies.partial_sync import (
-    Average,
-    AverageSetting,
-    average_of,
-    layer_times,
-    partial_plan,
-    whole_buckets,
+from offbeat.core.strategy.interface import Strategy, require_count
+from offbeat.strategies.averaging import Layerwise
+from offbeat.strategies.dreamddp import DreamDDP
+from offbeat.strategies.dreamddp import candidates as ways
+from offbeat.strategies.dreamddp.late import (
+    Planning,
+    delayed_bound_s,
+    delayed_plan,
+    delayed_sets,
+    even_sets,
+    forward_bound_s,
+    spread,
+    with_idle_steps,
 )
-
-STEADY = OuterSGD()
+from offbeat.strategies.equations import Equations, delayed, layer_sets, partial
+from offbeat.strategies.local_sgd import LocalSGD
+from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
+from offbeat.strategies.pieces import Piece
+from offbeat.strategies.solvers.stages import cut
 
 
 @dataclass(frozen=True)
-class DiLoCo(Wired):
+class DiLoCo(Layerwise):
     """Train locally for `period` steps, average, and apply the average with an outer optimizer.
 
     All workers continue from the result of the outer step. `fragments` and `delay` select Streaming
     DiLoCo: fragments of the model are averaged in different iterations, while training continues.
-    The planner of DreamDDP assigns buckets to fragments.
+    The planner of DreamDDP assigns buckets to fragments. With a delay or one fragment, updates and
+    averages take place at the step.
     """
 
     period: int = 50
     """Local steps between two averages of a parameter."""
-    outer: OuterSGD = STEADY
+    outer: OuterSGD = field(default=OuterSGD(), kw_only=True)
     """Outer optimizer: OuterSGD(lr, momentum, nesterov), or text. `0.7/0.9` is the published
     setting; its results are worse if periods or training are short."""
     fragments: int | None = None
@@ -54,10 +55,6 @@ class DiLoCo(Wired):
     """Share of a worker's own parameters that is kept when the average of a fragment arrives: 0:
     nothing; 0.5: the published setting; None: all changes since the fragment was sent (`w += new -
     sent`)."""
-    average: AverageSetting = "auto"
-    """Time of a layer's average: after its own update in backward, or before the update, which then
-    takes place in `optimizer.step()`; `auto`: `after_update`, but `before_update` if the model is
-    sharded. With a delay or one fragment, updates and averages take place at the step."""
     due: Literal["end", "forward"] = "end"
     """Deadline of an average: the end of its iteration (`end`), or the next forward of each bucket
     (`forward`), with the same equations. If that is predicted to be faster, `forward` also sends in
@@ -65,7 +62,6 @@ class DiLoCo(Wired):
     at a forward."""
 
     name: ClassVar[str] = "diloco"
-    synchronous: ClassVar[bool] = False
     unadvised: ClassVar[str] = "it is as fast as dreamddp with its period; only its losses differ"
     citation: ClassVar[str] = (
         "Douillard et al., DiLoCo, 2023, Algorithm 1; Douillard et al., Streaming DiLoCo with "
@@ -74,183 +70,145 @@ class DiLoCo(Wired):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_count("period", self.period, remedy=EVERY_ITERATION)
         require_count("delay", self.delay, least=0)
-        object.__setattr__(self, "outer", outer_of(self.outer))
-        if self.outer is None:
-            raise ValueError("outer (None) must be an OuterSGD; without one use DreamDDP()")
-        if self.delay >= self.period:
-            raise ValueError(
-                f"delay ({self.delay}) must be below the period ({self.period}): a fragment "
-                "travels once at a time; use a smaller delay or a longer period"
-            )
         if self.fragments is not None:
             require_count("fragments", self.fragments, remedy="None lets the planner choose")
-            if self.fragments > self.period:
-                raise ValueError(
-                    f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
-                    "each has an iteration of its own; use fewer, or None"
-                )
-        if self.alpha is not None and not (is_real(self.alpha) and 0 <= self.alpha < 1):
+        for is_wrong, text in (
+            (self.outer is None, "outer (None) must be an OuterSGD; without one use DreamDDP()"),
+            (
+                self.delay >= self.period,
+                f"delay ({self.delay}) must be below the period ({self.period}): a fragment "
+                "travels once at a time; use a smaller delay or a longer period",
+            ),
+            (
+                (self.fragments or 1) > self.period,
+                f"fragments ({self.fragments}) must be at most the period ({self.period}), as "
+                "each has an iteration of its own; use fewer, or None",
+            ),
+            (
+                self.alpha is not None and not (is_real(self.alpha) and 0 <= self.alpha < 1),
+                f"alpha ({self.alpha!r}) must be at least 0 and below 1: with 1 nothing would land",
+            ),
+            (
+                self.alpha is not None and self.delay == 0,
+                f"alpha ({self.alpha}) counts only with a delay; leave it out, or use delay=1",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(text)
+
+    def schedule(self, profile: Profile) -> Plan:
+        plan = with_outer(self.averages(profile), self.outer, profile, share=self.alpha)
+        return replace(plan, strategy=self.name)
+
+    def averages(self, profile: Profile) -> Plan:
+        if (self.fragments or 0) > len(profile.buckets):
             raise ValueError(
-                f"alpha ({self.alpha!r}) must be at least 0 and below 1: with 1 nothing would land"
+                f"fragments ({self.fragments}) must be at most the model's buckets "
+                f"({len(profile.buckets)}): a bucket is averaged whole; use fewer, or None"
             )
-        if self.alpha is not None and self.delay == 0:
-            raise ValueError(
-                f"alpha ({self.alpha}) counts only with a delay; leave it out, or use delay=1"
+        found = [*self._plans(self._job(profile))]
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda plan: predict_plan(plan, profile).iteration_s)
+
+    def _plans(self, job: Planning) -> Iterator[Plan]:
+        """Yield the plans to compare, those of `due="end"` first."""
+        if self.delay:
+            yield from self._delayed_plans(job)
+        elif self.fragments is None:
+            planner = DreamDDP(self.period, average=self.average, fill=False, split=False)
+            yield replace(planner, due=self.due).averages(job.profile)
+        elif self.fragments == 1:
+            yield LocalSGD(self.period).averages(job.profile)
+            if self.due == "forward":
+                yield from self._late_plans_of_all(job)
+        else:
+            dense = replace(job, period=self.fragments)
+            for due in self._dues:
+                chosen = min(ways.of_layers(dense, due, "auto"), key=lambda one: one.seconds)
+                if not all(chosen.sends):  # if few sets hide all messages, the others are empty
+                    chosen = ways.of_sets(dense, due, *even_sets(dense, self.fragments))
+                yield self._spread_plan(job, chosen)
+
+    def _delayed_plans(self, job: Planning) -> Iterator[Plan]:
+        found = [*delayed_sets(job)]
+        if self.fragments is not None:
+            pieces = [Piece(run) for run in cut(job.bucket_s(), self.fragments)]
+            found = [(pieces, spread([(n,) for n in range(len(pieces))], job.period))]
+            if self.due == "forward":
+                found.append(even_sets(job, self.fragments))
+        for early in (False, True)[: len(self._dues)]:
+            for pieces, sets in found:
+                yield with_idle_steps(delayed_plan(job, pieces, sets, in_backward=early))
+
+    def _late_plans_of_all(self, job: Planning) -> Iterator[Plan]:
+        """Yield plans of one fragment that is due at the next forward.
+
+        It leaves after the step, in one message per bucket in the order of that forward; or in
+        backward, in runs of neighbouring buckets or in whole ones.
+        """
+        plan = LocalSGD(self.period).averages(job.profile)
+        [whole] = plan.transfers
+        messages = [
+            replace(
+                whole,
+                payload=replace(whole.payload, buckets=range(b, b + 1)),
+                before=Moment("forward", b, 1),
             )
+            for b in reversed(range(job.buckets))
+        ]
+        yield replace(plan, transfers=tuple(messages))
+        if job.average == "after_update":
+            once = replace(job, period=1)
+            yield self._spread_plan(job, ways.of_sets(once, "forward", *even_sets(once, 1)))
+            for chosen in ways.of_runs(once, "forward", float("inf")):
+                yield self._spread_plan(job, chosen)
+
+    def _spread_plan(self, job: Planning, chosen: ways.Candidate) -> Plan:
+        """Return the plan of fragments that are spread over the period."""
+        none = ((),) * self.period
+        chosen = chosen._replace(sends=spread(chosen.sends, self.period), fill=none)
+        return with_idle_steps(ways.plan_of(job, chosen))
+
+    @property
+    def _dues(self) -> tuple[ways.Due, ...]:
+        return ("end", "forward") if self.due == "forward" else ("end",)
+
+    def _job(self, profile: Profile) -> Planning:
+        return Planning(self.name, profile, self.period, self.when, "local", self.delay)
+
+    def at_step(self) -> Strategy | None:
+        early = self.when == "after_update"
+        if self.due == "forward" and self.fragments != 1 and not self.delay:
+            return replace(self, average="before_update", due="end")
+        if self.due == "forward":  # with one fragment `average` makes no difference
+            variant = {"due": "end"} if self.delay else {"average": "before_update"}
+            return replace(self, **variant) if early else None
+        together = self.fragments == 1 or self.delay > 0
+        return None if together else super().at_step()
+
+    @property
+    def requires_early_updates(self) -> bool:
+        return super().requires_early_updates and self.fragments != 1 and not self.delay
 
     @property
     def applies_late(self) -> bool:
         return self.delay > 0
 
-    def schedule(self, profile: Profile) -> Plan:
-        buckets = len(profile.buckets)
-        if self.fragments is not None and self.fragments > buckets:
-            raise ValueError(
-                f"fragments ({self.fragments}) must be at most the model's buckets ({buckets}): a "
-                "bucket is averaged whole; use fewer, or None"
-            )
-        plan = with_outer(self._average_plan(profile), self.outer, profile, share=self.alpha)
-        return replace(plan, strategy=self.name)
-
-    def _average_plan(self, profile: Profile) -> Plan:
-        """Return the plan of the averages, without outer optimizer."""
-        if self.due == "forward":
-            return self._fastest_plan(profile)
-        if self.fragments is None:
-            late = {"due": "delayed", "delay": self.delay} if self.delay else {}
-            return replace(self._planner(), **late).schedule(profile)
-        if self.fragments == 1 and not self.delay:
-            return LocalSGD(self.period).schedule(profile)
-        if self.delay:
-            runs = self._runs(profile, self.fragments)
-            return later.delayed_plan(self._setting(profile), self.delay, runs)
-        none: solve.Sets = ((),) * self.period
-        chosen = self._best_sets(profile)
-        average, pieces = self._average, chosen.pieces
-        return partial_plan(self.name, profile, chosen.sets, none, average, "local", pieces)
-
-    def _fastest_plan(self, profile: Profile) -> Plan:
-        """Return the plan of `due="end"`, or the fastest one with later deadlines if that is
-        predicted to be faster."""
-        best = replace(self, due="end")._average_plan(profile)
-        best_s, least_s = predict_plan(best, profile).iteration_s, profile.slowest().compute_s
-        for plan in self._late_plans(profile):
-            if best_s <= least_s * (1 + later.ROUNDING):
-                break
-            seconds = predict_plan(plan, profile).iteration_s
-            if seconds < best_s * (1 - later.ROUNDING):
-                best, best_s = plan, seconds
-        return best
-
-    def _planner(self) -> DreamDDP:
-        return DreamDDP(self.period, average=self.average, fill=False, split=False)
-
-    def _setting(self, profile: Profile) -> later.Setting:
-        return later.Setting(self.name, profile, self.period, self._average, "local")
-
-    def _late_plans(self, profile: Profile) -> Iterator[Plan]:  # noqa: C901
-        """Yield the plans that `due="forward"` compares with the plan of `due="end"`."""
-        setting = self._setting(profile)
-        if self.delay:
-            for count in self._counts(setting.buckets):
-                for fragments in (self._runs(profile, count), self._even_sets(profile, count)):
-                    for early in (False, True):
-                        plan = later.delayed_plan(setting, self.delay, fragments, early=early)
-                        yield later.with_idle_steps(plan)
-        elif self.fragments is None:
-            yield replace(self._planner(), due="forward").schedule(profile)
-        elif self.fragments == 1:
-            yield later.bucketwise_plan(setting)
-            if self._average == "after_update":
-                starts = [*full_sets(self._planner(), profile), self._even_sets(profile, 1)]
-                for start in starts:
-                    choices = later.forward_choices(setting, start, (), search=False)
-                    yield from map(self._forward_plan, repeat(setting), choices)
-        else:
-            # Iterations without messages do not affect the others, so sets are searched without
-            # them.
-            dense = replace(setting, period=self.fragments)
-            for sets in (self._best_sets(profile), self._even_sets(profile, self.fragments)):
-                start = sets._replace(sets=tuple(filter(None, sets.sets)))
-                if len(start.sets) < self.fragments:  # messages without cost share a fragment
-                    continue
-                start = start._replace(fill=((),) * self.fragments)
-                for choice in later.forward_choices(dense, start, (), search=True):
-                    if all(choice.orders):
-                        yield self._forward_plan(setting, choice)
-
-    def _forward_plan(self, setting: later.Setting, choice: later.Choice) -> Plan:
-        """Return the plan of a choice whose iterations are spread over the period."""
-        orders, none = later.spread(choice.orders, self.period), ((),) * self.period
-        plan = later.forward_plan(setting, choice._replace(orders=orders, fill=none))
-        return later.with_idle_steps(plan)
-
-    def _counts(self, buckets: int) -> list[int]:
-        """Return the numbers of fragments to compare."""
-        if self.fragments is not None:
-            return [self.fragments]
-        most = min(self.period, buckets)
-        return sorted({2**n for n in range(most.bit_length())} | {most})
-
-    def _runs(self, profile: Profile, count: int) -> later.Candidate:
-        """Return fragments of neighbouring buckets, spread over the period."""
-        message_s = layer_times(profile, self._average, "local")[1]
-        return later.neighbours(message_s, count, self.period)
-
-    def _even_sets(self, profile: Profile, count: int) -> later.Candidate:
-        """Return fragments of even load, spread over the period; of equal buckets, every
-        `count`-th one."""
-        message_s = layer_times(profile, self._average, "local")[1]
-        grain_s = later.ROUNDING * max(message_s) or 1.0  # equal buckets differ by rounding errors
-        sets = later.even_loads([round(seconds / grain_s) for seconds in message_s], count)
-        return self._spread(profile, sets)
-
-    def _best_sets(self, profile: Profile) -> later.Candidate:
-        """Return DreamDDP's sets for `fragments` iterations, spread over the period."""
-        assert self.fragments is not None
-        times = layer_times(profile, self._average, "local")
-        sets = solve.best(*times, self.fragments)
-        if not all(sets):  # DreamDDP fills fewer sets if they suffice to hide all messages
-            sets = later.even_loads(times[1], self.fragments)
-        return self._spread(profile, sets)
-
-    def _spread(self, profile: Profile, sets: solve.Sets) -> later.Candidate:
-        pieces, none = whole_buckets(len(profile.buckets)), ((),) * self.period
-        return later.Candidate(pieces, later.spread(sets, self.period), none)
-
-    def at_step(self) -> Strategy | None:
-        after, together = self._average == "after_update", self.fragments == 1 and not self.delay
-        if self.due == "end":
-            early = after and not together and not self.delay
-            return replace(self, average="before_update") if early else None
-        if together:  # one fragment has the same equations with both settings of `average`
-            return replace(self, average="before_update") if after else None
-        if self.delay:
-            return replace(self, due="end") if after else None
-        return replace(self, average="before_update", due="end")
-
-    @property
-    def requires_early_updates(self) -> bool:
-        return self.average == "after_update" and self.fragments != 1 and not self.delay
-
-    @property
-    def _average(self) -> Average:
-        return average_of(self.average)
-
     def equations(self, plan: Plan) -> Equations:
-        outer = equations_of(self.outer)
+        outer = self.outer_equations
         assert outer is not None
         outer.alpha = self.alpha
         if self.delay:
-            return delayed(layer_sets(plan, "average"), self.delay, self._average, None, outer)
-        average = "after_update" if self.fragments == 1 else self._average
+            return delayed(layer_sets(plan, "average"), self.delay, self.when, None, outer)
+        average = "after_update" if self.fragments == 1 else self.when
         return partial(layer_sets(plan), average, outer=outer)
 
     def bound_s(self, profile: Profile) -> float:
+        job = self._job(profile)
         if self.delay:
-            return later.delayed_plan_bound_s(self._setting(profile))
+            return delayed_bound_s(job)
         if self.due == "forward":
-            return later.forward_plan_bound_s(self._setting(profile))
-        return periodic_bound_s(profile, self.period, fused=True)
+            return forward_bound_s(job, ways.cycle_of(job, "forward"))
+        return super().bound_s(profile)

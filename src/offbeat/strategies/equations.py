@@ -207,7 +207,8 @@ def partial(
 ) -> Equations:
     """Return the equations of partial averaging: the pieces in `sets[r mod H]` in iteration r.
 
-    The other pieces stay local.
+    The other pieces stay local. This is Algorithm 1 of DreamDDP (Tang et al., 2025), whose line
+    numbers are those in the code; `average="before_update"` moves lines 5-7 before line 4.
 
     Args:
         sets: pieces to average in each iteration of a period of H iterations.
@@ -218,19 +219,19 @@ def partial(
         outer: optimizer that steps on each average; None for none.
     """
 
-    def averages(world: World, iteration: int) -> None:
-        for piece in sets[iteration % len(sets)]:
-            _average_piece(world, piece, state)
+    def synchronize(world: World, iteration: int) -> None:
+        for piece in sets[iteration % len(sets)]:  # 5-6
+            _average_piece(world, piece, state)  # 7
             if outer is not None:
                 outer(world, piece)
 
-    def advance(world: World, iteration: int) -> None:
-        _compute_gradients(world, iteration, clip, outer)
+    def advance(world: World, iteration: int) -> None:  # 1-2: iteration r of all workers
+        _compute_gradients(world, iteration, clip, outer)  # 3
         if average == "before_update":
-            averages(world, iteration)
-        world.step()
+            synchronize(world, iteration)
+        world.step()  # 4; 8-9: the other layers keep their local update
         if average == "after_update":
-            averages(world, iteration)
+            synchronize(world, iteration)
         world.end()
 
     return advance

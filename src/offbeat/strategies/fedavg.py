@@ -12,10 +12,10 @@ from offbeat.core.plan import Apply, Fact, Moment, Phases, Plan, local
 from offbeat.core.profile import Profile
 from offbeat.core.rules.select import draw_samples
 from offbeat.core.strategy.interface import StatePolicy, periodic_bound_s, require_count
+from offbeat.strategies.averaging import kinds_of
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
 from offbeat.strategies.equations import Equations, federated
-from offbeat.strategies.local_sgd import kinds_of
 
 LOCAL_STEPS = 5
 STEP, END = Moment("step"), Moment("end")

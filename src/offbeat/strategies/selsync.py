@@ -27,12 +27,14 @@ from offbeat.core.strategy.interface import (
     require_count,
     synchronous_bound_s,
 )
-from offbeat.strategies import solvers as solve
+from offbeat.strategies.averaging import kinds_of
 from offbeat.strategies.bsp import averages
 from offbeat.strategies.compressible import Wired
+from offbeat.strategies.dreamddp.candidates import cycle_of
+from offbeat.strategies.dreamddp.late import Planning
+from offbeat.strategies.dreamddp.sets import cheaper_sets
 from offbeat.strategies.equations import Changes, Equations, selective
-from offbeat.strategies.local_sgd import kinds_of
-from offbeat.strategies.partial_sync import layer_times
+from offbeat.strategies.pieces import Sets
 
 STEP, END, NEXT = Moment("step"), Moment("end"), Moment("forward", lag=1)
 
@@ -145,14 +147,15 @@ class SelSync(Wired):
             facts=tuple(facts if self.max_period else ()),
         )
 
-    def _forced_runs(self, profile: Profile) -> solve.Sets:
+    def _forced_runs(self, profile: Profile) -> Sets:
         """Return, for each iteration of the period, the indices of the runs that are averaged
         regardless of votes."""
         if self.max_period is None:
             return ((),)
         if self.scope == "model":
             return (*((),) * (self.max_period - 1), (0,))
-        return solve.best(*layer_times(profile, "after_update", self.state), self.max_period)
+        job = Planning(self.name, profile, self.max_period, "after_update", self.state)
+        return cheaper_sets(cycle_of(job, "end"), self.max_period)
 
     def _conditions(
         self, run: range, always: range, whatever: list[int]

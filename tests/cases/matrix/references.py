@@ -18,7 +18,6 @@ from offbeat.core.runtime.schedulers import SchedulerGate
 from offbeat.core.runtime.session import Session
 from offbeat.profile import Profile
 from offbeat.strategies.equations import Changes, layer_sets
-from offbeat.strategies.partial_sync import average_of
 
 
 class AfterBackward:
@@ -191,9 +190,7 @@ class Partial(Reference):
 
     def __init__(self, module: nn.Module, optimizer: Any, runs: Sequence[Any], profile: Profile):
         super().__init__(module, optimizer)
-        self._runs = [
-            (begin, average_of(one.average), self._sets(one, profile)) for begin, one in runs
-        ]
+        self._runs = [(begin, one.when, self._sets(one, profile)) for begin, one in runs]
 
     @staticmethod
     def _sets(strategy: Any, profile: Profile) -> list[list[str]]:

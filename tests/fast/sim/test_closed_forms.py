@@ -5,10 +5,11 @@ from itertools import accumulate
 
 import pytest
 from harness.parts import (
+    Planning,
+    cycle_of,
     event_engine,
     fast_engine,
     gradients_when_ready,
-    layer_times,
     make_job,
     message_seconds,
     to_trace,
@@ -116,16 +117,13 @@ def test_local_sgd_adds_one_message_per_period(profile):
 def test_partial_sync_costs_what_the_solvers_minimize(profile, average, state):
     for strategy in (
         PartialSync(period=3, average=average, state=state),
-        DreamDDP(period=3, average=average, state=state, fill=False, solver="best"),
-        DreamDDP(period=4, average=average, state=state, fill=True, solver="best"),
+        DreamDDP(period=3, average=average, state=state, fill=False, solver="balanced"),
+        DreamDDP(period=4, average=average, state=state, fill=True, solver="optimal"),
     ):
         prediction = predict(strategy, profile)
         sets = prediction.plan.fact("sets")
-        cost_s = solve.period_cost(sets, *layer_times(profile, average, state))
-        outside_s = profile.other_s + profile.forward_s
-        if average == "before_update":
-            outside_s += profile.update_s
-        assert prediction.iteration_s == exactly(outside_s + cost_s / len(sets))
+        cycle = cycle_of(Planning("", profile, strategy.period, average, state), "end")
+        assert prediction.iteration_s == exactly(sum(map(cycle.cost, sets)) / len(sets))
 
 
 def test_a_forward_deadline_hides_a_message_under_the_next_forward():

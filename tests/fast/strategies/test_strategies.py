@@ -4,9 +4,11 @@
 """
 
 import cProfile
+import math
 import os
 import random
 from dataclasses import FrozenInstanceError, fields, replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from offbeat.core.strategy.registry import module_names
 from offbeat.core.verify.check import check
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, CodecSpeed, Link, Profile
-from offbeat.sim import Ranks, predict, predict_plan, simulate
+from offbeat.sim import predict, predict_plan
 from offbeat.strategies import (
     BSP,
     DDP,
@@ -37,8 +39,8 @@ from offbeat.strategies import (
     SelSync,
     create,
 )
-from offbeat.strategies import dreamddp_due as later
-from offbeat.strategies.partial_sync import Piece, average_of, whole_buckets
+from offbeat.strategies.dreamddp import candidates, late
+from offbeat.strategies.pieces import Piece, partial_plan, whole_buckets
 from offbeat.strategies.solvers import cap_fusion
 from offbeat.strategies.wire_profile import profile_for_wire
 from offbeat.testing.conformance import equals_equations, moves_everything, shares
@@ -78,7 +80,7 @@ PERIODIC = [
     PartialSync(period=1),
     PartialSync(period=3, average="before_update", state="averaged"),
     DreamDDP(),
-    *(DreamDDP(period=3, solver=s) for s in ("best", "optimal", "balanced", "dfs", "brute-force")),
+    *(DreamDDP(period=3, solver=s) for s in ("optimal", "balanced", "dfs")),
     DreamDDP(period=4, fill=False, average="before_update", state="averaged"),
     DreamDDP(period=3, average="before_update", clip=0.5),
     DreamDDP(period=2, split=True, average="before_update", state="averaged"),
@@ -281,8 +283,8 @@ def test_neither_slices_nor_the_choice_are_ever_predicted_slower():
     sliced = at_once = 0
     for n, profile in enumerate(floored_profiles(60, 7, seed=2)):
         period, state = 2 + n % 3, ("local", "averaged")[n % 2]
-        whole_s = seconds_of(DreamDDP(period, solver="best", split=False, state=state), profile)
-        split = DreamDDP(period, solver="best", split=True, state=state)
+        whole_s = seconds_of(DreamDDP(period, split=False, state=state), profile)
+        split = DreamDDP(period, split=True, state=state)
         split_s = seconds_of(split, profile)
         assert split_s <= whole_s * (1 + 1e-9)
         chosen_s = seconds_of(DreamDDP(period, state=state), profile)
@@ -299,12 +301,13 @@ def test_with_jitter_the_choice_is_not_slower_than_local_sgd(average):
     """Filled or in sets, every iteration with a message is a barrier."""
     whole_buckets = 0
     for profile in floored_profiles(6, 6, seed=3):
-        uneven, how = replace(profile, jitter=0.3), {"ranks": Ranks(jitter=0.3), "iterations": 24}
+        uneven = replace(profile, jitter=0.3)
         chosen = DreamDDP(3, average=average)
-        chosen_s = simulate(chosen.plan(uneven), uneven, record=0, **how).ends_s
-        for other in (LocalSGD(3), DreamDDP(3, "best", fill=True, split=False, average=average)):
-            other_s = simulate(other.plan(uneven), uneven, record=0, **how).ends_s
-            assert max(row[-1] for row in chosen_s) <= max(row[-1] for row in other_s) * (1 + 1e-9)
+        for other in (
+            LocalSGD(3),
+            DreamDDP(3, "balanced", fill=True, split=False, average=average),
+        ):
+            assert seconds_of(chosen, uneven) <= seconds_of(other, uneven) * 1.02
         whole_buckets += chosen.plan(profile) != chosen.plan(uneven)
     assert whole_buckets > 0
 
@@ -313,8 +316,8 @@ def test_processor_time_per_message_favours_few_messages():
     cheap = replace(SMALL, links=(Link("net", 1e-5, 1e9),))
     busy = replace(SMALL, links=(Link("net", 1e-5, 1e9, cpu_s_per_message=1e-3),))
     assert len(DreamDDP().plan(cheap).transfers) == len(SMALL.buckets)
-    [message] = DreamDDP().plan(busy).transfers
-    assert (message.payload.buckets, message.phases) == (range(7), {4})
+    few = DreamDDP().plan(busy).transfers
+    assert [t.payload.buckets for t in few] == [range(5), range(5, 7)]
 
 
 def test_calls_of_the_optimizer_favour_the_step_as_a_whole():
@@ -348,7 +351,7 @@ def test_whatever_messages_and_calls_cost_the_choice_is_not_slower_than_local_sg
 
 
 def test_an_iteration_without_a_set_is_not_filled():
-    plan = DreamDDP(period=9, solver="best", fill=True).plan(SMALL)
+    plan = DreamDDP(period=9, solver="balanced", fill=True).plan(SMALL)
     assert any(plan.fact("fill"))
     for own, extra in zip(plan.fact("sets"), plan.fact("fill"), strict=True):
         assert own or not extra
@@ -419,10 +422,8 @@ def test_due_at_forward_takes_what_the_solver_says():
         plan = strategy.plan(profile)
         if any(len(t.payload.buckets) > 1 for t in plan.transfers):
             continue
-        setting = later.Setting(
-            "", profile, strategy.period, average_of(strategy.average), strategy.state
-        )
-        cycle = later.forward_cycle(setting, whole_buckets(plan.buckets))
+        job = late.Planning("", profile, strategy.period, strategy.when, strategy.state)
+        cycle = candidates.cycle_of(job, "forward")
         order = [
             [t.payload.buckets[0] for t in at(plan, h) if t.payload.buffer == "param"]
             for h in range(plan.period)
@@ -431,19 +432,26 @@ def test_due_at_forward_takes_what_the_solver_says():
         assert seconds_of(strategy, profile) == pytest.approx(expected_s)
 
 
-SETTING = later.Setting("x", SMALL, 2, "after_update", "local")
+JOB = late.Planning("x", SMALL, 2, "after_update")
 
 
 def test_a_piece_of_several_buckets_is_due_when_the_first_of_them_is_needed():
     pieces = [Piece(range(3)), Piece(range(3, 7))]
-    plan = later.forward_plan(SETTING, later.Choice(pieces, ((0,), (1,)), ((), ()), 0.0))
+    plan = partial_plan("x", SMALL, pieces, ((0,), (1,)), "after_update", "local", late=True)
     assert check(plan) == []
+    assert [t.before.bucket for t in plan.transfers] == [2, 6]
 
 
-def test_what_is_filled_is_not_filled_again():
-    choice = later.Choice(whole_buckets(7), ((0, 1, 2, 3, 4), (5, 6, 0)), ((), (0,)), 0.0)
-    assert later.with_fill(SETTING, choice) == choice
-    assert any(later.with_fill(SETTING, choice._replace(fill=((), ()))).fill)
+@pytest.mark.parametrize("due", ["end", "forward"])
+def test_filling_costs_nothing(due):
+    whole = whole_buckets(7)
+    plain = candidates.of_sets(JOB, due, whole, ((0, 1, 2, 3, 4), (5, 6)))
+    filled = candidates.filled(JOB, plain)
+    assert any(filled.fill)
+    cycle = candidates.cycle_of(JOB, due)
+    for order, longer, more in zip(plain.sends, filled.sends, filled.fill, strict=True):
+        assert sorted(longer) == sorted((*order, *more))
+        assert cycle.seconds(longer) <= cycle.seconds(order) * (1 + 1e-9)
 
 
 def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
@@ -453,42 +461,51 @@ def test_what_is_due_at_the_next_forward_is_filled_where_that_costs_nothing():
     without, chosen, filled = (
         DreamDDP(3, due="forward", fill=fill, split=False) for fill in (False, "auto", True)
     )
-    assert len(filled.plan(profile).transfers) > len(without.plan(profile).transfers)
+    sent = [sum(len(t.phases) for t in s.plan(profile).transfers) for s in (filled, without)]
+    assert sent[0] > sent[1]
     assert seconds_of(filled, profile) > seconds_of(without, profile) * (1 + 1e-6)
     assert chosen.plan(profile).transfers == without.plan(profile).transfers
     free = replace(profile, links=(replace(profile.links[0], cpu_s_per_byte=0.0),))
     assert chosen.plan(free).transfers == filled.plan(free).transfers
 
 
-def test_slices_go_in_turn():
-    pieces = later.cut_into(frozenset({0, 2}), SETTING)
-    assert [(p.buckets[0], p.part) for p in pieces[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
-    assert later._spread_evenly(pieces, 2) == ((0, 3, 6, 8), (1, 2, 4, 5, 7))
+@pytest.mark.parametrize("due", ["end", "forward"])
+def test_every_candidate_averages_everything_once(due):
+    """In pieces of its own, within the time that it states."""
+    found = [
+        *candidates.of_layers(JOB, due, "auto"),
+        *candidates.of_runs(JOB, due, math.inf),
+        *candidates.of_slices(JOB, due, math.inf),
+        *candidates.all_at_once(JOB, due),
+    ]
+    assert len(found) == 10
+    for one in found:
+        sent = [one.pieces[i] for order in one.sends for i in order]
+        assert {b for piece in sent for b in piece.buckets} == {*range(7)}
+        assert sum(Fraction(len(piece.buckets), piece.parts) for piece in sent) == 7
+        plan = candidates.plan_of(JOB, one)
+        assert check(plan) == []
+        seconds = predict_plan(plan, SMALL).iteration_s * 2
+        assert seconds == pytest.approx(one.seconds)
 
 
-def test_a_later_choice_must_gain_enough():
-    some = [later.Choice([], (), (), seconds) for seconds in (1.0, 0.95, 0.8)]
-    assert later.fastest(some[:2], lambda choice: choice.closed_s)[1] is some[1]
-    assert later.fastest(some[:2], lambda choice: choice.closed_s, gain=0.1)[1] is some[0]
-    assert later.fastest(some, lambda choice: choice.closed_s, gain=0.1)[1] is some[2]
-
-
-def test_moves_keep_every_bucket():
-    tried = [*later._moved_sets(((0, 1, 2), (3,), (4, 5)), [3.0, 1.0, 1.0, 1.0, 1.0, 1.0])]
-    assert len({*tried}) == 7
-    for sets in tried:
-        assert sorted(i for members in sets for i in members) == [*range(6)]
+def test_delayed_sets_keep_every_bucket():
+    for pieces, sets in late.delayed_sets(late.Planning("x", SMALL, 3, "after_update", delay=1)):
+        sent = [b for members in sets for i in members for b in pieces[i].buckets]
+        assert sorted(sent) == [*range(7)]
+        assert len(sets) == 3
 
 
 @pytest.mark.parametrize("times", [1, 1000])
 def test_all_at_once_hides_behind_what_comes_before_the_next_forward(times):
     """And without a bucket's own update, whose bound counts one of all."""
     profile = replace(fast_link(SMALL, times), other_s=0.02, step_s=5e-3)
-    setting = later.Setting("x", profile, 2, "after_update", "local")
-    choice = later._local_sgd_choice(setting, [Piece(range(7))])
-    plan = later.forward_plan(setting, choice)
-    assert later.steady_s(plan, profile) * 2 == pytest.approx(choice.closed_s)
-    assert later.forward_plan_bound_s(setting) * 2 <= choice.closed_s * (1 + 1e-9)
+    job = replace(JOB, profile=profile)
+    *_, local = candidates.all_at_once(job, "forward")
+    plan = candidates.plan_of(job, local)
+    assert predict_plan(plan, profile).iteration_s * 2 == pytest.approx(local.seconds)
+    bound_s = late.forward_bound_s(job, candidates.cycle_of(job, "forward"))
+    assert bound_s * 2 <= local.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "topk:0.01", "powersgd:4"])
@@ -533,7 +550,7 @@ def test_delays_hide_whatever_the_link_can_carry():
 def test_with_jitter_choices_are_simulated():
     uneven = replace(fast_link(SMALL, 4), jitter=0.3)
     plain, chosen = DreamDDP(due="forward", fill=True), DreamDDP(due="forward")
-    assert later.steady_s(chosen.plan(uneven), uneven) <= later.steady_s(plain.plan(uneven), uneven)
+    assert seconds_of(chosen, uneven) <= seconds_of(plain, uneven)
 
 
 def test_more_iterations_than_buckets():
@@ -669,7 +686,7 @@ def test_settings_are_values():
         (lambda: DiLoCo(delay=1, alpha=1.0), r"alpha \(1.0\) must be at least 0 and below 1"),
         (lambda: DiLoCo(alpha=0.5), r"alpha \(0.5\) counts only with a delay"),
         (lambda: create("deft", {"outer": "0.7/0.5"}), r"outer must be left out with deft"),
-        (lambda: DreamDDP(solver="best!"), r"solver \('best!'\) .* did you mean 'best'\?"),
+        (lambda: DreamDDP(solver="balance"), r"solver \('balance'\) .* did you mean 'balanced'\?"),
         (lambda: DDP(bucket_cap_mb=0), r"bucket_cap_mb \(0\) must be a number above 0"),
         (lambda: DDP(bucket_cap_mb=float("nan")), r"bucket_cap_mb \(nan\) must be a number"),
     ],
@@ -684,11 +701,10 @@ def test_settings_that_make_no_sense(make, text):
 def test_delayed_averages_travel_together_where_that_takes_no_longer(profile):
     """The plan of whole buckets with even loads is faster by half a per cent at most."""
     strategy = DreamDDP(period=3, due="delayed")
-    setting = later.Setting("dreamddp", profile, 3, "after_update", "local")
-    message_s = [piece.seconds(profile, "local") for piece in whole_buckets(len(profile.buckets))]
-    even = later.Candidate(whole_buckets(len(profile.buckets)), later.even_loads(message_s, 3))
-    limit_s = later.steady_s(later.delayed_plan(setting, 1, even), profile)
-    assert later.steady_s(strategy.schedule(profile), profile) <= limit_s * 1.006
+    job = late.Planning("dreamddp", profile, 3, "after_update", delay=1)
+    even = late.delayed_plan(job, *late.even_sets(job, 3))
+    limit_s = predict_plan(even, profile).iteration_s
+    assert seconds_of(strategy, profile) <= limit_s * 1.006
 
 
 def test_hidden_averages_are_one_message():

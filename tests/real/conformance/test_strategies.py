@@ -28,7 +28,7 @@ from cases.workers import (
     train_in_two_halves,
     train_with,
 )
-from harness.parts import COMPUTE, RULES, Windows, average_of, draw_samples
+from harness.parts import COMPUTE, RULES, Windows, draw_samples
 from harness.ranks import one_of, run_ranks
 from oracle.training import (
     Clipping,
@@ -194,7 +194,7 @@ def layer_sets(world: list[Replica], iterations: range, strategy: Any, profile: 
     clip, tensors = getattr(strategy, "clip", None), [bucket.tensors for bucket in profile.buckets]
     how: dict[str, Any] = {
         "sets": sets,
-        "average": average_of(strategy.average),
+        "average": strategy.when,
         "clip": clip and Clipping(clip, tensors, early),
         "outer": outer_of(strategy),
     }

@@ -20,7 +20,6 @@ from oracle.training import Replica, consolidate, delayed_sync, partial_sync, re
 
 from offbeat import DreamDDP
 from offbeat.experiments.record import record_file as blocks
-from offbeat.strategies.partial_sync import average_of
 
 FORWARD = DreamDDP(period=2, due="forward")
 BEFORE = DreamDDP(period=2, due="forward", average="before_update")
@@ -38,10 +37,10 @@ def equations(
     sets = sets_of(strategy.plan(profile), profile, "average" if late else "param")
     sets = sets[first % len(sets) :] + sets[: first % len(sets)]
     if late:
-        how = {"delay": strategy.delay, "average": average_of(strategy.average)}
+        how = {"delay": strategy.delay, "average": strategy.when}
         delayed_sync(world, iterations, sets=sets, **how)
     else:
-        partial_sync(world, iterations, sets=sets, average=average_of(strategy.average))
+        partial_sync(world, iterations, sets=sets, average=strategy.when)
 
 
 LOOPS = [

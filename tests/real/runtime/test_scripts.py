@@ -16,7 +16,7 @@ from cases.comparing import assert_close, assert_same, sets_of
 from cases.models import Case, Loop, profile_of
 from cases.strategy_lists import STRATEGIES
 from cases.workers import Trained
-from harness.parts import average_of, conflict_with, defer_updates
+from harness.parts import conflict_with, defer_updates
 from harness.ranks import run_ranks, watch_ranks
 from oracle.training import Replica, bsp, local_sgd, partial_sync, replicas
 
@@ -167,9 +167,7 @@ def average_parameters(
         local_sgd(world, iterations, period=strategy.period)
         return
     sets = sets_of(strategy.plan(profile), profile)
-    partial_sync(
-        world, iterations, sets=sets, average=average_of(strategy.average), state=strategy.state
-    )
+    partial_sync(world, iterations, sets=sets, average=strategy.when, state=strategy.state)
 
 
 def assert_all_same(ranks: Sequence[Trained], world: list[Replica], what: str = "") -> None:

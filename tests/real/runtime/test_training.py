@@ -14,7 +14,6 @@ from cases.comparing import assert_close, assert_same, sets_of
 from cases.merging import Merging
 from cases.models import USUAL, Case, Loop, build_model, profile_of
 from cases.workers import Trained
-from harness.parts import average_of
 from harness.ranks import run_ranks
 from oracle.training import (
     Replica,
@@ -176,9 +175,7 @@ def equations(
     elif isinstance(strategy, (PartialSync, DreamDDP)):
         profile = trained.profile if trained else profile_of(world[0].case, len(world))
         sets = sets_of(strategy.plan(profile), profile)
-        partial_sync(
-            world, iterations, sets=sets, average=average_of(strategy.average), state=strategy.state
-        )
+        partial_sync(world, iterations, sets=sets, average=strategy.when, state=strategy.state)
     elif isinstance(strategy, DDP):
         bsp(world, iterations, broadcast_buffers=True)
     else:

@@ -1,29 +1,18 @@
-"""Layer sets: every solver against enumeration, ties and zeros included."""
+"""Layer sets: the solvers against enumeration, ties and zeros included."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
+from harness.parts import Cycle, algorithm_2, balanced, cheaper_sets, fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import solve as reference
 
-from offbeat.strategies.solvers import layer_sets as partition
-from offbeat.strategies.solvers.layer_sets import Sets
+SOLVERS = [algorithm_2, balanced, cheaper_sets]
 
-SOLVERS = [
-    partition.dfs,
-    partition.brute_force,
-    partition.optimal,
-    partition.balanced,
-    partition.equal_number,
-    partition.best,
-]
-CONTIGUOUS = [partition.dfs, partition.brute_force, partition.optimal]
-
+Sets = tuple[tuple[int, ...], ...]
 Profile = tuple[list[float], list[float]]
 
 
@@ -70,6 +59,16 @@ def profiles(
         yield durations_s, comm_s, rng.randint(1, most_period), kind >= 3
 
 
+def cycle_of(durations_s: list[float], comm_s: list[float]) -> Cycle:
+    """Backward alone: messages are due when it ends."""
+    ready_s = list(accumulate(durations_s))
+    return Cycle(ready_s, comm_s, [0.0] * len(comm_s), ready_s[-1] if ready_s else 0.0)
+
+
+def period_cost(sets: Sets, cycle: Cycle) -> float:
+    return sum(map(cycle.cost, sets))
+
+
 def equal_s(value: float, expected: float, exact: bool) -> bool:
     return value == expected if exact else value == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
@@ -79,80 +78,74 @@ def is_partition(sets: Sets, count: int, period: int) -> bool:
     return len(sets) == period and ascending and sorted(sum(sets, ())) == list(range(count))
 
 
-def test_finish_equals_the_event_simulation():
+def test_the_cost_of_a_set_equals_the_event_simulation():
     rng = random.Random(1)
     for durations_s, comm_s, _, _ in profiles(2000, 10, 1, seed=2):
-        ready_s = [sum(durations_s[: i + 1]) for i in range(len(durations_s))]
-        members = [i for i in range(len(ready_s)) if rng.random() < 0.6]
-        expected_s = reference.set_finish(members, ready_s, comm_s)
-        assert partition.finish(members, ready_s, comm_s) == expected_s
-        assert partition.cost(members, ready_s, comm_s) == max(ready_s[-1], expected_s)
+        cycle = cycle_of(durations_s, comm_s)
+        members = [i for i in range(len(comm_s)) if rng.random() < 0.6]
+        expected_s = max(cycle.least, reference.set_finish(members, cycle.ready, comm_s))
+        assert cycle.seconds(members) == expected_s
+        assert cycle.cost(members) == pytest.approx(expected_s, rel=1e-12)
 
 
-def test_contiguous_solvers_equal_enumeration():
-    for durations_s, comm_s, period, exact in profiles(4200, 9, 4, seed=3):
+def test_algorithm_2_equals_enumeration():
+    for durations_s, comm_s, period, exact in profiles(2100, 9, 4, seed=3):
+        cycle = cycle_of(durations_s, comm_s)
+        sets = algorithm_2(cycle, period)
+        assert is_partition(sets, len(comm_s), period)
+        assert sum(sets, ()) == tuple(range(len(comm_s))), "not contiguous"
+        assert not any(a == () != b for a, b in pairwise(sets)), "empty before a full one"
         expected_s = reference.best_contiguous_cost(durations_s, comm_s, period)
-        for solve in CONTIGUOUS:
-            sets = solve(durations_s, comm_s, period)
-            assert is_partition(sets, len(comm_s), period)
-            assert sum(sets, ()) == tuple(range(len(comm_s))), "not contiguous"
-            if solve is not partition.brute_force:  # at-least-one assignment
-                assert not any(a == () != b for a, b in pairwise(sets)), "empty before a full one"
-            cost_s = partition.period_cost(sets, durations_s, comm_s)
-            assert cost_s == pytest.approx(reference.sets_cost(sets, durations_s, comm_s))
-            assert equal_s(cost_s, expected_s, exact), (solve, durations_s, comm_s, period)
+        assert equal_s(period_cost(sets, cycle), expected_s, exact), (durations_s, comm_s, period)
 
 
-def test_optimal_equals_dynamic_programming_on_more_buckets():
+def test_algorithm_2_equals_dynamic_programming_on_more_buckets():
     for durations_s, comm_s, period, exact in profiles(140, 40, 8, seed=4):
-        sets = partition.optimal(durations_s, comm_s, period)
-        cost_s = partition.period_cost(sets, durations_s, comm_s)
+        cycle = cycle_of(durations_s, comm_s)
+        cost_s = period_cost(algorithm_2(cycle, period), cycle)
         expected_s = reference.best_contiguous_cost_dp(durations_s, comm_s, period)
         assert equal_s(cost_s, expected_s, exact), (durations_s, comm_s, period)
 
 
 def test_balanced_equals_its_slow_twin():
     for durations_s, comm_s, period, exact in profiles(1400, 12, 5, seed=5):
-        sets = partition.balanced(durations_s, comm_s, period)
+        sets = balanced(cycle_of(durations_s, comm_s), period)
         assert is_partition(sets, len(comm_s), period)
         if exact:  # otherwise rounding may decide ties differently
             slow = reference.balanced_sets(durations_s, comm_s, period)
             assert sets == tuple(map(tuple, slow)), (durations_s, comm_s, period)
 
 
-def test_balanced_equals_its_slow_twin_on_more_buckets():
-    for durations_s, comm_s, period, exact in profiles(28, 40, 9, seed=9):
-        for communication_s in (comm_s, [4 * c for c in comm_s]):
-            sets = partition.balanced(durations_s, communication_s, period)
-            slow = reference.balanced_sets(durations_s, communication_s, period)
-            cost_s = partition.period_cost(sets, durations_s, communication_s)
-            expected_s = partition.period_cost(slow, durations_s, communication_s)
-            assert equal_s(cost_s, expected_s, exact)
+def test_balanced_continues_given_sets():
+    cycle = cycle_of([1.0] * 6, [2.0, 1.0, 1.0, 1.0, 1.0, 2.0])
+    sets = balanced(cycle, 2, ((0, 3), (1,)))
+    assert is_partition(sets, 6, 2)
+    assert {0, 3} <= {*sets[0]}
+    assert 1 in sets[1]
 
 
 def test_no_method_beats_all_assignments_and_balanced_rarely_misses_them():
     missed, number = 0, 420
     for durations_s, comm_s, period, _ in profiles(number, 6, 3, seed=6):
+        cycle = cycle_of(durations_s, comm_s)
         least_s = reference.best_assignment_cost(durations_s, comm_s, period)
+        assert cycle.bound(period) * period <= least_s * (1 + 1e-12)
         for solve in SOLVERS:
-            cost_s = partition.period_cost(solve(durations_s, comm_s, period), durations_s, comm_s)
+            cost_s = period_cost(solve(cycle, period), cycle)
             assert cost_s >= least_s * (1 - 1e-12)
-            missed += solve is partition.balanced and cost_s > least_s * (1 + 1e-9)
+            missed += solve is balanced and cost_s > least_s * (1 + 1e-9)
     assert missed <= 0.02 * number
 
 
-def test_best_is_the_cheaper_one_and_prefers_contiguous_sets():
+def test_the_cheaper_sets_prefer_neighbours():
     won_by_balanced = 0
     for durations_s, comm_s, period, _ in profiles(700, 20, 6, seed=7):
-        contiguous = partition.optimal(durations_s, comm_s, period)
-        scattered = partition.balanced(durations_s, comm_s, period)
-        chosen = partition.best(durations_s, comm_s, period)
-        cost_s = {
-            sets: partition.period_cost(sets, durations_s, comm_s)
-            for sets in (contiguous, scattered, chosen)
-        }
-        assert cost_s[chosen] <= min(cost_s.values()) * (1 + 1e-12)
-        if cost_s[contiguous] <= cost_s[scattered]:
+        cycle = cycle_of(durations_s, comm_s)
+        contiguous, scattered = algorithm_2(cycle, period), balanced(cycle, period)
+        chosen = cheaper_sets(cycle, period)
+        costs_s = [period_cost(sets, cycle) for sets in (contiguous, scattered)]
+        assert period_cost(chosen, cycle) <= min(costs_s) * (1 + 1e-12)
+        if costs_s[0] <= costs_s[1]:
             assert chosen == contiguous
         won_by_balanced += chosen != contiguous
     assert won_by_balanced > 100
@@ -160,157 +153,81 @@ def test_best_is_the_cheaper_one_and_prefers_contiguous_sets():
 
 def test_sets_that_are_not_contiguous_can_win():
     # Bucket 1's message fills one backward exactly; 0, 2 and 3 share the other and end at 3 of 2.
-    durations_s, comm_s = [0.0, 0.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0]
-    contiguous = partition.optimal(durations_s, comm_s, 2)
-    assert partition.period_cost(contiguous, durations_s, comm_s) == 6.0
-    sets = partition.best(durations_s, comm_s, 2)
+    cycle = cycle_of([0.0, 0.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0])
+    assert period_cost(algorithm_2(cycle, 2), cycle) == 6.0
+    sets = cheaper_sets(cycle, 2)
     assert sets == ((0, 2, 3), (1,))
-    assert partition.period_cost(sets, durations_s, comm_s) == 5.0
-
-
-def test_equal_number_rounds_up():
-    ones_s = [1.0] * 7
-    assert partition.equal_number(ones_s, ones_s, 3) == ((0, 1, 2), (3, 4, 5), (6,))
-    assert partition.equal_number(ones_s[:4], ones_s[:4], 3) == ((0, 1), (2, 3), ())
-    assert partition.equal_number(ones_s[:2], ones_s[:2], 3) == ((0,), (1,), ())
+    assert period_cost(sets, cycle) == 5.0
 
 
 def test_hidden_communication_costs_nothing_but_the_last_message():
-    durations_s, comm_s = [2.0] * 6, [0.5] * 6
+    cycle = cycle_of([2.0] * 6, [0.5] * 6)
     for solve in SOLVERS:
-        sets = solve(durations_s, comm_s, 3)
-        assert partition.period_cost(sets, durations_s, comm_s) == 3 * 12.0 + 0.5
+        assert period_cost(solve(cycle, 3), cycle) == 3 * 12.0 + 0.5
 
 
 @pytest.mark.parametrize("solve", SOLVERS)
 def test_edges(solve):
-    assert solve([], [], 1) == ((),)
-    assert solve([], [], 3) == ((), (), ())
-    assert solve([1.0], [2.0], 1) == ((0,),)
-    assert solve([0.0, 0.0], [0.0, 0.0], 1) == ((0, 1),)
-    assert is_partition(solve([1.0], [2.0], 3), 1, 3)
-    assert is_partition(solve([1.0, 2.0], [2.0, 1.0], 5), 2, 5)
-    assert partition.period_cost(solve([], [], 3), [], []) == 0.0
+    assert solve(cycle_of([1.0], [2.0]), 1) == ((0,),)
+    assert solve(cycle_of([0.0, 0.0], [0.0, 0.0]), 1) == ((0, 1),)
+    assert is_partition(solve(cycle_of([1.0], [2.0]), 3), 1, 3)
+    assert is_partition(solve(cycle_of([1.0, 2.0], [2.0, 1.0]), 5), 2, 5)
 
 
-def test_many_buckets_do_not_exhaust_the_stack():
-    durations_s, comm_s = [1.0, 2.0] * 2500, [3.0, 1.0, 0.0, 8.0] * 1250
-    sets = partition.optimal(durations_s, comm_s, 20)
-    assert is_partition(sets, 5000, 20)
-    assert is_partition(partition.dfs(durations_s, comm_s, 3), 5000, 3)
+def test_many_buckets_and_sets_do_not_exhaust_the_stack():
+    cycle = cycle_of([1.0, 2.0] * 2500, [3.0, 1.0, 0.0, 8.0] * 1250)
+    assert is_partition(algorithm_2(cycle, 20), 5000, 20)
+    assert is_partition(algorithm_2(cycle_of([1.0] * 1500, [9.0] * 1500), 1500), 1500, 1500)
 
 
-def test_fill_bubbles_equals_trying_every_prefix():
+def test_fill_equals_trying_every_prefix():
     filled = 0
-    for durations_s, comm_s, period, _ in profiles(1400, 10, 4, seed=8):
-        for solve in (partition.optimal, partition.balanced, partition.equal_number):
-            sets = solve(durations_s, comm_s, period)
-            extra = partition.fill_bubbles(sets, durations_s, comm_s)
+    for durations_s, comm_s, period, exact in profiles(1400, 10, 4, seed=8):
+        cycle = cycle_of(durations_s, comm_s)
+        for solve in (algorithm_2, balanced):
+            sets = solve(cycle, period)
+            extra = fill(cycle, sets)
             slow = [reference.free_prefix(members, durations_s, comm_s) for members in sets]
-            assert extra == tuple(map(tuple, slow))
+            if exact:  # otherwise rounding may decide whether a message fits
+                assert extra == tuple(map(tuple, slow))
             assert not any(set(a) & set(b) for a, b in zip(sets, extra, strict=True))
-            union = [sorted(a + b) for a, b in zip(sets, extra, strict=True)]
-            assert partition.period_cost(union, durations_s, comm_s) == partition.period_cost(
-                sets, durations_s, comm_s
-            )
+            union = tuple(tuple(sorted(a + b)) for a, b in zip(sets, extra, strict=True))
+            assert equal_s(period_cost(union, cycle), period_cost(sets, cycle), exact)
             filled += sum(map(len, extra))
-    assert filled > 3_000
+    assert filled > 2_000
 
 
-def test_fill_bubbles_by_hand():
+def test_fill_by_hand():
     # The last iteration hides buckets 0 and 1 (ends at 3 of 4); bucket 2 would end at 5. The empty
     # one stays empty.
-    sets = ((0, 1, 2), (), (3,))
-    durations_s, comm_s = [1.0] * 4, [1.0, 1.0, 2.0, 1.0]
-    assert partition.fill_bubbles(sets, durations_s, comm_s) == ((), (), (0, 1))
-    assert partition.fill_bubbles(((), ()), [], []) == ((), ())
+    cycle = cycle_of([1.0] * 4, [1.0, 1.0, 2.0, 1.0])
+    assert fill(cycle, ((0, 1, 2), (), (3,))) == ((), (), (0, 1))
 
 
 times_s = st.floats(0, 1e3).map(lambda x: round(x, 3))
-problems = st.tuples(st.lists(st.tuples(times_s, times_s), max_size=12), st.integers(1, 5)).map(
-    lambda p: ([b for b, _ in p[0]], [c for _, c in p[0]], p[1])
-)
+problems = st.tuples(
+    st.lists(st.tuples(times_s, times_s), min_size=1, max_size=12), st.integers(1, 5)
+).map(lambda p: (cycle_of([b for b, _ in p[0]], [c for _, c in p[0]]), p[1]))
 
 
 @settings(max_examples=150, deadline=None)
 @given(problems)
 def test_doubling_all_times_changes_no_sets(problem):
-    durations_s, comm_s, period = problem
-    for solve in (partition.dfs, partition.optimal, partition.balanced, partition.best):
-        doubled = solve([2 * b for b in durations_s], [2 * c for c in comm_s], period)
-        assert doubled == solve(durations_s, comm_s, period)
+    cycle, period = problem
+    ready_s, message_s = ([2 * s for s in times] for times in (cycle.ready, cycle.message))
+    twice = Cycle(ready_s, message_s, cycle.tail, 2 * cycle.least)
+    for solve in SOLVERS:
+        assert solve(twice, period) == solve(cycle, period)
 
 
 @settings(max_examples=150, deadline=None)
 @given(problems)
 def test_costs_are_ordered_and_bounded(problem):
-    durations_s, comm_s, period = problem
-
-    def cost_s(solve) -> float:
-        return partition.period_cost(solve(durations_s, comm_s, period), durations_s, comm_s)
-
+    cycle, period = problem
+    best_s, contiguous_s = (period_cost(f(cycle, period), cycle) for f in SOLVERS[::-2])
     slack = 1 + 1e-9
-    assert period * sum(durations_s) <= cost_s(partition.best) * slack
-    assert cost_s(partition.best) <= cost_s(partition.optimal) * slack
-    assert cost_s(partition.best) <= cost_s(partition.balanced) * slack
-    assert cost_s(partition.optimal) <= cost_s(partition.equal_number) * slack
-    assert cost_s(partition.equal_number) <= (period * sum(durations_s) + sum(comm_s)) * slack
-
-
-@settings(max_examples=100, deadline=None)
-@given(problems)
-def test_one_more_iteration_costs_at_most_one_more_backward(problem):
-    durations_s, comm_s, period = problem
-    shorter = partition.optimal(durations_s, comm_s, period)
-    longer = partition.optimal(durations_s, comm_s, period + 1)
-    limit_s = partition.period_cost(shorter, durations_s, comm_s) + sum(durations_s)
-    assert partition.period_cost(longer, durations_s, comm_s) <= limit_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("solve", SOLVERS)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ([1.0], [1.0], 0),
-            "period (0) must be at least 1; use BSP() to synchronize in every iteration",
-        ),
-        (
-            ([1.0, 2.0], [1.0], 2),
-            "communication_s (1 values) must be as long as backward_s (2 values); "
-            "give one value per bucket",
-        ),
-        (
-            ([1.0, -2.0], [1.0, 1.0], 2),
-            "backward_s[1] (-2) must be finite and at least 0; measure it again",
-        ),
-        (
-            ([1.0, 2.0], [float("nan"), 1.0], 2),
-            "communication_s[0] (nan) must be finite and at least 0; measure it again",
-        ),
-        (
-            ([float("inf")], [1.0], 2),
-            "backward_s[0] (inf) must be finite and at least 0; measure it again",
-        ),
-    ],
-)
-def test_errors_name_the_parameter_and_the_remedy(solve, arguments, message):
-    with pytest.raises(ValueError) as error:
-        solve(*arguments)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("members", [(1, 0), (0, 0), (2,), (-1,)])
-@pytest.mark.parametrize("function", [partition.period_cost, partition.fill_bubbles])
-def test_sets_must_ascend_and_exist(function, members):
-    with pytest.raises(ValueError) as error:
-        function(((0,), members), [1.0, 1.0], [1.0, 1.0])
-    assert str(error.value) == (
-        f"sets[1] ({members}) must hold ascending bucket indices below 2; "
-        "sort it and remove what is repeated or unknown"
-    )
-
-
-def test_importing_the_solvers_does_not_import_torch():
-    code = "import sys, offbeat.strategies.solvers; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert period * cycle.bound(period) <= best_s * slack
+    assert best_s <= contiguous_s * slack
+    assert contiguous_s <= (period * cycle.least + sum(cycle.message)) * slack
+    limit_s = (contiguous_s + cycle.least) * slack
+    assert period_cost(algorithm_2(cycle, period + 1), cycle) <= limit_s

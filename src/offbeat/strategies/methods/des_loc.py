@@ -11,8 +11,8 @@ from offbeat.core.plan import Buffer, Moment, Phases, Plan, local, transfer
 from offbeat.core.plan.types import MOMENT_PREFIX, moment_of
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy, periodic_bound_s, require_count
+from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.equations import Equations, World
-from offbeat.strategies.local_sgd import EVERY_ITERATION
 
 STEP, END = Moment("step"), Moment("end")
 

@@ -13,8 +13,8 @@ from offbeat.core.plan import Apply, Buffer, Fact, Moment, Payload, Phases, Plan
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
 from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
+from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.equations import Array, Equations, World
-from offbeat.strategies.local_sgd import EVERY_ITERATION
 from offbeat.strategies.outer_optimizer import is_real
 
 STEP, END = Moment("step"), Moment("end")

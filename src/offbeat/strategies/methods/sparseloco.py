@@ -13,9 +13,10 @@ from offbeat.core.plan import Apply, Moment, Plan, Wire
 from offbeat.core.profile import Profile
 from offbeat.core.rules.vocabulary import Context, Setting, rule
 from offbeat.core.strategy.interface import Strategy, backward_bound_s, require_count
+from offbeat.strategies.averaging import EVERY_ITERATION
 from offbeat.strategies.compressible import encoded_message_s, with_wire
 from offbeat.strategies.equations import Array, Equations, World
-from offbeat.strategies.local_sgd import EVERY_ITERATION, LocalSGD
+from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.strategies.outer_optimizer import OuterSGD, is_real, with_outer
 
 CODEC = "topk2"
