@@ -26,15 +26,15 @@ from offbeat.profile import Profile
 from offbeat.strategies import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support import memory  # pyright: ignore[reportMissingImports]
-from support.memory import (  # pyright: ignore[reportMissingImports]
+from harness import threads  # pyright: ignore[reportMissingImports]
+from harness.ranks import run_ranks  # pyright: ignore[reportMissingImports]
+from harness.threads import (  # pyright: ignore[reportMissingImports]
     MemoryControl,
     World,
     memory_links,
-    run_ranks,
 )
 
-memory.TIMEOUT_S = 900.0  # its own is that of tests; a run takes longer, and may be paused
+threads.TIMEOUT_S = 900.0  # its own is that of tests; a run takes longer, and may be paused
 
 EVERY = 5  # iterations between two looks at the held-out data
 
@@ -50,7 +50,7 @@ def train(
     def life(world: World, rank: int) -> dict[str, Any]:
         return _life(task, plan, profile, first, seed, iterations, world, rank)
 
-    found = run_ranks(profile.world_size, life)[0]
+    found = run_ranks(profile.world_size, life, where="threads")[0]
     return found | {"took_s": time.perf_counter() - begin}
 
 
@@ -73,7 +73,7 @@ def _life(
     links = memory_links(world, rank, names, plan.groups)
     control = MemoryControl(world, rank)
     flat = Flat(model, specs_of_profile(model, profile))
-    engine = Engine(model, flat, optimizer, links, CPU(), control, memory.TIMEOUT_S)  # type: ignore[arg-type]
+    engine = Engine(model, flat, optimizer, links, CPU(), control, threads.TIMEOUT_S)  # type: ignore[arg-type]
     engine.adopt(plan)
     log = _Log(plan)
     engine.observers.add(log)
@@ -107,11 +107,11 @@ class _Log(Observer):
 
     def ended(self, iteration: Iteration) -> None:
         if self._plan.votes:
-            self._votes.take(iteration, [vote.name for vote in self._plan.votes])
+            self._votes.add_iteration(iteration, [vote.name for vote in self._plan.votes])
 
     def record(self) -> dict[str, Any]:
         """Outcomes by vote, bytes."""
-        told = self._votes.to_dict()
+        told = self._votes.pop_columns()
         return {
             "outcomes": outcomes_of({"votes": told}),
             "sent_bytes": sum(told["sent_bytes"]),
