@@ -23,7 +23,8 @@ def test_import_contracts_hold() -> None:
     excepted = re.findall(r'"(\S+) -> (\S+)"', (ROOT / "pyproject.toml").read_text())
     assert len(excepted) == 7
     for one, other in excepted:
-        assert one.startswith("offbeat.core.runtime.") and other.startswith("offbeat.elastic.")
+        assert one.startswith("offbeat.core.runtime.")
+        assert other.startswith("offbeat.elastic.")
 
 
 def test_every_room_has_a_floor() -> None:
