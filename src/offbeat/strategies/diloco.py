@@ -127,9 +127,12 @@ class DiLoCo(Layerwise):
             dense = replace(job, period=self.fragments)
             for due in self._dues:
                 chosen = min(ways.of_layers(dense, due, "auto"), key=lambda one: one.seconds)
-                if not all(chosen.sends):  # if few sets hide all messages, the others are empty
-                    chosen = ways.of_sets(dense, due, *even_sets(dense, self.fragments))
-                yield self._spread_plan(job, chosen)
+                is_complete = all(chosen.sends)  # if few sets hide all messages, others are empty
+                if is_complete:
+                    yield self._spread_plan(job, chosen)
+                if due == "forward" or not is_complete:
+                    even = ways.of_sets(dense, due, *even_sets(dense, self.fragments))
+                    yield self._spread_plan(job, even)
 
     def _delayed_plans(self, job: Planning) -> Iterator[Plan]:
         found = [*delayed_sets(job)]

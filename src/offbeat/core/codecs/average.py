@@ -24,9 +24,7 @@ from offbeat.core.codecs.tensor_codecs import code
 from offbeat.core.transport.collectives import Collectives
 
 PARTS = 4  # least parts that two ranks encode and send one after the other
-# Larger magnitudes than this, divided by the number of ranks, might overflow a sum: `Sign` adds
-# those of a block.
-LARGEST = 1e35
+LARGEST = 1e38  # larger magnitudes than this, divided by the number of ranks, might overflow
 # Numbers per rank in the head of an all-reduce: 1 if the rank's values are not finite, then its
 # 63-bit origin in 3 numbers of 21 bits.
 HEAD = 4

@@ -262,7 +262,8 @@ class SignCode(BlockCode):
     width = Sign.width
 
     def _scale(self, rows: Tensor, size: int, scales: Tensor) -> None:
-        means = torch.abs(rows, out=self._buffer(rows)).sum(-1) / BLOCK
+        # Divided before, because the sum of large magnitudes may overflow.
+        means = torch.abs(rows, out=self._buffer(rows)).div_(BLOCK).sum(-1)
         if rest := size % BLOCK:
             means[..., -1] *= BLOCK / rest
         scales.copy_(means)
