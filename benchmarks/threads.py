@@ -149,7 +149,7 @@ def _loop(job: Job, plan: Plan, engine: Engine, batches: Iterator[Any], steps: i
         engine.step()
         rate.step()
         trained.losses.append(loss.item())
-    engine.pauses.settle()
+    engine.leave()
     engine.detach()
     trained.sample = sample.record()
     return trained

@@ -90,7 +90,7 @@ def _life(
         engine.step()
         if (i + 1) % EVERY == 0:
             quality.append([i + 1, *look(task, model, world, rank)])
-    engine.pauses.settle()
+    engine.leave()
     engine.observers.deliver(rest=True)
     engine.detach()
     for link in links.values():

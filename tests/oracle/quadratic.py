@@ -181,6 +181,6 @@ def train(
         loss.backward()
         engine.step()
         found.append(torch.cat([layer.seen for layer in net.steps]).numpy())
-    engine.pauses.settle()
+    engine.leave()
     engine.detach()
     return found

@@ -138,7 +138,7 @@ class MemberChanges:
     def call(self, act: Callable[[], T]) -> tuple[T | None, str]:
         """Return the result of a call that every member makes between two iterations. If another
         member fails in it, return None and the failed members, as text."""
-        self._engine.pauses.flush()
+        self._engine.flush()
         self._engine.run.await_messages()  # so that `act` waits for no message
         self._begin_if_due()
         results, before = list[T](), self._member.epoch.members

@@ -85,7 +85,7 @@ class MemberSession(FlatSession):
         self.changes.on_iteration_end()
 
     def _consolidate(self, repairing: bool) -> None:
-        self.engine.pauses.drain()
+        self.engine.drain()
 
         def act() -> None:
             with self._cluster.control.joint_call("consolidate"):
@@ -201,7 +201,7 @@ class MemberSession(FlatSession):
 
     def copy_state(self) -> member_feed.StateCopy:
         """Return a copy of the optimizer's state after the last iteration."""
-        self.engine.pauses.flush()
+        self.engine.flush()
         iteration, name = self.iteration, self._member.name
         return member_feed.StateCopy.of(self._optimizer_state, iteration, name)
 
@@ -222,7 +222,7 @@ class MemberSession(FlatSession):
         if self.saver is not None:
             self.saver.finish()  # its process group ends
             self.saver = None
-        self.engine.pauses.drain()
+        self.engine.drain()
         if self.changes.has_ended_epoch:  # a member has failed meanwhile
             return
         if not sends_only_gradients(self.plan):
@@ -242,7 +242,7 @@ class MemberSession(FlatSession):
         control = self._cluster.control
         self.saver = None  # it has a process group of the earlier members
         self._guards.forget_weights()
-        self.engine.pauses.drain()
+        self.engine.drain()
         self.engine.run.begin_epoch(are_united=are_united)
         self._joined = {}
         if joining:

@@ -78,7 +78,7 @@ class Worker:
         restore(self.engine, position)
 
     def leave(self) -> None:
-        self.engine.pauses.settle()
+        self.engine.leave()
         self.engine.detach()
 
 
@@ -170,7 +170,7 @@ def test_a_dropped_iteration_is_not_saved() -> None:
     def save_after_drop(worker: Worker) -> Frozen:
         worker.iterate(0)
         worker.forward(1)
-        worker.engine.pauses.pause()
+        worker.engine.pause()
         return worker.save()
 
     tried = 0
@@ -182,7 +182,7 @@ def test_a_dropped_iteration_is_not_saved() -> None:
 
         def rest(worker: Worker, saved: Any = saved) -> np.ndarray:
             worker.load(saved[worker.rank])
-            worker.engine.pauses.pause()
+            worker.engine.pause()
             return worker.iterate(1)
 
         resumed = lives(plan, task, rest)
@@ -206,7 +206,7 @@ def test_ranks_whose_values_are_not_finite_are_saved_with_their_messages() -> No
     def spoil(worker: Worker) -> Frozen:
         for i in range(worker.task.iterations):
             worker.iterate(i)
-        worker.engine.pauses.flush()
+        worker.engine.flush()
         for message in messages_of(worker):
             message.culprits = [1]
         return worker.save()

@@ -1,4 +1,4 @@
-"""The cursor: events in every state, saves and drains at every iteration of random plans."""
+"""The cursor: flushes and drops, saves and drains at every iteration of random plans."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from oracle.random_plans import random_plan, ranks_of
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.derive.windows import Windows
 from offbeat.core.guards.finite import FiniteGuard, NonfiniteMessages
-from offbeat.core.plan.cursor import Cursor, Progress, State
+from offbeat.core.plan.cursor import Cursor, Progress
 from offbeat.core.plan.program import Program
 from offbeat.core.runtime.engine import Engine
+from offbeat.core.runtime.machine import State
 from offbeat.core.verify.check import check
 from offbeat.core.verify.interpreter import Interpreter
 from offbeat.plan import Apply, Moment, Payload, Phases, Plan, Transfer, Vote, local
@@ -85,8 +86,6 @@ def at_next_forward(*more: Apply, buckets: int = 1) -> tuple[Cursor[Progress], L
 
 def iterate(cursor: Cursor[Progress], log: Log) -> None:
     cursor.begin(log.create)
-    cursor.begin_backward()
-    cursor.end_backward()
     cursor.walk(cursor.program.end)
     cursor.end()
 
@@ -96,7 +95,7 @@ def test_the_forward_does_what_earlier_iterations_left() -> None:
     iterate(cursor, log)
     iterate(cursor, log)
     assert log.done == ["release 0", "receive 0", "local 0", "release 1"]
-    assert cursor.state is State.IDLE
+    assert cursor.now is None
     assert cursor.planned == 2
 
 
@@ -187,7 +186,8 @@ def test_a_restarted_plan_forgets_its_iterations() -> None:
     cursor, log = at_next_forward()
     for _ in range(3):
         iterate(cursor, log)
-    cursor.pause()
+    cursor.flush()
+    cursor.receive_all()
     cursor.restart()
     iterate(cursor, log)
     assert [one.planned for one in cursor.recent()] == [0]
@@ -220,36 +220,11 @@ def test_a_dropped_iteration_keeps_its_number(before: str) -> None:
     if before == "walked":
         cursor.walk(0)
     cursor.drop()
-    assert (cursor.state, cursor.planned) == (State.IDLE, 1)
+    assert (cursor.now, cursor.planned) == (None, 1)
     assert log.done == ["release 0", "receive 0", "local 0", "pass 1"]
     assert [one.planned for one in cursor.recent()] == [0]
     iterate(cursor, log)
     assert log.done[4:] == ["release 1"]
-
-
-EVENTS = {
-    State.IDLE: {"begin", "pause", "restart", "recent", "flush"},
-    State.FORWARD: {"begin_backward", "end_backward", "flush"},
-    State.BACKWARD: {"begin_backward", "end_backward", "flush"},
-    State.READY: {"continue_backward", "end", "flush"},
-}
-
-
-@pytest.mark.parametrize("state", State)
-def test_an_event_of_another_state_is_refused_and_changes_nothing(state: State) -> None:
-    for event in set.union(*EVENTS.values()) - EVENTS[state]:
-        cursor, log = at_next_forward()
-        if state is not State.IDLE:
-            cursor.begin(log.create)
-        if state is State.BACKWARD:
-            cursor.begin_backward()
-        if state is State.READY:
-            cursor.end_backward()
-        before = cursor.state, cursor.planned, cursor.now, dict(cursor.iterations)
-        with pytest.raises(RuntimeError, match=state.value):
-            getattr(cursor, event)(*([log.create] if event == "begin" else []))
-        assert (cursor.state, cursor.planned, cursor.now, cursor.iterations) == before
-        assert not log.done
 
 
 def trained(plan: Plan, task: Quadratic, **options: Any) -> np.ndarray:
@@ -308,7 +283,7 @@ def test_drained_anywhere_the_runtime_computes_what_the_interpreter_computes(
                 rank, own = self.control.rank, self.iteration
                 if own in at and count[rank] < own:
                     count[rank] = own
-                    self.pauses.drain()
+                    self.drain()
 
         with monkeypatch.context() as patch:
             patch.setattr(quadratic, "Engine", Drained)
@@ -335,7 +310,7 @@ def test_a_drain_refuses_values_that_are_not_finite(
         def begin(self) -> None:
             super().begin()
             if self.iteration == at:
-                self.pauses.drain()
+                self.drain()
 
     monkeypatch.setattr(quadratic, "Engine", Guarded)
     for seed, plan in plans_with_windows()[:8]:
@@ -380,7 +355,7 @@ def test_a_change_requested_within_an_iteration_happens_at_its_end(
             if (self.iteration, b) == (2, 0):
                 self.change_at_end(lambda: self.adopt(other))
             super().on_bucket_ready(b)
-            seen.append((self.iteration, self.cursor.state, self.plan.strategy))
+            seen.append((self.iteration, self.machine.state, self.plan.strategy))
 
     with monkeypatch.context() as patch:
         patch.setattr(quadratic, "Engine", Changing)

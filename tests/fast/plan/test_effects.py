@@ -210,9 +210,9 @@ def interrupted(plan, task, monkeypatch, at, how):
             rank = self.control.rank
             if count[rank] in at:
                 if how == "drain":
-                    self.pauses.drain()
+                    self.drain()
                 else:
-                    self.pauses.discard()
+                    self.discard()
                 for tensor in self.flat.tensors("param", range(self.plan.buckets), 0):
                     tensor.mul_(0.5 if how == "load" else 1.0)
             count[rank] += 1

@@ -591,16 +591,6 @@ def test_groups_of_nccl_are_aborted_after_a_failure(monkeypatch: pytest.MonkeyPa
     assert aborted == [over_nccl]
 
 
-def test_a_failure_is_reported_once() -> None:
-    failed: list[str] = []
-    waits = Waiting(CPU(), _Control(), 0.05, Observer())  # type: ignore[arg-type]
-    waits.on_failure = lambda: failed.append("failed")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="of this test"):
-            waits.fail_with(RuntimeError("an error of this test"))
-    assert failed == ["failed"]
-
-
 def test_messages_among_all_ranks_on_the_host() -> None:
     """The job of a test marked `gpu` has the expected results without one."""
     for same in run_ranks(2, gpu_jobs.send_over_gloo, "cpu"):

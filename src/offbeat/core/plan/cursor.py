@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
 from offbeat.core.plan.program import Program, Step
 from offbeat.core.plan.types import Apply, Transfer, Vote
-
-
-class State(Enum):
-    """Part of an iteration that a rank executes."""
-
-    IDLE = "between iterations"
-    FORWARD = "before the first gradient"
-    BACKWARD = "in backward"
-    READY = "between backward and step"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +99,6 @@ class Cursor(Generic[P]):
 
     Attributes:
         program: program of this rank.
-        state: part of the iteration.
         planned: number in the plan of the current iteration, or of the next one between iterations.
         now: current iteration; None between iterations.
         iterations: recent iterations by their number in the plan, including the current one.
@@ -123,7 +112,7 @@ class Cursor(Generic[P]):
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.program, self._actions, self._observers = program, actions, observers
-        self.state, self.planned = State.IDLE, planned
+        self.planned = planned
         self.now: P | None = None
         self.iterations: dict[int, P] = {}
         self._next = 0  # index of the next step of the current iteration
@@ -140,13 +129,12 @@ class Cursor(Generic[P]):
         Args:
             create: returns the iteration with a number in the plan, with its messages enqueued.
         """
-        self._require(State.IDLE)
         planned, program = self.planned, self.program
         now = create(planned)
         now.outstanding.update(program.awaited_transfers(planned))
         self.iterations[planned] = now
         self.iterations.pop(planned - program.lag - 1, None)
-        self.now, self._next, self.state = now, 0, State.FORWARD
+        self.now, self._next = now, 0
         return now
 
     def walk(self, position: int) -> None:
@@ -198,28 +186,11 @@ class Cursor(Generic[P]):
         self._wait(step, now.planned, own=True, earlier=True)
         return step
 
-    def begin_backward(self) -> None:
-        """Execute the forward steps that remain at the first gradient of a backward."""
-        self._require(State.FORWARD, State.BACKWARD)
-        self.walk(self.program.plan.buckets - 1)
-        self.state = State.BACKWARD
-
-    def end_backward(self) -> None:
-        """Note the end of backward; the step may follow."""
-        self._require(State.FORWARD, State.BACKWARD)
-        self.state = State.READY
-
-    def continue_backward(self) -> None:
-        """Let another backward add to the gradients of this iteration."""
-        self._require(State.READY)
-        self.state = State.FORWARD
-
     def end(self) -> P:
         """End the iteration after its last step and return it."""
-        self._require(State.READY)
         now = self.now
         assert now is not None
-        now.over, self.now, self.state = True, None, State.IDLE
+        now.over, self.now = True, None
         self.planned += 1
         self._flushed = 0
         return now
@@ -234,7 +205,7 @@ class Cursor(Generic[P]):
         self.flush()
         self._actions.pass_unsent_messages(now)
         del self.iterations[now.planned]  # a checkpoint would contain its messages
-        self.now, self.state = None, State.IDLE
+        self.now = None
 
     def _wait(self, step: Step, planned: int, *, own: bool, earlier: bool) -> None:
         """Wait for the messages and votes of a step: of the iteration itself (`own`) and of
@@ -311,12 +282,6 @@ class Cursor(Generic[P]):
         finally:
             self._flushing = False
 
-    def pause(self) -> None:
-        """Complete what the next forward does for earlier iterations, and all their messages."""
-        self._require(State.IDLE)
-        self.flush()
-        self.receive_all()
-
     def receive_all(self) -> None:
         """Wait for all messages of iterations that have ended."""
         for iteration in list(self.iterations.values()):
@@ -325,13 +290,11 @@ class Cursor(Generic[P]):
 
     def restart(self) -> None:
         """Begin the plan again with its first iteration."""
-        self._require(State.IDLE)
         self.planned = self._flushed = 0
         self.iterations.clear()
 
     def recent(self) -> list[P]:
         """Return the iterations that later steps may refer to, with all their votes decided."""
-        self._require(State.IDLE)
         self.flush()
         first = self.planned - self.program.lag
         recent = [one for one in self.iterations.values() if one.planned >= first]
@@ -342,12 +305,7 @@ class Cursor(Generic[P]):
 
     def resume(self, planned: int, recent: Sequence[P]) -> None:
         """Continue at an iteration of the plan after `flush`, with the result of `recent`."""
-        self._require(State.IDLE)
         self.planned = planned
         self.iterations = {iteration.planned: iteration for iteration in recent}
         steps, buckets = self._actions.steps(planned), self.program.plan.buckets
         self._flushed = sum(step.position < buckets for step in steps) if planned else 0
-
-    def _require(self, *states: State) -> None:
-        if self.state not in states:
-            raise RuntimeError(f"the cursor is {self.state.value}, not {states[0].value}")

@@ -1,4 +1,8 @@
-"""Engine of a rank: runs the program of a plan, driven by autograd and the user's loop."""
+"""Engine of a rank: runs the program of a plan, driven by autograd and the user's loop.
+
+The first half hears of events and passes them to the table of states (`machine.py`). The second
+half has the actions of that table.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.buckets.memory import give_back
 from offbeat.core.buckets.module_buffers import ModuleBuffers
 from offbeat.core.buckets.optimizer_state import StateStore
+from offbeat.core.derive import effects
 from offbeat.core.derive.lean import keeps_gradients, leaves_gradients
 from offbeat.core.guards.finite import NonfiniteMessages
 from offbeat.core.guards.foreign_step import ForeignStepGuard
@@ -27,12 +32,12 @@ from offbeat.core.guards.script_usage import UsageRecorder
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
-from offbeat.core.plan.cursor import State, StepObserver
+from offbeat.core.plan.cursor import StepObserver
 from offbeat.core.runtime.active_plan import ActivePlan
 from offbeat.core.runtime.hooks import BackwardHooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
+from offbeat.core.runtime.machine import Event, Machine, State
 from offbeat.core.runtime.outputs import tensors_of
-from offbeat.core.runtime.pauses import Pauses
 from offbeat.core.runtime.sentinels import Sentinels
 from offbeat.core.runtime.transforms import outside_transforms
 from offbeat.core.runtime.updates import AT_ONCE
@@ -51,7 +56,10 @@ class Engine:
     The engine waits for transfers with deadline `step` at the end of backward, so that code between
     backward and `optimizer.step()`, such as clipping and unscaling, sees averaged gradients.
     Between two iterations, reading the model completes the transfers and updates that the next
-    forward would otherwise complete (`Pauses.flush`).
+    forward would otherwise complete (`flush`).
+
+    Args:
+        on_failure: called once, at the first failure.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class Engine:
         replica: int | None = None,
         *,
         sends_buffers: bool | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ):
         self.model, self.optimizer, self.links = model, optimizer, links
         self.control, self.device = control, device
@@ -74,17 +83,17 @@ class Engine:
         self.has_members = False  # whether the members of the job may change
         self.replica = control.rank if replica is None else replica  # its number in the plan
         self.observers = Observers()
-        self.waiting = Waiting(device, control, timeout_s, self.observers)
+        self.machine, self._sets_to_none = Machine(self), True
+        self._on_failure = on_failure
+        self.waiting = Waiting(device, control, timeout_s, self.observers, self._fail)
         control.on_wait_end = self.observers.waited
         self.iteration = 0
         self.suspects: NonfiniteMessages | None = None
         self.stepping: ForeignStepGuard | None = None
         self.watched: UsageRecorder | None = None
-        self.pauses = Pauses(self)
         self.step_observers: list[StepObserver] = []  # of all plans
         self._changes: list[Callable[[], None]] = []  # requested for the end of the iteration
         self._thread = get_ident()  # thread of the training loop
-        self._stepped_by_script = False  # whether the script's optimizer has stepped itself
         self._scaled = False  # whether a gradient scaler lets the next optimizer step
         self.repeats = False  # whether gradients were averaged more than once before a step
         self.passes_without_step = 0  # backward passes since the last step, except in no_sync()
@@ -214,7 +223,7 @@ class Engine:
 
     def _complete_updates(self) -> None:
         if get_ident() == self._thread:  # reads by other threads do not complete updates
-            self.pauses.flush()
+            self.flush()
 
     def change_at_end(self, change: Callable[[], None]) -> None:
         """Run a change of plan or storage at the end of the current iteration, or of the next one.
@@ -237,36 +246,52 @@ class Engine:
         ready = [None] * len(self.flat.buckets)
         self._marks = Timestamps(begin=self.device.mark(), ready=ready)
 
-    def ensure_iteration(self) -> Iteration:
-        """Return the current iteration. If there is none, begin one and enqueue its messages on the
-        links."""
+    @outside_transforms
+    def _fire(self, event: Event) -> None:
+        """Let the table of states act on an event."""
+        if self.machine.state in (State.FORWARD, State.HELD) and self.hooks.is_broken:
+            self.machine.fire(Event.BREAK)
+        again = True
+        while again:
+            number = self.iteration
+            again = self.machine.fire(event)
+            if self.iteration != number:
+                self._turn()
+
+    def _turn(self) -> None:
+        """After an iteration, make the changes that were requested, and begin the next one."""
+        while self._changes:
+            self._changes.pop(0)()
+        self.begin()
+        self._thread = get_ident()
+        self.weight_looks.open()
+
+    def _fail(self, failure: BaseException) -> None:
+        is_first = self.machine.failure is None
+        self.machine.fail(failure)
+        if is_first:
+            self._on_failure()
+
+    @property
+    def _now(self) -> Iteration:
         now = self.cursor.now
-        if now is None:
-            self.waiting.require_alive()
-            self.weight_looks.close()
-            now = self.run.begin_iteration(self.iteration, self._marks)
-            self.gradients.on_iteration_begin()
-            self.hooks.begin()
-            self.hooks.expect(self._expected_buckets(now))
+        assert now is not None
         return now
 
-    def _expected_buckets(self, now: Iteration) -> Sequence[int]:
-        """Return the buckets whose ready gradients trigger a step of the program; all buckets if
-        an observer needs them."""
-        size = self.plan.buckets
-        if self.observers.every_bucket:
-            return range(size)
-        return [s.position - size for s in now.steps if size <= s.position < 2 * size]
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a backward has ended and the step that ends its iteration is still to come."""
+        return self.machine.state in (State.READY, State.STEPPED)
 
-    # ---- forward and backward ---------------------------------------------------------------
+    # ---- events of forward and backward -----------------------------------------------------
 
     @outside_transforms
     def forward_begins(self) -> AbstractContextManager[Any]:
         """Prepare the forward of the prepared model; return the context in which the forward must
         run."""
-        self.waiting.require_alive()
+        self.machine.require_alive()
         if not self.trains:
-            self.pauses.flush()
+            self.flush()
             self._evaluated = torch.is_grad_enabled()
             return NO_CONTEXT
         now, hooks = self._begin_forward(), self.run.forward_hooks
@@ -288,28 +313,12 @@ class Engine:
         return torch.is_grad_enabled() and (self.model.training or self._trains_in_eval)
 
     def _begin_forward(self) -> Iteration:
-        if self.cursor.now is None:
-            self.run.windows.require_unchanged()
-        elif self.hooks.is_broken:
-            self._drop_broken_backward(self.cursor.now)
-        else:
-            self._between_forwards(self.cursor.now)
-        now = self.ensure_iteration()
+        recomputes = self.machine.state is State.BACKWARD and current_graph_task_id() >= 0
+        if not recomputes:
+            self._fire(Event.FORWARD)
         self.control.set_activity("in forward")
-        self.observers.iteration_begins(now)
-        return now
-
-    def _between_forwards(self, now: Iteration) -> None:
-        """Prepare the current iteration for one more forward.
-
-        If the script's own optimizer has stepped since the last backward, end the iteration.
-        Otherwise complete its messages after a backward, because another backward may follow before
-        the step.
-        """
-        if self.awaits_step and self._stepped_by_script:
-            self._abandon(now, adding=False)
-        elif self.awaits_step:
-            self.cursor.receive_released(now)
+        self.observers.iteration_begins(self._now)
+        return self._now
 
     @outside_transforms
     def forward_ends(self, output: object = None) -> None:
@@ -340,13 +349,9 @@ class Engine:
         if now.marks.first_forward is None:
             now.marks.first_forward = mark
 
-    @outside_transforms
     def before_call(self) -> None:
         """Complete all updates of weights before a method of the model reads the weights."""
-        if self.cursor.now is None:
-            self.pauses.flush()
-        else:
-            self._between_forwards(self.cursor.now)
+        self._fire(Event.CALL)
         self._called = self.device.mark()
 
     @outside_transforms
@@ -364,17 +369,15 @@ class Engine:
     def complete_bucket(self, b: int) -> None:
         """Pass the program up to the forward of bucket `b`, so that buckets `b` and higher (nearer
         the input) are ready for use."""
-        if (now := self.cursor.now) is None:
-            self.pauses.flush()
-        else:
-            self.observers.reached(now, "forward", b)
-            self.cursor.walk(self.plan.buckets - 1 - b)
+        if self.cursor.now is not None:
+            self.observers.reached(self.cursor.now, "forward", b)
+        self.before_read(b)
 
     @outside_transforms
     def before_read(self, b: int) -> None:
         """Complete bucket `b` before a module attribute that is one of its parameters is read."""
         if self.cursor.now is None:
-            self.pauses.flush()
+            self.flush()
         else:
             self.cursor.walk(self.plan.buckets - 1 - b)
 
@@ -385,187 +388,71 @@ class Engine:
         updated: autograd's own error would not name the cause. If gradients are averaged on
         arrival, complete their averages before this backward adds to them.
         """
-        now, traits = self.ensure_iteration(), self.traits
+        traits = self.traits
         if not self.awaits_step or self.hooks.accumulating:
             return
         if traits.early:
-            self.run.require_skippable(now, adding=True)
-        elif traits.on_arrival and traits.averages_gradients and not self._stepped_by_script:
-            self._average_again(now)
+            self.run.require_skippable(self._now, adding=True)
+        elif traits.on_arrival and traits.averages_gradients and self._is_ready:
+            self._fire(Event.REPEAT)
 
-    def _average_again(self, now: Iteration) -> None:
-        """Average the gradients of this iteration without an update. The next iteration averages
-        the sum of the result and the gradients of the next backward."""
-        self._require_another_backward()
-        self.repeats = True
-        self.step(skip_update=True, abandoned=True)
-        self.ensure_iteration()
-        self.cursor.walk(self.plan.buckets - 1)
-
-    def _require_another_backward(self) -> None:
-        """Raise unless all ranks run another backward before the step of this iteration."""
-        control, self._repeated = self.control, True
-        try:
-            with control.waiting("running backward once more before a step"):
-                control.meet(f"backward/{self.iteration}")
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {control.rank} runs backward once more before optimizer.step() in iteration "
-                f"{self.iteration}; run it equally often on all ranks, or within model.no_sync(): "
-                f"{error}. {control.report_failure()}"
-            ) from error
+    @property
+    def _is_ready(self) -> bool:
+        return self.machine.state is State.READY
 
     def on_backward_begin(self) -> None:
         """Pass the rest of the forward part of the program at the first gradient of a backward
         pass."""
         self._looks.close()
-        self.passes_without_step += not self.hooks.accumulating
-        now = self.cursor.now
-        if now is None:
+        if self.machine.state is State.IDLE:
             self._trains_in_eval |= self._evaluated
-        elif self.awaits_step:
-            if self.run.allows_another_backward(now) and not self._stepped_by_script:
-                self._continue_accumulation()
-            else:
-                is_first = not (self._repeated or self._stepped_by_script)
-                if is_first and self.traits.averages_gradients:
-                    self._require_another_backward()
-                self._abandon(now, adding=True)
-        self.ensure_iteration()
-        self.control.set_activity("in backward")
-        if self.watched is not None:
-            self.watched.record_backward()
-        self.run.updates.in_backward = True
-        self.cursor.begin_backward()
-        self.run.updates.in_backward = False
+        adds = self._is_ready and self.run.allows_another_backward(self._now)
+        self._fire(Event.MORE if adds else Event.GRADIENT)
 
     def on_bucket_ready(self, b: int) -> None:
         """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
-        now = self.cursor.now
-        assert now is not None
+        now = self._now
         self.observers.reached(now, "grad", b)
         now.marks.ready[b] = self.device.mark()
         self.cursor.walk(self.plan.buckets + b)
 
     def on_backward_end(self) -> None:
         """Release the remaining messages and wait for the messages that the update needs."""
-        cursor, program = self.cursor, self.run.program
-        now = cursor.now
-        assert now is not None
-        cursor.end_backward()
-        self.gradients.on_backward_end(self.hooks.seen)
-        self.hooks.finish()
-        now.marks.backward_end = self.device.mark()
-        # Where all updates run at the end, the rules of the step run before, too.
-        update = cursor.wait(program.end if self.traits.updates_at_end else program.step)
-        self.observers.reached(now, "step")
-        self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
-        if self.watched is not None or self.traits.early:
-            # Compute the checksum in the first iteration only: its times are not used.
-            first = self.watched is not None and not now.planned
-            self.run.updates.note_backward_end(contents=first)
-        now.marks.waited = self.device.mark()
-        self.control.set_activity(IN_SCRIPT)
-        self._looks.open()
+        self.passes_without_step += 1
+        if self.watched is not None:
+            self.watched.record_backward()
+        self._fire(Event.COMPLETE)
 
     def on_held_backward_end(self) -> None:
-        """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
-        if self.traits.averages_inside:
-            self._looks.open()
+        """Note the end of a backward pass that only accumulates."""
+        self._fire(Event.HOLD)
 
     def _complete_held_passes(self) -> None:
         """Average gradients inside nodes before code between backward and step reads them, although
         the number of backward passes is unknown or has been larger before."""
-        in_script = get_ident() == self._thread and current_graph_task_id() < 0
-        if in_script and not self.awaits_step:
-            self._looks.close()
-            self._require_no_change()
-            self.on_backward_end()
+        if get_ident() == self._thread and current_graph_task_id() < 0:
+            self._fire(Event.COMPLETE)
 
-    def _continue_accumulation(self) -> None:
-        """Reset the hooks for another backward pass that adds to gradients of which none was
-        sent."""
-        self.gradients.undo_backward_end(self.hooks.seen)
-        self.hooks.reset_pass()
-        self.cursor.continue_backward()
+    # ---- events of the step and of pauses ---------------------------------------------------
 
-    # ---- the step ---------------------------------------------------------------------------
-
-    def end_backward(self, skip_update: bool) -> Iteration:
+    def complete(self, skip_update: bool) -> None:
         """Pass the rest of the program up to the step, also on a rank without backward, because
         other ranks wait for its messages."""
-        self._require_whole_backward()
-        now = self.ensure_iteration()
-        now.skipped = skip_update
-        self.cursor.walk(self.plan.buckets - 1)
-        if not self.awaits_step:
-            self._require_no_change()
-            if not skip_update:
-                self.gradients.take_manual_gradients(self.hooks.seen)
-            self.on_backward_end()
-        return now
+        if skip_update:
+            self._fire(Event.SKIP)
+        self._fire(Event.COMPLETE)
 
-    def _require_no_change(self) -> None:
-        """Raise ValueError if gradients were changed after backward passes that only accumulate and
-        the plan applies other gradients, or sums or averages over several ranks."""
-        hooks, traits = self.hooks, self.traits
-        handed = traits.late or traits.averages_inside or self.plan.source is not None
-        if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
-            raise ValueError(
-                "gradients were changed between backward and optimizer.step() (clipping?), but "
-                f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
-                "because the number of passes was unknown or smaller than before; wrap all passes "
-                "but the last in `with model.no_sync():`, or "
-                f"{self.traits.remedy or 'use WFBP()'}"
-            )
-
-    def step(self, skip_update: bool = False, *, abandoned: bool = False) -> None:
+    def step(self, skip_update: bool = False) -> None:
         """Run the update and everything due by the end of the iteration, then begin the next
         iteration.
 
         Args:
             skip_update: leave out the update, for instance because a gradient scaler has found
                 non-finite gradients.
-            abandoned: the script did not call `optimizer.step()`.
         """
-        now, mark = self.end_backward(skip_update), self.device.mark
-        now.abandoned = abandoned = abandoned and not self._stepped_by_script
-        if not abandoned:
-            self.passes_without_step = 0
-        self._stepped_by_script = self._scaled = False
-        self._looks.close()
-        if self.watched is not None and not abandoned:
-            updates = self.run.updates
-            altered = updates.alteration() is not None
-            changed = updates.has_changed_gradients()
-            hooked = has_hooks(self.optimizer)
-            self.watched.record_step(
-                changed=changed, skipped=skip_update, altered=altered, hooked=hooked
-            )
-        now.marks.step = mark()
-        if self.suspects is not None:
-            self.suspects.check(unused=skip_update)
-        self.run.updates.request_updates(now, abandoned=abandoned)
-        self.run.updates.step_remaining(now)
-        self.cursor.walk(self.run.program.step)
-        now.marks.stepped = mark()
-        self.observers.reached(now, "end")
-        self.cursor.walk(self.run.program.end)
-        if self.traits.updates_at_end:
-            now.marks.stepped = mark()
-        now.marks.end = mark()
-        self.run.windows.on_iteration_end(now.planned)
-        self.cursor.end()
-        self.observers.add_ended(now)
-        self.iteration += 1
-        self._evaluated = False
-        self.control.set_iteration(self.iteration)
-        self.observers.deliver()
-        while self._changes:
-            self._changes.pop(0)()
-        self.begin()
-        self._thread = get_ident()
-        self.weight_looks.open()
+        if skip_update:
+            self._fire(Event.SKIP)
+        self._fire(Event.STEP)
 
     def begin_update(self) -> None:
         """Complete the averages that the script's own optimizer is about to apply.
@@ -579,26 +466,13 @@ class Engine:
                 "this strategy updates at other moments than the step; "
                 f"{self.traits.remedy or AT_ONCE}"
             )
-        self.end_backward(skip_update=False)
-        self._looks.close()
-        # A scaler has checked all gradients of the optimizer that it lets step.
-        if self.suspects is not None and not self._scaled:
-            self.suspects.check()
-        self._scaled = False
-        if self.watched is not None:
-            self.watched.record_own_step()
-        self._stepped_by_script = True
+        self._fire(Event.OWN_STEP)
 
     def note_scaler_step(self, *, steps: bool) -> None:
         """Note whether a gradient scaler lets an optimizer step."""
         self._scaled = steps
         if self.watched is not None:
             self.watched.record_scaler()
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether a backward has ended and the step that ends its iteration is still to come."""
-        return self.cursor.state is State.READY
 
     def require_skippable(self) -> bool:
         """Return whether the update of this iteration can be left out, or raise.
@@ -616,55 +490,299 @@ class Engine:
             )
         return not late
 
-    def _abandon(self, now: Iteration, *, adding: bool) -> None:
-        """End an iteration whose backward was not followed by a step, without an update, as torch's
-        own DDP does.
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients in place, each after its last use. Gradients that are never sent
+        become None if `set_to_none`."""
+        self._looks.close()
+        self._sets_to_none = set_to_none
+        self._fire(Event.ZERO)
 
-        Called when the script drops the gradients, or when another backward is `adding` to them.
+    def flush(self) -> None:
+        """Between iterations, complete the transfers and updates that the next forward would
+        otherwise complete."""
+        self._fire(Event.READ)
+
+    def pause(self) -> None:
+        """Between iterations, wait for all messages. Raise RuntimeError within an iteration that
+        cannot be dropped."""
+        self._fire(Event.PAUSE)
+
+    def leave(self) -> None:
+        """Before this rank leaves the job, complete its updates and the messages that other ranks
+        wait for. Drop an iteration that will not end."""
+        self._fire(Event.LEAVE)
+
+    def discard(self) -> bool:
+        """Prepare for a load of other weights.
+
+        Discard accumulated gradients and averages in flight, restart the plan if it has such state,
+        and restart its buffers from the loaded weights.
+
+        Returns:
+            Whether all ranks must load the weights: True if the plan restarts, or if ranks update
+                parameters from a common average.
         """
-        self.waiting.require_alive()
-        if not adding:
-            self.cursor.receive_released(now)
-        self.run.require_skippable(now, adding=adding)
-        self.step(skip_update=True, abandoned=True)
+        self.flush()
+        run = self.run
+        run.reloaded = True
+        run.actions.coding.mark_stale()
+        if (
+            run.traits.late
+            or run.traits.has_delayed_averages
+            or run.plan.source is not None
+            or effects.has_late_messages(run.plan)
+        ):
+            self.pause()
+            run.gradients.zero()
+            run.windows.restart()
+            run.discard_delayed_averages()
+            self.cursor.restart()
+            return True
+        return bool(effects.common_buffers(run.plan))
 
-    def _require_whole_backward(self) -> None:
-        """Raise if the last backward has ended with an exception that the script has caught, so
-        that only some parameters have gradients."""
-        if self.cursor.now is not None and not self.awaits_step and self.hooks.is_broken:
-            raise RuntimeError(
-                "optimizer.step() follows a backward pass that ended with an exception, so only "
-                "some parameters have gradients; call optimizer.zero_grad() and run forward and "
-                "backward again, or start again from the last checkpoint"
+    def drain(self) -> None:
+        """Between iterations, apply all accumulated gradients, discard averages that are not yet
+        applied, and restart the plan. Every rank must call this method.
+
+        Averages in flight would make replicas differ again.
+        """
+        self.pause()
+        run = self.run
+        if run.traits.late:
+            run.drain(self.iteration)
+            self.cursor.restart()
+        elif run.traits.has_delayed_averages:
+            run.discard_delayed_averages()
+            self.cursor.restart()
+        elif run.plan.source is not None:  # `consolidate` copies the source's weights
+            self.cursor.restart()
+            run.actions.coding.mark_united()
+
+    # ---- actions of the table of states -----------------------------------------------------
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError if accumulated gradients were changed between two iterations."""
+        self.run.windows.require_unchanged()
+
+    def begin_iteration(self) -> None:
+        """Begin an iteration, with its messages enqueued on the links."""
+        self.weight_looks.close()
+        now = self.run.begin_iteration(self.iteration, self._marks)
+        self.gradients.on_iteration_begin()
+        self.hooks.begin()
+        self.hooks.expect(self._expected_buckets(now))
+
+    def _expected_buckets(self, now: Iteration) -> Sequence[int]:
+        """Return the buckets whose ready gradients trigger a step of the program; all buckets if
+        an observer needs them."""
+        size = self.plan.buckets
+        if self.observers.every_bucket:
+            return range(size)
+        return [s.position - size for s in now.steps if size <= s.position < 2 * size]
+
+    def pass_forward(self) -> None:
+        """Pass the forward part of the program."""
+        self.cursor.walk(self.plan.buckets - 1)
+
+    def enter_backward(self) -> None:
+        """Pass the rest of the forward part of the program before the first gradient."""
+        self.control.set_activity("in backward")
+        self.run.updates.in_backward = True
+        self.pass_forward()
+        self.run.updates.in_backward = False
+
+    def reopen(self) -> None:
+        """Let another backward pass add to gradients of which none was sent."""
+        self.gradients.undo_backward_end(self.hooks.seen)
+        self.hooks.reset_pass()
+
+    def hold(self) -> None:
+        """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
+        if self.traits.averages_inside and not self.hooks.accumulating:
+            self._looks.open()
+
+    def complete_backward(self) -> None:
+        """Complete backward: release the remaining messages, and wait for what the update needs."""
+        now, program = self._now, self.run.program
+        self.gradients.on_backward_end(self.hooks.seen)
+        self.hooks.finish()
+        now.marks.backward_end = self.device.mark()
+        # Where all updates run at the end, the rules of the step run before, too.
+        update = self.cursor.wait(program.end if self.traits.updates_at_end else program.step)
+        self.observers.reached(now, "step")
+        self.run.updates.show_gradients(self.run.first_updates(update, now.planned))
+        if self.watched is not None or self.traits.early:
+            # Compute the checksum in the first iteration only: its times are not used.
+            first = self.watched is not None and not now.planned
+            self.run.updates.note_backward_end(contents=first)
+        now.marks.waited = self.device.mark()
+        self.control.set_activity(IN_SCRIPT)
+        self._looks.open()
+
+    def conclude(self) -> None:
+        """Complete an iteration without a backward pass that ends it, with the gradients of passes
+        that only accumulate, and those that the script has assigned."""
+        self.pass_forward()
+        self._looks.close()
+        self._require_no_change()
+        if not self._now.skipped:
+            self.gradients.take_manual_gradients(self.hooks.seen)
+        self.complete_backward()
+
+    def _require_no_change(self) -> None:
+        """Raise ValueError if gradients were changed after backward passes that only accumulate and
+        the plan applies other gradients, or sums or averages over several ranks."""
+        hooks, traits = self.hooks, self.traits
+        handed = traits.late or traits.averages_inside or self.plan.source is not None
+        if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
+            raise ValueError(
+                "gradients were changed between backward and optimizer.step() (clipping?), but "
+                f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
+                "because the number of passes was unknown or smaller than before; wrap all passes "
+                "but the last in `with model.no_sync():`, or "
+                f"{self.traits.remedy or 'use WFBP()'}"
             )
 
-    def _drop_broken_backward(self, now: Iteration) -> None:
-        """Drop a backward pass whose exception the script has caught. Raise RuntimeError if parts
-        of its gradients were already sent."""
-        if not self.run.allows_another_backward(now):
+    def receive(self) -> None:
+        """Complete the messages of this iteration that were sent."""
+        self.cursor.receive_released(self._now)
+
+    def leave_out(self) -> None:
+        """Leave out the update of this iteration."""
+        self._now.skipped = True
+
+    def abandon(self) -> None:
+        """Leave out the update of a backward that was not followed by a step, as torch's own DDP
+        does, because the script drops the gradients."""
+        self.receive()
+        self._abandon(adding=False)
+
+    def abandon_adding(self) -> None:
+        """Leave out the update of a backward, because another backward is adding to its gradients.
+        The sum is averaged with those."""
+        is_first = not self._repeated and self._is_ready
+        if is_first and self.traits.averages_gradients:
+            self._require_another_backward()
+        self._abandon(adding=True)
+
+    def end_stepped(self) -> None:
+        """End an iteration whose update the script's own optimizer has made."""
+        self.receive()
+        self.leave_out()
+
+    def _abandon(self, *, adding: bool) -> None:
+        now = self._now
+        self.run.require_skippable(now, adding=adding)
+        now.skipped, now.abandoned = True, self._is_ready
+
+    def average_again(self) -> None:
+        """Average the gradients of this iteration without an update. The next iteration averages
+        the sum of the result and the gradients of the next backward."""
+        self._require_another_backward()
+        self.repeats = True
+        self._now.skipped = self._now.abandoned = True
+
+    def _require_another_backward(self) -> None:
+        """Raise unless all ranks run another backward before the step of this iteration."""
+        control, self._repeated = self.control, True
+        try:
+            with control.waiting("running backward once more before a step"):
+                control.meet(f"backward/{self.iteration}")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {control.rank} runs backward once more before optimizer.step() in iteration "
+                f"{self.iteration}; run it equally often on all ranks, or within model.no_sync(): "
+                f"{error}. {control.report_failure()}"
+            ) from error
+
+    def update(self) -> None:
+        """Run the update and everything due by the end of the iteration."""
+        now, mark, updates = self._now, self.device.mark, self.run.updates
+        if not now.abandoned:
+            self.passes_without_step = 0
+        self._scaled = False
+        self._looks.close()
+        if self.watched is not None and not now.abandoned:
+            altered = updates.alteration() is not None
+            changed = updates.has_changed_gradients()
+            hooked = has_hooks(self.optimizer)
+            self.watched.record_step(
+                changed=changed, skipped=now.skipped, altered=altered, hooked=hooked
+            )
+        now.marks.step = mark()
+        if self.suspects is not None:
+            self.suspects.check(unused=now.skipped)
+        updates.request_updates(now, abandoned=now.abandoned)
+        updates.step_remaining(now)
+        self.cursor.walk(self.run.program.step)
+        now.marks.stepped = mark()
+        self.observers.reached(now, "end")
+        self.cursor.walk(self.run.program.end)
+        if self.traits.updates_at_end:
+            now.marks.stepped = mark()
+        now.marks.end = mark()
+        self.run.windows.on_iteration_end(now.planned)
+        self.cursor.end()
+        self.observers.add_ended(now)
+        self.iteration += 1
+        self._evaluated = False
+        self.control.set_iteration(self.iteration)
+        self.observers.deliver()
+
+    def allow_own_step(self) -> None:
+        """Check the averages that the script's own optimizer is about to apply."""
+        self._looks.close()
+        # A scaler has checked all gradients of the optimizer that it lets step.
+        if self.suspects is not None and not self._scaled:
+            self.suspects.check()
+        self._scaled = False
+        if self.watched is not None:
+            self.watched.record_own_step()
+
+    def drop(self) -> None:
+        """Drop an iteration of which nothing was sent, such as one whose backward has ended with an
+        exception that the script has caught."""
+        now = self._now
+        is_broken = self.machine.state is State.BACKWARD
+        if is_broken and not self.run.allows_another_backward(now):
             raise RuntimeError(
                 "a backward pass ended with an exception that was caught, but some of its "
                 "gradients were already sent or applied; start again from the last checkpoint. To "
                 "leave out a batch, decide before backward(), and call model.skip_step() on all "
                 "ranks"
             )
-        self.pauses.pause()
+        self.run.require_unsent(now)
+        self.forget()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients in place, each after its last use. Gradients that are never sent
-        become None if `set_to_none`."""
-        self._looks.close()
-        self.abandon_unless_stepped()
-        now = self.cursor.now
-        if now is not None and not self.awaits_step and self.hooks.is_broken:
-            self._drop_broken_backward(now)
+    def forget(self) -> None:
+        """Drop an iteration that will not end."""
+        self.cursor.drop()
+        self.begin()
+
+    def clear(self) -> None:
+        """Zero the gradients, or set them to None."""
         if self.cursor.now is not None:
             self.hooks.forget()
         if self.watched is not None:
             self.watched.record_dropped_gradients()
-        self.gradients.zero_grad(set_to_none)
+        self.gradients.zero_grad(self._sets_to_none)
 
-    def abandon_unless_stepped(self) -> None:
-        """End an iteration that had a backward and no step."""
-        if self.awaits_step and self.cursor.now is not None:
-            self._abandon(self.cursor.now, adding=False)
+    def flush_updates(self) -> None:
+        """Complete what the next forward would complete for earlier iterations."""
+        if self.cursor.now is None and self.cursor.planned:
+            self.weight_looks.close()
+            self.cursor.flush()
+            self.observers.deliver()
+
+    def settle(self) -> None:
+        """Complete all messages of earlier iterations. Averages that a later forward than the next
+        one awaits will not be applied."""
+        self.weight_looks.close()
+        self.cursor.flush()
+        actions = self.run.actions
+        actions.drops = True
+        try:
+            self.cursor.receive_all()
+        finally:
+            actions.drops = False
+        self.observers.deliver()

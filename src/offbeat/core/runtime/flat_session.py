@@ -71,8 +71,8 @@ class FlatSession(Session):
             cluster.timeout_s,
             cluster.replica,
             sends_buffers=cluster.is_first,
+            on_failure=cluster.abort,
         )
-        self.engine.waiting.on_failure = cluster.abort
         self.choice = choice = PlanChoice(strategy, job, Decisions(job.recorder, self.engine))
         self._guards = guards = SessionGuards(job, self.engine, choice)
         self.runner = PlanRunner(job, self.engine, choice, guards, self.run_jointly)
@@ -120,7 +120,7 @@ class FlatSession(Session):
 
     def _consolidate(self, repairing: bool) -> None:
         with self._cluster.control.joint_call("consolidate"):
-            self.engine.pauses.drain()
+            self.engine.drain()
             self._unify(repairing)
 
     # ---- what the user calls ----------------------------------------------------------------
@@ -211,7 +211,7 @@ class FlatSession(Session):
             recorder.on_step_begin(engine.iteration)
         if guards.replicas is not None and guards.replicas.count_step():
             # Other ranks wait for this rank's messages before they compare.
-            engine.end_backward(skip_update)
+            engine.complete(skip_update)
             self.run_jointly(guards.replicas.compare)
         engine.step(skip_update)
         guards.note_step()
@@ -247,7 +247,7 @@ class FlatSession(Session):
         self.engine.zero_grad(set_to_none)
 
     def flush(self) -> None:
-        self.engine.pauses.flush()
+        self.engine.flush()
 
     def traffic(self) -> dict[str, int]:
         return self._cluster.bytes_sent()
@@ -319,11 +319,11 @@ class FlatSession(Session):
         self._united, self._loaded = -1, self.engine.iteration
         self._guards.restart()
         if state is not None:
-            self.engine.pauses.pause()
+            self.engine.pause()
             self._first.cancel()
             self.runner.resume(state)
         else:
-            self.engine.pauses.discard()
+            self.engine.discard()
         self._earlier_iterations = iteration - self.engine.iteration
 
     # ---- end --------------------------------------------------------------------------------
@@ -332,23 +332,23 @@ class FlatSession(Session):
         if self._cluster.closed:
             return
         if not self._cluster.control.has_failed:  # otherwise others send nothing any more
-            self.engine.pauses.settle()
+            self.engine.leave()
             if self._have_replicas_diverged():
                 self._print_difference()
-        self.engine.waiting.closed = True
+        self.engine.machine.close()
         self.engine.observers.deliver(rest=True)
         if self._recorder:
             pace = self.runner.pace
             self._recorder.pace = pace.record() if pace else None
             self._recorder.write(self.traffic())
         self.detach()
-        self._cluster.close(self.engine.waiting.failure)
+        self._cluster.close(self.engine.machine.failure)
 
     def _have_replicas_diverged(self) -> bool:
         """Return whether replicas certainly differ after the last iteration."""
         engine, replicas = self.engine, self._cluster.topology.replicas
         run, last = engine.run, engine.cursor.planned - 1
-        is_known = engine.waiting.failure is None and last >= 0 and not run.reloaded
+        is_known = engine.machine.failure is None and last >= 0 and not run.reloaded
         if not is_known or replicas == 1 or engine.iteration in (self._united, self._loaded):
             return False
         return bool(effects.differing_buckets(run.plan, last, replicas, run.votes.outcomes))

@@ -182,9 +182,7 @@ class BackwardHooks(BackwardPasses):
             if p.grad is not gradients.views[index]:
                 gradients.take(index, p)  # type: ignore[arg-type]
             self.seen[index] = 1
-            if self.accumulating:
-                return
-            if self._left:
+            if self.accumulating or self._left:
                 if not self._queued:
                     self._queued = True
                     Variable._execution_engine.queue_callback(self._on_held_backward_end)  # type: ignore[attr-defined]
@@ -206,8 +204,8 @@ class BackwardHooks(BackwardPasses):
         return gradient_ready
 
     def _on_held_backward_end(self) -> None:
-        self._left -= 1
-        self._queued = False
+        self._left -= not self.accumulating
+        self._running = self._queued = False
         self.version = self._gradients.flat.grad_version()
         self._listener.on_held_backward_end()
 

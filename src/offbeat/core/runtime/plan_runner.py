@@ -201,7 +201,7 @@ class PlanRunner:
 
     def _change(self, plan: Plan) -> None:
         """Apply or discard gradients and averages in progress, and run another plan."""
-        self.engine.pauses.drain()
+        self.engine.drain()
         # A member may have failed meanwhile. Then there is no exchange before the next epoch.
         self._run_jointly(partial(self._adopt, plan))
 

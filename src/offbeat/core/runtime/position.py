@@ -34,13 +34,13 @@ def capture(engine: Engine) -> State:
     The tensors belong to the engine; copy them before the next iteration. Raise RuntimeError within
     an iteration.
     """
-    engine.waiting.require_alive()
+    engine.machine.require_alive()
     if engine.cursor.now is not None:
         raise RuntimeError(
             "an iteration is under way; save between iterations: after optimizer.step() and before "
             "the next forward in training mode"
         )
-    engine.pauses.flush()
+    engine.flush()
     engine.run.actions.wait_for_sends()
     engine.run.actions.restart_coding()
     run = engine.run

@@ -146,10 +146,10 @@ class Sentinels(BackwardPasses):
             self._listener.on_backward_begin()
             self._running = True
         self._gradients.empty = False
-        if self.accumulating:
-            return
-        if self._left:
-            self._left -= 1
+        if self.accumulating or self._left:
+            self._left -= not self.accumulating
+            self._running = False
+            self._listener.on_held_backward_end()
             return
         self._listener.on_backward_end()
 

@@ -55,14 +55,14 @@ class SessionGuards:
         self._written: dict[str, None] = {}  # names of parameters that a forward has written
         if choice.shares_buffers:
             engine.module_buffers.before_packing = self.agree_on_buffers
-        self.parameters = ParameterWatch(job.model, engine.pauses.flush)
+        self.parameters = ParameterWatch(job.model, engine.flush)
         self.parameters.attach(engine.flat.parameters)
         self.create_finite_guard()
         self.stepping = ForeignStepGuard(job.optimizer, lambda: self.shares_optimizer)
         engine.stepping = self.stepping
         self.guard_links()
         # Hooks on the bare modules, so that reads and loads of their weights see all updates, too.
-        flush, discard = UncopiedHook(engine.pauses.flush), UncopiedHook(self._discard)
+        flush, discard = UncopiedHook(engine.flush), UncopiedHook(self._discard)
         self._handles = [job.model.register_load_state_dict_pre_hook(discard)]
         self._handles += [m.register_state_dict_pre_hook(flush) for m in job.model.modules()]
 
@@ -114,7 +114,7 @@ class SessionGuards:
         every = self._watch.compare_every if cluster.control.world_size > 1 else 0
         compared = cluster.control, self._model, self._engine.optimizer, every
         if every and sends_only_gradients(plan):
-            settle, holders = self._engine.pauses.flush, cluster.topology.holders
+            settle, holders = self._engine.flush, cluster.topology.holders
             self.replicas = guard = ReplicaGuard(*compared, settle, holders, self._written)
             guard.compare()
         elif every:
@@ -210,7 +210,7 @@ class SessionGuards:
 
     def _discard(self) -> None:
         """Prepare for a load of other weights."""
-        self.has_loaded |= self._engine.pauses.discard()
+        self.has_loaded |= self._engine.discard()
         self._engine.module_buffers.forget()
         self.forget_weights()
 

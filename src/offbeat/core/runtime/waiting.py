@@ -10,7 +10,6 @@ from torch import Tensor
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.codecs.average import OriginError
 from offbeat.core.observers import Observer
-from offbeat.core.transport.cluster import CLOSED
 from offbeat.core.transport.control import Control
 from offbeat.core.transport.device import Device, Mark
 from offbeat.core.transport.link import Message
@@ -20,36 +19,35 @@ LOOK_EVERY_S = 0.5  # seconds between two checks for failures of other ranks
 
 
 class Waiting:
-    """Waits for messages. After a failure `require_alive` raises, because training cannot
-    continue."""
+    """Waits for messages.
 
-    def __init__(self, device: Device, control: Control, timeout_s: float, observers: Observer):
+    Args:
+        device: device of this rank.
+        control: control of the job.
+        timeout_s: seconds after which a wait fails.
+        observers: are told of the end of each wait.
+        fail: stops this rank; called with each failure before it is raised.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        control: Control,
+        timeout_s: float,
+        observers: Observer,
+        fail: Callable[[BaseException], None],
+    ):
         self._device, self._control, self._timeout_s = device, control, timeout_s
-        self._observers = observers
-        self._failure: BaseException | None = None
-        self.closed = False
+        self._observers, self._fail_rank = observers, fail
         self.since_s: float | None = None  # monotonic start of the wait for a message, if one runs
         self.repeated = RepeatedAverages(control)
         # Agrees with the other members of the job on the outcome of all messages after a failed
         # wait. Raises the failure, which is its argument, if this rank cannot continue.
         self.recover: Callable[[RuntimeError], None] | None = None
-        self.on_failure: Callable[[], None] | None = None  # called once, at the first failure
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Failure of this rank; None if there is none."""
-        return self._failure
-
-    def require_alive(self) -> None:
-        """Raise RuntimeError after a failed wait, or if the session is closed."""
-        if self._failure is not None:
-            raise RuntimeError("this worker has failed; start it again") from self._failure
-        if self.closed:
-            raise RuntimeError(CLOSED)
 
     def fail_with(self, error: BaseException) -> None:
         """Record an error in an arrived message as the failure of this rank, and raise it."""
-        self._record(error)
+        self._fail_rank(error)
         raise error
 
     def repeat(self, tensors: Sequence[Tensor], *, inside: bool) -> list[Tensor]:
@@ -57,13 +55,8 @@ class Waiting:
         try:
             return self.repeated.average(tensors, inside=inside)
         except BaseException as error:
-            self._record(error)
+            self._fail_rank(error)
             raise
-
-    def _record(self, error: BaseException) -> None:
-        is_first, self._failure = self._failure is None, error
-        if is_first and self.on_failure is not None:
-            self.on_failure()
 
     def mark(self) -> Mark:
         """Return a mark of the device's current time."""
@@ -111,7 +104,7 @@ class Waiting:
             try:
                 self.recover(RuntimeError(described))
             except BaseException as error:
-                self._record(error)
+                self._fail_rank(error)
                 raise
             return
         waited_s = _seconds_since_release(message) or 0.0
@@ -119,7 +112,7 @@ class Waiting:
             f"rank {self._control.rank}: {_describe_message(message, flat)} {what}. "
             f"{self._control.report_failure(waited_s=waited_s)}"
         )
-        self._record(error)
+        self._fail_rank(error)
         raise error from message.error
 
 

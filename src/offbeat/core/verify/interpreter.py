@@ -166,7 +166,6 @@ class Interpreter:
                 if not eager:
                     yield "moved"
             w.compute(i, done, 2 * forwards + 2)
-            cursor.end_backward()
             cursor.end()
             after(w, i)
             if w.rank in self.flushing:
@@ -197,7 +196,8 @@ class Interpreter:
 
     def _drain(self, w: Worker, number: int) -> Waits:
         """Apply accumulated gradients, discard averages that are not applied, restart the plan."""
-        yield from _retry(w.cursor.pause)
+        yield from _retry(w.cursor.flush)
+        yield from _retry(w.cursor.receive_all)
         planned = w.cursor.planned
         if planned not in self._drained:  # all workers share the plan and its transfers
             self._drained[planned] = drained_plan(self.plan, planned)
