@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from offbeat.core.buckets.flat import Flat
-from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.console import console
 from offbeat.core.derive import effects
 from offbeat.core.derive.effects import sends_only_gradients
@@ -252,8 +251,6 @@ class MemberSession(FlatSession):
         self._set_profile(self.profile)
         self._guards.create_finite_guard()
         self.engine.replica = self._cluster.replica
-        if isinstance(self.engine.gradients, Gradients):
-            self.engine.gradients.world_size = control.world_size
         control.set_iteration(self.engine.iteration)
         self.runner.begin_again()
         self._feed_buffers(joining)

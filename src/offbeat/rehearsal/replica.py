@@ -16,9 +16,9 @@ from offbeat.core.guards.replicas import broadcast_model
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
+from offbeat.core.runtime.hooks import tensors_of
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.model_checks import agree_on_model, joined_optimizer
-from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.plan_session import open_plan_session
 from offbeat.core.runtime.prepare import OBSERVE
 from offbeat.core.runtime.prepared import Model, Optimizer

@@ -12,7 +12,7 @@ from cases import oddities
 from harness.ranks import in_turn, run_ranks
 
 from offbeat import LocalSGD, PartialSync
-from offbeat.core.runtime.outputs import tensors_of
+from offbeat.core.runtime.hooks import tensors_of
 from offbeat.strategies import Strategy
 
 

@@ -1,11 +1,14 @@
-"""Hooks on the user's modules that have no effect in copies of these modules."""
+"""Hooks on the user's modules, which have no effect in copies of them, and on gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 
 class UncopiedHook:
@@ -51,3 +54,44 @@ class NamedParameters:
     def __reduce__(self) -> tuple[Any, ...]:
         # `copy` and `pickle` replace this object by the method of the module's class.
         return getattr, (self._module, self.name)
+
+
+class GradientHook:
+    """Hook that runs after each gradient of a parameter, which may be frozen now.
+
+    Args:
+        p: the parameter.
+        act: called with the parameter.
+        lasting: whether the hook stays for the whole training. torch cannot remove a
+            post-accumulate hook without a trace: every backward still takes the interpreter's lock
+            for each parameter that has had one. So a hook of a few iterations is on the node that
+            accumulates gradients, which autograd replaces when nothing refers to it. FSDP calls
+            only lasting hooks of shards.
+    """
+
+    def __init__(self, p: nn.Parameter, act: Callable[[Tensor], None], *, lasting: bool):
+        self._node: Node | None = None
+        self._handle: RemovableHandle
+        with _require_gradient(p):
+            if lasting:
+                self._handle = p.register_post_accumulate_grad_hook(act)
+            else:
+                self._node = get_gradient_edge(p).node  # which would otherwise be freed
+                self._handle = self._node.register_hook(lambda *_: act(p))
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+        self._node = None
+
+
+@contextmanager
+def _require_gradient(p: Tensor) -> Iterator[None]:
+    """Let a parameter require gradients within the context: torch refuses hooks on one that the
+    script has frozen."""
+    trains = p.requires_grad
+    p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        p.requires_grad_(trains)

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from offbeat.core.buckets.layout import BucketSpec, Key, key_of
 from offbeat.core.buckets.memory import empty
-from offbeat.core.buckets.shards import Shards, is_sharded, local_of, reshard
+from offbeat.core.buckets.shards import Shards, is_sharded, reshard
 from offbeat.core.plan import BUILT_IN, Buffer, Payload
 from offbeat.core.plan.types import moment_of
 
@@ -53,14 +53,13 @@ class Flat:
     Args:
         model: the model, whose parameters and buffers become views of the flat tensors.
         specs: the buckets.
-        before: storage that holds the tensors so far. Its parameters and gradients are freed as
-            soon as they have moved, so it must not be used afterwards.
+        before: storage that holds the tensors so far. It is freed as soon as the parameters have
+            moved, so it must not be used afterwards.
         alignment_bytes: alignment, by default that of `before`, or 1. It must be the same on all
             ranks.
 
-    Peak memory: one additional copy of the parameters, then one of the gradients. Afterwards only
-    the gradients remain allocated in addition. If a GPU does not have this memory, `before` moves
-    through the memory of the host.
+    Peak memory: one additional copy of the parameters. If a GPU does not have this memory, `before`
+    moves through the memory of the host.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Flat:
         self._kinds = {name: buffer.kind for name, buffer in BUILT_IN.items()}
         self._newest = {"param": 0, "grad": 0}
         self._stores: dict[str, list[Store]] = {}
-        self._views: list[Tensor] = []  # of the gradients that `take_gradients` has moved
         # (start, stop) of a bucket in parameters, (start, stop) in gradients, in elements.
         self._spans: list[tuple[int, int, int, int]] = []
         self._elements: list[int] = []  # elements of the parameters of each bucket, with gaps
@@ -119,13 +117,11 @@ class Flat:
                 self._move_tensors(params[key], tensors, (span[0] + at for at in offsets))
             if before is not None:
                 before.free("param")
+                before.free("grad")
         self._stores = {"param": [params], "grad": []}
         self.buckets: list[FlatBucket] = [
             FlatBucket(spec.name, own) for spec, own in zip(specs, trained, strict=True)
         ]
-        self.take_gradients(before)
-        if before is not None:
-            before.free("grad")
 
     @property
     def is_sharded(self) -> bool:
@@ -169,39 +165,25 @@ class Flat:
             raise
         return {k: t.zero_() if self._alignment(k) > 1 else t for k, t in tensors.items()}
 
-    def take_gradients(self, before: Flat | None = None) -> None:
-        """Move the gradients into a new flat tensor. Existing values are kept, others are zero.
+    def place_gradients(self, *, exist: bool) -> None:
+        """Allocate gradients, which are zero, or free them.
 
         Args:
-            before: storage that holds the gradients so far. It is freed before, if the memory does
-                not suffice.
+            exist: whether they are to exist.
         """
-        sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
-        given = [None if p.grad is None else local_of(p.grad) for p in self.parameters]
-        grads = self._create_tensors(sizes, may_fail=True)
-        if grads is None:
-            given = [None if grad is None else grad.to("cpu", copy=True) for grad in given]
-            for p in self.parameters:
-                p.grad = None
-            if before is not None:
-                before.free("grad")
+        if not exist:
+            self.free("grad")
+        elif not self._stores["grad"]:
+            sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
             grads = self._create_tensors(sizes)
-        assert grads is not None
-        for tensor in grads.values():
-            tensor.zero_()
-        self._stores["grad"], self._newest["grad"] = [grads], 0
-        with torch.no_grad():
-            self._views = self.views()
-            for p, view, value in zip(self.parameters, self._views, given, strict=True):
-                if value is not None:
-                    local_of(view).copy_(value)
-                p.grad = view
+            assert grads is not None
+            for tensor in grads.values():
+                tensor.zero_()
+            self._stores["grad"], self._newest["grad"] = [grads], 0
 
     def free(self, buffer: str) -> None:
         """Drop the references to a buffer's tensors, which have moved or are not needed."""
         self._stores[buffer] = []
-        if buffer == "grad":
-            self._views = []
 
     # ---- named buffers ----------------------------------------------------------------------
 
@@ -396,8 +378,6 @@ class Flat:
     def views(self, copy: int = 0) -> list[Tensor]:
         """Return one view of a copy of the gradients per parameter, bucket by bucket."""
         store, views = self._stores["grad"][copy], []
-        if self._views and local_of(self._views[0])._base is store[self.keys[0]]:
-            return list(self._views)  # the tensors in `p.grad`
         for key, (_, _, start, _), offsets, bucket in zip(
             self.keys, self._spans, self._offsets, self.buckets, strict=True
         ):

@@ -1,8 +1,7 @@
-"""Gradients in flat storage: contents of `p.grad`, state of each bucket, unused parameters."""
+"""Gradients of a model: from the tensors of autograd to the flat storage and to the optimizer."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import methodcaller
@@ -24,204 +23,220 @@ _address = methodcaller("data_ptr")
 
 
 class Gradients:
-    """The gradients of a model in its flat storage.
+    """The gradients of a model while one plan runs.
 
-    Backward adds to the newest copy. A bucket is stale after its gradients have been applied: the
-    next gradients replace the stale ones. With several copies (`late`), gradients are added up
+    At the begin of each backward pass `p.grad` is None, so that autograd assigns a tensor of its
+    own. If the plan sends, measures or changes gradients, `gather` copies complete buckets to the
+    newest copy of the flat storage, each by one call, and `p.grad` becomes a view of it. FSDP2
+    fills the input of its reduce-scatter in the same way. Otherwise nothing is copied, and the
+    storage of gradients is freed.
+
+    A pass adds to what `p.grad` has held before, as in a loop without offbeat: `begin_pass` takes
+    the views away, and `gather` adds to them. With several copies (`late`) gradients are added up
     over iterations and applied from an older copy.
+
+    Args:
+        flat: storage, which has adopted the buffers of the plan.
+        world_size: number of ranks.
+        gathers: whether gradients move to the storage.
+
+    Attributes:
+        gathers: see above.
+        late: whether gradients are added up over iterations.
+        parameters: all parameters, bucket by bucket.
+        starts: index of the first parameter of each bucket.
     """
 
-    sent = True  # gradients are in the flat tensors, for messages, measurements and changes
-
-    def __init__(self, flat: Flat, world_size: int):
-        self.flat, self.world_size = flat, world_size
-        self.parameters, self.bucket_of, self.starts = flat.parameters, flat.bucket_of, flat.starts
-        self._stale = bytearray(len(flat.buckets))
-        self._awaited = bytearray(len(flat.buckets))  # buckets with a delayed update
-        self._zero_then = bytearray(len(flat.buckets))  # buckets to zero after a delayed update
-        self._hidden: set[int] = set()  # parameters whose `p.grad` is None on purpose
-        self.begin_plan()
-
-    def begin_plan(self) -> None:
-        """Begin a plan: use all copies of the storage, with no gradients added to any of them."""
-        copies = self.flat.copies("grad")
-        self.late = copies > 1
-        self._views = [self.flat.views(copy) for copy in range(copies)]
-        addresses = [[*map(_address, views)] for views in self._views if not self.flat.is_sharded]
+    def __init__(self, flat: Flat, world_size: int, *, gathers: bool):
+        self.flat, self.gathers, self._world_size = flat, gathers, world_size
+        self.parameters, self.starts = flat.parameters, flat.starts
+        copies, buckets = range(flat.copies("grad") if gathers else 0), len(flat.buckets)
+        self.late = len(copies) > 1
+        self._views = [flat.views(copy) for copy in copies]
+        self._counts = [[flat.absence_counts(b, copy) for b in range(buckets)] for copy in copies]
+        addresses = [[*map(_address, views)] for views in self._views if not flat.is_sharded]
         self._places, self._turn = addresses, 0  # by copy; the next view to check
-        self._added = [[0] * len(self.flat.buckets) for _ in range(copies)]
-        # By copy and bucket: parameters that had no gradient on this rank in some iteration.
-        self._absentees: list[dict[int, set[int]]] = [defaultdict(set) for _ in range(copies)]
-        self.open()
-        if self.late:  # the newest copy has the gradients that the plan before has applied
-            self.zero()
+        # By copy and bucket: iterations that are added up, and parameters that had no gradient on
+        # this rank in some of them.
+        self._added = [[0] * buckets for _ in copies]
+        self._absent: list[list[set[int]]] = [[set() for _ in range(buckets)] for _ in copies]
+        self._awaited = bytearray(buckets)  # buckets with a delayed update
+        self._hidden: set[int] = set()  # parameters whose `p.grad` is None on purpose
+        self._kept: set[int] = set()  # parameters to whose view this pass adds
+        self._used: list[tuple[nn.Parameter, Tensor | None, int]] = []  # applied in backward
+        self.begin()
 
-    def open(self) -> None:
-        """Assign the views of the newest copy to `p.grad`, so that backward adds to it."""
-        newest = self.flat.copy_index("grad")
-        self.views, self._added_now = self._views[newest], self._added[newest]
-        for p, view in zip(self.parameters, self.views, strict=True):
-            p.grad = view
-
-    def drop_views(self) -> None:
-        """Drop references to the storage, except those in `p.grad`, before it is replaced."""
-        self._views, self.views = [], []
-
-    def drop_unused(self) -> None:
-        """Set gradients that received nothing since the last `zero_grad` to None, as a loop
-        without offbeat does."""
-        for b, count in enumerate(self._added_now):
-            for p in () if count else self.flat.buckets[b].parameters:
-                if p.grad is not None and not local_of(p.grad).any():
+    def close(self) -> None:
+        """Drop all references to the storage, before another plan runs or it is replaced."""
+        for views in self._views:
+            for p, view in zip(self.parameters, views, strict=True):
+                if p.grad is view:
                     p.grad = None
+        self._views, self._counts = [], []
+
+    @property
+    def _newest(self) -> int:
+        return self.flat.copy_index("grad")
 
     # ---- checkpoints ------------------------------------------------------------------------
 
     def flags(self) -> dict[str, Any]:
         """Return the state between two iterations for a checkpoint, the newest copy first."""
-        ages = [self.flat.copy_index("grad", age) for age in range(self.flat.copies("grad"))]
+        ages = [self.flat.copy_index("grad", age) for age in range(len(self._views))]
         return {
-            "stale": bytes(self._stale),
-            "awaited": bytes(self._awaited),
-            "zero_then": bytes(self._zero_then),
-            "hidden": sorted(self._hidden),
             "added": [list(self._added[copy]) for copy in ages],
-            "absentees": [
-                {b: sorted(places) for b, places in self._absentees[copy].items()} for copy in ages
-            ],
+            "absent": [[sorted(own) for own in self._absent[copy]] for copy in ages],
         }
 
     def restore(self, flags: Mapping[str, Any]) -> None:
         """Restore the result of `flags`. The newest copy of the storage must be copy 0."""
-        assert self.flat.copy_index("grad") == 0
-        for flag, name in (
-            (self._stale, "stale"),
-            (self._awaited, "awaited"),
-            (self._zero_then, "zero_then"),
-        ):
-            flag[:] = flags[name]
-        self._hidden = set(flags["hidden"])
+        assert self._newest == 0
         self._added = [list(counts) for counts in flags["added"]]
-        self._absentees = [
-            defaultdict(set, {b: set(places) for b, places in by_bucket.items()})
-            for by_bucket in flags["absentees"]
-        ]
-        self.open()
+        self._absent = [[set(own) for own in by_bucket] for by_bucket in flags["absent"]]
 
     # ---- backward ---------------------------------------------------------------------------
 
-    def take(self, index: int, p: nn.Parameter) -> None:
-        """Copy a gradient that autograd has allocated, because `p.grad` was None, into the bucket.
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._gathered = 0  # buckets before this one are in the storage
+        self._used = []  # forget the gradients that were applied in an earlier backward
+
+    def begin_pass(self) -> None:
+        """Before the first gradient of a backward pass: set `p.grad` to None, if it is a view."""
+        if self.gathers and not self.late:
+            self._gathered = 0
+            for index, (p, view) in enumerate(
+                zip(self.parameters, self._views[self._newest], strict=True)
+            ):
+                if p.grad is view:
+                    p.grad = None
+                    self._kept.add(index)
+
+    def cancel_pass(self) -> None:
+        """Show what `begin_pass` has hidden, after a pass without gradients or with an error."""
+        for index in self._kept:
+            if self.parameters[index].grad is None:
+                self.parameters[index].grad = self._views[self._newest][index]
+        self._kept.clear()
+
+    def gather(self, stop: int, *, empty: bool = False) -> None:
+        """Move the complete gradients of all buckets before `stop` to the storage.
+
+        Args:
+            stop: number of buckets.
+            empty: this iteration has no gradients on this rank: use zero for them.
 
         Raises:
-            ValueError: the gradient is sparse, is part of a graph, or was dropped meanwhile.
+            ValueError: a gradient is sparse or part of a graph.
         """
-        gradient, view = p.grad, self.views[index]
-        if gradient is None:
-            raise ValueError(
-                "a hook has dropped a gradient within backward, before it was averaged; let the "
-                "optimizer step, and clear gradients, after backward"
-            )
-        if gradient.is_sparse:
-            raise ValueError(
-                "a gradient is sparse; flat buckets need dense ones: use Embedding(sparse=False)"
-            )
-        if gradient.requires_grad:
-            raise ValueError(
-                "backward(create_graph=True) leaves gradients that are no plain numbers; take the "
-                "inner derivative with torch.autograd.grad(..., create_graph=True)"
-            )
-        own, given = local_of(view), local_of(gradient)
-        if self.late and not self._stale[self.bucket_of[index]]:
-            own.add_(given)  # the view holds gradients of earlier iterations
-        else:
-            own.copy_(given)  # the view holds a gradient that was set to None or applied
-        p.grad = view
-        self._hidden.discard(index)
+        if self.gathers and self._gathered < stop:
+            copy = self._newest
+            with torch.no_grad():
+                for b in range(self._gathered, stop):
+                    self._gather_bucket(b, copy, empty=empty)
+            self._gathered = stop
 
-    def take_manual_gradients(self, seen: bytearray) -> None:
-        """Use gradients that the script has assigned or written, in a step without a backward."""
-        for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            if seen[index] or p.grad is None:
-                continue
-            if p.grad is not view:
-                self.take(index, p)
-            elif self.late or not self.flat.shards.is_any(view):
-                continue
-            seen[index] = 1
+    def _gather_bucket(self, b: int, copy: int, *, empty: bool) -> None:
+        indices, views = self.flat.indices(range(b, b + 1)), self._views[copy]
+        adds_up = self.late and self._added[copy][b] > 0
+        new, added, absent = list[int](), list[int](), list[int]()
+        for index in indices:
+            gradient = None if empty else self.parameters[index].grad
+            if gradient is None:
+                if empty or index not in self._kept:
+                    absent.append(index)
+            elif gradient is not views[index]:
+                (added if adds_up or index in self._kept else new).append(index)
+        self._move(new, views, torch._foreach_copy_)
+        self._move(added, views, torch._foreach_add_)
+        for index in absent if not adds_up else ():
+            local_of(views[index]).zero_()
+        for known in (self._kept, self._hidden):
+            if known:
+                known.difference_update(indices)
+        self._hidden.update(absent)
+        for index in indices:
+            self.parameters[index].grad = None if self.late else views[index]
+        for index in absent:
+            self.parameters[index].grad = None
+        self._note_absent(b, copy, absent, adds_up=adds_up)
 
-    def on_iteration_begin(self) -> None:
-        """Do nothing: version counters detect changes of gradients applied in backward."""
+    def _note_absent(self, b: int, copy: int, absent: Sequence[int], *, adds_up: bool) -> None:
+        """Count the parameters of a bucket without a gradient. Averages use zero for them."""
+        known, counts = self._absent[copy][b], self._counts[copy][b]
+        if not adds_up:
+            counts.zero_()  # they are those of the last message, of all ranks
+            known.clear()
+        for index in absent:
+            counts[index - self.starts[b]] += 1
+        known.update(absent)
+        self._added[copy][b] = self._added[copy][b] + 1 if adds_up else 1
 
-    def on_backward_end(self, seen: bytearray) -> None:
-        """Record parameters without a gradient in this iteration. Averages use zero for them.
+    def _move(self, indices: Sequence[int], views: Sequence[Tensor], act: Any) -> None:
+        if not indices:
+            return
+        given, places = [self.parameters[i].grad for i in indices], [views[i] for i in indices]
+        for gradient in given:
+            assert gradient is not None
+            if gradient.is_sparse:
+                raise ValueError(
+                    "a gradient is sparse; flat buckets need dense ones: use "
+                    "Embedding(sparse=False)"
+                )
+            if gradient.requires_grad:
+                raise ValueError(
+                    "backward(create_graph=True) leaves gradients that are no plain numbers; take "
+                    "the inner derivative with torch.autograd.grad(..., create_graph=True)"
+                )
+        if self.flat.is_sharded:
+            given, places = [*map(local_of, given)], [*map(local_of, places)]  # type: ignore[arg-type]
+        act(places, given)
+
+    def hold(self) -> int:
+        """Handle the end of a pass that only accumulates.
+
+        Returns:
+            A number that changes with each write to a gradient by other code.
+        """
+        if not self.late:
+            self.gather(len(self.starts))
+        return self.version()
+
+    def version(self) -> int:
+        """Return a number that changes with each write to a gradient by other code."""
+        own = (p.grad._version for p in self.parameters if self.late and p.grad is not None)
+        return self.flat.grad_version() + sum(own)
+
+    def reopen(self) -> None:
+        """Let `gather` take all gradients again, because the script may have assigned others."""
+        if not self.late:
+            self._gathered = 0
+
+    def require_place(self) -> None:
+        """Require that the views still point into the storage. Each call checks some views in
+        turn, so gradients that are all moved are found in the next backward.
 
         Raises:
             ValueError: the script has moved a gradient to other memory, by `p.grad.data = ...`.
         """
-        copy = self.flat.copy_index("grad")
-        self._require_place(copy)
-        if not all(seen):
-            for index, was_seen in enumerate(seen):
-                if not was_seen:
-                    self._note_absent(index, copy)
-
-    def _require_place(self, copy: int) -> None:
-        """Require that the views still point into the storage. Each call checks some views in
-        turn, so gradients that are all moved are found in the next backward."""
-        part = slice(self._turn, self._turn + LOOKS)
-        self._turn = 0 if part.stop >= len(self.views) else part.stop
         if not self._places:
             return
-        found, known = [*map(_address, self.views[part])], self._places[copy][part]
+        copy, part = self._newest, slice(self._turn, self._turn + LOOKS)
+        self._turn = 0 if part.stop >= len(self.parameters) else part.stop
+        found, known = [*map(_address, self._views[copy][part])], self._places[copy][part]
         if found != known:
             index = part.start + next(i for i, at in enumerate(found) if at != known[i])
             raise ValueError(MOVED.format(index=index, shape=[*self.parameters[index].shape]))
 
-    def _note_absent(self, index: int, copy: int) -> None:
-        b = self.bucket_of[index]
-        p, view = self.parameters[index], self.views[index]
-        place, absent = index - self.starts[b], self.flat.absence_counts(b, copy)
-        if p.grad is not view:
-            if self._stale[b] or not self.late:  # the view holds an applied or removed gradient
-                local_of(view).zero_()
-            if self._stale[b]:
-                absent[place] = self._added[copy][b]
-            p.grad = view
-            self._hidden.discard(index)
-        absent[place] += 1
-        self._absentees[copy][b].add(place)
-
-    def undo_backward_end(self, seen: bytearray) -> None:
-        """Undo `on_backward_end` when another backward adds to gradients of the same iteration."""
-        copy = self.flat.copy_index("grad")
-        for b in range(len(self._added_now)):
-            self._added_now[b] -= 1
-        unseen = [index for index, was_seen in enumerate(seen) if not was_seen]
-        for index in unseen:
-            b = self.bucket_of[index]
-            self.flat.absence_counts(b, copy)[index - self.starts[b]] -= 1
-        changed = list(dict.fromkeys(self.bucket_of[index] for index in unseen))
-        for b, absent in self._absence_counts(changed, copy).items():
-            places = {place for place in self._absentees[copy].pop(b, ()) if absent[place] > 0}
-            if places:
-                self._absentees[copy][b] = places
-
-    def mark_fresh(self, b: int) -> None:
-        """Record that bucket `b` holds this iteration's gradients."""
-        self._stale[b] = 0
-        self._added_now[b] += 1
+    def is_any(self) -> bool:
+        """Return whether the newest gathered gradients are those of a backward on this rank."""
+        return sum(map(len, self._absent[self._newest])) < len(self.parameters)
 
     # ---- the update -------------------------------------------------------------------------
 
     def added_iterations(self, b: int, copy: int) -> int:
         """Return the number of iterations whose gradients are added up in a bucket of a copy."""
-        return self._added[copy][b]
-
-    def conceal(self) -> None:
-        """Set every `p.grad` to None for user code between backward and step."""
-        for p in self.parameters:
-            p.grad = None
+        return self._added[copy][b] if self.gathers else 1
 
     def show_zero(self) -> None:
         """Assign a zero gradient to the smallest parameter, in a step that applies nothing.
@@ -233,7 +248,7 @@ class Gradients:
 
     def is_shown(self, copy: int) -> bool:
         """Whether after backward `p.grad` is every gradient of a copy, so `show` is not needed."""
-        return not self.late and not self._absentees[copy]
+        return not self.late and not (self.gathers and any(self._absent[copy]))
 
     def show(self, run: range, copy: int) -> None:
         """Assign one copy of the gradients of a run of buckets to `p.grad`.
@@ -241,17 +256,18 @@ class Gradients:
         A parameter that no rank has used gets None, as in torch's DDP, so that weight decay and
         momentum do not change it. A parameter that other ranks have used gets their average.
         """
-        views = self._views[copy]
-        for index in self.flat.indices(run):
+        if not self.gathers:
+            return
+        views, indices = self._views[copy], self.flat.indices(run)
+        for index in indices:
             self.parameters[index].grad = views[index]
-        self._hidden.difference_update(self.flat.indices(run))
-        found = [b for b in self._absentees[copy] if b in run]
+        self._hidden.difference_update(indices)
+        found = [b for b in run if self._absent[copy][b]]
         for b, absent in self._absence_counts(found, copy).items():
             # Counts are averages over ranks. One gradient on one rank lowers a count by 1 / K.
-            limit = self.added_iterations(b, copy) - 0.5 / self.world_size
-            for place in self._absentees[copy][b]:
-                if absent[place] > limit:
-                    index = self.starts[b] + place
+            limit = self._added[copy][b] - 0.5 / self._world_size
+            for index in self._absent[copy][b]:
+                if absent[index - self.starts[b]] > limit:
                     self.parameters[index].grad = None
                     self._hidden.add(index)
 
@@ -259,70 +275,81 @@ class Gradients:
         """Return the absence counts of some buckets. The host waits once for the device."""
         if not buckets:
             return {}
-        counts = [self.flat.absence_counts(b, copy) for b in buckets]
+        counts = [self._counts[copy][b] for b in buckets]
         values = iter((torch.cat(counts) if len(counts) > 1 else counts[0]).tolist())
         return {b: [*islice(values, len(own))] for b, own in zip(buckets, counts, strict=True)}
+
+    def missing(self, run: range) -> list[nn.Parameter]:
+        """Return the parameters of a run of buckets whose `p.grad` is None."""
+        return [p for i in self.flat.indices(run) if (p := self.parameters[i]).grad is None]
 
     def apply_later(self, runs: Iterable[range]) -> None:
         """Mark buckets whose update is delayed until after `optimizer.step()`."""
         for run in runs:
             self._awaited[run.start : run.stop] = b"\x01" * len(run)
 
-    def mark_applied(self, run: range, copy: int) -> None:
-        """Mark buckets as stale. Zero those for which `zero_grad` was called before the update."""
+    def mark_applied(self, run: range, copy: int, *, in_backward: bool) -> None:
+        """Mark gradients as applied.
+
+        Late ones are removed. Of those that were applied `in_backward` later changes have no
+        effect, so they are recorded for `is_intact`.
+        """
         for b in run:
-            self._stale[b], self._awaited[b] = 1, 0
-            if self._zero_then[b]:
-                self._zero_then[b] = 0
-                self._zero(copy, range(b, b + 1))
-        if self.late:
-            self._zero(copy, run)
+            self._awaited[b] = 0
+            if self.late:
+                self._added[copy][b] = 0
+        for index in self.flat.indices(run) if self.late or in_backward else ():
+            p = self.parameters[index]
+            if self.late:
+                p.grad = None
+            elif not self.gathers:
+                self._used.append((p, p.grad, -1 if p.grad is None else p.grad._version))
 
     # ---- between iterations -----------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients in place. Buckets with a delayed update are zeroed after it."""
+        """Set gradients to None, or zero them in place. Gradients that are summed over iterations,
+        or whose update is delayed, stay in the storage until they are applied."""
+        self._used = []
+        self._kept.clear()
         if self.late:
-            return  # gradients are summed over iterations; `mark_applied` zeroes applied ones
-        copy = self.flat.copy_index("grad")
-        if not any(self._awaited):
-            self._zero(copy, range(len(self._stale)))
             return
-        for b, awaited in enumerate(self._awaited):
-            if awaited:
-                self._zero_then[b] = 1
-            else:
-                self._zero(copy, range(b, b + 1))
+        for p, b in zip(self.parameters, self.flat.bucket_of, strict=True):
+            if set_to_none or self._awaited[b]:
+                p.grad = None
+            elif p.grad is not None:
+                local_of(p.grad).data.zero_()
 
     def zero(self) -> None:
-        """Zero every gradient in all copies."""
-        for copy in range(self.flat.copies("grad")):
-            self._zero(copy, range(len(self._stale)))
-
-    def _zero(self, copy: int, run: range) -> None:
-        self.flat.zero_grads(copy, run)
-        for b in run:
-            self._added[copy][b] = 0
-            self._absentees[copy].pop(b, None)
-        if not self.late:
-            for index in self.flat.indices(run):
-                if self.parameters[index].grad is not self.views[index]:
-                    self.parameters[index].grad = self.views[index]
+        """Remove every gradient in all copies."""
+        for copy, added in enumerate(self._added):
+            added[:] = [0] * len(added)
+            self.flat.zero_grads(copy)
+            for known in self._absent[copy]:
+                known.clear()
+        self._kept.clear()
+        for p in self.parameters:
+            p.grad = None
 
     def is_intact(self) -> bool:
-        """Whether user code has neither replaced nor removed a gradient."""
+        """Whether user code has neither replaced nor removed a gradient since backward, or one that
+        was applied in backward."""
+        if self.late:
+            return True
+        if self.gathers:
+            pairs = enumerate(zip(self.parameters, self._views[self._newest], strict=True))
+            return all(
+                p.grad is view or (p.grad is None and index in self._hidden)
+                for index, (p, view) in pairs
+            )
         return all(
-            p.grad is view or (p.grad is None and index in self._hidden)
-            for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
+            p.grad is grad and (grad is None or grad._version == version)
+            for p, grad, version in self._used
         )
 
-    def mark_applied_in_backward(self, run: range) -> None:
-        """Do nothing: version counters detect changes of gradients applied in backward."""
-
-    def removed_gradients(self, run: range) -> list[Tensor]:
-        """Return the views of gradients in `run` that user code has removed (`p.grad = None`)."""
-        return [self.views[i] for i in self.flat.indices(run) if self.parameters[i].grad is None]
-
     def gradient_tensors(self, run: range, copy: int) -> Iterator[Tensor]:
-        """Return the flat gradients of each bucket, without absence counts."""
-        return (self.flat.gradients(b, copy) for b in run)
+        """Return the flat gradients of each bucket, without absence counts; outside of the storage
+        one tensor per parameter."""
+        if self.gathers:
+            return (self.flat.gradients(b, copy) for b in run)
+        return (g for i in self.flat.indices(run) if (g := self.parameters[i].grad) is not None)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive.windows import Windows
@@ -87,7 +86,7 @@ class Training(Protocol):
 
     plan: Plan
     flat: Flat
-    gradients: Gradients | AutogradGradients
+    gradients: Gradients
     control: Control
     optimizer: torch.optim.Optimizer
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from offbeat.core.buckets.attached import UncopiedHook
+from offbeat.core.buckets.attached import GradientHook, UncopiedHook
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.layout import BucketSpec, group_parameters
 from offbeat.core.buckets.shards import reshard
@@ -93,14 +94,17 @@ class ProfileObserver(Observer):
         engine.observers.add(self)
         if not engine.flat.is_sharded:  # the meter needs whole gradients
             engine.observers.add(self._metering)
-        engine.hooks.on_parameter = self._parameter_ready
-        self._handles = [
-            module.register_forward_pre_hook(UncopiedHook(partial(self._record_entry, name)))
-            for name, module in timed_modules(model)
+        self._handles: list[GradientHook | RemovableHandle] = [
+            GradientHook(p, self._parameter_ready, lasting=engine.flat.is_sharded)
+            for p in engine.flat.parameters
         ]
+        for name, module in timed_modules(model):
+            record = UncopiedHook(partial(self._record_entry, name))
+            self._handles.append(module.register_forward_pre_hook(record))
 
-    def _parameter_ready(self, p: nn.Parameter) -> None:
-        self._ready.append((self._names[id(p)], self._device.mark()))
+    def _parameter_ready(self, p: Tensor) -> None:
+        if p.requires_grad and not self._engine.hooks.accumulating:
+            self._ready.append((self._names[id(p)], self._device.mark()))
 
     def _record_entry(self, name: str) -> None:
         if torch.is_grad_enabled():
@@ -113,7 +117,7 @@ class ProfileObserver(Observer):
             self._messages.append((done.number, s))
         partly, self._partly = self._partly, done.abandoned
         again = partly and done.marks.forward is None  # second backward of the same forward
-        if any(self._engine.hooks.seen) and not (again or (done.skipped and not self._ready)):
+        if self._engine.gradients.is_any() and not (again or (done.skipped and not self._ready)):
             self._record_times(done.marks)
         self._ready, self._entered = [], []
 
@@ -186,7 +190,6 @@ class ProfileObserver(Observer):
         """Remove every hook."""
         self._engine.observers.remove(self)
         self._engine.observers.remove(self._metering)
-        self._engine.hooks.on_parameter = None
         self._tap.close()
         for handle in self._handles:
             handle.remove()

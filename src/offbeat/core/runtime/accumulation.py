@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.derive.windows import Windows
@@ -24,7 +23,7 @@ class Accumulation(Windows):
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         flat: Flat,
-        gradients: Gradients | AutogradGradients,
+        gradients: Gradients,
     ):
         self._flat, self._gradients = flat, gradients
         super().__init__(plan)
@@ -50,11 +49,9 @@ class Accumulation(Windows):
         scheduler gate."""
         if self._gate is None:
             return
-        self._gradients.open()
         self._version = self._flat.grad_version()
         self._gate.on_iteration_end(bool(self.applied_window(planned)))
 
     def restart(self) -> None:
         """Begin a window anew, after the storage was drained or filled from a checkpoint."""
-        self._gradients.open()
         self._version = self._flat.grad_version()

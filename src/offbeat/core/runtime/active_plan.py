@@ -58,8 +58,6 @@ class ActivePlan:
         rules = (*plan.transfers, *plan.applies)
         self._remembered = max([self.program.lag, *(rule.ago for rule in rules)])
         self.reloaded = False  # whether weights were loaded since the buffers were computed
-        self.flat.adopt(plan.all_buffers, continues=former is not None)
-        self.gradients.begin_plan()
         self.updates = Updates(
             traits, engine.optimizer, self.gradients, self.flat, engine.observers
         )
@@ -75,7 +73,7 @@ class ActivePlan:
         self.cursor: Cursor[Iteration] = Cursor(
             self.program, self.actions, planned, engine.step_observers
         )
-        self._lean = not engine.gradients.sent
+        self._lean = not engine.gradients.gathers
         self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
         self.forward_hooks: ForwardHooks | None = None
         if traits.splits_forward:

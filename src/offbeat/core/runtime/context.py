@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.optimizer_state import StateStore
@@ -26,7 +25,7 @@ class StorageContext:
         self,
         rank: int,
         flat: Flat,
-        gradients: Gradients | AutogradGradients,
+        gradients: Gradients,
         state: StateStore,
         updates: Updates,
     ):
@@ -76,8 +75,6 @@ class StorageContext:
 
     def rotate(self, buffer: str) -> None:
         self._flat.rotate(buffer)
-        if buffer == "grad":
-            self._gradients.open()
 
     def local(self, apply: Apply) -> None:
         assert self.iteration is not None

@@ -16,7 +16,6 @@ from torch import nn
 from torch._C import _current_graph_task_id as current_graph_task_id
 
 from offbeat.core.buckets.attached import NamedParameters
-from offbeat.core.buckets.autograd_gradients import AutogradGradients, ShardGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
@@ -34,11 +33,9 @@ from offbeat.core.observers import Observers
 from offbeat.core.plan import Plan
 from offbeat.core.plan.cursor import StepObserver
 from offbeat.core.runtime.active_plan import ActivePlan
-from offbeat.core.runtime.hooks import BackwardHooks
+from offbeat.core.runtime.hooks import Hooks
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.machine import Event, Machine, State
-from offbeat.core.runtime.outputs import tensors_of
-from offbeat.core.runtime.sentinels import Sentinels
 from offbeat.core.runtime.transforms import outside_transforms
 from offbeat.core.runtime.updates import AT_ONCE
 from offbeat.core.runtime.waiting import Waiting
@@ -111,10 +108,9 @@ class Engine:
         """Use a flat storage: register hooks on its parameters and create the tables per bucket."""
         self.detach()
         self.flat, self.staged = flat, self.staged or flat.shards.are_staged
-        self.gradients: Gradients | AutogradGradients = Gradients(flat, self.control.world_size)
         self.state = StateStore(self.optimizer, flat)
-        # Which hooks last is known with the plan.
-        self.hooks: BackwardHooks | Sentinels = BackwardHooks(self.gradients, self, lasting=False)
+        self.gradients = Gradients(flat, self.control.world_size, gathers=False)  # until a plan
+        self.hooks = Hooks(flat, self, lasting=False)
         self._attached.callback(lambda: self.hooks.remove())  # `hooks` may be replaced later
 
     def relayout(self, specs: Sequence[BucketSpec], alignment_bytes: int | None = None) -> None:
@@ -130,7 +126,7 @@ class Engine:
         before = self.flat
         self.detach()
         self.run.release_views()
-        self.gradients.drop_views()
+        self.gradients.close()
         give_back()  # return the memory of the last iteration's activations
         self.attach(Flat(self.model, specs, before, alignment_bytes))
         give_back()
@@ -152,7 +148,7 @@ class Engine:
         """
         former = self.run if continues else None
         self._adopted.close()
-        self._place_gradients(sent=self.watched is not None or not self._keeps_gradients(plan))
+        self._place_gradients(plan, continues=continues)
         self.run = ActivePlan(plan, self, planned, former)
         self._adopted.callback(self.run.close)
         self.plan, self.traits, self.cursor = plan, self.run.traits, self.run.cursor
@@ -160,42 +156,30 @@ class Engine:
         self._adopted.callback(self._looks.close)
         self._watch_weights()
 
-    def _keeps_gradients(self, plan: Plan) -> bool:
-        """Return whether gradients may stay in the tensors that autograd creates.
+    def _place_gradients(self, plan: Plan, *, continues: bool) -> None:
+        """Allocate the buffers of a plan, and decide where its gradients are."""
+        gathers, lasting = self._gathers(plan), self.watched is None
+        self.gradients.close()
+        self.flat.place_gradients(exist=gathers)
+        self.flat.adopt(plan.all_buffers, continues=continues)
+        self.gradients = Gradients(self.flat, self.control.world_size, gathers=gathers)
+        before = self.hooks
+        if lasting and not before.lasting:
+            before.remove()
+            self.hooks = Hooks(self.flat, self, lasting=True)
+            self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
 
-        Sparse gradients must move to the flat storage, because most optimizers do not support
-        sparse tensors.
+    def _gathers(self, plan: Plan) -> bool:
+        """Return whether gradients move to the flat storage.
+
+        Sparse gradients do, where they are refused: most optimizers do not support them.
         """
+        if self.watched is not None:  # version counters there show what the script changes
+            return True
         if self.flat.is_sharded:  # votes read the gradients of shards in FSDP's tensors
-            return leaves_gradients(plan)
+            return not leaves_gradients(plan)
         sparse = any(getattr(module, "sparse", False) for module in self.model.modules())
-        return keeps_gradients(plan) and not sparse
-
-    def _place_gradients(self, *, sent: bool) -> None:
-        """Move gradients to the flat storage if `sent`, otherwise to the tensors that autograd or
-        FSDP creates."""
-        before, lasting = self.hooks, self.watched is None
-        moves = sent != self.gradients.sent
-        if not moves and (not lasting or isinstance(before, Sentinels) or before.lasting):
-            return
-        before.remove()
-        if sent:
-            if moves:
-                self.flat.take_gradients()
-                self.gradients = Gradients(self.flat, self.control.world_size)
-            assert isinstance(self.gradients, Gradients)
-            self.hooks = BackwardHooks(self.gradients, self, lasting=lasting)
-        else:
-            self.gradients.drop_unused()
-            self.gradients.drop_views()
-            self.flat.free("grad")
-            if self.flat.is_sharded:
-                self.gradients = ShardGradients(self.flat)
-                self.hooks = BackwardHooks(self.gradients, self)
-            else:
-                self.gradients = AutogradGradients(self.flat)
-                self.hooks = Sentinels(self.gradients, self)
-        self.hooks.accumulating, self.hooks.held = before.accumulating, before.held
+        return not keeps_gradients(plan) or sparse
 
     def set_watched(self, watched: UsageRecorder | None) -> None:
         """Set the observer of the script's actions between backward and step. It takes effect with
@@ -332,15 +316,11 @@ class Engine:
         self.complete_bucket(0)  # also for modules that this forward has not called
         if self.run.forward_hooks is not None:
             self.run.forward_hooks.on_forward_end()
-        self._forward_end(self.cursor.now, output)
+        self._forward_end(self.cursor.now)
 
-    def _forward_end(self, now: Iteration, output: object) -> None:
+    def _forward_end(self, now: Iteration) -> None:
         self.control.set_activity(IN_SCRIPT)
         self.observers.reached(now, "forward")
-        if (self.traits.early or self.traits.on_arrival) and self.gradients.sent:
-            for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.on_output_gradient())
         now.marks.forward_end = self.device.mark()
 
     @staticmethod
@@ -363,7 +343,7 @@ class Engine:
             now = self._begin_forward()
             self.cursor.walk(self.plan.buckets - 1)
             self._mark_forward(now, self._called)
-            self._forward_end(now, output)
+            self._forward_end(now)
 
     @outside_transforms
     def complete_bucket(self, b: int) -> None:
@@ -412,6 +392,7 @@ class Engine:
     def on_bucket_ready(self, b: int) -> None:
         """Pass the program up to bucket `b` after the gradients of buckets 0..b are complete."""
         now = self._now
+        self.gradients.gather(b + 1, empty=now.skipped)
         self.observers.reached(now, "grad", b)
         now.marks.ready[b] = self.device.mark()
         self.cursor.walk(self.plan.buckets + b)
@@ -568,15 +549,15 @@ class Engine:
         """Begin an iteration, with its messages enqueued on the links."""
         self.weight_looks.close()
         now = self.run.begin_iteration(self.iteration, self._marks)
-        self.gradients.on_iteration_begin()
+        self.gradients.begin()
         self.hooks.begin()
         self.hooks.expect(self._expected_buckets(now))
 
     def _expected_buckets(self, now: Iteration) -> Sequence[int]:
         """Return the buckets whose ready gradients trigger a step of the program; all buckets if
-        an observer needs them."""
+        they move to the storage, or if an observer needs them."""
         size = self.plan.buckets
-        if self.observers.every_bucket:
+        if self.observers.every_bucket or self.gradients.gathers:
             return range(size)
         return [s.position - size for s in now.steps if size <= s.position < 2 * size]
 
@@ -593,8 +574,8 @@ class Engine:
 
     def reopen(self) -> None:
         """Let another backward pass add to gradients of which none was sent."""
-        self.gradients.undo_backward_end(self.hooks.seen)
-        self.hooks.reset_pass()
+        self.gradients.reopen()
+        self.hooks.reopen()
 
     def hold(self) -> None:
         """Watch for code that reads gradients, such as clipping, if they are not averaged yet."""
@@ -604,8 +585,8 @@ class Engine:
     def complete_backward(self) -> None:
         """Complete backward: release the remaining messages, and wait for what the update needs."""
         now, program = self._now, self.run.program
-        self.gradients.on_backward_end(self.hooks.seen)
         self.hooks.finish()
+        self.gradients.require_place()
         now.marks.backward_end = self.device.mark()
         # Where all updates run at the end, the rules of the step run before, too.
         update = self.cursor.wait(program.end if self.traits.updates_at_end else program.step)
@@ -625,8 +606,7 @@ class Engine:
         self.pass_forward()
         self._looks.close()
         self._require_no_change()
-        if not self._now.skipped:
-            self.gradients.take_manual_gradients(self.hooks.seen)
+        self.gradients.reopen()
         self.complete_backward()
 
     def _require_no_change(self) -> None:
@@ -634,7 +614,7 @@ class Engine:
         the plan applies other gradients, or sums or averages over several ranks."""
         hooks, traits = self.hooks, self.traits
         handed = traits.late or traits.averages_inside or self.plan.source is not None
-        if handed and hooks.added_passes and hooks.version != self.flat.grad_version():
+        if handed and hooks.added_passes and hooks.version != self.gradients.version():
             raise ValueError(
                 "gradients were changed between backward and optimizer.step() (clipping?), but "
                 f"the gradients of {hooks.added_passes} backward passes are sent in the step, "
@@ -756,13 +736,14 @@ class Engine:
 
     def forget(self) -> None:
         """Drop an iteration that will not end."""
+        self.gradients.cancel_pass()
         self.cursor.drop()
         self.begin()
 
     def clear(self) -> None:
         """Zero the gradients, or set them to None."""
-        if self.cursor.now is not None:
-            self.hooks.forget()
+        if self.cursor.now is not None and self.hooks.held:
+            self.hooks.begin()
         if self.watched is not None:
             self.watched.record_dropped_gradients()
         self.gradients.zero_grad(self._sets_to_none)

@@ -24,7 +24,7 @@ from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.engine import NO_CONTEXT, Engine
 from offbeat.core.runtime.first_iterations import FirstIterations
-from offbeat.core.runtime.outputs import tensors_of
+from offbeat.core.runtime.hooks import tensors_of
 from offbeat.core.runtime.plan_choice import PlanChoice
 from offbeat.core.runtime.plan_runner import PlanRunner
 from offbeat.core.runtime.recording import Decisions

@@ -2,7 +2,7 @@
 
 Every call of the script and every pass of autograd that the engine hears of is one call of
 `Machine.fire`. The table gives the engine's actions for it, each with the state after it. A pair
-of state and event that the table leaves out raises `OutOfOrder` and changes nothing.
+of state and event that the table leaves out raises `OutOfOrderError` and changes nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Event(Enum):
     LEAVE = "the end of the job"
 
 
-class OutOfOrder(RuntimeError):
+class OutOfOrderError(RuntimeError):
     """An event that the state does not allow."""
 
 
 BROKEN = (
-    "optimizer.step() follows a backward pass that ended with an exception, so only some parameters "
-    "have gradients; call optimizer.zero_grad() and run forward and backward again, or start again "
-    "from the last checkpoint"
+    "optimizer.step() follows a backward pass that ended with an exception, so only some "
+    "parameters have gradients; call optimizer.zero_grad() and run forward and backward again, or "
+    "start again from the last checkpoint"
 )
 AGAIN = "again"  # fire the event once more, in the new state
 
@@ -195,11 +195,11 @@ class Machine:
             Whether the event is to be fired again.
 
         Raises:
-            OutOfOrder: the state does not allow the event.
+            OutOfOrderError: the state does not allow the event.
         """
         if self._acting:
             if event is not Event.READ:
-                raise OutOfOrder(f"{event.value} within {self._acting!r} of this rank")
+                raise OutOfOrderError(f"{event.value} within {self._acting!r} of this rank")
             return False
         row = self._table[self.state].get(event)
         if row is None:
@@ -234,7 +234,9 @@ class Machine:
     def _refuse(self, event: Event) -> None:
         self.require_alive()
         broken = self.state is State.BACKWARD and event in (Event.STEP, Event.SKIP, Event.OWN_STEP)
-        raise OutOfOrder(BROKEN if broken else f"{event.value} while a rank is {self.state.value}")
+        raise OutOfOrderError(
+            BROKEN if broken else f"{event.value} while a rank is {self.state.value}"
+        )
 
 
 def _bound(actions: Any, name: str, then: State) -> tuple[str, Callable[[], None], State]:

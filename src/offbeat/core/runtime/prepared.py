@@ -19,8 +19,8 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from offbeat.core.buckets.coupling import is_wrapper
 from offbeat.core.guards.step_hooks import has_hooks
 from offbeat.core.measuring.loss import accumulation
+from offbeat.core.runtime.hooks import tensors_of
 from offbeat.core.runtime.joint_optimizer import JointOptimizer
-from offbeat.core.runtime.outputs import tensors_of
 from offbeat.core.runtime.session import Position as Position
 from offbeat.core.runtime.session import Session
 

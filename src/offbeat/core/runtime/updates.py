@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.checksum import checksum
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
@@ -34,7 +33,7 @@ class Updates:
         self,
         traits: PlanTraits,
         optimizer: torch.optim.Optimizer,
-        gradients: Gradients | AutogradGradients,
+        gradients: Gradients,
         flat: Flat,
         observers: Observer,
     ):
@@ -69,8 +68,6 @@ class Updates:
     def show_gradients(self, locals_: Sequence[Apply]) -> None:
         """Show the gradients that the step applies to code between backward and step, such as
         clipping and unscaling."""
-        if self._gradients.late:
-            self._gradients.conceal()
         self._revealed = {id(apply) for apply in locals_}
         for apply in locals_:
             if self._has_gradients(apply):
@@ -87,28 +84,25 @@ class Updates:
         run, copy, gradients = apply.buckets, self._gradient_copy(apply), self._gradients
         if not gradients.added_iterations(run.start, copy):
             return  # no gradients yet: the first window of a plan that applies gradients later
-        in_backward = apply.at.point == "grad"
-        cleared = []
+        in_backward, cleared = apply.at.point == "grad", []
         if apply.at.lag:
             self._require_unchanged_gradients()
             self._require_unchanged_parameters(run)
-            cleared = gradients.removed_gradients(run)
-        if id(apply) not in self._revealed:
-            self._scale(apply, copy)
-            if not (in_backward and gradients.is_shown(copy)):
-                gradients.show(run, copy)
+            cleared = gradients.missing(run)
         if not iteration.skipped:
+            if id(apply) not in self._revealed:
+                self._scale(apply, copy)
+                if not (in_backward and gradients.is_shown(copy)):
+                    gradients.show(run, copy)
             if self.suspects is not None and self._plan.source is not None:
                 sums = [self._flat.gradients(b, copy) for b in run]
                 self.suspects.require_finite_sum(run, iteration.number, sums)
             whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
             self._step(apply, iteration, whole=whole)
             self._observers.updated(iteration, None if whole else run)
-        gradients.mark_applied(run, copy)
-        if in_backward:
-            gradients.mark_applied_in_backward(run)
-        for view in cleared:
-            view.zero_()
+        gradients.mark_applied(run, copy, in_backward=in_backward)
+        for p in cleared:  # by `zero_grad` after the step
+            p.grad = None
         if not in_backward:  # during backward, autograd writes gradients
             self._version = self._flat.grad_version()
 

@@ -1,4 +1,4 @@
-"""Sentinels tell what hooks on every parameter tell, at the same moments."""
+"""Hooks on a few parameters report each bucket when its gradients are complete."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from cases.models import Case, build_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offbeat.core.buckets.autograd_gradients import AutogradGradients
 from offbeat.core.buckets.flat import Flat
 from offbeat.core.buckets.gradients import Gradients
 from offbeat.core.buckets.layout import BucketSpec
-from offbeat.core.runtime.hooks import BackwardHooks
-from offbeat.core.runtime.sentinels import Sentinels
+from offbeat.core.runtime.hooks import Hooks
 
 
 class Chain(nn.Module):
@@ -44,6 +42,7 @@ class Listener:
     def __init__(self, model: nn.Module) -> None:
         self._model, self.told = model, list[tuple[str, int, int]]()
         self.end = lambda: None
+        self.gradients: Gradients
 
     def _note(self, what: str, b: int = -1) -> None:
         fresh = sum(p.grad is not None and bool(p.grad.any()) for p in self._model.parameters())
@@ -73,26 +72,20 @@ def buckets(model: nn.Module, seed: int) -> list[BucketSpec]:
 
 
 def prepared(
-    seed: int, *, few: bool, lasting: bool = True
-) -> tuple[Chain, Listener, Sentinels | BackwardHooks]:
+    seed: int, *, gathers: bool = False, lasting: bool = True
+) -> tuple[Chain, Listener, Hooks]:
     torch.manual_seed(0)
     model = Chain()
     flat, listener = Flat(model, buckets(model, seed)), Listener(model)
-    if few:
-        flat.free("grad")
-        hooks = Sentinels(AutogradGradients(flat), listener)
-        AutogradGradients(flat).zero_grad()
-    else:
-        hooks = BackwardHooks(Gradients(flat, 1), listener, lasting=lasting)
+    flat.place_gradients(exist=gathers)
+    listener.gradients = Gradients(flat, 1, gathers=gathers)
+    hooks = Hooks(flat, listener, lasting=lasting)
     listener.end = hooks.finish
     return model, listener, hooks
 
 
 def iterate(
-    model: Chain,
-    hooks: Sentinels | BackwardHooks,
-    passes: int = 1,
-    expected: Sequence[int] = range(4),
+    model: Chain, hooks: Hooks, passes: int = 1, expected: Sequence[int] = range(4)
 ) -> None:
     hooks.begin()
     hooks.expect(expected)
@@ -102,28 +95,44 @@ def iterate(
         hooks.watch(output)
         output.sum().backward()
     for p in model.parameters():
-        if isinstance(hooks, Sentinels):
-            p.grad = None
-        elif p.grad is not None:
-            p.grad.zero_()
+        p.grad = None
 
 
+KINDS = [{}, {"gathers": True}, {"lasting": False}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_they_tell_what_hooks_on_every_parameter_tell(seed: int) -> None:
-    told = []
-    for few, lasting in ((False, True), (True, True), (False, False)):
-        model, listener, hooks = prepared(seed, few=few, lasting=lasting)
-        for left_out in (set(), set(), {2}, set(), {0, 5}, {3}):
-            model.left_out = left_out
-            iterate(model, hooks)
-        told.append(listener.told)
-    assert told[0] == told[1] == told[2]
-    assert [b for what, b, _ in told[0] if what == "ready"] == [0, 1, 2, 3] * 6
+def test_a_bucket_is_ready_when_all_gradients_up_to_it_are_complete(
+    seed: int, kind: dict[str, bool]
+) -> None:
+    model, listener, hooks = prepared(seed, **kind)
+    names = [name for bucket in buckets(model, seed) for name in bucket.parameters]
+    for left_out in (set(), set(), {2}, set(), {0, 5}, {3}):
+        listener.told.clear()
+        model.left_out = left_out
+        iterate(model, hooks)
+        reported = [(b, fresh) for what, b, fresh in listener.told if what == "ready"]
+        assert [b for b, _ in reported] == [0, 1, 2, 3]
+        used = [int(name.split(".")[1]) not in left_out for name in names]
+        for b, fresh in reported:
+            assert fresh >= sum(used[: 3 * b + 3])
+        # Once a sentinel is at the last parameter, nothing is reported late.
+        assert [what for what, *_ in listener.told] == ["begins", *["ready"] * 4, "ends"]
 
 
-@pytest.mark.parametrize("few", [False, True], ids=["every parameter", "few"])
-def test_only_expected_buckets_are_told(few: bool) -> None:
-    model, listener, hooks = prepared(0, few=few)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_buckets_are_reported_before_backward_ends(kind: dict[str, bool]) -> None:
+    model, listener, hooks = prepared(0, **kind)
+    iterate(model, hooks)
+    listener.told.clear()
+    iterate(model, hooks)
+    assert [fresh for what, _, fresh in listener.told if what == "ready"] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_only_expected_buckets_are_told(kind: dict[str, bool]) -> None:
+    model, listener, hooks = prepared(0, **kind)
     for expected in ([3], [], [0, 2], range(4), [1]):
         listener.told.clear()
         iterate(model, hooks, expected=expected)
@@ -132,10 +141,10 @@ def test_only_expected_buckets_are_told(few: bool) -> None:
 
 def test_hooks_of_a_few_iterations_leave_no_trace() -> None:
     """Of a removed post-accumulate hook, torch keeps an empty dictionary and a call into Python."""
-    model, listener, hooks = prepared(0, few=False, lasting=False)
+    model, listener, hooks = prepared(0, lasting=False)
     frozen = model.layers[0].weight
     frozen.requires_grad_(False)
-    again = BackwardHooks(Gradients(hooks._gradients.flat, 1), listener, lasting=False)
+    again = Hooks(listener.gradients.flat, listener, lasting=False)
     assert not frozen.requires_grad
     hooks.remove()
     listener.end = again.finish
@@ -170,7 +179,7 @@ def doubled(model: Chain, listener: Listener) -> tuple[list[Tensor], list[bool]]
 
 def test_gradients_that_are_there_already_do_not_count() -> None:
     """Backward passes that add up: buckets are ready when the last pass has reached them."""
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     _, complete = doubled(model, listener)
     for _ in range(2):
         iterate(model, hooks, passes=2)
@@ -179,11 +188,8 @@ def test_gradients_that_are_there_already_do_not_count() -> None:
 
 
 def test_gradients_that_are_set_by_hand_do_not_count() -> None:
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     once, complete = doubled(model, listener)
-    assert isinstance(hooks, Sentinels)
-    hooks._gradients.zero_grad()
-    assert hooks._gradients.empty
     for p, gradient in zip(model.parameters(), once, strict=True):
         p.grad = gradient.clone()
     iterate(model, hooks)
@@ -192,7 +198,7 @@ def test_gradients_that_are_set_by_hand_do_not_count() -> None:
 
 def test_gradients_that_share_a_version_counter_are_complete_at_the_end() -> None:
     """Views of one tensor: what is written to one of them looks new in all."""
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     parameters = [*model.parameters()]
     whole = torch.zeros(sum(p.numel() for p in parameters))
     for p, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
@@ -202,7 +208,7 @@ def test_gradients_that_share_a_version_counter_are_complete_at_the_end() -> Non
 
 
 def test_there_are_no_hooks_where_nothing_is_expected() -> None:
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     hooks.begin()
     hooks.expect([])
     output = model(torch.ones(2, 3))
@@ -218,7 +224,7 @@ def test_there_are_no_hooks_where_nothing_is_expected() -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "added", "zeroed"])
 def test_a_derivative_of_something_else_is_no_backward(before: str) -> None:
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     hooks.begin()
     hooks.expect([])
     if before != "nothing":
@@ -228,7 +234,7 @@ def test_a_derivative_of_something_else_is_no_backward(before: str) -> None:
         output.sum().backward()
         hooks.accumulating = False
     if before == "zeroed":
-        hooks._gradients.zero_grad(set_to_none=False)
+        listener.gradients.zero_grad(set_to_none=False)
     x = torch.ones(2, 3, requires_grad=True)
     output = model(x)
     hooks.watch(output)
@@ -239,7 +245,7 @@ def test_a_derivative_of_something_else_is_no_backward(before: str) -> None:
 
 
 def test_a_backward_without_a_forward_that_was_watched_is_found_by_a_sentinel() -> None:
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     hooks.begin()
     hooks.expect([1])
     model(torch.ones(2, 3)).sum().backward()
@@ -252,7 +258,7 @@ def test_a_backward_without_a_forward_that_was_watched_is_found_by_a_sentinel() 
 
 def test_a_forward_without_tensors_is_followed_by_hooks_on_all_parameters() -> None:
     """Until another one returns tensors again. Gradients of an earlier pass are no backward."""
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     for kept, output in ((False, None), (True, None), (True, object()), (False, "tensors")):
         hooks.begin()
         hooks.expect([])
@@ -262,7 +268,7 @@ def test_a_forward_without_tensors_is_followed_by_hooks_on_all_parameters() -> N
         loss.backward()
         assert [what for what, *_ in listener.told] == ["begins", "ends"]
         if not kept:
-            hooks._gradients.zero_grad()
+            listener.gradients.zero_grad()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
@@ -270,7 +276,7 @@ def test_a_backward_that_raises_is_broken_until_the_next_iteration() -> None:
     def fail(_: Tensor) -> None:
         raise ValueError("oh")
 
-    model, listener, hooks = prepared(0, few=True)
+    model, listener, hooks = prepared(0)
     hooks.begin()
     hooks.expect(range(4))
     handle = model.layers[0].weight.register_hook(fail)
@@ -290,7 +296,7 @@ def test_a_backward_that_raises_is_broken_until_the_next_iteration() -> None:
 
 
 def test_a_backward_within_another_is_refused_where_buckets_leave_early() -> None:
-    model, _, hooks = prepared(0, few=True)
+    model, _, hooks = prepared(0)
     model.reentrant = True
     hooks.begin()
     hooks.expect([0])
@@ -300,50 +306,85 @@ def test_a_backward_within_another_is_refused_where_buckets_leave_early() -> Non
         output.sum().backward()
 
 
-def test_gradients_that_nobody_had_are_none_again() -> None:
-    model = Chain()
-    model.left_out = {1}
-    flat = Flat(model, buckets(model, 0))
-    gradients = Gradients(flat, 1)
-    gradients.drop_unused()
-    assert all(p.grad is None for p in gradients.parameters)
-    flat.take_gradients()
-    model(torch.ones(2, 3)).sum().backward()
-    Gradients(flat, 1).drop_unused()
-    without = {n for n, p in model.named_parameters() if p.grad is None}
-    assert without == {"layers.1.weight", "layers.1.bias"}
-
-
-def test_gradients_are_dropped_or_zeroed() -> None:
+def stored(*, gathers: bool) -> tuple[nn.Module, Gradients]:
+    """A model with a bucket for each parameter."""
     model = build_model(Case("mlp"))
-    flat = Flat(
-        model, [BucketSpec(n, (n,)) for n, p in model.named_parameters() if p.requires_grad]
-    )
-    flat.free("grad")
-    gradients = AutogradGradients(flat)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    flat = Flat(model, [BucketSpec(n, (n,)) for n in names])
+    flat.place_gradients(exist=gathers)
+    return model, Gradients(flat, 1, gathers=gathers)
+
+
+def backward(model: nn.Module, gradients: Gradients, factor: float = 1.0) -> None:
+    gradients.begin_pass()
+    (factor * model(torch.ones(2, 5, dtype=torch.float64)).sum()).backward()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_gradients_add_up_until_they_are_zeroed_or_dropped(gathers: bool) -> None:
+    model, gradients = stored(gathers=gathers)
+    backward(model, gradients)
+    once = [p.grad.clone() for p in gradients.parameters]
+    gradients.gather(len(once))
+    for times in (3.0, 6.0):  # as in a loop that never zeroes
+        backward(model, gradients, times - 1 if times == 3 else 3.0)
+        gradients.gather(len(once))
+        for p, g in zip(gradients.parameters, once, strict=True):
+            torch.testing.assert_close(p.grad, times * g)
     gradients.zero_grad(set_to_none=False)
-    assert all(not p.grad.any() for p in gradients.parameters)
+    assert all(p.grad is not None and not p.grad.any() for p in gradients.parameters)
+    backward(model, gradients)
+    gradients.gather(len(once))
+    assert all(torch.equal(p.grad, g) for p, g in zip(gradients.parameters, once, strict=True))
     gradients.zero_grad()
     assert all(p.grad is None for p in gradients.parameters)
-    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-    kept = [p.grad.clone() for p in gradients.parameters]
-    flat.take_gradients()
-    assert all(p.grad is view for p, view in zip(flat.parameters, flat.views(), strict=True))
-    assert all(torch.equal(p.grad, g) for p, g in zip(gradients.parameters, kept, strict=True))
+
+
+def test_gathered_gradients_are_those_of_the_storage() -> None:
+    model, gradients = stored(gathers=True)
+    first = gradients.parameters[0]
+    backward(model, gradients)
+    own = first.grad.clone()
+    gradients.gather(1)
+    assert torch.equal(gradients.flat.gradients(0), own.flatten())
+    gradients.flat.gradients(0).mul_(2)
+    assert torch.equal(first.grad, 2 * own)
+    assert not gradients.flat.gradients(1).any()  # not gathered yet
+
+
+def test_a_parameter_without_gradient_counts_as_absent_and_has_none() -> None:
+    model, gradients = stored(gathers=True)
+    backward(model, gradients)
+    gradients.parameters[1].grad = None
+    gradients.gather(len(gradients.parameters))
+    gradients.show(range(len(gradients.parameters)), 0)
+    assert [i for i, p in enumerate(gradients.parameters) if p.grad is None] == [1]
+    assert gradients.is_intact()
+    gradients.flat.absence_counts(1)[0] = 0.0  # another rank had one
+    gradients.show(range(1, 2), 0)
+    assert gradients.parameters[1].grad is not None
+
+
+def test_a_pass_that_leaves_no_gradients_changes_nothing() -> None:
+    model, gradients = stored(gathers=True)
+    backward(model, gradients)
+    gradients.gather(len(gradients.parameters))
+    kept = [p.grad for p in gradients.parameters]
+    gradients.begin_pass()
+    assert all(p.grad is None for p in gradients.parameters)
+    gradients.cancel_pass()
+    assert all(p.grad is g for p, g in zip(gradients.parameters, kept, strict=True))
 
 
 def test_what_was_applied_in_backward_may_not_be_changed() -> None:
-    model = build_model(Case("mlp"))
-    flat = Flat(
-        model, [BucketSpec(n, (n,)) for n, p in model.named_parameters() if p.requires_grad]
-    )
-    gradients = AutogradGradients(flat)
-    gradients.mark_applied_in_backward(range(1))
+    model, gradients = stored(gathers=False)
+    backward(model, gradients)
+    gradients.mark_applied(range(1), 0, in_backward=True)
     gradients.parameters[1].grad.add_(1)
     assert gradients.is_intact()
     gradients.parameters[0].grad.add_(1)
     assert not gradients.is_intact()
-    gradients.on_iteration_begin()
-    gradients.mark_applied_in_backward(range(1))
+    gradients.begin()
+    gradients.mark_applied(range(1), 0, in_backward=True)
     gradients.parameters[0].grad = None
     assert not gradients.is_intact()
