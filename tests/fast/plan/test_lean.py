@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.core.derive.lean import group_updates, keeps_gradients
-from offbeat.core.plan.program import Program
-from offbeat.plan import Apply, Buffer, Moment, Plan, Vote, local, transfer
+from offbeat.core.derive.lean import keeps_gradients, lean
+from offbeat.plan import Apply, Buffer, Moment, Phases, Plan, Vote, local, transfer
 
 SIZE = 5
 
@@ -23,53 +22,56 @@ def plan(*transfers, period: int = 2, at: str = "grad") -> Plan:
     return Plan("made up", SIZE, transfers, applies, period=period)
 
 
-def leaner(made: Plan, iteration: int):
-    program = Program(made)
-    return group_updates(program.steps(iteration), program.transfers(iteration), SIZE)
-
-
-def updates(steps) -> list[tuple[int, range]]:
-    return [(s.position - SIZE, a.buckets) for s in steps for _, a in s.apply]
+def leaner(made: Plan, phase: int):
+    """Updates of a lean plan in a phase: those in backward, and those in the step."""
+    active = [a for a in lean(made).applies if a.rule == "local" and phase in a.phases]
+    early = [(a.at.bucket, a.buckets) for a in active if a.at.point == "grad"]
+    return early, [a.buckets for a in active if a.at.point == "step"]
 
 
 def test_only_what_leaves_is_updated_in_backward() -> None:
     made = plan(moved("param", range(1, 3), [0]), moved("param", range(4, 5), [0]))
-    steps, rest = leaner(made, 0)
-    assert updates(steps) == [(2, range(1, 3)), (4, range(4, 5))], "right before it leaves"
-    assert [s.release for s in steps if s.position < 2 * SIZE] == [(0,), (1,)]
-    assert rest == (0, 3)
-    assert leaner(made, 1) == ((), (0, 1, 2, 3, 4))
+    early, rest = leaner(made, 0)
+    assert early == [(2, range(1, 3)), (4, range(4, 5))], "right before it leaves"
+    assert rest == [range(1), range(3, 4)]
+    assert leaner(made, 1) == ([], [range(SIZE)])
 
 
 def test_a_bucket_that_leaves_twice_is_updated_once() -> None:
     made = plan(moved("param", range(2), [0]), moved("state", range(2), [0]))
-    steps, rest = leaner(made, 0)
-    assert updates(steps) == [(1, range(2))]
-    assert rest == (2, 3, 4)
+    assert leaner(made, 0) == ([(1, range(2))], [range(2, 5)])
 
 
-def test_other_rules_in_backward_leave_steps_as_they_are() -> None:
+def test_other_rules_in_backward_leave_updates_as_they_are() -> None:
     made = plan(moved("param", range(1), [0]))
-    more = Apply("reset", range(1), Moment("grad", 0), made.applies[0].phases)
+    more = Apply("reset", range(1), Moment("grad", 0), Phases([0]))
     made = replace(made, applies=(*made.applies, more))
-    assert leaner(made, 0) == (Program(made).steps(0), ())
+    assert leaner(made, 0) == ([(None, range(SIZE))], [])
+    assert leaner(made, 1) == ([], [range(SIZE)])
 
 
-def test_an_update_at_the_step_is_one_call_before_other_rules_of_the_step() -> None:
+def test_an_update_at_the_step_comes_before_other_rules_of_the_step() -> None:
     made = plan(moved("param", range(SIZE), [0]), at="step")
-    assert leaner(made, 1) == ((), (0, 1, 2, 3, 4))
+    assert leaner(made, 0) == leaner(made, 1) == ([], [range(SIZE)])
     other = Apply("reset", range(2), Moment("step"), made.applies[0].phases)
-    steps, rest = leaner(replace(made, applies=(*made.applies, other)), 1)
-    assert updates(steps) == [(SIZE, range(2))]
-    assert rest == (0, 1, 2, 3, 4)
+    made = replace(made, applies=(*made.applies, other))
+    assert [a.rule for a in lean(made).applies] == ["local", "reset"]
 
 
 def test_an_update_after_another_rule_of_the_step_stays_there() -> None:
     made = plan(moved("param", range(SIZE), [0]), at="step")
     other = Apply("reset", range(2), Moment("step"), made.applies[0].phases)
-    steps, rest = leaner(replace(made, applies=(other, *made.applies)), 1)
-    assert updates(steps) == [(SIZE, range(2)), (SIZE, range(SIZE))]
-    assert rest == ()
+    assert lean(replace(made, applies=(other, *made.applies))).applies == (other, *made.applies)
+
+
+def test_parameters_that_leave_before_their_update_are_not_updated_before() -> None:
+    made = plan(moved("param", range(2), [0]), at="step")
+    assert leaner(made, 0) == ([], [range(SIZE)])
+
+
+def test_a_plan_that_sends_gradients_stays_as_it_is() -> None:
+    made = plan(moved("grad", range(SIZE), [0]))
+    assert lean(made) is made
 
 
 def with_applies(*applies: Apply) -> Plan:

@@ -1,16 +1,16 @@
-"""Grouped updates: fewer optimizer calls in plans whose gradients only the user's optimizer
-uses."""
+"""Lean plans: fewer optimizer calls in plans whose gradients only the user's optimizer uses."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
-from typing import NamedTuple
+from itertools import pairwise
 
 from offbeat.core.derive import effects
-from offbeat.core.plan.program import Step
-from offbeat.core.plan.types import Apply, Moment, Plan, Transfer
+from offbeat.core.plan.phases import Phases
+from offbeat.core.plan.program import Program
+from offbeat.core.plan.types import Apply, Moment, Plan
 
 
 def keeps_gradients(plan: Plan) -> bool:
@@ -42,60 +42,64 @@ def _is_plain(apply: Apply, gradients: Collection[str]) -> bool:
     return not effects.uses_any(apply, gradients)
 
 
-class GroupedUpdates(NamedTuple):
-    """Steps of an iteration with grouped updates.
-
-    Attributes:
-        steps: steps of the iteration.
-        rest: buckets that are updated in `optimizer.step()`, in one call.
-    """
-
-    steps: tuple[Step, ...]
-    rest: tuple[int, ...] = ()
-
-
-def group_updates(
-    steps: Sequence[Step], transfers: Sequence[Transfer], buckets: int
-) -> GroupedUpdates:
-    """Return an iteration with as few updates in backward as possible.
+def lean(plan: Plan) -> Plan:
+    """Return a plan with as few updates in backward as possible; `plan` itself if gradients have
+    other uses.
 
     A bucket that is sent in backward is updated right before its release. All other buckets are
     updated in `optimizer.step()`, before any other rule of the step. The numbers are the same,
-    because no code reads the parameters in between. If backward has other actions, the steps
-    remain unchanged.
+    because no code reads the parameters in between. In phases whose backward has other actions,
+    and after other rules of the step, updates stay where they are.
     """
-    backward = [s for s in steps if buckets <= s.position < 2 * buckets]
-    if not all(map(_only_updates, backward)):
-        return GroupedUpdates(tuple(steps))
-    kept, pending = {s.position: s for s in steps}, dict[int, Apply]()
-    for step in backward:
-        pending |= {b: apply for _, apply in step.apply for b in apply.buckets}
-        leaving = sorted({b for i in step.release for b in transfers[i].payload.buckets})
-        due = {b: pending.pop(b) for b in leaving if b in pending}
-        if step.release:
-            at = Moment("grad", step.position - buckets)
-            applies = [replace(due[run[0]], buckets=run, at=at) for run in _runs(list(due))]
-            kept[step.position] = step._replace(apply=tuple((0, a) for a in applies))
-        else:
-            del kept[step.position]
-    if (last := kept.get(2 * buckets)) is not None:
-        updates = [*takewhile(_is_own_update, last.apply)]
-        pending |= {b: apply for _, apply in updates for b in apply.buckets}
-        kept[last.position] = last = last._replace(apply=last.apply[len(updates) :])
-        if last == Step(last.position):
-            del kept[last.position]
-    return GroupedUpdates(tuple(kept[place] for place in sorted(kept)), tuple(sorted(pending)))
+    if not keeps_gradients(plan):
+        return plan
+    moved = [*_movable_updates(plan)]
+    runs: dict[tuple[Moment, range], list[tuple[int, int]]] = defaultdict(list)
+    edges = Program(plan).edges
+    for phases in pairwise((*edges, plan.prologue + plan.period)):
+        mine = [apply for apply in moved if phases[0] in apply.phases]
+        for at, run in _places(plan, phases[0], mine, moved):
+            runs[at, run].append(phases)
+    made = [Apply("local", run, at, Phases.of_runs(own)) for (at, run), own in runs.items()]
+    return replace(plan, applies=(*made, *(a for a in plan.applies if a not in moved)))
 
 
-def _only_updates(step: Step) -> bool:
-    """Return whether a step in backward only applies its own gradients and releases messages."""
-    own = all(map(_is_own_update, step.apply))
-    return own and not (step.wait or step.decide or step.ask)
+def _movable_updates(plan: Plan) -> Iterator[Apply]:
+    """Yield the plain updates, but those that follow another rule of the step."""
+    follows = False
+    for apply in plan.applies:
+        plain = effects.is_update(apply) and (apply.when, apply.ranks) == (None, None)
+        if plain and (apply.at.point == "grad" or (apply.at.point == "step" and not follows)):
+            yield apply
+        elif apply.at.point == "step":
+            follows = True
 
 
-def _is_own_update(active: tuple[int, Apply]) -> bool:
-    lag, apply = active
-    return lag == 0 and effects.is_update(apply)
+def _places(
+    plan: Plan, phase: int, mine: Sequence[Apply], moved: Collection[Apply]
+) -> Iterator[tuple[Moment, range]]:
+    """Yield moment and buckets of each update in a phase."""
+    if not _only_updates(plan, phase, moved):
+        yield from ((apply.at, apply.buckets) for apply in mine)
+        return
+    left = {b for apply in mine for b in apply.buckets}
+    early = {b for apply in mine if apply.at.point == "grad" for b in apply.buckets}
+    sent = [t for t in plan.transfers if phase in t.phases and t.after.point == "grad"]
+    last = plan.buckets - 1
+    for t in sorted(sent, key=lambda t: last if t.after.bucket is None else t.after.bucket):
+        at = last if t.after.bucket is None else t.after.bucket
+        due = sorted(b for b in early.intersection(t.payload.buckets) if b <= at)
+        yield from ((Moment("grad", at), run) for run in _runs(due))
+        early.difference_update(due)
+        left.difference_update(due)
+    yield from ((Moment("step"), run) for run in _runs(sorted(left)))
+
+
+def _only_updates(plan: Plan, phase: int, moved: Collection[Apply]) -> bool:
+    """Return whether backward only updates and releases; lags count in all phases."""
+    others = [a.at for a in plan.applies if a not in moved and (a.at.lag or phase in a.phases)]
+    waits = [t.before for t in plan.transfers if t.before.lag or phase in t.phases]
+    return all(moment.point != "grad" for moment in (*others, *waits))
 
 
 def _runs(buckets: Sequence[int]) -> Iterator[range]:

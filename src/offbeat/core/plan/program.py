@@ -87,6 +87,9 @@ class Program:
     """Steps of one rank for each iteration of a plan. Moments without an action have no step.
 
     Iterations with equal rules share their tables, so a long period needs no more memory.
+
+    Attributes:
+        edges: first phase of each run of phases with equal rules, ascending.
     """
 
     def __init__(self, plan: Plan, rank: int = 0) -> None:
@@ -96,7 +99,7 @@ class Program:
         rules = (*plan.transfers, *plan.applies, *plan.votes)
         # All phases between two adjacent edges have the same rules.
         edges = {edge for rule in rules for run in rule.phases.runs for edge in run}
-        self._edges = sorted({0, plan.prologue, *edges})
+        self.edges = sorted({0, plan.prologue, *edges})
         self._rules = self._rules_by_segment()
         self.lags = sorted({0, *(lag for rule in rules for lag in _lags(rule))})
         self.lag = self.lags[-1]
@@ -108,7 +111,7 @@ class Program:
     def segment(self, iteration: int) -> int:
         """Return the number of the segment of an iteration. All iterations of a segment have the
         same rules."""
-        return bisect_right(self._edges, self.plan.phase(iteration)) - 1
+        return bisect_right(self.edges, self.plan.phase(iteration)) - 1
 
     def transfers(self, iteration: int) -> tuple[Transfer, ...]:
         """Return the transfers of an iteration in which this rank takes part, in issue order."""
@@ -159,12 +162,12 @@ class Program:
     def bounds(self) -> list[int]:
         """Return the phases at which the rules change, and the number of phases."""
         stop = len(self.plan.phases)
-        return [edge for edge in self._edges if edge < stop] + [stop]
+        return [edge for edge in self.edges if edge < stop] + [stop]
 
     # ---- tables -----------------------------------------------------------------------------
 
     def _rules_by_segment(self) -> list[_Rules]:
-        tables: list[tuple[list[Any], ...]] = [([], [], [], []) for _ in self._edges]
+        tables: list[tuple[list[Any], ...]] = [([], [], [], []) for _ in self.edges]
         plan = self.plan
         for column, rules in enumerate((plan.transfers, plan.applies, plan.votes)):
             for rule in rules:
@@ -172,8 +175,8 @@ class Program:
                     continue
                 positions = self._transfer_positions(rule) if isinstance(rule, Transfer) else None
                 for start, stop in rule.phases.runs:
-                    first = bisect_right(self._edges, start) - 1
-                    last = bisect_right(self._edges, stop - 1)
+                    first = bisect_right(self.edges, start) - 1
+                    last = bisect_right(self.edges, stop - 1)
                     for segment in range(first, last):
                         tables[segment][column].append(rule)
                         if positions is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from offbeat.core.derive import effects
 from offbeat.core.derive.drained import drained_plan
-from offbeat.core.derive.lean import GroupedUpdates, group_updates
 from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.plan import (
     BUFFERS,
@@ -73,8 +72,6 @@ class ActivePlan:
         self.cursor: Cursor[Iteration] = Cursor(
             self.program, self.actions, planned, engine.step_observers
         )
-        self._lean = not engine.gradients.gathers
-        self._leaner: dict[tuple[int, ...], GroupedUpdates] = {}
         self.forward_hooks: ForwardHooks | None = None
         if traits.splits_forward:
             self.forward_hooks = ForwardHooks(
@@ -184,8 +181,8 @@ class ActivePlan:
             self._restart_buffers()
 
         def create(planned: int) -> Iteration:
-            messages, (steps, rest) = self.actions.enqueue(planned, number), self._steps(planned)
-            return Iteration(number, marks, messages, rest, planned=planned, steps=steps)
+            messages, steps = self.actions.enqueue(planned, number), self.program.steps(planned)
+            return Iteration(number, marks, messages, planned=planned, steps=steps)
 
         now = self.cursor.begin(create)
         self.votes.forget(now.planned - self._remembered)
@@ -214,22 +211,6 @@ class ActivePlan:
             cursor.begin(create)
             cursor.walk(program.end)
         self.windows.restart()
-
-    def _steps(self, planned: int) -> GroupedUpdates:
-        """Return the steps of an iteration.
-
-        If gradients stay in autograd's tensors, only buckets that are sent in backward are updated
-        there. All other buckets are updated at the step, in one call.
-        """
-        steps = self.program.steps(planned)
-        if not self._lean:
-            return GroupedUpdates(steps)
-        key = self.program.key(planned)
-        if key not in self._leaner:
-            self._leaner[key] = group_updates(
-                steps, self.program.transfers(planned), self.plan.buckets
-            )
-        return self._leaner[key]
 
     def _restart_buffers(self) -> None:
         """Restart buffers that were computed from the weights before a load: anchors, velocities,

@@ -693,7 +693,6 @@ class Engine:
         if self.suspects is not None:
             self.suspects.check(unused=now.skipped)
         updates.request_updates(now, abandoned=now.abandoned)
-        updates.step_remaining(now)
         self.cursor.walk(self.run.program.step)
         now.marks.stepped = mark()
         self.observers.reached(now, "end")

@@ -93,7 +93,6 @@ class Iteration(Progress):
         number: number of the iteration in the run.
         marks: timestamps.
         messages: messages, in the order of the plan's transfers.
-        rest: buckets that are updated at the step in one call.
         skipped: whether the update is left out.
         abandoned: whether the script did not call `optimizer.step()`.
         settings: optimizer settings at the step, for later updates; None without any.
@@ -106,7 +105,6 @@ class Iteration(Progress):
     number: int
     marks: Timestamps
     messages: list[Message]
-    rest: tuple[int, ...] = ()
     skipped: bool = False
     abandoned: bool = False
     settings: Settings | None = None

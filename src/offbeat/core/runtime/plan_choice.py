@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from offbeat.core.buckets.module_buffers import has_buffers
 from offbeat.core.derive.broadcast import with_broadcast, without_broadcast
+from offbeat.core.derive.deferred import defer_updates
+from offbeat.core.derive.lean import lean
 from offbeat.core.guards.script_usage import conflict_with, suitable_strategy
 from offbeat.core.parts import part
 from offbeat.core.plan import Fact, Plan
@@ -33,6 +35,7 @@ class PlanChoice:
         strategy: the requested strategy, or the variant that runs instead.
         is_variant: whether the model or the script needs a variant.
         profile: profile from which plans are made, the same on all ranks.
+        checked: digests of the checked plans.
         shares_buffers: whether the model has buffers, and replicas on other ranks.
     """
 
@@ -40,6 +43,7 @@ class PlanChoice:
 
     def __init__(self, strategy: Strategy, job: TrainingJob, decisions: Decisions) -> None:
         self.strategy, self.decisions, self.is_variant = strategy, decisions, False
+        self.checked = set[str]()
         self._members = None if job.member is None else job.member.settings
         self._wants_broadcasts = job.watch.broadcast_buffers and job.member is None
         self.shares_buffers = job.cluster.control.world_size > 1 and has_buffers(job.model)
@@ -60,11 +64,27 @@ class PlanChoice:
             plan = with_broadcast(plan, profile.default_link.name)
         else:
             plan = without_broadcast(plan)
-        raise_if_wrong(plan, profile)
+        plan = lean(plan)
         if self._members is not None:
             require_supported_plan(plan, strategy, self._members)
             plan = _with_comparisons(plan, profile)
+        return self.check(plan, profile)
+
+    def check(self, plan: Plan, profile: Profile) -> Plan:
+        """Return a plan that is checked and may run.
+
+        Raises:
+            ValueError: the plan is wrong.
+        """
+        raise_if_wrong(plan, profile)
+        self.checked.add(plan.digest)
         return plan
+
+    def trial_of(self, plan: Plan) -> Plan | None:
+        """Return a checked plan that runs all updates at the step, to observe what the script does
+        before; None if it need not or cannot be observed so."""
+        trial = defer_updates(plan)
+        return trial and self.check(trial, self.profile)
 
     def first_plan(self) -> Plan:
         """Return the plan with which the session begins.

@@ -12,7 +12,7 @@ import torch
 
 from offbeat.core.buckets.coupling import find_collective, find_coupling
 from offbeat.core.buckets.layout import specs_of_profile
-from offbeat.core.derive.deferred import defer_updates, early_remedy
+from offbeat.core.derive.deferred import early_remedy
 from offbeat.core.derive.effects import sends_only_gradients
 from offbeat.core.guards.convergence import ConvergenceGuard, Finding
 from offbeat.core.guards.script_usage import UsageRecorder, combine_usage
@@ -97,7 +97,7 @@ class PlanRunner:
         if usage is not None:
             plan = choice.suitable_plan(plan, usage)
         else:
-            trial = defer_updates(plan)
+            trial = choice.trial_of(plan)
             if trial is None:
                 plan = choice.expected_plan(plan)
         self.is_trial = trial is not None
@@ -196,6 +196,7 @@ class PlanRunner:
         self._guards.compare_ranks(plan)
 
     def _start(self, plan: Plan, planned: int = 0, *, continues: bool = False) -> None:
+        assert plan.digest in self._choice.checked, "only a checked plan runs"
         self.engine.adopt(plan, planned, continues=continues)
         self._guards.note_plan()
 
@@ -322,7 +323,8 @@ class PlanRunner:
             return
         self.is_trial = False
         engine.set_watched(None)
-        self.begin(Plan.from_dict(state["plan"]), has_fallen_back=state["fallen_back"])
+        plan = choice.check(Plan.from_dict(state["plan"]), choice.profile)
+        self.begin(plan, has_fallen_back=state["fallen_back"])
         engine.hooks.held = state["held"]
         if state["guard"] is None:
             self.stop_monitor()

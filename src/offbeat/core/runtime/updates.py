@@ -22,7 +22,6 @@ from offbeat.core.runtime.stepper import BucketStepper, Settings, step_directly
 
 AT_ONCE = "use a strategy that steps at once, such as WFBP()"
 FIRST_LOOKS, LOOK_EVERY = 3, 100  # steps with checksums of weights, or of gradients
-REST = -1  # key of the buckets that are updated in one call at the step
 
 
 class Updates:
@@ -52,6 +51,8 @@ class Updates:
         self._gradient_sum: int | None = None  # checksum at the end of backward, if it was taken
         self._backwards = 0  # ends of backward that were recorded
         self._revealed: set[int] = set()  # ids of applies with gradients shown in `p.grad`
+        # Ids of updates of the step that are made in one call, and the buckets still to update.
+        self._joined, self._joined_buckets = set[int](), list[int]()
         self._moves: UpdateCheck | None = UpdateCheck(optimizer)
         self.refresh()
         if self._remedy is not None:
@@ -69,6 +70,9 @@ class Updates:
         """Show the gradients that the step applies to code between backward and step, such as
         clipping and unscaling."""
         self._revealed = {id(apply) for apply in locals_}
+        plain = [apply for apply in locals_ if not apply.args]
+        self._joined = {id(apply) for apply in plain}
+        self._joined_buckets = [b for apply in plain for b in apply.buckets]
         for apply in locals_:
             if self._has_gradients(apply):
                 copy = self._gradient_copy(apply)
@@ -89,7 +93,10 @@ class Updates:
             self._require_unchanged_gradients()
             self._require_unchanged_parameters(run)
             cleared = gradients.missing(run)
-        if not iteration.skipped:
+        buckets: Sequence[int] = run
+        if id(apply) in self._joined:  # the first of several updates of the step makes all of them
+            buckets, self._joined_buckets = self._joined_buckets, []
+        if buckets and not iteration.skipped:
             if id(apply) not in self._revealed:
                 self._scale(apply, copy)
                 if not (in_backward and gradients.is_shown(copy)):
@@ -97,9 +104,10 @@ class Updates:
             if self.suspects is not None and self._plan.source is not None:
                 sums = [self._flat.gradients(b, copy) for b in run]
                 self.suspects.require_finite_sum(run, iteration.number, sums)
-            whole = apply.at.point in ("step", "end") and len(run) == len(self._everything)
-            self._step(apply, iteration, whole=whole)
-            self._observers.updated(iteration, None if whole else run)
+            whole = apply.at.point in ("step", "end") and len(buckets) == len(self._everything)
+            with self._own_step(buckets):
+                self._step_buckets(buckets, apply, iteration, whole=whole)
+            self._observers.updated(iteration, None if whole else buckets)
         gradients.mark_applied(run, copy, in_backward=in_backward)
         for p in cleared:  # by `zero_grad` after the step
             p.grad = None
@@ -109,18 +117,6 @@ class Updates:
     def _has_gradients(self, apply: Apply) -> bool:
         """Return whether the rule has gradients to apply."""
         return self._gradients.added_iterations(apply.buckets.start, self._gradient_copy(apply)) > 0
-
-    def step_remaining(self, iteration: Iteration) -> None:
-        """Step all buckets that have no earlier update, in one call."""
-        if iteration.skipped or not iteration.rest:
-            return
-        whole = len(iteration.rest) == len(self._everything)
-        with self._own_step(iteration.rest):
-            if whole:
-                step_directly(self._optimizer)
-            else:
-                self.stepper.step(iteration.rest, None, compare=self._is_first(REST))
-        self._observers.updated(iteration, None if whole else iteration.rest)
 
     def _gradient_copy(self, apply: Apply) -> int:
         return self._flat.copy_index("grad", apply.arg("age", 0))
@@ -142,20 +138,18 @@ class Updates:
         moves.end()
         self._moves = None if moves.done else moves
 
-    def _step(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
-        with self._own_step(apply.buckets):
-            self._step_buckets(apply, iteration, whole=whole)
-
-    def _step_buckets(self, apply: Apply, iteration: Iteration, *, whole: bool) -> None:
+    def _step_buckets(
+        self, run: Sequence[int], apply: Apply, iteration: Iteration, *, whole: bool
+    ) -> None:
         if whole:
             step_directly(self._optimizer)
             return
-        first = self._is_first(apply.buckets.start)
+        first = self._is_first(run[0])
         if not apply.at.lag:
-            self.stepper.step(apply.buckets, None, compare=first)
+            self.stepper.step(run, None, compare=first)
             return
-        with _default_modes(self._flat.buckets[apply.buckets.start].parameters[0].device.type):
-            self.stepper.step(apply.buckets, iteration.settings, compare=first)
+        with _default_modes(self._flat.buckets[run[0]].parameters[0].device.type):
+            self.stepper.step(run, iteration.settings, compare=first)
 
     def _is_first(self, run: int) -> bool:
         """Return whether this run of buckets is stepped alone for the first time."""
