@@ -9,11 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from offbeat.core.buckets.flat import Flat
-from offbeat.core.buckets.gradients import Gradients
-from offbeat.core.buckets.layout import BucketSpec
 from offbeat.core.derive.traits import PlanTraits
 from offbeat.core.observers import Observer
 from offbeat.core.rules import RULES
@@ -172,21 +168,6 @@ def test_rules_that_use_a_message_that_the_members_have_skipped_are_left_out(
         run = range(bucket, bucket + 1)
         actions.apply(iteration, Apply("copy", run, Moment("end"), Phases([0]), args=args))
     assert applied == [("param", 1), ("anchor", 0)]
-
-
-def test_the_present_members_count_where_a_gradient_is_absent_on_most_of_them() -> None:
-    """One of four has used it. The job began with one member."""
-    model = torch.nn.Linear(2, 1, bias=False)
-    flat = Flat(model, [BucketSpec("weight", ("weight",))])
-    session = Mock()
-    session.engine.gradients = gradients = Gradients(flat, 1)
-    session._cluster.control.world_size = 4
-    MemberSession.begin_epoch(session, [])
-    gradients._absentees[0] = {0: [0]}
-    gradients._absence_counts = lambda *_: {0: [0.75]}  # type: ignore[method-assign]
-    gradients.added_iterations = lambda *_: 1  # type: ignore[method-assign]
-    gradients.show(range(1), 0)
-    assert model.weight.grad is not None
 
 
 def test_a_session_without_a_plan_publishes_the_iteration_that_follows_a_step() -> None:

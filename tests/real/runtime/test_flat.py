@@ -37,6 +37,14 @@ def specs(model: nn.Module, buffers: tuple[str, ...] = ()) -> list[BucketSpec]:
     return [BucketSpec(n, (n,), buffers if n == names[-1] else ()) for n in names]
 
 
+def with_gradients(flat: Flat) -> Flat:
+    """The storage with gradients, which are in `p.grad`."""
+    flat.place_gradients(exist=True)
+    for p, view in zip(flat.parameters, flat.views(), strict=True):
+        p.grad = view
+    return flat
+
+
 def inside(tensor: Tensor, flat: Tensor) -> bool:
     """Whether a tensor's memory lies in another's."""
     start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
@@ -49,10 +57,9 @@ def inside(tensor: Tensor, flat: Tensor) -> bool:
 def test_parameters_gradients_and_buffers_are_views() -> None:
     model = build_model(Case("conv"))
     values = {n: t.clone() for n, t in model.state_dict().items()}
-    flat = Flat(model, specs_of_profile(model, profile_of(Case("conv"), 1)))
+    flat = with_gradients(Flat(model, specs_of_profile(model, profile_of(Case("conv"), 1))))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, values[name]), name
-    assert all(p.grad is view for p, view in zip(flat.parameters, flat.views(), strict=True))
     for b, bucket in enumerate(flat.buckets):
         run = range(b, b + 1)
         [params], [grads] = flat.tensors("param", run), flat.tensors("grad", run)
@@ -68,7 +75,7 @@ def test_parameters_gradients_and_buffers_are_views() -> None:
 
 def test_a_run_of_buckets_is_one_slice() -> None:
     model = build_model(Case("mlp"))
-    flat = Flat(model, specs_of_profile(model, profile_of(Case("mlp"), 1)))
+    flat = with_gradients(Flat(model, specs_of_profile(model, profile_of(Case("mlp"), 1))))
     sizes = [sum(p.numel() for p in bucket.parameters) for bucket in flat.buckets]
     counts = [len(bucket.parameters) for bucket in flat.buckets]
     for start in range(4):
@@ -80,18 +87,18 @@ def test_a_run_of_buckets_is_one_slice() -> None:
                 assert tensor.is_contiguous()
 
 
-def test_autograd_writes_into_the_buckets() -> None:
+def test_only_writes_of_the_user_change_the_version_of_gradients() -> None:
     model = build_model(Case("mlp"))
     flat = Flat(model, specs(model))
-    gradients = Gradients(flat, 1)
-    before = flat.grad_version()
+    flat.place_gradients(exist=True)
+    gradients = Gradients(flat, 1, gathers=True)
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    gradients.gather(len(flat.buckets))
     assert gradients.is_intact()
-    assert flat.grad_version() != before, "autograd's writing is seen"
     [grads] = flat.tensors("grad", range(len(flat.buckets)))
     assert grads.abs().sum() > 0
     before = flat.grad_version()
-    gradients.zero_grad()
+    gradients.zero_grad(set_to_none=False)
     assert grads.abs().sum() == 0
     assert flat.grad_version() == before, "ours does not look like the user's"
     gradients.parameters[0].grad.mul_(2)
@@ -102,16 +109,20 @@ def test_gradients_that_exist_are_kept() -> None:
     model = build_model(Case("mlp"))
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-    Flat(model, specs(model))
-    after = [p.grad for p in model.parameters() if p.requires_grad]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    flat = Flat(model, specs(model))
+    flat.place_gradients(exist=True)
+    gradients = Gradients(flat, 1, gathers=True)
+    for _ in range(2):
+        after = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        gradients.gather(len(flat.buckets))
 
 
 def test_nothing_of_the_model_is_left_twice() -> None:
     """After moving house twice, as after observation, the old storage is gone."""
     model = build_model(Case("mlp"))
-    first = Flat(model, specs(model))
-    second = Flat(model, list(reversed(specs(model))))
+    first = with_gradients(Flat(model, specs(model)))
+    second = with_gradients(Flat(model, list(reversed(specs(model)))))
     del first
     gc.collect()
     trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -130,10 +141,10 @@ def test_nothing_of_the_model_is_left_twice() -> None:
 def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
     """Never are both parameters and gradients there twice."""
     model = build_model(Case("mlp"))
-    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     trained = [p for p in model.parameters() if p.requires_grad]
-    before = [(p.detach().clone(), p.grad.clone()) for p in trained]
+    before = [p.detach().clone() for p in trained]
     first = Flat(model, specs(model))
+    first.place_gradients(exist=True)
     params, grads = (weakref.ref(first.contents(name)[0][0]) for name in ("param", "grad"))
     alive: list[tuple[bool, bool]] = []
 
@@ -142,18 +153,15 @@ def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
         return torch.empty(size, dtype=dtype, device=device)
 
     monkeypatch.setattr(flat_module, "empty", made)
-    Flat(model, list(reversed(specs(model))), first)
-    assert alive == [(True, True), (False, True)]
-    assert grads() is None
-    for p, (value, gradient) in zip(trained, before, strict=True):
-        assert torch.equal(p, value)
-        assert torch.equal(p.grad, gradient)
+    Flat(model, list(reversed(specs(model))), first).place_gradients(exist=True)
+    assert alive == [(True, True), (False, False)]
+    assert all(torch.equal(p, value) for p, value in zip(trained, before, strict=True))
 
 
 def test_strides_are_kept() -> None:
     model = Odd()
     before = {n: (p.size(), p.stride(), p.clone()) for n, p in model.named_parameters()}
-    flat = Flat(model, specs(model, ("sliced",)))
+    flat = with_gradients(Flat(model, specs(model, ("sliced",))))
     for name, p in model.named_parameters():
         size, stride, value = before[name]
         assert (p.size(), p.stride()) == (size, stride), name
@@ -368,23 +376,23 @@ ODD_SPECS = [
 def test_aligned_parameters_gradients_and_buffers(dtype: torch.dtype) -> None:
     """As a kernel of a GPU needs them that was compiled before the buckets changed."""
     model = odd_model().to(dtype)
-    model(torch.ones(2, 7, dtype=dtype)).sum().backward()
     values = {n: t.clone() for n, t in model.state_dict().items()}
-    gradients = [p.grad.clone() for p in model.parameters()]
     plain = Flat(odd_model().to(dtype), ODD_SPECS)
-    flat = Flat(model, ODD_SPECS, alignment_bytes=16)
+    flat = with_gradients(Flat(model, ODD_SPECS, alignment_bytes=16))
+    for p in model.parameters():
+        p.grad.fill_(3)
     assert flat.sizes_bytes == plain.sizes_bytes, "a profile counts parameters alone"
     assert flat.buffer_bytes == plain.buffer_bytes
     [params], [grads] = flat.parameter_tensors(), flat.contents("grad")[0]
-    for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
+    for name, p in model.named_parameters():
         assert (p.data_ptr() - params.data_ptr()) % 16 == 0, name
         assert (p.grad.data_ptr() - grads.data_ptr()) % 16 == 0, name
         assert torch.equal(p, values[name])
-        assert torch.equal(p.grad, gradient)
     for name in ("1.running_mean", "1.running_var"):
         buffer = model.get_buffer(name)
         assert (buffer.data_ptr() - params.data_ptr()) % 16 == 0
         assert torch.equal(buffer, values[name])
+    gradients = [p.grad for p in model.parameters()]
     for tensor, kept in ((params, [*values.values()]), (grads, gradients)):
         assert tensor.count_nonzero() == sum(int(t.count_nonzero()) for t in kept if t.dim())
     assert [len(flat.absence_counts(b)) for b in range(3)] == [2, 2, 2]
@@ -393,7 +401,7 @@ def test_aligned_parameters_gradients_and_buffers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("buffer", ["grad", "param"])
 def test_slices_cover_a_bucket_once(buffer: str, alignment: int) -> None:
-    flat = Flat(odd_model(), ODD_SPECS, alignment_bytes=alignment)
+    flat = with_gradients(Flat(odd_model(), ODD_SPECS, alignment_bytes=alignment))
     for b in range(3):
         whole, run = flat.bucket(buffer, b), range(b, b + 1)
         for parts in (1, 2, 3, 7):
@@ -442,26 +450,21 @@ def test_storage_that_fits_once_moves_through_the_host(monkeypatch: pytest.Monke
     """A GPU may have memory for one copy of the parameters and one of the gradients only."""
     model = odd_model()
     before = Flat(model, ODD_SPECS)
-    model(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
-    values = [t.clone() for p in model.parameters() for t in (p, p.grad)]
-    tensors = before.parameter_tensors()[0], before.contents("grad")[0][0]
-    held = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-    del tensors
+    before.place_gradients(exist=True)
+    values = [p.detach().clone() for p in model.parameters()]
+    held = StorageWeakRef(before.parameter_tensors()[0].untyped_storage())
     create, made = flat_module.empty, list[int]()
 
     def allocate(size: int, *key: Any) -> Tensor:
-        if not held[len(made)].expired():
+        if not held.expired():
             raise torch.OutOfMemoryError
         made.append(size)
         return create(size, *key)
 
     monkeypatch.setattr(flat_module, "empty", allocate)
-    after = Flat(model, ODD_SPECS[::-1], before)
-    assert len(made) == 2
-    for p, view in zip(after.parameters, after.views(), strict=True):
-        assert p.grad is view
-    found = [t for p in model.parameters() for t in (p, p.grad)]
-    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+    Flat(model, ODD_SPECS[::-1], before)
+    assert len(made) == 1
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
 
 
 def advice_of(address: int) -> str:
@@ -497,7 +500,7 @@ def test_views_of_huge_pages_are_where_messages_read(order: tuple[int, int]) -> 
     for p in model.parameters():
         if p.dim() == 2:
             p.data = p.data.permute(order).contiguous().permute(order)
-    flat = Flat(model, specs(model))
+    flat = with_gradients(Flat(model, specs(model)))
     for b, bucket in enumerate(flat.buckets):
         for name in ("param", "grad"):
             [sent] = flat.tensors(name, range(b, b + 1))

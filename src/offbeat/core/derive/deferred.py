@@ -22,14 +22,13 @@ def defer_updates(plan: Plan) -> Plan | None:
         The plan, or None if updates already are in `optimizer.step()`, or if other rules or
         votes depend on the moment of updates.
     """
-    updates = {a.at.point for a in plan.applies if effects.is_update(a)}
+    points = {a.at.point for a in plan.applies if effects.is_update(a)}
     others = [a for a in plan.applies if not effects.is_update(a)]
-    if plan.votes or plan.source is not None or _has_further_buffers(plan) or len(updates) != 1:
+    if plan.votes or plan.source is not None or _has_further_buffers(plan):
         return None
-    [point] = updates
-    if point == "grad" and all(map(_is_state_only, others)) and not _averages_gradients(plan):
+    if points in ({"grad"}, {"grad", "step"}) and all(map(_is_state_only, others)) and not _averages_gradients(plan):
         move = _move_after_update
-    elif point == "forward" and not others and plan.period == 1 and not plan.prologue:
+    elif points == {"forward"} and not others and plan.period == 1 and not plan.prologue:
         move = _move_before_update
     else:
         return None
