@@ -77,7 +77,8 @@ def prepared(
     torch.manual_seed(0)
     model = Chain()
     flat, listener = Flat(model, buckets(model, seed)), Listener(model)
-    flat.place_gradients(exist=gathers)
+    if gathers:
+        flat.create_gradients()
     listener.gradients = Gradients(flat, 1, gathers=gathers)
     hooks = Hooks(flat, listener, lasting=lasting)
     listener.end = hooks.finish
@@ -311,7 +312,8 @@ def stored(*, gathers: bool) -> tuple[nn.Module, Gradients]:
     model = build_model(Case("mlp"))
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     flat = Flat(model, [BucketSpec(n, (n,)) for n in names])
-    flat.place_gradients(exist=gathers)
+    if gathers:
+        flat.create_gradients()
     return model, Gradients(flat, 1, gathers=gathers)
 
 

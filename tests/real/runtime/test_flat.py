@@ -39,7 +39,7 @@ def specs(model: nn.Module, buffers: tuple[str, ...] = ()) -> list[BucketSpec]:
 
 def with_gradients(flat: Flat) -> Flat:
     """The storage with gradients, which are in `p.grad`."""
-    flat.place_gradients(exist=True)
+    flat.create_gradients()
     for p, view in zip(flat.parameters, flat.views(), strict=True):
         p.grad = view
     return flat
@@ -90,7 +90,7 @@ def test_a_run_of_buckets_is_one_slice() -> None:
 def test_only_writes_of_the_user_change_the_version_of_gradients() -> None:
     model = build_model(Case("mlp"))
     flat = Flat(model, specs(model))
-    flat.place_gradients(exist=True)
+    flat.create_gradients()
     gradients = Gradients(flat, 1, gathers=True)
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     gradients.gather(len(flat.buckets))
@@ -110,7 +110,7 @@ def test_gradients_that_exist_are_kept() -> None:
     model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     flat = Flat(model, specs(model))
-    flat.place_gradients(exist=True)
+    flat.create_gradients()
     gradients = Gradients(flat, 1, gathers=True)
     for _ in range(2):
         after = [p.grad for p in model.parameters() if p.requires_grad]
@@ -144,7 +144,7 @@ def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     first = Flat(model, specs(model))
-    first.place_gradients(exist=True)
+    first.create_gradients()
     params, grads = (weakref.ref(first.contents(name)[0][0]) for name in ("param", "grad"))
     alive: list[tuple[bool, bool]] = []
 
@@ -153,7 +153,7 @@ def test_what_was_before_is_let_go_as_soon_as_it_is_empty(monkeypatch) -> None:
         return torch.empty(size, dtype=dtype, device=device)
 
     monkeypatch.setattr(flat_module, "empty", made)
-    Flat(model, list(reversed(specs(model))), first).place_gradients(exist=True)
+    Flat(model, list(reversed(specs(model))), first).create_gradients()
     assert alive == [(True, True), (False, False)]
     assert all(torch.equal(p, value) for p, value in zip(trained, before, strict=True))
 
@@ -450,7 +450,7 @@ def test_storage_that_fits_once_moves_through_the_host(monkeypatch: pytest.Monke
     """A GPU may have memory for one copy of the parameters and one of the gradients only."""
     model = odd_model()
     before = Flat(model, ODD_SPECS)
-    before.place_gradients(exist=True)
+    before.create_gradients()
     values = [p.detach().clone() for p in model.parameters()]
     held = StorageWeakRef(before.parameter_tensors()[0].untyped_storage())
     create, made = flat_module.empty, list[int]()

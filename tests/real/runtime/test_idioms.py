@@ -120,7 +120,8 @@ def test_parameters_keep_no_hooks_of_the_measurement(calls: list[Call]) -> None:
     """torch calls the empty hooks of a parameter in every backward."""
     [[periodic], [every]] = [call.results for call in calls]
     assert (periodic["observed"], periodic["planned"]) == (0, 0)
-    assert (every["observed"], every["planned"]) == (0, every["all"])
+    assert every["observed"] == 0
+    assert 0 < every["planned"] <= every["all"]
 
 
 @TWO.given(idioms.model_protocol)

@@ -165,21 +165,14 @@ class Flat:
             raise
         return {k: t.zero_() if self._alignment(k) > 1 else t for k, t in tensors.items()}
 
-    def place_gradients(self, *, exist: bool) -> None:
-        """Allocate gradients, which are zero, or free them.
-
-        Args:
-            exist: whether they are to exist.
-        """
-        if not exist:
-            self.free("grad")
-        elif not self._stores["grad"]:
-            sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
-            grads = self._create_tensors(sizes)
-            assert grads is not None
-            for tensor in grads.values():
-                tensor.zero_()
-            self._stores["grad"], self._newest["grad"] = [grads], 0
+    def create_gradients(self) -> None:
+        """Allocate gradients, which are zero."""
+        sizes = {key: stop for key, (*_, stop) in zip(self.keys, self._spans, strict=True)}
+        grads = self._create_tensors(sizes)
+        assert grads is not None
+        for tensor in grads.values():
+            tensor.zero_()
+        self._stores["grad"], self._newest["grad"] = [grads], 0
 
     def free(self, buffer: str) -> None:
         """Drop the references to a buffer's tensors, which have moved or are not needed."""

@@ -67,12 +67,14 @@ class Gradients:
         self.begin()
 
     def close(self) -> None:
-        """Drop all references to the storage, before another plan runs or it is replaced."""
+        """Free the storage, before another plan runs. `p.grad` keeps its values, to which a script
+        may add that never clears its gradients."""
         for views in self._views:
             for p, view in zip(self.parameters, views, strict=True):
                 if p.grad is view:
-                    p.grad = None
+                    p.grad = view.clone()
         self._views, self._counts = [], []
+        self.flat.free("grad")
 
     @property
     def _newest(self) -> int:
@@ -291,31 +293,31 @@ class Gradients:
     def mark_applied(self, run: range, copy: int, *, in_backward: bool) -> None:
         """Mark gradients as applied.
 
-        Late ones are removed. Of those that were applied `in_backward` later changes have no
-        effect, so they are recorded for `is_intact`.
+        Changes of those that were applied `in_backward` have no effect, so they are recorded for
+        `is_intact`.
         """
         for b in run:
             self._awaited[b] = 0
             if self.late:
                 self._added[copy][b] = 0
-        for index in self.flat.indices(run) if self.late or in_backward else ():
+        for index in self.flat.indices(run) if in_backward and not self.gathers else ():
             p = self.parameters[index]
-            if self.late:
-                p.grad = None
-            elif not self.gathers:
-                self._used.append((p, p.grad, -1 if p.grad is None else p.grad._version))
+            self._used.append((p, p.grad, -1 if p.grad is None else p.grad._version))
 
     # ---- between iterations -----------------------------------------------------------------
+
+    def hide(self) -> None:
+        """Set every `p.grad` to None."""
+        for p in self.parameters:
+            p.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None, or zero them in place. Gradients that are summed over iterations,
         or whose update is delayed, stay in the storage until they are applied."""
         self._used = []
         self._kept.clear()
-        if self.late:
-            return
         for p, b in zip(self.parameters, self.flat.bucket_of, strict=True):
-            if set_to_none or self._awaited[b]:
+            if set_to_none or self.late or self._awaited[b]:
                 p.grad = None
             elif p.grad is not None:
                 local_of(p.grad).data.zero_()
@@ -328,8 +330,7 @@ class Gradients:
             for known in self._absent[copy]:
                 known.clear()
         self._kept.clear()
-        for p in self.parameters:
-            p.grad = None
+        self.hide()
 
     def is_intact(self) -> bool:
         """Whether user code has neither replaced nor removed a gradient since backward, or one that

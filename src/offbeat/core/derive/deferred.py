@@ -26,7 +26,11 @@ def defer_updates(plan: Plan) -> Plan | None:
     others = [a for a in plan.applies if not effects.is_update(a)]
     if plan.votes or plan.source is not None or _has_further_buffers(plan):
         return None
-    if points in ({"grad"}, {"grad", "step"}) and all(map(_is_state_only, others)) and not _averages_gradients(plan):
+    if (
+        points in ({"grad"}, {"grad", "step"})
+        and all(map(_is_state_only, others))
+        and not _averages_gradients(plan)
+    ):
         move = _move_after_update
     elif points == {"forward"} and not others and plan.period == 1 and not plan.prologue:
         move = _move_before_update

@@ -83,6 +83,8 @@ class ProfileObserver(Observer):
         reshard(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._ready: list[tuple[str, Mark]] = []
+        # Of a backward that begins while the one before awaits its step: of the next iteration.
+        self._early: list[tuple[str, Mark]] = []
         self._entered: list[tuple[str, Mark]] = []
         self._times: list[_Times] = []
         self.order: list[str] = []
@@ -104,7 +106,8 @@ class ProfileObserver(Observer):
 
     def _parameter_ready(self, p: Tensor) -> None:
         if p.requires_grad and not self._engine.hooks.accumulating:
-            self._ready.append((self._names[id(p)], self._device.mark()))
+            ready = self._early if self._engine.awaits_step else self._ready
+            ready.append((self._names[id(p)], self._device.mark()))
 
     def _record_entry(self, name: str) -> None:
         if torch.is_grad_enabled():
@@ -119,7 +122,7 @@ class ProfileObserver(Observer):
         again = partly and done.marks.forward is None  # second backward of the same forward
         if self._engine.gradients.is_any() and not (again or (done.skipped and not self._ready)):
             self._record_times(done.marks)
-        self._ready, self._entered = [], []
+        self._ready, self._early, self._entered = self._early, [], []
 
     def _record_times(self, marks: Timestamps) -> None:
         seconds, times = self._device.seconds, _Times()

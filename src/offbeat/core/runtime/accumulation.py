@@ -45,10 +45,10 @@ class Accumulation(Windows):
             )
 
     def on_iteration_end(self, planned: int) -> None:
-        """Direct gradients to the newest copy again after `optimizer.step()`, and update the
-        scheduler gate."""
+        """Hide the gradients that `optimizer.step()` has applied, and update the scheduler gate."""
         if self._gate is None:
             return
+        self._gradients.hide()
         self._version = self._flat.grad_version()
         self._gate.on_iteration_end(bool(self.applied_window(planned)))
 

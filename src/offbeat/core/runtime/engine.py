@@ -100,6 +100,11 @@ class Engine:
         self._attached, self._adopted = ExitStack(), ExitStack()  # undo `attach` and `adopt`
         is_source = control.rank == 0 if sends_buffers is None else sends_buffers
         self.module_buffers = ModuleBuffers(model, is_source, flat.parameter_tensors()[0].device)
+        for p in flat.parameters:
+            if (
+                p.grad is not None
+            ):  # an optimizer may keep it, to which it would not belong any more
+                p.grad = p.grad.clone()
         self.attach(flat)
 
     # ---- set-up -----------------------------------------------------------------------------
@@ -160,7 +165,8 @@ class Engine:
         """Allocate the buffers of a plan, and decide where its gradients are."""
         gathers, lasting = self._gathers(plan), self.watched is None
         self.gradients.close()
-        self.flat.place_gradients(exist=gathers)
+        if gathers:
+            self.flat.create_gradients()
         self.flat.adopt(plan.all_buffers, continues=continues)
         self.gradients = Gradients(self.flat, self.control.world_size, gathers=gathers)
         before = self.hooks
