@@ -1,6 +1,6 @@
 """Metrics of a running job, and adapters to monitoring tools."""
 
-from offbeat.core.runtime.metrics import (
+from offbeat.jobs.metrics import (
     BYTES,
     DIVERGENCE,
     EXPOSED,

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from offbeat.core.guards.finite import OnNonfinite
 from offbeat.core.profile import Profile
-from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.transport.topology import Nodes
 from offbeat.elastic.members import Members
+from offbeat.jobs.metrics import Log, Metrics
 
 
 class Options(TypedDict, total=False):

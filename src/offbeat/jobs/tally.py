@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from offbeat.core.runtime.iteration import Iteration
-from offbeat.core.runtime.meter import exposed_communication_s
 from offbeat.core.transport.device import Device
 from offbeat.jobs.interval import Interval, LinkSums, LossSums, bin_of
+from offbeat.jobs.meter import exposed_communication_s
 
 LOSSES_AT_ONCE = 256  # losses that are copied to the host in one call
 ITERATIONS_AT_ONCE = 64  # iterations without messages that are added up together

@@ -11,11 +11,11 @@ import torch
 from harness.ranks import run_ranks
 
 import offbeat
-from offbeat.core.runtime.startup_notices import _describe_nodes, _nodes_notice
 from offbeat.core.start.launchers import LOOPBACK, first_host, torchrun_variables
 from offbeat.core.transport.addresses import parse_address
 from offbeat.core.transport.job_place import current_place
 from offbeat.core.transport.topology import Topology
+from offbeat.jobs.startup import _describe_nodes, _nodes_notice
 
 SRUN = {
     "SLURM_PROCID": "5",

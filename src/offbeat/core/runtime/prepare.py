@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,6 @@ from offbeat.core.parts import part
 from offbeat.core.profile import Profile
 from offbeat.core.runtime.arguments import CommonArguments, require_seconds, require_whole_job
 from offbeat.core.runtime.known_profile import KnownProfile, find_profile
-from offbeat.core.runtime.meter import Meter, SampleBoard
-from offbeat.core.runtime.metrics import Log, Metrics
 from offbeat.core.runtime.model_checks import (
     agree_on_model,
     fingerprint_of,
@@ -41,7 +38,6 @@ from offbeat.core.runtime.model_checks import (
 from offbeat.core.runtime.prepared import Model, Optimizer
 from offbeat.core.runtime.recording import Recorder, joined_processes, process_facts
 from offbeat.core.runtime.session import Session
-from offbeat.core.runtime.startup_notices import gpu_of, startup_message, startup_notices
 from offbeat.core.runtime.training_job import (
     Observation,
     RankRoles,
@@ -70,19 +66,16 @@ from offbeat.elastic.members import JobMember, Members
 from offbeat.elastic.node import node_of_process
 
 if TYPE_CHECKING:
+    from offbeat.jobs.metrics import Log, Metrics
     from offbeat.jobs.stopping import StopRequest
 
 OBSERVE = 6
 TIMEOUT_S = 120.0
-# Named as text, because the runtime must not import these modules.
-
 REHEARSAL: ContextVar[Callable[..., tuple[Model, Any]] | None] = ContextVar(
     "rehearsal", default=None
 )
 """Function that replaces `prepare` in the threads of a rehearsal: of (model, optimizer, strategy,
 `Watch`)."""
-
-_sessions = count()  # number of sessions with metrics; the same on all ranks
 
 
 @torch.inference_mode(mode=False)  # tensors created here are trained later
@@ -203,8 +196,7 @@ def prepare(
         os.environ, sys.argv, record=record, metrics=sinks, launcher_record=job.record_dir
     )
     console.format = settings.log
-    if log is not None and not isinstance(log, Metrics):
-        log = Metrics(log)
+    log = part("metrics_of")(log)
     whole, is_list = joined_optimizer(model, optimizer, strategy)
     require_one_model(job)
     notice = "\n".join(filter(None, (notice, unclosed_models_notice()))) or None
@@ -282,17 +274,20 @@ class _Preparation:
             sampled = self.metrics.divergence_every if self.metrics else None
             if member is not None and sampled:
                 sampled = 0  # the store of the samples ends with the epoch
-            samples, gpus = zip(*control.gather((sampled, gpu_of(cluster.where))), strict=True)
+            samples, gpus = zip(
+                *control.gather((sampled, part("gpu_of")(cluster.where))), strict=True
+            )
             if any(gpu is not None for gpu in gpus):
                 cluster.alignment_bytes = ALIGNED_BYTES
             if control.rank == 0:
                 notices = [text for text in (self.notice, known.difference) if text is not None]
                 notices = ["\n".join(notices)] if notices else []
-                notices += startup_notices(strategy, cluster, gpus)
+                notices += part("startup_notices")(strategy, cluster, gpus)
                 for text in (*self.settings.notices, *notices):
                     console.print("notice", text, "warning")
                 observe = self.common.observe
-                console.print("start", startup_message(strategy, cluster, known.profile, observe))
+                message = part("startup_message")(strategy, cluster, known.profile, observe)
+                console.print("start", message)
             recorder = self._create_recorder(cluster, member, control.rank in ranks.servers)
             if recorder is not None:
                 undo.callback(recorder.write, {})
@@ -363,7 +358,7 @@ class _Preparation:
         note_prepared(self.model, cluster)
         cluster.served = self.strategy.needs.servers
         close_at_exit(session.close, cluster)
-        meter = self._create_meter(job, session, samples)
+        meter = part("open_meter")(self.metrics, session, job, samples)
         model = Model(self.model, session, meter)
         optimizer = Optimizer(self.optimizer, session)
         if meter is not None:
@@ -409,24 +404,6 @@ class _Preparation:
         request = part("StopRequest")(cluster.control, on_end)
         cluster.before_close = request.close
         return request
-
-    def _create_meter(
-        self, job: TrainingJob, session: Session, samples: Sequence[int | None]
-    ) -> Meter | None:
-        """Return the meter of this rank; None if no rank logs.
-
-        All ranks leave samples with the period of the first rank that logs. Ranks that hold
-        different parts of the model leave none.
-        """
-        control, workers = job.cluster.control, job.ranks.workers
-        often = next((every for every in samples if every is not None), None)
-        if often is None:
-            return None
-        board = None
-        if often and len(workers) > 1 and not job.cluster.topology.sharded:
-            board = SampleBoard(control.store(f"metrics{next(_sessions)}"), control.rank, workers)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Meter(self.metrics, session, job.cluster.device, board, often, trained)
 
 
 def _closing_on_error(cluster: Cluster, member: JobMember | None) -> ExitStack:

@@ -25,8 +25,8 @@ from offbeat.core.runtime.session import Position as Position
 from offbeat.core.runtime.session import Session
 
 if TYPE_CHECKING:
-    from offbeat.core.runtime.meter import Meter
     from offbeat.elastic.samples import MemberSamples, Stream
+    from offbeat.jobs.meter import Meter
 
 OF_DDP = {
     "join": "let all ranks have as many batches, or call model.skip_step() where one has none left",

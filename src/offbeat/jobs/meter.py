@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from itertools import count
 from statistics import fmean
 
 import numpy as np
@@ -17,9 +18,10 @@ from offbeat.core.measuring.loss import LossTap
 from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.observers import Observer
 from offbeat.core.runtime.iteration import Iteration, Timestamps
-from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 from offbeat.core.runtime.session import Session
+from offbeat.core.runtime.training_job import TrainingJob
 from offbeat.core.transport.device import Device
+from offbeat.jobs.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 
 SLOTS = 8  # samples of a rank in the store; largest distance between ranks, in samples
 
@@ -205,3 +207,31 @@ def exposed_communication_s(marks: Timestamps, device: Device) -> float:
     return sum(
         device.seconds(end) - device.seconds(begin) for begin, end in pairs if begin is not None
     )
+
+
+_sessions = count()  # number of sessions with metrics; the same on all ranks
+
+
+def open_meter(
+    metrics: Metrics | None, session: Session, job: TrainingJob, samples: Sequence[int | None]
+) -> Meter | None:
+    """Return the meter of this rank; None if no rank logs.
+
+    All ranks leave samples with the period of the first rank that logs. Ranks that hold different
+    parts of the model leave none.
+
+    Args:
+        metrics: log of this rank; None for none.
+        session: session of this rank.
+        job: objects of this rank.
+        samples: by rank, iterations between two samples; None for ranks without a log.
+    """
+    control, workers = job.cluster.control, job.ranks.workers
+    often = next((every for every in samples if every is not None), None)
+    if often is None:
+        return None
+    board = None
+    if often and len(workers) > 1 and not job.cluster.topology.sharded:
+        board = SampleBoard(control.store(f"metrics{next(_sessions)}"), control.rank, workers)
+    trained = [p for p in job.model.parameters() if p.requires_grad]
+    return Meter(metrics, session, job.cluster.device, board, often, trained)

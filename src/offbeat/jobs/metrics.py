@@ -56,6 +56,11 @@ class Metrics:
         require_count("divergence_every", self.divergence_every, least=0, remedy="0 turns it off")
 
 
+def metrics_of(log: Metrics | Log | None) -> Metrics | None:
+    """Return the log as `Metrics`."""
+    return log if log is None or isinstance(log, Metrics) else Metrics(log)
+
+
 class TensorBoard:
     """Log that writes scalars to a `torch.utils.tensorboard.SummaryWriter`.
 
