@@ -18,8 +18,6 @@ import torch
 from offbeat.core.console import console
 from offbeat.core.derive.windows import Windows
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import Sample, SampledElements
-from offbeat.core.measuring.reported import clear_receiver, set_receiver
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
 from offbeat.core.profile.device_speed import compute_s
@@ -36,6 +34,8 @@ from offbeat.jobs.interval import Interval, combine
 from offbeat.jobs.monitor import JobMonitor
 from offbeat.jobs.record_folder import describe_removal, new_run, previous_attempt, remove_above
 from offbeat.jobs.record_lines import RUN_FILE, BackgroundWriter
+from offbeat.jobs.replica_sample import Sample, SampledElements
+from offbeat.jobs.reported import clear_receiver, set_receiver
 from offbeat.jobs.settings import (
     OFF,
     JobSettings,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.core.measuring.loss import LossTap
-from offbeat.core.measuring.replica_sample import SampledElements
 from offbeat.core.observers import Observer
+from offbeat.core.parts import part
 from offbeat.core.runtime.iteration import Iteration, Timestamps
 from offbeat.core.runtime.metrics import BYTES, DIVERGENCE, EXPOSED, LOSS, SECONDS, Log, Metrics
 from offbeat.core.runtime.session import Session
@@ -92,7 +92,7 @@ class Meter(Observer):
     ):
         self._metrics, self._session, self._device = metrics, session, device
         self._board, self._sample_every = board, sample_every
-        self._chosen = SampledElements(parameters) if board is not None else None
+        self._chosen = part("SampledElements")(parameters) if board is not None else None
         self._iteration: int | None = None  # of the last call
         self._logged, self._warned = 0, False  # iteration of the last log
         self._samples: deque[int] = deque(maxlen=SLOTS)  # samples that no log contains

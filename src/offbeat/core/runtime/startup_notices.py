@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offbeat.core.measuring.machine_load import describe_foreign
+from offbeat.core.parts import part
 from offbeat.core.profile import Profile
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.transport.cluster import Cluster
@@ -28,7 +28,7 @@ def startup_message(
     if known is not None:
         how = ", profile given"
         if known.foreign_share:
-            how += f", which was disturbed: {describe_foreign(known.foreign_share)}"
+            how += f", which was disturbed: {part('describe_foreign')(known.foreign_share)}"
     elif strategy.needs.profile and strategy.needs.measures:
         how = f", observing {observe} iterations"
     return f"{strategy}, {ranks} rank{'s' * (ranks > 1)}, {links}{how}"
