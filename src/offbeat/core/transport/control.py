@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import offbeat
 from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
-from offbeat.core.transport.agreement import require_equal
+from offbeat.core.transport.agreement import StoreAgreement, compare_versions, require_equal
 from offbeat.core.transport.failure_detector import (
     ABORTED,
     ACTIVE,
@@ -37,11 +36,6 @@ from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_e
 from offbeat.core.transport.peer_errors import describe_exception, is_peer_error, mark_peer_error
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.tagged import all_gather
-from offbeat.core.transport.versions import (
-    compare_versions,
-    publish_versions,
-    require_same_versions,
-)
 
 _met = 0  # number of `Control` objects that this process has created together with all ranks
 COUNT, COMPLETE = "count", "complete"  # keys of a wait of all ranks
@@ -117,9 +111,9 @@ class Control:
         self.world_size: int = dist.get_world_size()
         self.group: dist.ProcessGroup
         self._heartbeat: Heartbeat | None = None
-        host, torch_version = socket.gethostname(), str(torch.__version__)
+        self.hosts: list[str] = []
         if self._protocol is None:
-            self.met = self._meet_all(host, torch_version)
+            self.met = self._meet_all()
         else:  # the ranks have met in the default process group of their epoch
             self.group, self.met = self._open_group(), 1
         if self.world_size > 1:
@@ -128,15 +122,10 @@ class Control:
             self._heartbeat = process_heartbeat(store, self.rank, self.world_size, run)
             self._heartbeat.add_user(self.met)
         self._joint_calls: dict[str, int] = {}
-        if self._protocol is None:
-            self.hosts: list[str] = self.gather(host)
-        else:
-            own = [host, f"with {self._protocol}", torch_version]
-            known = self.gather(own)
-            require_same_versions(known, self.rank)
-            self.hosts = [host for host, *_ in known]
+        if self._protocol is not None:
+            self.hosts = compare_versions(self, f"with {self._protocol}", torch.__version__)
 
-    def _meet_all(self, host: str, torch_version: str) -> int:
+    def _meet_all(self) -> int:
         """Meet all ranks, compare their versions and open the group. Return how often they have
         met.
 
@@ -144,13 +133,13 @@ class Control:
         create a group with them again. So all ranks meet before.
         """
         global _met
-        versions = self.store(f"versions/{_met}")
         try:
             with self.waiting("waiting for all ranks to call prepare"):
-                publish_versions(versions, self.rank, host, offbeat.__version__, torch_version)
                 self.meet(f"prepare/{_met}")
                 _met += 1
-                compare_versions(versions, self.rank, self.world_size, self.timeout_s)
+                part = self.store(f"versions/{_met}")
+                with StoreAgreement(part, self.rank, self.world_size, self.timeout_s) as ranks:
+                    self.hosts = compare_versions(ranks, offbeat.__version__, torch.__version__)
                 self.group = self._open_group()
         except RuntimeError as error:
             raise RuntimeError(
@@ -473,7 +462,7 @@ class Control:
 
     def _at(self, rank: int) -> str:
         node = f", node {self.nodes[rank]}" if self.nodes else ""
-        return f"{rank} ({self.hosts[rank] if hasattr(self, 'hosts') else '?'}{node})"
+        return f"{rank} ({self.hosts[rank] if self.hosts else '?'}{node})"
 
     def _last_heard(self, statuses: Sequence[RankStatus]) -> str:
         """Return the last status of the first `SHOWN` ranks."""
