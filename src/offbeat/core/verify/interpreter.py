@@ -22,6 +22,7 @@ from offbeat.core.derive.coalesced import coalesce_steps
 from offbeat.core.derive.drained import drained_plan
 from offbeat.core.plan.cursor import Cursor
 from offbeat.core.plan.program import Program, Step
+from offbeat.core.plan.semantics import is_active, shard_slice
 from offbeat.core.plan.types import (
     Apply,
     Plan,
@@ -385,14 +386,16 @@ class _ArrayActions:
 
     def _is_active(self, rule: Transfer | Apply, iteration: InterpretedIteration) -> bool:
         """Return the outcome of the vote on which a rule depends; True if there is no vote."""
-        if rule.when is None or iteration.planned < rule.ago:
-            return True
-        vote = rule.when, iteration.number - rule.ago
-        if vote not in self._w.decided:
-            raise ConflictError(
-                f"{rule.id} depends on the vote {rule.when!r} before it is due", rule
-            )
-        return self._job.decisions[vote]
+
+        def outcome(name: str, ago: int) -> bool:
+            vote = name, iteration.number - ago
+            if vote not in self._w.decided:
+                raise ConflictError(
+                    f"{rule.id} depends on the vote {name!r} before it is due", rule
+                )
+            return self._job.decisions[vote]
+
+        return is_active(rule, iteration.planned, outcome)
 
     def release(self, iteration: InterpretedIteration, index: int) -> bool:
         message, w = iteration.messages[index], self._w
@@ -434,7 +437,7 @@ class _ArrayActions:
         if t.verb == "exchange":
             result = result[1 - message.ranks.index(w.rank)]
         if t.verb == "reduce_scatter":
-            own = _shard_slice(result.size, message.ranks, w.rank)
+            own = shard_slice(result.size, len(message.ranks), message.ranks.index(w.rank))
             shard = result[own]
             result = np.full_like(result, np.nan)
             result[own] = shard
@@ -457,18 +460,11 @@ def _result(message: InterpretedMessage) -> Array:
         return np.stack(arrays)  # [2, elements]; each rank uses the row of the other
     if t.verb == "all_gather":
         result = np.empty_like(arrays[0])
-        for rank, array in zip(message.ranks, arrays, strict=True):
-            own = _shard_slice(result.size, message.ranks, rank)
+        for k, array in enumerate(arrays):
+            own = shard_slice(result.size, len(arrays), k)
             result[own] = array[own]
         return result
     return np.sum(arrays, axis=0) / len(arrays)
-
-
-def _shard_slice(size: int, ranks: tuple[int, ...], rank: int) -> slice:
-    """Return the shard of a rank: n elements are cut into K shards of ceil(n / K), the last ones
-    shorter."""
-    each, k = -(-size // len(ranks)), ranks.index(rank)
-    return slice(min(size, k * each), min(size, (k + 1) * each))
 
 
 def _retry(call: Callable[[], object]) -> Waits:
