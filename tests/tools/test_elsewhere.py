@@ -11,10 +11,9 @@ from offbeat.core.profile.elsewhere import (
     PAYLOAD,
     extrapolate,
     for_members,
-    with_slower_links,
     with_slower_replicas,
 )
-from offbeat.experiments.advice.other_networks import with_nodes
+from offbeat.experiments.advice.other_networks import with_nodes, with_slower_links
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
 

@@ -20,7 +20,6 @@ from offbeat.core.derive.windows import Windows
 from offbeat.core.measuring.loss import LossTap
 from offbeat.core.plan import Plan
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.runtime.iteration import Iteration
 from offbeat.core.runtime.recording import MemberChange, Recorder, process_facts
 from offbeat.core.runtime.session import Session
@@ -202,7 +201,7 @@ class JobObserver(Recorder):
         self._set_windows(plan)
         self._profile = profile
         if profile is not None:
-            self._sample_every = max(100, math.ceil(SAMPLE_S / compute_s(profile)))
+            self._sample_every = max(100, math.ceil(SAMPLE_S / profile.compute_s))
         if self.monitor is not None:
             self.monitor.on_plan(plan, profile, self._next)
 

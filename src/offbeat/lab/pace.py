@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from offbeat.core.measuring.processors import kernel_s, processors
 from offbeat.core.observers import Observer
 from offbeat.core.profile import Profile
-from offbeat.core.profile.device_speed import compute_s
 from offbeat.core.sim.ranks import lognormal
 from offbeat.core.transport.cluster import Cluster
 
@@ -227,7 +226,7 @@ def affordable_pace(profile: Profile, cluster: Cluster) -> float:
     """Return the smallest pace for this model on this machine, rounded up to tenths. Every rank
     must call this function."""
     messages = measure_messages(cluster, profile)
-    pace = least_pace(compute_s(profile), messages, profile.ranks, processors())
+    pace = least_pace(profile.compute_s, messages, profile.ranks, processors())
     return math.ceil(pace * 10) / 10
 
 

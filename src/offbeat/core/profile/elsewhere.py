@@ -143,44 +143,6 @@ def with_replica_per_rank(profile: Profile) -> Profile:
     return extrapolate(flat, hosts=profile.ranks)
 
 
-def with_device_speed(profile: Profile, speed: float) -> Profile:
-    """Return the profile of devices that compute `speed` times as fast.
-
-    Forward, backward, updates and the rest of the loop are scaled. Messages and codecs keep their
-    measured times. The result has no pace: its times are those of the device, not of an emulated
-    host.
-
-    Raises:
-        ValueError: `speed` is not finite or not above 0.
-    """
-    if not 0 < speed < math.inf:
-        raise ValueError(f"speed ({speed:g}) of the device must be finite and above 0")
-    times = scaled_compute(profile, 1 / speed)
-    return replace(profile, other_s=profile.other_s / speed, pace=0.0, **times)
-
-
-def with_slower_links(profile: Profile, times: float) -> Profile:
-    """Return the profile with message times multiplied by `times`. Coding keeps its measured
-    times."""
-    buckets = tuple(
-        bucket.with_given_times(lambda _, seconds: seconds * times) for bucket in profile.buckets
-    )
-    links = tuple(_slow_down(link, times) for link in profile.links)
-    return replace(profile, links=links, buckets=buckets)
-
-
-def _slow_down(link: Link, times: float) -> Link:
-    def slower(points: Points, _: float = 1.0) -> Points:
-        return tuple((size, seconds * times) for size, seconds in points)
-
-    return link.with_times(
-        lambda latency_s, rate, _: (latency_s * times, rate / times),
-        slower,
-        after_pause=slower(link.after_pause),
-        vote_s=link.vote_s and link.vote_s * times,
-    )
-
-
 def with_slower_replicas(profile: Profile, times: Sequence[float]) -> Profile:
     """Return the profile with the compute times of each replica multiplied by a factor.
 

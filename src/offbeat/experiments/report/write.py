@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.core.files import replace_text
-from offbeat.core.profile.device_speed import Compute
+from offbeat.experiments.device_speed import Compute
 from offbeat.experiments.record.run_directory import SCHEMA, Contestant, Run, load
 from offbeat.experiments.report import gossip, metrics, words
 from offbeat.experiments.report.headline import headline
