@@ -106,6 +106,7 @@ register_parts(
     (
         "offbeat.core.runtime.plan_session:open_plan_session",
         "offbeat.core.sim.prediction:predict_under",
+        "offbeat.elastic.profile:for_members",
         "offbeat.experiments.record.recorder:RunRecorder",
         "offbeat.jobs.machine_load:LoadSampler",
         "offbeat.jobs.machine_load:describe_foreign",

@@ -10,9 +10,8 @@ from offbeat.cli import main
 from offbeat.core.profile.elsewhere import (
     PAYLOAD,
     extrapolate,
-    for_members,
-    with_slower_replicas,
 )
+from offbeat.elastic.profile import for_members, with_slower_replicas
 from offbeat.experiments.advice.other_networks import with_nodes, with_slower_links
 from offbeat.plan import Payload
 from offbeat.profile import Bucket, GradientNoise, Link, Profile
