@@ -87,26 +87,6 @@ def repeated_ranks(profile: Profile, ranks: int) -> Profile:
     )
 
 
-def with_replica_per_rank(profile: Profile) -> Profile:
-    """Return the profile of the same job if every rank holds a replica of its own.
-
-    A ring of all ranks in order passes each link between nodes once in each step, so that its
-    messages take as long as those of a cluster with as many hosts. The ranks of a single node use
-    the link inside it. Sharded replicas stay as they are, because no rank holds a whole one.
-    """
-    if not profile.topology or profile.sharded:
-        return profile
-    flat = profile.of_replicas()
-    if profile.world_size == 1 and profile.inside is not None:
-        return replace(
-            repeated_ranks(flat, profile.ranks),
-            links=tuple(replace(profile.inside, name=link.name) for link in profile.links),
-            buckets=tuple(replace(bucket, communication_s={}) for bucket in profile.buckets),
-            contention=(),
-        )
-    return extrapolate(flat, hosts=profile.ranks)
-
-
 def ring_passes(ranks: int) -> float:
     """Return the number of times that a rank sends each byte of a ring all_reduce."""
     return 2 * (ranks - 1) / ranks

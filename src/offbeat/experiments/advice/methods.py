@@ -19,7 +19,6 @@ from offbeat.core.derive.lean import leaves_gradients
 from offbeat.core.guards.script_usage import strategy_that_runs
 from offbeat.core.plan import INSIDE, Phases, Plan, base_link
 from offbeat.core.profile import Profile
-from offbeat.core.profile.elsewhere import with_replica_per_rank
 from offbeat.core.sim import Prediction, predict, predict_plan
 from offbeat.core.strategy.interface import Strategy
 from offbeat.core.strategy.parsing import text_of
@@ -30,6 +29,7 @@ from offbeat.experiments.advice.other_networks import with_slower_links, with_sm
 from offbeat.experiments.advice.place import Place
 from offbeat.experiments.advice.selection import has_defaults
 from offbeat.experiments.advice.sharded import ShardedIteration, hsdp, zero3
+from offbeat.strategies.ddp import with_replica_per_rank
 
 Basis = Literal["simulated", "equations"]
 SecondsAt = Callable[[Place], float]
