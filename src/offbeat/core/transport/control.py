@@ -19,7 +19,7 @@ from offbeat.core.plan import Groups
 from offbeat.core.transport import packed
 from offbeat.core.transport.agreement import StoreAgreement, compare_versions, require_equal
 from offbeat.core.transport.gloo_devices import share_devices
-from offbeat.core.transport.heartbeat import process_heartbeat
+from offbeat.core.transport.heartbeat import open_heartbeat
 from offbeat.core.transport.interfaces import LinkSpec, connects_lazily, group_environment
 from offbeat.core.transport.rendezvous import missing_keys, run_checked
 from offbeat.core.transport.reports import Reports
@@ -87,9 +87,8 @@ class Control(Reports):
             self.group, self.met = self._open_group(), 1
         if self.world_size > 1:
             store = distributed_c10d._get_default_store()
-            run = self.run_checked
-            self._heartbeat = process_heartbeat(store, self.rank, self.world_size, run)
-            self._heartbeat.add_user(self.met)
+            ends = self.rank, self.world_size, self.run_checked
+            self._heartbeat = open_heartbeat(store, str(self.met), *ends)
         self._joint_calls: dict[str, int] = {}
         if self._protocol is not None:
             self.hosts = compare_versions(self, f"with {self._protocol}", torch.__version__)
@@ -176,7 +175,7 @@ class Control(Reports):
     def abandon(self) -> None:
         """Stop the heartbeat and drop the process group. `connect` creates the next one."""
         if self._heartbeat is not None:
-            self._heartbeat.remove_user()
+            self._heartbeat.stop()
             self._heartbeat = None
         with suppress(AttributeError):
             del self.group

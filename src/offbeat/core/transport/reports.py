@@ -70,10 +70,10 @@ class Reports:
             self._heartbeat.publish(ABORTED, f"gave up {as_text(self._heartbeat.activity)}")
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Stop the heartbeat of this user, and publish `failure` if this rank has failed."""
+        """Stop the heartbeat, and publish `failure` if this rank has failed."""
         if self._heartbeat is not None:
             reason = None if failure is None else f"failed with {describe_exception(failure)}"
-            self._heartbeat.remove_user(reason)
+            self._heartbeat.stop(reason)
 
     def set_iteration(self, iteration: int) -> None:
         """Set the iteration of this rank, published with its next heartbeat."""
