@@ -31,7 +31,7 @@ from offbeat.core.plan.types import (
     Wire,
     groups_of,
 )
-from offbeat.core.rules import RULES, VOTES, Rule, VoteRule
+from offbeat.core.rules import RULES, VOTES, VoteRule
 from offbeat.core.verify.worker import (
     Array,
     ConflictError,
@@ -64,7 +64,6 @@ class Interpreter:
         model: model to train.
         ranks: number of workers.
         votes: vote rules by name.
-        rules: rules by name.
         exact: whether codecs are replaced by a lossless one.
         flushing: ranks that complete the waits of the next forward right after every iteration,
             as an evaluation or a checkpoint does.
@@ -79,7 +78,6 @@ class Interpreter:
     model: InterpretedModel
     ranks: int
     votes: Mapping[str, VoteRule] = field(default_factory=lambda: VOTES)
-    rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
     exact: bool = False
     flushing: Collection[int] = ()
     drains: Collection[int] = ()
@@ -362,7 +360,7 @@ class _ArrayActions:
         active = self._is_active(apply, iteration)
         if active:
             self._w.acting = apply
-            self._job.rules[apply.rule](self._w, apply)
+            RULES[apply.rule](self._w, apply)
         return active
 
     def cast_votes(self, iteration: InterpretedIteration, votes: Sequence[Vote]) -> None:
